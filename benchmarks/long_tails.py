@@ -14,7 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 from rlcore.data.generation import Completion, GenerateRequest
-from rollout.collection.group_runner import GroupRunner, Runners
+from rollout.collection import group_runner
+from rollout.collection.group_runner import GroupRunner
 from rollout.engines.embedded.engine import EmbeddedEngine
 
 GATHER_S = 0.005  # what is asked within it is decoded together
@@ -69,16 +70,16 @@ def long_tailed(delay: Delay) -> Iterator[None]:
     """Runs of this process have such an engine, and give it each request when it has room
     (`rollout.engine.max_in_flight`).
     """
-    build = Runners._runner
+    build = group_runner._runner
 
-    def one_by_one(self: Runners, *arguments: Any, **options: Any) -> GroupRunner:
-        return replace(build(self, *arguments, **options), batched=False)
+    def one_by_one(*arguments: Any) -> GroupRunner:
+        return replace(build(*arguments), batched=False)
 
     def engine(*arguments: Any, **options: Any) -> LongTailed:
         return LongTailed(*arguments, delay=delay, **options)
 
     with (
         patch("rollout.engines.embedded.engine.EmbeddedEngine", engine),
-        patch.object(Runners, "_runner", one_by_one),
+        patch.object(group_runner, "_runner", one_by_one),
     ):
         yield

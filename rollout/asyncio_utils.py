@@ -1,4 +1,4 @@
-"""Waiting with a limit, and an asyncio loop in a thread of its own."""
+"""Waits with a limit, and runs an asyncio loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlcore.errors import DeadlineExceeded
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-CANCEL_S = 5.0  # what a cancelled task gets to clean up
-# beyond the inner deadline, before the loop itself counts as stuck
+CANCEL_S = 5.0  # how long a cancelled task may clean up
+# how long after the inner deadline the loop itself counts as stuck
 GRACE_S = 15.0
 
 
@@ -41,21 +41,22 @@ async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]
     task.cancel()
     await asyncio.wait({task}, timeout=CANCEL_S)
     if task.done() and not task.cancelled():
-        # seen: whatever the cancelled work raised, the deadline is the cause
+        # retrieve the error, so that asyncio does not log it: the deadline is its cause
         task.exception()
     raise DeadlineExceeded(message)
 
 
 def asked_to_end(task: asyncio.Task[Any] | None) -> bool:
-    """Whether somebody cancelled the running `task`, which meets a CancelledError; True where
-    Python cannot tell.
+    """Whether a CancelledError in the running `task` comes from `task.cancel()`.
+
+    True where Python cannot tell.
     """
     return task is None or sys.version_info < (3, 11) or task.cancelling() > 0
 
 
 async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
     """All results, or the first error, after which nothing of `work` goes on."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(part) for part in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -86,7 +87,7 @@ def call_on(
 
 
 class LoopThread:
-    """One asyncio loop in one daemon thread, driven from synchronous code."""
+    """Runs an asyncio loop in a daemon thread, for synchronous code."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -98,8 +99,9 @@ class LoopThread:
         self.loop.run_forever()
 
     def call(self, work: Coroutine[Any, Any, T], *, seconds: float, what: str) -> T:
-        """Run `work` in the loop and wait; `work` keeps its own deadline, `seconds` is the last
-        resort.
+        """Run `work` in the loop and wait for its result.
+
+        `work` keeps its own deadline; `seconds` is the last resort.
 
         Raises:
             DeadlineExceeded: the loop did not answer, because something blocks its thread.
@@ -112,7 +114,7 @@ class LoopThread:
         return call_on(self.loop, work, limit, late)
 
     def close(self) -> None:
-        """Cancel what is left and end the thread."""
+        """Cancel all tasks and end the thread."""
         if self.loop.is_closed():
             return
         try:

@@ -1,40 +1,39 @@
-"""The rollout service: prompts -> workflow -> engines -> reward -> filters -> the samples of a
-step.
+"""The rollout service: prompts -> workflow -> engines -> reward -> filters -> samples of a step.
 
-It is driven synchronously by the trainer's rank 0; everything asynchronous happens in one thread,
-whose loop also carries the engine clients.
+The trainer's rank 0 drives it synchronously. Everything asynchronous happens in one thread, whose
+loop also carries the engine clients.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rlcore.config import Config
 from rlcore.config.derived import engine_place_s, total_steps
-from rlcore.data.prompts import PromptStream
+from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.sample import Sample
 from rlcore.data.step import StepRollouts
 from rlcore.errors import ConfigError, DeadlineExceeded
 from rlcore.interfaces import RolloutEngine
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.asyncio_utils import LoopThread, gather_or_cancel
+from rollout.asyncio_utils import LoopThread, gather_or_cancel, within
 from rollout.collection.buffer import BufferedGroup, decode
 from rollout.collection.collector import Collector
-from rollout.collection.errand import Errand
 from rollout.collection.evaluation import Evaluation
 from rollout.collection.filters import FilterChain
-from rollout.collection.group_runner import Runners
-from rollout.collection.load_prompts import load_prompts
-from rollout.collection.lockstep_collector import StepCollector, StepGroups
+from rollout.collection.group_runner import evaluation_runner, training_runner
 from rollout.collection.published_versions import Publication, PublishedVersions
+from rollout.collection.step_groups import StepGroups
 from rollout.engines.vocabulary import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
-from rollout.rewards.build import build_scorer
+from rollout.rewards.build import build_scorer, check_labels
 from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -44,15 +43,34 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
+DROP_S = 30.0
+
+
+@dataclass
+class PendingWork(Generic[T]):
+    """Work of the rollout loop that the trainer waits for, over several calls if need be.
+
+    It goes on while the trainer leaves it alone to bring an engine its weights.
+    """
+
+    what: str  # for messages, as "the rollouts of step 3"
+    task: asyncio.Task[T]
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self.began
 
 
 class RolloutService:
-    """Implements `rlcore.interfaces.RolloutSource`. Construction reads and checks; `start` starts
-    engines and reward workers.
+    """Implements `rlcore.interfaces.RolloutSource`.
+
+    Construction reads and checks; `start` starts engines and reward workers.
 
     Args:
-        greedy_baseline: every prompt of a step gets one more response, at temperature 0 and for
-            nothing but the `baseline_reward` of its samples: it is not among them, in no count of
+        greedy_baseline: give every prompt of a step one more response, at temperature 0, that only
+            serves as the `baseline_reward` of its samples: it is not among them, is not counted in
             episodes, and no filter sees it.
 
     Raises:
@@ -70,58 +88,61 @@ class RolloutService:
         if not engines:
             raise ConfigError("the rollout service needs at least one engine")
         self._config = config
-        self.fleet = Fleet(engines, config.rollout.engine, place_s=engine_place_s(config))
+        rollout = config.rollout
+        self.fleet = Fleet(engines, rollout.engine, place_s=engine_place_s(config))
         vocab_size = check_vocabulary(config.model.path, tokenizer)
-        self.prompts = load_prompts(config, tokenizer, config.data.paths)
+        self.prompts = _load_prompts(config, tokenizer, config.data.paths)
         given = config.evaluation
         held_out = (
-            load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts)
+            _load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts)
             if given.paths
             else None
         )
-        self._filters = FilterChain(
-            config.rollout.filters, samples_per_prompt=config.rollout.samples_per_prompt
-        )
+        self._filters = FilterChain(rollout.filters, samples_per_prompt=rollout.samples_per_prompt)
         self._scorer = build_scorer(
-            config.reward, vocab_size=vocab_size, device=config.rollout.engine.device
+            config.reward, vocab_size=vocab_size, device=rollout.engine.device
         )
-        self._draws = PromptQueue(
-            PromptStream(
-                len(self.prompts),
-                seed=config.run.seed,
-                shuffle=config.data.shuffle,
-                fingerprint=self.prompts.fingerprint(),
-            )
+        stream = PromptStream(
+            len(self.prompts),
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            fingerprint=self.prompts.fingerprint(),
         )
-        self.ledger = self._draws.ledger
-        self._dispatcher = Dispatcher(self.fleet, config.rollout.engine)
-        runners = Runners(config, tokenizer, self._dispatcher, self._scorer)
-        row_of = self._draws.stream.row
-        self._training = runners.training(
-            lambda draw: self.prompts[row_of(draw)], greedy_baseline=greedy_baseline
+        self._queue = PromptQueue(stream)
+        self.ledger = self._queue.ledger
+        self._dispatcher = Dispatcher(self.fleet, rollout.engine)
+        shared = (config, tokenizer, self._dispatcher, self._scorer)
+        self._training = training_runner(
+            *shared, lambda draw: self.prompts[stream.row(draw)], greedy_baseline=greedy_baseline
         )
         self._evaluation = (
             None
             if held_out is None
-            else Evaluation(runners.evaluation(held_out.__getitem__), len(held_out))
+            else Evaluation(evaluation_runner(*shared, held_out.__getitem__), len(held_out))
         )
         self._versions = PublishedVersions()
-        self._collector = self._build_collector()
-        self._cut = self._collector.cut()  # of the newest step that the trainer was given
-        self._restored_step = 0  # the last that was handed over before
-        # that goes on while the trainer brings an engine its weights
-        self._errand: Errand[Any] | None = None
-        # seconds in which engines had worked when it began
-        self._busy_before = 0.0
+        self._collector = Collector(
+            config,
+            self._queue,
+            self._training,
+            self._filters,
+            self._versions,
+            steps=total_steps(config, len(self.prompts)),
+            busy_s=lambda: self._dispatcher.busy_s,
+        )
+        self.fleet.on_room = self._collector.wake
+        self._snapshot = self._collector.snapshot()  # of the newest step that the trainer has
+        self._restored_step = 0  # the last step that was handed over before `restore`
+        self._pending: PendingWork[Any] | None = None
         self._seen = self._so_far()  # at the last hand-over
         self.thread = LoopThread("rollout")
         self.loop = self.thread.loop
 
     def start(self, *, again: bool = False) -> None:
-        """Engines and reward workers answer when this returns.
+        """Start engines and reward workers, and wait until they answer.
 
         Args:
-            again: in the place of a service that was lost; see `Fleet.start`.
+            again: this service takes the place of a lost one; see `Fleet.start`.
 
         Raises:
             RunFailed: one of them did not start; the service is closed then.
@@ -133,17 +154,6 @@ class RolloutService:
             self.close()
             raise
 
-    def _build_collector(self) -> StepCollector | Collector:
-        parts = (self._config, self._draws, self._training, self._filters)
-        if self._config.rollout.max_staleness == 0:
-            return StepCollector(*parts)
-        steps = total_steps(self._config, len(self.prompts))
-        ahead = Collector(
-            *parts, self._versions, steps=steps, busy_s=lambda: self._dispatcher.busy_s
-        )
-        self.fleet.on_room = ahead.room_changed
-        return ahead
-
     async def _start(self, again: bool) -> None:
         await gather_or_cancel(self._scorer.start(), self.fleet.start(again=again))
 
@@ -153,8 +163,7 @@ class RolloutService:
     # --- training ---------------------------------------------------------------------------------
 
     def next_step(self, step: int) -> StepRollouts | None:
-        """The samples of `step`: `prompts_per_step` groups that passed the filters, in the order of
-        their draws.
+        """The samples of `step`: `prompts_per_step` groups that passed the filters, in draw order.
 
         None when an engine waits for the weights; the groups are collected on, and the next call
         waits for the same ones.
@@ -169,46 +178,34 @@ class RolloutService:
         With `max_staleness` 0 the draws of a step that failed are requeued; else what failed since
         the last step is raised, and only its own draws are.
         """
-
-        def stuck() -> str:
-            limit = self._config.rollout.timeout_s
-            return (
-                f"step {step} has no rollouts after {limit:g} s (rollout.timeout_s):"
-                f" {self._collector.stuck()}"
-            )
-
-        if self._errand is None:
-            self._busy_before = self._dispatcher.busy_s
-        try:
-            errand = self._visit(
-                lambda: self._collector.collect(step), stuck, f"the rollouts of step {step}"
-            )
-        except BaseException:
-            self._collector.give_up()
-            raise
-        if errand is None:
+        found = self._wait_for(
+            lambda: self._collector.collect(step),
+            f"the rollouts of step {step}",
+            f"step {step} has no rollouts",
+            self._collector.stuck,
+        )
+        if found is None:
             return None
-        done: StepGroups = errand.result()
-        self._cut = done.cut
+        done, seconds = found
+        self._snapshot = done.snapshot
         metrics = {
-            "time/generation": errand.seconds,
-            "time/engine": self._dispatcher.busy_s - self._busy_before,
+            "time/generation": seconds,
             **done.metrics,
             **self._happened(),
-            **self._became(done),
+            **self._dropped(done),
         }
         engines = self._dispatcher.engines_of(
             self._config.run.seed, [group.draw for group in done.groups]
         )
         steps = self._versions.of_samples(done.samples)
-        return StepRollouts(done.samples, metrics, done.epoch, done.cut.draws, engines, steps)
+        return StepRollouts(done.samples, metrics, done.epoch, done.snapshot.queue, engines, steps)
 
     def published(self, step: int, version: int, incarnation: int) -> None:
-        """Weights of policy step `step` are in force as `version`.
+        """Note that weights of policy step `step` are in force as `version`.
 
-        No news where a later step was handed over before `restore`, which a service in the place of
-        a lost one may be told of: nothing is made with them any more, and generation begins with
-        the next.
+        Ignored where a later step was handed over before `restore`, as a service in the place of a
+        lost one may be told: nothing is made with those weights, and generation begins with the
+        next.
         """
 
         async def published() -> None:
@@ -219,48 +216,76 @@ class RolloutService:
 
         self._call(published(), CLOSE_S, f"the news of version {version}")
 
-    def _visit(
-        self, work: Callable[[], Coroutine[Any, Any, Any]], stuck: Callable[[], str], what: str
-    ) -> Errand[Any] | None:
-        """`work`, done; None when an engine waits for weights before. Begun by the first visit,
-        awaited by later ones.
+    def _wait_for(
+        self,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        what: str,
+        late: str,
+        stuck: Callable[[], str],
+    ) -> tuple[T, float] | None:
+        """The result of `work` and its seconds; None when an engine waits for weights before.
+
+        The first call begins the work; after None, the next one goes on waiting for it.
+
+        Args:
+            late: what the message of its deadline says has not happened.
+            stuck: who is waited for then.
         """
-        if self._errand is None:
-            limit = self._config.rollout.timeout_s
-            self._errand = Errand(self.thread, work(), limit_s=limit, what=what, stuck=stuck)
-        errand = self._errand
+        limit = self._config.rollout.timeout_s
+
+        def message() -> str:
+            return f"{late} after {limit:g} s (rollout.timeout_s): {stuck()}"
+
+        async def begin() -> PendingWork[T]:
+            return PendingWork(what, asyncio.ensure_future(within(limit, work(), message)))
+
         try:
-            if not errand.done_before(self.fleet.someone_waits):
+            if self._pending is None:
+                self._pending = self._call(begin(), limit, what)
+            pending: PendingWork[T] = self._pending
+            if not self._call(self._done_before_catch_up(pending.task), limit, what):
                 return None
+            result = pending.task.result()
         except BaseException:
-            self._errand = None
+            self.abandon()
             raise
-        self._errand = None
-        return errand
+        self._pending = None
+        return result, pending.seconds
+
+    async def _done_before_catch_up(self, task: asyncio.Task[Any]) -> bool:
+        """Whether `task` is done; waits for that, or until an engine waits for weights."""
+        waiting = asyncio.ensure_future(self.fleet.someone_waits())
+        try:
+            await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        return task.done()
 
     def abandon(self) -> None:
-        """Whoever asked is gone: the step or evaluation at hand is given up. From any thread."""
-        if (errand := self._errand) is not None:
-            self._errand = None
-            errand.drop()
+        """Give up the step or evaluation that is waited for, if any. From any thread."""
+        pending = self._pending
+        self._pending = None
+        if pending is not None and not pending.task.done():
+            self._call(_cancelled(pending.task), DROP_S, f"giving up {pending.what}")
 
     def halt(self) -> None:
-        """Nothing is in flight when this returns, and nothing begins before the next publication."""
+        """End what is in flight, and begin nothing before the next publication."""
         self._call(self._collector.halt(), CLOSE_S, "ending what is in flight")
 
-    def _became(self, done: StepGroups) -> dict[str, float]:
-        """PromptQueue that the step was not trained on."""
+    def _dropped(self, done: StepGroups) -> dict[str, float]:
+        """How many draws the step was not trained on, and why."""
+        counts = done.drop_counts
         return {
-            "rollout/requeued_prompts": float(done.tally.requeued),
+            "rollout/requeued_prompts": float(counts.requeued),
             "rollout/excluded_prompts": float(len(self.prompts.excluded)),
             **{
-                f"rollout/dropped_{name}": float(done.tally.dropped[name])
+                f"rollout/dropped_{name}": float(counts.dropped[name])
                 for name in self._filters.names
             },
         }
 
     def _happened(self) -> dict[str, float]:
-        """Since the last hand-over; and how many engines there are."""
+        """What happened since the last hand-over, and how many engines serve."""
         before = self._seen
         self._seen = self._so_far()
         return {
@@ -283,33 +308,27 @@ class RolloutService:
     # --- evaluation -------------------------------------------------------------------------------
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]] | None:
-        """Score every evaluation prompt; ({}, []) when there are none. None when an engine waits
-        for the weights.
+        """Score every evaluation prompt; ({}, []) when there are none.
+
+        None when an engine waits for the weights; the next call goes on waiting, as in `next_step`.
         """
         evaluation = self._evaluation
         if evaluation is None:
             return {}, []
 
-        def stuck() -> str:
-            limit = self._config.rollout.timeout_s
-            return (
-                f"the evaluation has not ended after {limit:g} s (rollout.timeout_s):"
-                f" {evaluation.stuck()}"
-            )
-
-        errand = self._visit(evaluation.run, stuck, "the evaluation")
-        if errand is None:
-            return None
-        scored: tuple[dict[str, float], list[Sample]] = errand.result()
-        return scored
+        found = self._wait_for(
+            evaluation.run, "the evaluation", "the evaluation has not ended", evaluation.stuck
+        )
+        return None if found is None else found[0]
 
     # --- state ------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Of the newest hand-over that the trainer knows of: another may follow while it brings an
-        engine its weights.
+        """The state after the newest hand-over that the trainer knows of.
+
+        Another may follow while the trainer brings an engine its weights.
         """
-        return self._cut.encoded()
+        return self._snapshot.encoded()
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a snapshot; draws that were in flight when it was taken are drawn again.
@@ -317,22 +336,23 @@ class RolloutService:
         Raises:
             DataError: the prompts are not those of the snapshot.
         """
-        state = self._draws.beginning() if state is None else state
-        # here: a large buffer would hold up the loop
-        kept = decode(state.get("ahead", {}).get("groups", ()))
-        self._call(self._restore(state, kept), CLOSE_S, "restoring the rollout service")
+        state = self._queue.beginning() if state is None else state
+        # decoded in this thread, since a large buffer would hold up the loop
+        groups = decode(state.get("ahead", {}).get("groups", ()))
+        self._call(self._restore(state, groups), CLOSE_S, "restoring the rollout service")
 
-    async def _restore(self, state: Mapping[str, Any], kept: Sequence[BufferedGroup]) -> None:
+    async def _restore(self, state: Mapping[str, Any], groups: Sequence[BufferedGroup]) -> None:
         await self._collector.halt()
-        self._collector.restore(state, kept)
-        self._cut = self._collector.cut()
+        self._collector.restore(state, groups)
+        self._snapshot = self._collector.snapshot()
         self._restored_step = self.ledger.last_step
 
     def keep_ledger(self, path: Path) -> None:
-        self._draws.keep_journal(path, max_staleness=self._config.rollout.max_staleness)
+        """Append every draw's transitions to `path` from here on."""
+        self._queue.keep_journal(path, max_staleness=self._config.rollout.max_staleness)
 
     def close(self) -> None:
-        """End engines' clients, reward workers and the thread. May be called twice."""
+        """End the engines' clients, the reward workers and the thread. May be called twice."""
         if self.loop.is_closed():
             return
         try:
@@ -341,7 +361,7 @@ class RolloutService:
             logger.warning("%s", error)  # the daemon thread ends with the process
         finally:
             self.thread.close()
-            self._draws.close()
+            self._queue.close()
 
     async def _stop(self) -> None:
         await self._collector.halt()
@@ -357,3 +377,33 @@ class RolloutService:
                 logger.warning("%s did not close within %g s", party, CLOSE_S)
             elif task.exception() is not None:
                 logger.warning("%s failed to close: %s", party, task.exception())
+
+
+async def _cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task}, timeout=DROP_S)
+
+
+def _load_prompts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    paths: Sequence[str],
+    *,
+    max_prompts: int | None = None,
+) -> PromptSet:
+    """The first `max_prompts` prompts of `paths`, tokenised.
+
+    Raises:
+        ConfigError, DataError: a bad row, or labels that a verifier cannot compare with.
+    """
+    data = config.data
+    prompts = PromptSet.load(
+        paths,
+        tokenizer,
+        prompt_key=data.prompt_key,
+        label_key=data.label_key,
+        max_prompt_tokens=data.max_prompt_tokens,
+        max_prompts=max_prompts,
+    )
+    check_labels(config, prompts)
+    return prompts

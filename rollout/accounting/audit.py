@@ -1,8 +1,7 @@
-"""Whether the ledger of a run balances: against itself, its newest checkpoint, its recorded
-samples, and its versions.
+"""Compares the ledger of a run with itself, its newest checkpoint, recorded samples and versions.
 
-Every check yields what contradicts what, in words; nothing is changed, so a run that goes on may be
-looked at too.
+Every check yields contradictions in words. Nothing is changed, so a run that goes on may be
+audited too.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ class Audit:
 
     draws: int = 0
     states: dict[str, int] = field(default_factory=dict)  # state -> draws
-    steps: int = 0  # that consumed draws
-    # reason -> samples of a draw were given up, it was requeued
+    steps: int = 0  # steps that consumed draws
+    # reason -> draws that were requeued for it, their samples given up
     given_up: dict[str, int] = field(default_factory=dict)
     restarts: int = 0
     rewound: int = 0  # entries of the journal that restarts have rewound
-    checkpoint: int | None = None  # step of the one that was compared
+    checkpoint: int | None = None  # step of the checkpoint that was compared
     recorded: int = 0  # steps whose recorded samples were compared
     contradictions: list[str] = field(default_factory=list)
 
 
 def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
-    """Look at `run`.
+    """Audit `run`.
 
     Args:
         recordings: also read every recorded sample, which takes as long as the recordings are
@@ -59,7 +58,7 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
         raise UserError(
             f"{run.path}: no {run.ledger_path.name} in it; runs that generate write one"
         )
-    # What a run that goes on writes last is looked at first.
+    # A run that goes on writes these last, so they are read first.
     recorded = run.recorded_steps()
     checkpoint = latest_checkpoint(run.checkpoints)
     found = Audit()
@@ -126,9 +125,7 @@ def check_steps(history: History) -> Iterator[str]:
 
 
 def check_checkpoint(checkpoint: Checkpoint, history: History) -> Iterator[str]:
-    """The checkpoint's ledger is that of its cut, its stream is where the ledger is, and its groups
-    are the finished ones.
-    """
+    """The checkpoint's ledger is that of its cut, and its stream and groups agree with it."""
     name = f"the checkpoint of step {checkpoint.step}"
     source = checkpoint.state["source"]
     at_cut = history.at(checkpoint.step)
@@ -166,9 +163,14 @@ def check_checkpoint(checkpoint: Checkpoint, history: History) -> Iterator[str]:
 
 
 def _compare_recordings(
-    run: RunDirectory, config: Config, ledger: Ledger, bounds: Mapping[int, int], recorded: Sequence[int], lineage: Lineage,
+    run: RunDirectory,
+    config: Config,
+    ledger: Ledger,
+    bounds: Mapping[int, int],
+    recorded: Sequence[int],
+    lineage: Lineage,
     found: Audit,
-) -> None:  # fmt: skip
+) -> None:
     consumed = ledger.consumed()
     saved = found.checkpoint or 0
     if config.tracking.save_rollouts:
@@ -197,7 +199,9 @@ def check_recording(
             " consumed"
         )
     twice = [
-        one for one, count in Counter((r["draw"], r["index"]) for r in records).items() if count > 1
+        sample
+        for sample, count in Counter((r["draw"], r["index"]) for r in records).items()
+        if count > 1
     ]
     if twice:
         yield f"step {step} was trained twice on sample {twice[0][1]} of draw {twice[0][0]}"

@@ -1,20 +1,24 @@
-"""ledger.jsonl: every transition of every draw of a run, appended as it happens and never deleted.
+"""ledger.jsonl: every transition of every draw of a run, appended as it happens, never deleted.
 
-    {"start": 0, "prompts": [20, "d41d8c…"], "max_staleness": 0}    what was restored is the cut of step 0, the beginning
+    {"start": 0, "prompts": [20, "d41d8c…"], "max_staleness": 0}
     {"drawn": [0, 1, 2, 3]}
     {"finished": [0, 2]}
     {"dropped": [2], "by": "zero_variance"}
-    {"requeued": [3], "because": "stale"}           no reason: a workflow, an engine or the run ended before it did
+    {"requeued": [3], "because": "stale"}
     {"consumed": [0, 1], "step": 1}
-    {"cut": 1}                                      the batch of step 1 is handed over: its checkpoint is of this moment
+    {"cut": 1}
 
-A start from the checkpoint of step s is a rewind: what lies between the cut of step s and that line
-    was done for weights that
-are gone, and does not count any more. Where the journal has no such cut, the line holds the ledger
-itself.
+A start says from the cut of which step the run goes on; 0 is the beginning. A draw is requeued
+without a reason where a workflow, an engine or the run ended before the draw did. The cut of a step
+is the moment at which its batch is handed over; the step's checkpoint holds the state of that
+moment.
 
-Every line is in the hands of the system when the next kind of transition is recorded, and on the
-disk at each cut. So a kill loses what a rewind to the newest cut would give up too.
+A start from the checkpoint of step s is a rewind: the lines between the cut of step s and the start
+were done for weights that are gone, and do not count any more. Where the journal has no such cut,
+the start holds the ledger itself.
+
+Every line is with the operating system when the next kind of transition is recorded, and on the
+disk at each cut. So a kill loses only what a rewind to the newest cut would give up too.
 """
 
 from __future__ import annotations
@@ -35,53 +39,52 @@ logger = logging.getLogger(__name__)
 
 
 class LedgerJournal:
-    """The journal of a run, for its one writer. What is recorded before `start` is kept, and
-    written behind its line.
+    """The journal of a run, for its one writer.
+
+    Transitions that are recorded before `start` are written behind its line.
     """
 
     def __init__(self) -> None:
         self._file: int | None = None
         self._path = Path()
-        # where the last own line ends: another's writing is known by it
+        # where the last line of this writer ends; another writer is noticed by it
         self._end = 0
-        # not written yet: since the last `hold`, or one entry that still grows
-        self._held: list[dict[str, Any]] = []
+        # entries that are not written yet: all since the last `detach`, or the one that still grows
+        self._unwritten: list[dict[str, Any]] = []
 
     def record(self, transition: Transition, draw: int, detail: int | str | None) -> None:
-        """A draw has made a transition: see `rollout.accounting.ledger.Record`."""
-        last = self._held[-1] if self._held else {}
+        """Record the transition of a draw: see `rollout.accounting.ledger.Record`."""
+        last = self._unwritten[-1] if self._unwritten else {}
         if transition in last and last.get(DETAILS.get(transition, "")) == detail:
             last[transition].append(draw)
             return
-        self._held.append(
+        self._unwritten.append(
             {transition: [draw]} | ({} if detail is None else {DETAILS[transition]: detail})
         )
-        self._flush(len(self._held) - 1)
+        self._flush(len(self._unwritten) - 1)
 
     def flush(self) -> None:
-        """Everything that was recorded outlives this process from here on."""
-        self._flush(len(self._held))
+        """Write everything that was recorded, so that it outlives this process."""
+        self._flush(len(self._unwritten))
 
     def _flush(self, count: int) -> None:
         if self._file is not None and count > 0:
-            self._write(*self._held[:count])
-            del self._held[:count]
+            self._write(*self._unwritten[:count])
+            del self._unwritten[:count]
 
     def cut(self, step: int) -> None:
-        """The batch of `step` is handed over; its checkpoint's ledger is the one of now. On the
-        disk when this returns.
-        """
+        """Record that the batch of `step` is handed over now, and bring everything to the disk."""
         if self._file is not None:
-            self._held.append({"cut": step})
+            self._unwritten.append({"cut": step})
             self.flush()
             os.fsync(self._file)
 
-    def hold(self) -> None:
-        """A state is being restored: what is recorded from here on belongs behind the next start."""
+    def detach(self) -> None:
+        """Write nothing before the next `start`, since a state is being restored."""
         self.flush()
         self._release()
-        # of a state that was restored before this one, and never gone on from
-        self._held.clear()
+        # recorded since an earlier `detach` that no `start` followed
+        self._unwritten.clear()
 
     def start(
         self,
@@ -98,9 +101,8 @@ class LedgerJournal:
             prompts: how many there are, and their fingerprint.
             max_staleness: the bound for the steps to come.
 
-        A file that is damaged is set aside, with a warning. A second call before the next `hold`
-            does nothing: who did not hear
-        that the first one was done asks again.
+        A damaged file is set aside, with a warning. A second call before the next `detach` does
+        nothing: a caller that got no answer asks again.
         """
         if self._file is not None:
             return
@@ -121,12 +123,13 @@ class LedgerJournal:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sync(path.parent)  # its name is on the disk before the first cut is
         cut_torn_line(path)
-        self._path, self._end = path, os.fstat(self._file).st_size
-        self._held.insert(0, entry)
+        self._path = path
+        self._end = os.fstat(self._file).st_size
+        self._unwritten.insert(0, entry)
         self.flush()
 
     def close(self) -> None:
-        """The end of this service, whatever brought it about."""
+        """Write what can be written, and close the file."""
         try:
             self.flush()
         # recovery: a resume draws again what is not written down
@@ -140,8 +143,9 @@ class LedgerJournal:
             self._file = None
 
     def _write(self, *entries: Mapping[str, Any]) -> None:
-        """Raises RunFailed where another has written since: a service that was lost must not go on
-        in its successor's life.
+        """Append entries. Raises RunFailed where another service has written since.
+
+        So a service that was lost does not write into the journal of its successor.
         """
         assert self._file is not None
         content = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
@@ -163,7 +167,7 @@ class LedgerJournal:
 
 
 def _ledger_at(step: int, path: Path) -> Ledger | None:
-    """What the journal in `path` says of the cut of `step`, if anything."""
+    """The ledger that the journal in `path` has at the cut of `step`, if any."""
     if not path.exists():
         return Ledger() if step == 0 else None
     try:

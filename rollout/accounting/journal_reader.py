@@ -1,9 +1,7 @@
-"""What a ledger's journal says: the entries that count, those that were rewound, and the ledger at
-any cut.
+"""Reads a ledger's journal: which entries count, which were rewound, and the ledger at any cut.
 
-The journal of a long run has hundreds of millions of lines. So they stay on the disk: a history
-    knows which of them count, and
-reads them again for each question.
+The journal of a long run has hundreds of millions of lines. So they stay on the disk: a `History`
+knows which of them count, and reads them again for each question.
 """
 
 from __future__ import annotations
@@ -27,28 +25,26 @@ DETAIL_TYPES: dict[Transition, tuple[type, ...]] = {
 TRANSITIONS: tuple[Transition, ...] = ("drawn", "finished", "consumed", "dropped", "requeued")
 Entry = dict[str, Any]
 Moment = tuple[int, Transition, int | str | None, int | None]
-"""Of a draw: line number, transition, what `rollout.accounting.ledger.Record` was told with it, line of what rewound it."""
+"""Of a draw: line number, transition, its detail (see `Record`), line that rewound it."""
 
 
 class JournalPosition(NamedTuple):
-    """Before a line of the journal: its number, its first byte, and how many lines of transitions
-    before it count.
-    """
+    """The position before a line of the journal."""
 
-    line: int
-    byte: int
-    transitions: int
+    line: int  # number of the line
+    byte: int  # its first byte
+    transitions: int  # lines of transitions before it that count
 
 
 BEGINNING = JournalPosition(1, 0, 0)
 
 
-class LineRanges(NamedTuple):
-    """Neighbouring lines of the journal. `by`: the line that rewound them; None while they count."""
+class LineRange(NamedTuple):
+    """Neighbouring lines of the journal."""
 
     begin: JournalPosition
     end: JournalPosition
-    by: int | None = None
+    rewound_by: int | None = None  # number of the line that rewound them; None while they count
 
 
 @dataclass
@@ -56,26 +52,27 @@ class History:
     """Which lines of a journal count, in order."""
 
     path: Path
-    counted: list[LineRanges] = field(default_factory=list)
-    rewound: list[LineRanges] = field(default_factory=list)
+    counted: list[LineRange] = field(default_factory=list)
+    rewound: list[LineRange] = field(default_factory=list)
     rewound_transitions: int = 0
     cuts: dict[int, JournalPosition] = field(default_factory=lambda: {0: BEGINNING})  # by step
-    # line number, step that was gone on from
+    # line number of a start, step from whose cut the run went on
     starts: list[tuple[int, int]] = field(default_factory=list)
-    # step -> rollout.max_staleness when it was handed over
+    # step -> rollout.max_staleness when its batch was handed over
     bounds: dict[int, int] = field(default_factory=dict)
     prompts: tuple[int, str] | None = None  # of the last start
     max_staleness: int = 0  # likewise
 
     def entries(self, until: JournalPosition | None = None) -> Iterator[tuple[int, Entry]]:
-        """Those that count, with their line numbers: transitions, cuts, and starts that hold a
-        ledger.
+        """The entries that count, with their line numbers.
+
+        These are transitions, cuts, and starts that hold a ledger.
         """
         for lines in self.counted:
             yield from self._read(lines, until)
 
     def _read(
-        self, lines: LineRanges, until: JournalPosition | None = None
+        self, lines: LineRange, until: JournalPosition | None = None
     ) -> Iterator[tuple[int, Entry]]:
         end = lines.end if until is None else min(lines.end, until)
         with open(self.path, "rb") as file:
@@ -84,8 +81,7 @@ class History:
                 yield number, orjson.loads(file.readline())
 
     def at(self, step: int | None = None) -> Ledger | None:
-        """The ledger as it was at the cut of `step`, or at the end; None where there is no such
-        cut.
+        """The ledger at the cut of `step`, or at the end; None where there is no such cut.
 
         Raises:
             DataError: an entry contradicts those before it; names its line.
@@ -101,21 +97,23 @@ class History:
         return ledger
 
     def life(self, draw: int) -> list[Moment]:
-        """Of one draw, what counts and what was rewound."""
+        """All transitions of one draw, those that count and those that were rewound."""
         return [
-            (number, transition, detail, lines.by)
+            (number, transition, detail, lines.rewound_by)
             for lines in sorted([*self.counted, *self.rewound], key=lambda lines: lines.begin.line)
             for number, entry in self._read(lines)
-            for transition, one, detail in _transitions(entry)
-            if one == draw
+            for transition, moved, detail in _transitions(entry)
+            if moved == draw
         ]
 
     def rewind(self, start: JournalPosition, step: int, *, anew: bool) -> JournalPosition:
-        """A start, in the line at `start`: back to the cut of `step`, or to nothing where the line
-        itself holds the ledger.
+        """Go back to the cut of `step`, as the line at `start` says.
+
+        Args:
+            anew: the line holds the ledger itself, so nothing before it counts.
 
         Returns:
-            The place that was gone back to.
+            The position that was gone back to.
 
         Raises:
             DataError: there is no such cut.
@@ -126,38 +124,39 @@ class History:
             )
         cut = BEGINNING if anew else self.cuts[step]
         self.rewound += [
-            LineRanges(max(begin, cut), end, by=start.line)
+            LineRange(max(begin, cut), end, rewound_by=start.line)
             for begin, end, _ in self.counted
             if end > cut
         ]
         self.counted = [
-            LineRanges(begin, min(end, cut)) for begin, end, _ in self.counted if begin < cut
+            LineRange(begin, min(end, cut)) for begin, end, _ in self.counted if begin < cut
         ]
         self.rewound_transitions += start.transitions - cut.transitions
-        self.cuts = {at: place for at, place in self.cuts.items() if at <= step}
+        self.cuts = {at: position for at, position in self.cuts.items() if at <= step}
         self.bounds = {at: bound for at, bound in self.bounds.items() if at <= step}
         self.starts.append((start.line, step))
         return cut
 
 
 def read_journal(path: Path) -> History:
-    """What counts of a journal. A last line without its newline is left out: it is being written,
-    or was torn by a kill.
+    """Find out what counts of a journal.
+
+    A last line without its newline is left out: it is being written, or was torn by a kill.
 
     Raises:
         DataError: the file is missing, or a line is no entry of a journal; names it.
     """
     history = History(path)
     begin = BEGINNING
-    place = BEGINNING
+    here = BEGINNING
     for entry, size in _parsed(path):
-        behind = JournalPosition(place.line + 1, place.byte + size, place.transitions)
+        behind = JournalPosition(here.line + 1, here.byte + size, here.transitions)
         if "start" in entry:
-            history.counted.append(LineRanges(begin, place))
+            history.counted.append(LineRange(begin, here))
             anew = "ledger" in entry
-            cut = history.rewind(place, entry["start"], anew=anew)
+            cut = history.rewind(here, entry["start"], anew=anew)
             behind = behind._replace(transitions=cut.transitions)
-            begin = place._replace(transitions=cut.transitions) if anew else behind
+            begin = here._replace(transitions=cut.transitions) if anew else behind
             if anew:
                 history.cuts = {entry["start"]: behind}
             history.prompts = (entry["prompts"][0], entry["prompts"][1])
@@ -167,13 +166,13 @@ def read_journal(path: Path) -> History:
             history.bounds[entry["cut"]] = history.max_staleness
         else:
             behind = behind._replace(transitions=behind.transitions + 1)
-        place = behind
-    history.counted.append(LineRanges(begin, place))
+        here = behind
+    history.counted.append(LineRange(begin, here))
     return history
 
 
 def _parsed(path: Path) -> Iterator[tuple[Entry, int]]:
-    """Each whole line, checked, and its bytes."""
+    """Each whole line, parsed and checked, and its size in bytes."""
     if not path.exists():
         raise DataError(f"{path}: no such file; a run with rollouts writes it")
     with open(path, "rb") as file:
@@ -191,7 +190,7 @@ def _parsed(path: Path) -> Iterator[tuple[Entry, int]]:
 
 
 def _check(entry: Any) -> None:
-    """Raises ValueError unless `entry` has the shape of one."""
+    """Raises ValueError unless `entry` has the shape of an entry."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
     if "start" in entry:

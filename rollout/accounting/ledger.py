@@ -12,40 +12,42 @@ import numpy as np
 
 Transition = Literal["drawn", "finished", "consumed", "dropped", "requeued"]
 Record = Callable[[Transition, int, int | str | None], None]
-"""Is told each transition, its draw, and: the step of `consumed`, the filter of `dropped`, the reason of `requeued`."""
+"""Is called with each transition, its draw, and its detail.
+
+The detail is the step of `consumed`, the filter of `dropped`, the reason of `requeued`.
+"""
 
 IN_FLIGHT = -1
 FINISHED = -2
 REQUEUED = -3
 FIRST_FILTER = -10  # dropped by filter k: FIRST_FILTER - k
 STATE_NAMES = {IN_FLIGHT: "in flight", FINISHED: "finished", REQUEUED: "requeued"}
-# draws that a snapshot keeps as one word, once all of them are settled
+# draws that a snapshot keeps as one string, once all of them are settled
 CHUNK = 1024
 Codes = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Ledger:
-    """The state of each draw, as one integer: a step >= 1 that consumed it, or one of the codes
-    above.
+    """The state of each draw, as one integer: the step >= 1 that consumed it, or a code above.
 
         draw -> in flight -> finished -> consumed by step s
                     |            |---> dropped by filter f
                     |------------'---> requeued -> in flight ...
 
     Args:
-        record: is told every transition, once it is made.
+        record: called with every transition, once it is made.
     """
 
     def __init__(self, record: Record = lambda transition, draw, detail: None) -> None:
         self._codes = array("q")  # by draw
-        # the first chunks, consumed and dropped draws alone: they change no more
+        # the first chunks, of consumed and dropped draws alone, which do not change any more
         self._settled: list[str] = []
         self._filters: list[str] = []
         self._record = record
 
     @classmethod
     def of(cls, snapshot: Mapping[str, Any]) -> Ledger:
-        """The ledger that gave it."""
+        """The ledger of which `snapshot` was taken."""
         ledger = cls()
         ledger.restore(snapshot)
         return ledger
@@ -58,7 +60,7 @@ class Ledger:
         return (self._codes, self._filters) == (other._codes, other._filters)
 
     def draw(self, draws: Iterable[int]) -> None:
-        """Draws leave the stream: new ones in order, or ones that were requeued."""
+        """Put draws in flight: new ones in order, or requeued ones."""
         for draw in draws:
             if draw == len(self._codes):
                 self._codes.append(IN_FLIGHT)
@@ -67,14 +69,17 @@ class Ledger:
                 self._move("drawn", draw, {REQUEUED}, IN_FLIGHT)
 
     def finish(self, draw: int) -> None:
+        """The group of a draw in flight is made and scored."""
         self._move("finished", draw, {IN_FLIGHT}, FINISHED)
 
     def consume(self, draw: int, step: int) -> None:
+        """`step` trains on the finished group of `draw`."""
         if step < 1:
             raise ValueError(f"steps count from 1, got {step}")
         self._move("consumed", draw, {FINISHED}, step, step)
 
     def drop(self, draw: int, filter_name: str) -> None:
+        """A filter refuses the finished group of `draw`."""
         new = filter_name not in self._filters
         number = len(self._filters) if new else self._filters.index(filter_name)
         self._move("dropped", draw, {FINISHED}, FIRST_FILTER - number, filter_name)
@@ -82,8 +87,10 @@ class Ledger:
             self._filters.append(filter_name)
 
     def requeue(self, draw: int, reason: str = "") -> None:
-        """It goes back to the stream. `reason`: where samples were given up, by which rule
-        ("stale", "rolled_back").
+        """A draw in flight or finished goes back to the stream.
+
+        Args:
+            reason: where samples were given up, the rule ("stale", "rolled_back").
         """
         self._move("requeued", draw, {IN_FLIGHT, FINISHED}, REQUEUED, reason or None)
 
@@ -133,7 +140,7 @@ class Ledger:
 
     @property
     def last_step(self) -> int:
-        """That consumed draws; 0 before the first."""
+        """The last step that consumed draws; 0 before the first."""
         return max(int(self._array().max(initial=0)), 0)
 
     def balance(self) -> dict[str, int]:
@@ -162,8 +169,10 @@ class Ledger:
         return np.array(self._codes[start:] if start else self._codes, dtype=np.int64)
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able. Chunks of settled draws are compressed, each once; the few draws behind them
-        are run-length coded.
+        """The ledger as JSON.
+
+        Chunks of settled draws are compressed, each once; the few draws behind them are run-length
+        coded.
         """
         codes = self._array(len(self._settled) * CHUNK)
         while len(codes) >= CHUNK and all_settled(codes[:CHUNK]):
@@ -175,7 +184,7 @@ class Ledger:
         return {"settled": list(self._settled), **tail, "filters": list(self._filters)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """What `snapshot` gave. Raises ValueError where a draw of it is in no known state."""
+        """Go back to a snapshot. Raises ValueError where a draw of it is in no known state."""
         self._settled = list(state.get("settled", ()))  # older checkpoints have none
         tail = np.repeat(np.array(state["codes"], dtype=np.int64), state["lengths"])
         self._codes = array("q", b"".join([*map(unpacked, self._settled), tail.tobytes()]))
@@ -184,17 +193,17 @@ class Ledger:
 
 
 def all_settled(codes: Codes) -> bool:
-    """Whether each of these draws was consumed or dropped, which is for good."""
+    """Whether each of these draws was consumed or dropped, and so never changes again."""
     return bool(((codes >= 1) | (codes <= FIRST_FILTER)).all())
 
 
 def packed(codes: Codes) -> str:
-    """As a word of JSON; see `unpacked`."""
+    """The codes as one JSON string; see `unpacked`."""
     return base64.b64encode(zlib.compress(codes.astype("<i8").tobytes())).decode()
 
 
 def unpacked(word: str) -> bytes:
-    """The codes, 8 bytes each. Raises ValueError for a word that `packed` did not give."""
+    """The codes, 8 bytes each. Raises ValueError for a string that `packed` did not give."""
     try:
         content = zlib.decompress(base64.b64decode(word, validate=True))
     except (zlib.error, ValueError) as error:

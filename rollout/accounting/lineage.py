@@ -1,6 +1,4 @@
-"""Which weights come from which: what `versions.jsonl` says of the tokens that a step was trained
-on.
-"""
+"""Checks the weights that made a step's tokens, by the lineage that `versions.jsonl` records."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from rlcore.runs.versions import Version
 
 
 def check_versions(versions: Sequence[Version]) -> Iterator[str]:
-    """Versions grow; within one life of the trainer steps do not go back."""
+    """Versions grow, and within one incarnation of the trainer steps do not go back."""
     for before, after in pairwise(versions):
         if after.version <= before.version:
             yield f"version {after.version} was taken after version {before.version}"
@@ -29,28 +27,31 @@ def check_versions(versions: Sequence[Version]) -> Iterator[str]:
 
 
 class Lineage:
-    """Which weights are the ancestors of which: a trainer that was started again from step r has
-    forgotten later ones.
+    """Which weights are ancestors of which.
+
+    A trainer that was started again from step r has forgotten the weights of later steps.
     """
 
     def __init__(self, versions: Sequence[Version]) -> None:
-        self._place = {one.version: place for place, one in enumerate(versions)}
+        self._index = {made.version: index for index, made in enumerate(versions)}
         self._versions = versions
 
     def check(
         self, step: int, records: Sequence[Mapping[str, Any]], max_staleness: int | None
     ) -> Iterator[str]:
-        """Tokens of `step` are of weights that it comes from, and not older than the bound, where
-        that is known.
+        """The tokens of `step` are of ancestors of its weights, and not older than the bound.
+
+        Args:
+            max_staleness: the bound, if it is known.
         """
         trained = records[0].get("policy_version") if records else None
-        if trained not in self._place:
+        if trained not in self._index:
             yield f"step {step} has trained version {trained}, which was never published"
             return
-        if self._versions[self._place[trained]].step != step - 1:
+        if self._versions[self._index[trained]].step != step - 1:
             yield (
                 f"step {step} has trained version {trained}, which is of step"
-                f" {self._versions[self._place[trained]].step}"
+                f" {self._versions[self._index[trained]].step}"
             )
         if self._forgotten(trained, len(self._versions), done=step):
             yield f"step {step} is recorded of a trainer that was started again from before it"
@@ -60,13 +61,13 @@ class Lineage:
     def _check_token(
         self, step: int, trained: int, version: int, max_staleness: int | None
     ) -> Iterator[str]:
-        if version not in self._place:
+        if version not in self._index:
             yield (
                 f"step {step} was trained on tokens of version {version}, which was never published"
             )
             return
-        made = self._versions[self._place[version]]
-        if self._forgotten(version, self._place[trained] + 1, done=made.step):
+        made = self._versions[self._index[version]]
+        if self._forgotten(version, self._index[trained] + 1, done=made.step):
             gone = f"of step {made.step} of a trainer that was rolled back behind it"
             yield f"step {step} was trained on tokens of version {version}, {gone}"
         elif not 0 <= step - 1 - made.step <= (step if max_staleness is None else max_staleness):
@@ -77,11 +78,14 @@ class Lineage:
             )
 
     def _forgotten(self, version: int, until: int, *, done: int) -> bool:
-        """Whether a life of the trainer, up to the version at place `until`, began with fewer than
-        `done` steps.
+        """Whether an incarnation after `version` began with fewer than `done` steps.
+
+        Args:
+            until: index of the version before which incarnations count.
         """
-        place = self._place[version]
-        lives = zip(self._versions[place:until], self._versions[place + 1 : until])
+        since = self._versions[self._index[version] : until]
         return any(
-            after.step < done for before, after in lives if after.incarnation > before.incarnation
+            after.step < done
+            for before, after in pairwise(since)
+            if after.incarnation > before.incarnation
         )

@@ -1,6 +1,4 @@
-"""Prompts on their way through a run: the stream they are drawn from, and the book of what became
-of each.
-"""
+"""The prompts of a run: the stream they are drawn from, and the ledger of what became of each."""
 
 from __future__ import annotations
 
@@ -14,49 +12,49 @@ from rollout.accounting.ledger import Ledger
 
 
 class PromptQueue:
-    """What moves a draw in the stream and in the ledger at once, and in the journal on the disk
-    from `keep_journal` on.
-    """
+    """Moves draws in the stream and the ledger at once, and in the journal that is kept of it."""
 
     def __init__(self, stream: PromptStream) -> None:
         self.stream = stream
         self.journal = LedgerJournal()
         self.ledger = Ledger(self.journal.record)
-        # step and ledger that it goes on from
+        # step and ledger that the run goes on from
         self._restored: tuple[int, dict[str, Any]] = (0, self.ledger.snapshot())
 
     def take(self, count: int) -> list[int]:
-        """The next `count` draws, in flight from now on."""
+        """Take the next `count` draws, which are in flight from now on."""
         draws = self.stream.take(count)
         self.ledger.draw(draws)
         return draws
 
     def give_back(self, draw: int, reason: str = "") -> None:
-        """A draw in flight or finished is the next to be drawn again. `reason`: by which rule its
-        samples were given up.
+        """Requeue a draw in flight or finished, so that it is the next to be drawn again.
+
+        Args:
+            reason: the rule by which its samples were given up.
         """
         self.ledger.requeue(draw, reason)
         self.stream.requeue(draw)
 
     def give_back_unsettled(self) -> None:
-        """All that are in flight or finished."""
+        """Requeue all draws that are in flight or finished."""
         for draw in self.ledger.unsettled():
             self.give_back(draw)
 
     def hand_over(self, draws: Sequence[int], step: int) -> None:
-        """The finished groups of these draws are the batch of `step`: its checkpoint is of this
-        moment, as `snapshot` is.
+        """Make the finished groups of these draws the batch of `step`.
+
+        The step's checkpoint holds the state of this moment, as `snapshot` gives it.
         """
         for draw in draws:
             self.ledger.consume(draw, step)
         self.journal.cut(step)
 
     def adopt(self, draw: int) -> None:
-        """A group of this draw is there and finished, whatever the book says; those before it that
-        are not drawn are in flight.
+        """Note a finished group of this draw, whatever the ledger says of the draw.
 
-        The stream does not know of it before `follow`: that reads the whole book, so it is called
-            once, behind the last.
+        Draws before it that were not drawn are in flight then. The stream does not know of it
+        before `follow`, which reads the whole ledger and so is called once, behind the last.
 
         Raises ValueError for a draw that was consumed or dropped.
         """
@@ -69,7 +67,7 @@ class PromptQueue:
             self.ledger.finish(draw)
 
     def follow(self) -> None:
-        """The stream is where the ledger is."""
+        """Bring the stream to where the ledger is."""
         self.stream.restore(
             {
                 **self.stream.snapshot(),
@@ -81,7 +79,7 @@ class PromptQueue:
     # --- state ------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able."""
+        """The state of stream and ledger as JSON."""
         return {"stream": self.stream.snapshot(), "ledger": self.ledger.snapshot()}
 
     def beginning(self) -> dict[str, Any]:
@@ -92,15 +90,16 @@ class PromptQueue:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """What `snapshot` gave. Raises DataError for the snapshot of other prompts."""
+        """Go back to a snapshot. Raises DataError for the snapshot of other prompts."""
         self.stream.restore(state["stream"])
-        self.journal.hold()
+        self.journal.detach()
         self.ledger.restore(state["ledger"])
         self._restored = (self.ledger.last_step, self.ledger.snapshot())
 
     def keep_journal(self, path: Path, *, max_staleness: int = 0) -> None:
-        """From here on the journal is in `path`; what that says of the time after the restored
-        state is marked as rewound.
+        """Write the journal to `path` from here on.
+
+        Lines of it that come after the restored state are marked as rewound.
 
         Args:
             max_staleness: the bound for the steps to come.
@@ -109,4 +108,5 @@ class PromptQueue:
         self.journal.start(path, *self._restored, prompts=prompts, max_staleness=max_staleness)
 
     def close(self) -> None:
+        """Close the journal."""
         self.journal.close()

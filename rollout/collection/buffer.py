@@ -1,11 +1,9 @@
-"""Groups that are finished and that no step was trained on yet, and how the run checkpoint keeps
-them.
-"""
+"""Finished groups that no step was trained on yet, and how the run checkpoint keeps them."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any
@@ -15,9 +13,9 @@ from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.group_runner import Group
 from rollout.collection.published_versions import Publication
 
-STALE = "stale"  # why groups are given up that no step may train on any more
-# why groups are given up whose tokens come from weights that the run has gone back behind
-ROLLED_BACK = "rolled_back"
+# Reasons for which groups are given up:
+STALE = "stale"  # no step may train on the group any more
+ROLLED_BACK = "rolled_back"  # a token comes from weights that the run has gone back behind
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,9 @@ class BufferedGroup:
 
     @cached_property
     def encoded(self) -> dict[str, Any]:
-        """JSON-able; see `decode`. BufferedGroup with the group, since each hand-over may ask:
-        about as much memory again.
+        """The group as JSON; see `decode`.
+
+        It is kept, since each hand-over may ask for it, and takes about as much memory again.
         """
         samples = base64.b64encode(encode_samples(self.group.samples)).decode()
         return {
@@ -42,53 +41,54 @@ class BufferedGroup:
 
 
 class GroupBuffer:
-    """By draw."""
+    """The finished groups, by draw."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, BufferedGroup] = {}
+        self._groups: dict[int, BufferedGroup] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._groups)
 
     def __contains__(self, draw: int) -> bool:
-        return draw in self._kept
+        return draw in self._groups
 
     def __iter__(self) -> Iterator[BufferedGroup]:
-        """In the order of draws."""
-        return (self._kept[draw] for draw in sorted(self._kept))
+        """The groups in the order of their draws."""
+        return (self._groups[draw] for draw in sorted(self._groups))
 
-    def put(self, kept: BufferedGroup) -> None:
-        """Raises ValueError for a draw that is there already."""
-        if kept.group.draw in self._kept:
-            raise ValueError(f"draw {kept.group.draw} is in the buffer already")
-        self._kept[kept.group.draw] = kept
+    def put(self, buffered: BufferedGroup) -> None:
+        """Add a group. Raises ValueError for a draw that is there already."""
+        draw = buffered.group.draw
+        if draw in self._groups:
+            raise ValueError(f"draw {draw} is in the buffer already")
+        self._groups[draw] = buffered
 
     def take(self, draw: int) -> BufferedGroup:
-        """Out of the buffer. Raises ValueError for a draw that is not there."""
-        if draw not in self._kept:
+        """Take a group out of the buffer. Raises ValueError for a draw that is not there."""
+        if draw not in self._groups:
             raise ValueError(f"draw {draw} is not in the buffer")
-        return self._kept.pop(draw)
+        return self._groups.pop(draw)
 
     def clear(self) -> None:
-        self._kept.clear()
+        """Forget all groups."""
+        self._groups.clear()
 
     def ages(self) -> list[list[Any]]:
-        """[policy step of the oldest token, its draws], the oldest first: what `Scheduler.restore`
-        takes as `finished`.
+        """[policy step of the oldest token, its draws], the oldest first.
+
+        `Scheduler.restore` takes this as `finished`.
         """
         ages: dict[int, list[int]] = {}
-        for kept in self:
-            ages.setdefault(kept.oldest, []).append(kept.group.draw)
+        for buffered in self:
+            ages.setdefault(buffered.oldest, []).append(buffered.group.draw)
         return [[oldest, draws] for oldest, draws in sorted(ages.items())]
 
 
-def encode(groups: Iterable[BufferedGroup]) -> list[dict[str, Any]]:
-    """JSON-able; see `decode`."""
-    return [kept.encoded for kept in groups]
-
-
 def decode(states: Sequence[Mapping[str, Any]]) -> list[BufferedGroup]:
-    """What `encode` gave. Greedy responses are not kept: their reward is in the samples by then."""
+    """The groups of their `encoded` forms, without greedy responses.
+
+    The reward of those is in the samples already.
+    """
     return [
         BufferedGroup(
             Group(state["draw"], decode_samples(base64.b64decode(state["samples"]))),
@@ -99,50 +99,56 @@ def decode(states: Sequence[Mapping[str, Any]]) -> list[BufferedGroup]:
 
 
 def settle(
-    draws: PromptQueue, buffer: GroupBuffer, saved: Sequence[BufferedGroup], *, step: int
+    queue: PromptQueue, buffer: GroupBuffer, saved: Sequence[BufferedGroup], *, step: int
 ) -> list[int]:
-    """After `draws` went back to the cut of `step`: which finished groups count. All other
-    unsettled draws are given back.
+    """Decide which finished groups count after `queue` went back to the snapshot of `step`.
 
-    Those that were saved with the cut, and those in `buffer` that were finished since, count unless
-    a token of theirs was made by weights that the run has gone back behind: of a policy step above
-    `step`. The draws of these are returned.
+    The groups that were saved with the snapshot and those in `buffer` that were finished since
+    count, unless a token was made by weights that the run has gone back behind: of a policy step
+    above `step`. All other unsettled draws are given back.
+
+    Returns:
+        The draws of the groups that do not count.
     """
-    living = {kept.group.draw: kept for kept in buffer}
+    groups = {buffered.group.draw: buffered for buffered in (*buffer, *saved)}
     buffer.clear()
     rolled_back = []
-    for draw, kept in sorted((living | {kept.group.draw: kept for kept in saved}).items()):
-        draws.adopt(draw)
-        if kept.newest > step:
+    for draw, buffered in sorted(groups.items()):
+        queue.adopt(draw)
+        if buffered.newest > step:
             rolled_back.append(draw)
         else:
-            buffer.put(kept)
-    draws.follow()
-    for draw in draws.ledger.unsettled():
+            buffer.put(buffered)
+    queue.follow()
+    for draw in queue.ledger.unsettled():
         if draw not in buffer:
-            draws.give_back(draw, ROLLED_BACK if draw in rolled_back else "")
+            queue.give_back(draw, ROLLED_BACK if draw in rolled_back else "")
     return rolled_back
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A moment between two steps. Cheap to take, since nothing in it changes any more; encoded
-    where it is saved.
+    """The service's state between two steps.
+
+    Taking it is cheap, since nothing in it changes any more; it is encoded where it is saved.
     """
 
-    draws: dict[str, Any]
+    queue: dict[str, Any]  # `PromptQueue.snapshot`
     finished: Sequence[BufferedGroup] = ()  # and not trained on
     publications: Sequence[Publication] = ()
 
     def encoded(self) -> dict[str, Any]:
-        """JSON-able, with the publications that the groups' versions need."""
+        """The snapshot as JSON, with the publications that the groups' versions need."""
         made_by = [
             span.version
-            for kept in self.finished
-            for one in kept.group.samples
-            for span in one.versions
+            for buffered in self.finished
+            for sample in buffered.group.samples
+            for span in sample.versions
         ]
         needed = [
-            astuple(one) for one in self.publications if made_by and one.version >= min(made_by)
+            astuple(publication)
+            for publication in self.publications
+            if made_by and publication.version >= min(made_by)
         ]
-        return {**self.draws, "ahead": {"groups": encode(self.finished), "versions": needed}}
+        groups = [buffered.encoded for buffered in self.finished]
+        return {**self.queue, "ahead": {"groups": groups, "versions": needed}}

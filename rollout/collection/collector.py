@@ -1,9 +1,14 @@
-"""Groups made while the trainer trains, up to `rollout.max_staleness` policy steps ahead of it.
+"""Collects the groups that each step trains on.
 
-`rollout/collection/scheduler.py` decides; this page does what it says. Everything happens on the
-rollout loop, and three things make a move: a publication, a hand-over, and an engine that has room.
-Each group that is finished waits in the buffer for its step. What goes wrong meanwhile is raised
-where the trainer asks next.
+`rollout.max_staleness` says when they are made. At 0, in lock-step, the groups of a step are made
+when the trainer asks for the step, in whole batches: nothing is generated while the trainer trains,
+and nothing is left over for a later step. Above 0 they are made while the trainer trains, up to
+that many policy steps ahead of it. A publication, a hand-over and an engine with room each make the
+collector look for groups to start; finished groups wait in the buffer for their step, and an error
+is raised where the trainer asks next.
+
+`rollout/collection/scheduler.py` decides how many groups are started and which of them a step gets;
+this module carries that out. Everything happens on the rollout loop.
 """
 
 from __future__ import annotations
@@ -18,31 +23,33 @@ from functools import partial
 from typing import Any
 
 from rlcore.config import Config
+from rlcore.errors import EmptyBatch
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.buffer import STALE, BufferedGroup, GroupBuffer, Snapshot, settle
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import Group, GroupRunner
-from rollout.collection.lockstep_collector import DRAWS_PER_GROUP, DropCounts, StepGroups
 from rollout.collection.published_versions import PublishedVersions
 from rollout.collection.scheduler import Rules, Scheduler
+from rollout.collection.step_groups import DropCounts, StepGroups
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
+DRAWS_PER_GROUP = 16  # a step gives up after so many draws for each group that it needs
 
 
 class Collector:
-    """For `rollout.max_staleness` above 0. Generation begins with the first publication.
+    """Starts groups, keeps the finished ones, and hands them over step by step.
 
     Args:
-        steps: of the run; nothing is made for more.
+        steps: of the run; above a `max_staleness` of 0, nothing is made for more.
         busy_s: seconds in which any engine had work, so far.
     """
 
     def __init__(
         self,
         config: Config,
-        draws: PromptQueue,
+        queue: PromptQueue,
         runner: GroupRunner,
         filters: FilterChain,
         versions: PublishedVersions,
@@ -52,7 +59,9 @@ class Collector:
     ) -> None:
         rollout = config.rollout
         self._config = rollout
-        self._draws = draws
+        self._lockstep = rollout.max_staleness == 0
+        self._whole_batches = self._lockstep or runner.batched
+        self._queue = queue
         self._runner = runner
         self._filters = filters
         self._versions = versions
@@ -61,54 +70,63 @@ class Collector:
         self._rules = Rules(rollout.prompts_per_step, rollout.max_staleness, rollout.oversample)
         self._scheduler = Scheduler(self._rules)
         self._buffer = GroupBuffer()
-        # what makes each draw in flight; a wave makes several
+        # the task that makes each draw in flight; draws of a whole batch share it
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        # that were cancelled and have not ended, and why
+        # tasks that were cancelled and have not ended, and why
         self._given_up: dict[asyncio.Task[None], str] = {}
-        self._tally = DropCounts()  # since the last hand-over
+        self._counts = DropCounts()  # since the last hand-over
         self._failure: BaseException | None = None
-        self._news = asyncio.Event()  # renewed each time
+        self._news = asyncio.Event()  # replaced each time that it is set
         self._woken = False
         self._halted = True
-        # when the last hand-over was; how busy engines had been then
-        self._handed_over: tuple[float, float] | None = None
+        # since when engines are measured, and how busy they had been by then
+        self._measured_from: tuple[float, float] | None = None
 
     # --- what the trainer asks --------------------------------------------------------------------
 
     async def collect(self, step: int) -> StepGroups:
         """The groups that `step` trains on, once the scheduler gives them.
 
-        Raises what went wrong since the last call, in an engine, a workflow, a reward or a filter;
-        then it goes on.
+        Raises what went wrong since the last call, in an engine, a workflow, a reward or a filter.
+        In lock-step the draws of the step are requeued then; else generation goes on.
         """
         if step != self._scheduler.steps_done + 1:
             raise ValueError(
                 f"step {step} was asked for, step {self._scheduler.steps_done + 1} is the next"
             )
+        if self._lockstep:
+            self._generate_with(step - 1)
+        try:
+            return await self._next_groups()
+        except BaseException:
+            if self._lockstep:
+                await self._give_up_step()
+            raise
+
+    async def _next_groups(self) -> StepGroups:
         while True:
             if self._failure is not None:
                 failure = self._failure
                 self._failure = None
-                self._wake()
+                self.wake()
                 raise failure
             if (chosen := self._scheduler.batch()) is not None:
                 return self._hand_over(sorted(chosen))
             await self._news.wait()
 
     def published(self, step: int) -> None:
-        """Weights of policy step `step` are in force; generation begins, or goes on, with them."""
-        self._halted = False
-        self._handed_over = self._handed_over or (time.perf_counter(), self._busy_s())
-        self._scheduler.published(step)
-        self._wake()
+        """Weights of policy step `step` are in force at the engines.
 
-    def room_changed(self) -> None:
-        """An engine may have room that it had not before."""
-        self._wake()
+        Generation begins, or goes on, with them; in lock-step once the next step is asked for.
+        """
+        if not self._lockstep:
+            self._generate_with(step)
 
     def stuck(self) -> str:
-        """Who is waited for."""
+        """Whom the collector waits for, for error messages."""
         scheduler = self._scheduler
+        if self._lockstep:
+            return self._runner.stuck()
         if self._halted:
             return "weights to be published"
         if waits_for := scheduler.must_wait_for():
@@ -118,64 +136,76 @@ class Collector:
         )
         return f"{there}: {self._runner.dispatcher.waiting_for() or 'no engine has room'}"
 
-    def give_up(self) -> None:
-        """The trainer got an error instead of its groups; these stay for its next call."""
-
     # --- when groups are started ------------------------------------------------------------------
 
-    def _wake(self) -> None:
-        """See what may be started, soon: several things may happen at once."""
+    def _generate_with(self, policy_step: int) -> None:
+        self._halted = False
+        if self._lockstep or self._measured_from is None:
+            self._measured_from = (time.perf_counter(), self._busy_s())
+        self._scheduler.published(policy_step)
+        self.wake()
+
+    def wake(self) -> None:
+        """Start groups soon, if there is room; several calls in one loop iteration count once."""
         if not self._woken and not self._halted:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._start)
 
     def _start(self) -> None:
-        """As many as are wanted, and as engines would begin at once: one that waits in a queue ages
-        for nothing.
-        """
         self._woken = False
         if self._halted or self._failure is not None:
             return
-        with self._heard():
-            count = min(self._wanted(), self._runner.room(self._config.samples_per_prompt))
+        with self._errors_kept():
+            count = self._next_batch() if self._lockstep else self._wanted()
             if count > 0:
-                self._begin(self._draws.take(count))
+                self._begin(self._queue.take(count))
 
-    def _begin(self, draws: Sequence[int]) -> None:
-        self._tally.draws += len(draws)
-        self._scheduler.started(draws)
-        for wave in [draws] if self._runner.batched else [[draw] for draw in draws]:
-            task = asyncio.get_running_loop().create_task(self._make(wave))
-            self._tasks |= dict.fromkeys(wave, task)
-            task.add_done_callback(partial(self._ended, wave))
+    def _next_batch(self) -> int:
+        """Lock-step: the size of the step's next batch. Raises EmptyBatch after too many draws."""
+        count = 0 if self._tasks else self._scheduler.room()
+        left = DRAWS_PER_GROUP * self._rules.groups_per_step - self._counts.draws
+        if count > 0 and left <= 0:
+            raise self._too_little()
+        return min(count, left)
 
     def _wanted(self) -> int:
-        """Groups that there is room for, and that a step of the run is left for."""
+        """Groups that the scheduler and engines have room for, and a step of the run is left for.
+
+        A group is started only if engines begin it at once: in an engine's queue it would only age.
+        """
         scheduler = self._scheduler
-        left = (
-            self._steps - scheduler.steps_done
-        ) * self._rules.groups_per_step - scheduler.num_finished
+        places = (self._steps - scheduler.steps_done) * self._rules.groups_per_step
+        left = math.ceil((places - scheduler.num_finished) * self._rules.oversample)
         return min(
-            scheduler.room(), math.ceil(left * self._rules.oversample) - scheduler.num_in_flight
+            scheduler.room(),
+            left - scheduler.num_in_flight,
+            self._runner.room(self._config.samples_per_prompt),
         )
+
+    def _begin(self, draws: Sequence[int]) -> None:
+        self._counts.draws += len(draws)
+        self._scheduler.started(draws)
+        for batch in [draws] if self._whole_batches else [[draw] for draw in draws]:
+            task = asyncio.get_running_loop().create_task(self._make(batch))
+            self._tasks |= dict.fromkeys(batch, task)
+            task.add_done_callback(partial(self._ended, batch))
 
     # --- what becomes of them ---------------------------------------------------------------------
 
     async def _make(self, draws: Sequence[int]) -> None:
         """From prompts to finished groups."""
         for group in await self._runner.run(draws):
-            # else a halt went on without it
+            # not if a halt did not wait for this task
             if self._tasks.get(group.draw) is asyncio.current_task():
                 self._settle(group)
 
     def _ended(self, draws: Sequence[int], task: asyncio.Task[None]) -> None:
-        """Whatever went wrong in it, the trainer learns of it at its next call; but not of how what
-        was given up has ended.
+        """Requeue draws that `task` made no group of, and keep its error for the trainer.
 
-        PromptQueue are given back here, since one that is cancelled before its first step does
-        nothing itself.
+        Draws are given back here, since a task that is cancelled before its first step runs no code
+        of its own. The error of a task that was given up is only logged.
         """
-        with self._heard():
+        with self._errors_kept():
             for draw in draws:
                 # its samples will not come, or are of no use
                 if self._tasks.get(draw) is task:
@@ -189,11 +219,11 @@ class Collector:
             else:
                 self._failed(error)
         self._tell()
-        self._wake()
+        self.wake()
 
     @contextmanager
-    def _heard(self) -> Iterator[None]:
-        """For what the loop calls: nobody but the trainer would hear of an error there."""
+    def _errors_kept(self) -> Iterator[None]:
+        """Keep an error of a callback for the trainer: the loop that calls it would only log it."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - recovery: of the journal, say; raised at the trainer's next call
@@ -204,37 +234,45 @@ class Collector:
         self._tell()
 
     def _settle(self, group: Group) -> None:
-        """A group is there: kept, or dropped by a filter, or drawn again."""
+        """Keep a group that was made, or drop it for a filter, or draw it again."""
         draw = group.draw
         scheduler = self._scheduler
-        refused_by = None if group.aborted else self._filters.refusal(group.samples)
         if group.aborted:
-            self._tally.requeued += 1
+            self._counts.requeued += 1
             self._draw_again(draw)
-        else:
-            self._draws.ledger.finish(draw)
-            del self._tasks[draw]
+            self._check_yield()
+            return
+        refused_by = self._filters.refusal(group.samples)
+        self._queue.ledger.finish(draw)
+        del self._tasks[draw]
         if refused_by is not None:
-            self._draws.ledger.drop(draw, refused_by)
+            self._queue.ledger.drop(draw, refused_by)
             scheduler.dropped(draw)
-            self._tally.dropped[refused_by] += 1
-        elif not group.aborted:
-            kept = self._aged(group, scheduler.policy_step)
-            self._buffer.put(kept)
-            scheduler.finished(draw, kept.oldest)
+            self._counts.dropped[refused_by] += 1
+        elif self._lockstep and len(self._buffer) == self._rules.groups_per_step:
+            self._queue.give_back(draw)
+            scheduler.dropped(draw)
+            self._counts.requeued += 1
+        else:
+            buffered = self._aged(group, scheduler.policy_step)
+            self._buffer.put(buffered)
+            scheduler.finished(draw, buffered.oldest)
             self._give_up_stale()
         self._check_yield()
 
     def _aged(self, group: Group, now: int) -> BufferedGroup:
-        """With the policy steps of its tokens. A version that is not known yet is of the
-        publication that is about to end: it counts as old where age matters, and as new where a
-        trainer goes back.
+        """The group with the policy steps of its tokens.
+
+        A version that is not known yet is of the publication that is about to end: it counts as old
+        where age matters, and as new where a trainer goes back. In lock-step every token is of now.
         """
+        if self._lockstep:
+            return BufferedGroup(group, now, now)
         samples = (*group.samples, *group.greedy)
         made = [
             self._versions.of(span.version)
-            for one in samples
-            for span in one.versions
+            for sample in samples
+            for span in sample.versions
             if span.end > span.start
         ]
         oldest = min(
@@ -247,15 +285,15 @@ class Collector:
         return BufferedGroup(group, oldest, newest)
 
     def _give_up_stale(self) -> None:
-        """What no step may train on any more is drawn again; what is in flight, when it has ended."""
+        """Draw again what no step may train on any more; draws in flight once they have ended."""
         for draw in self._scheduler.expired():
             if draw in self._buffer:
                 self._buffer.take(draw)
                 self._scheduler.dropped(draw)
-                self._draws.give_back(draw, STALE)
-                self._tally.dropped[STALE] += 1
-            # those of a wave end together
-            elif not self._runner.batched and self._tasks[draw] not in self._given_up:
+                self._queue.give_back(draw, STALE)
+                self._counts.dropped[STALE] += 1
+            # the draws of a whole batch end together
+            elif not self._whole_batches and self._tasks[draw] not in self._given_up:
                 self._give_up(self._tasks[draw], STALE)
 
     def _give_up(self, task: asyncio.Task[None], reason: str = "") -> None:
@@ -263,23 +301,26 @@ class Collector:
             self._given_up.setdefault(task, reason)
 
     def _draw_again(self, draw: int) -> None:
-        """It is not in flight any more, and no samples are kept of it."""
+        """Requeue a draw that is in flight no more and of which no samples are kept."""
         reason = self._given_up.get(self._tasks.pop(draw), "")
         if reason:
-            self._tally.dropped[reason] += 1
+            self._counts.dropped[reason] += 1
         self._scheduler.dropped(draw)
-        self._draws.give_back(draw, reason)
+        self._queue.give_back(draw, reason)
 
     def _check_yield(self) -> None:
-        """Raises EmptyBatch where the filters, or their age, leave too few for a step."""
-        tally = self._tally
+        """Raises EmptyBatch where the filters, or their age, leave too few groups for a step."""
+        counts = self._counts
         wanted = self._rules.groups_per_step
-        if (
-            len(self._buffer) < wanted
-            and tally.dropped.total() + tally.requeued >= DRAWS_PER_GROUP * wanted
-        ):
-            self._tally = DropCounts()
-            raise tally.too_little(self._scheduler.steps_done + 1, len(self._buffer), wanted)
+        lost = counts.dropped.total() + counts.requeued
+        if len(self._buffer) < wanted and lost >= DRAWS_PER_GROUP * wanted:
+            raise self._too_little()
+
+    def _too_little(self) -> EmptyBatch:
+        counts = self._counts
+        self._counts = DropCounts()
+        found = len(self._buffer)
+        return counts.too_little(self._scheduler.steps_done + 1, found, self._rules.groups_per_step)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -287,68 +328,76 @@ class Collector:
         groups = [self._buffer.take(draw).group for draw in chosen]
         self._scheduler.hand_over(chosen)
         self._give_up_stale()
-        self._draws.hand_over(chosen, self._scheduler.steps_done)
-        finished = self._scheduler.num_finished
-        in_flight = self._scheduler.num_in_flight
-        metrics = {
-            "rollout/buffered_groups": float(finished),
-            "rollout/in_flight_groups": float(in_flight),
-            "rollout/dropped_stale": float(self._tally.dropped[STALE]),
-            **self._measured(),
-        }
-        tally = self._tally
-        self._tally = DropCounts()
-        self._wake()
-        stream = self._draws.stream
-        return StepGroups(
-            groups, tally, stream.epoch - (finished + in_flight) / stream.size, self.cut(), metrics
-        )
+        self._queue.hand_over(chosen, self._scheduler.steps_done)
+        metrics = self._measured()
+        unused = self._scheduler.num_finished + self._scheduler.num_in_flight
+        stream = self._queue.stream
+        epoch = stream.epoch - unused / stream.size
+        counts = self._counts
+        self._counts = DropCounts()
+        self._halted = self._lockstep
+        self.wake()
+        return StepGroups(groups, counts, epoch, self.snapshot(), metrics)
+
+    async def _give_up_step(self) -> None:
+        """Lock-step: nothing of a step that failed goes on, and all its draws are requeued."""
+        await self.halt()
+        self._buffer.clear()
+        self._queue.give_back_unsettled()
+        self._begin_behind(self._queue.ledger.last_step)
 
     def _measured(self) -> dict[str, float]:
-        """How busy engines were since the last hand-over."""
-        assert self._handed_over is not None
-        since, busy_before = self._handed_over
-        now, busy = self._handed_over = time.perf_counter(), self._busy_s()
-        share = (busy - busy_before) / max(now - since, 1e-9)
-        return {
-            "time/engine": busy - busy_before,
-            "perf/engine_idle_fraction": max(0.0, 1.0 - share),
-        }
+        """How busy engines were, and what is ready; in lock-step nothing ever is."""
+        assert self._measured_from is not None
+        since, busy_before = self._measured_from
+        now = time.perf_counter()
+        busy = self._busy_s()
+        self._measured_from = (now, busy)
+        metrics = {"time/engine": busy - busy_before}
+        if not self._lockstep:
+            share = (busy - busy_before) / max(now - since, 1e-9)
+            metrics |= {
+                "rollout/buffered_groups": float(self._scheduler.num_finished),
+                "rollout/in_flight_groups": float(self._scheduler.num_in_flight),
+                "rollout/dropped_stale": float(self._counts.dropped[STALE]),
+                "perf/engine_idle_fraction": max(0.0, 1.0 - share),
+            }
+        return metrics
 
     # --- state ------------------------------------------------------------------------------------
 
-    def cut(self) -> Snapshot:
-        """Of this moment."""
-        return Snapshot(self._draws.snapshot(), tuple(self._buffer), self._versions.known)
+    def snapshot(self) -> Snapshot:
+        """A snapshot of this moment."""
+        return Snapshot(self._queue.snapshot(), tuple(self._buffer), self._versions.known)
 
-    def restore(self, state: Mapping[str, Any], kept: Sequence[BufferedGroup]) -> None:
-        """Continue from a cut, whose groups are `kept`, once `halt` has returned.
+    def restore(self, state: Mapping[str, Any], groups: Sequence[BufferedGroup]) -> None:
+        """Continue from a snapshot with its finished `groups`, once `halt` has returned.
 
-        What was finished since stays, unless a later policy step than that of the cut made a token
-            of it: the trainer has
-        forgotten those weights.
+        Groups that were finished since stay, unless a later policy step than that of the snapshot
+        made a token of them: the trainer has forgotten those weights. In lock-step none stays.
         """
-        self._draws.restore(state)
-        step = self._draws.ledger.last_step
+        self._queue.restore(state)
+        step = self._queue.ledger.last_step
         ahead = state.get("ahead", {})  # there is none before the first draw
         self._versions.learn(ahead.get("versions", ()))
-        settle(self._draws, self._buffer, kept, step=step)
-        self._scheduler = Scheduler.restore(self._rules, step, self._buffer.ages())
-        self._tally = DropCounts()
-        self._failure = None
+        settle(self._queue, self._buffer, () if self._lockstep else groups, step=step)
+        self._begin_behind(step)
         self._give_up_stale()
 
-    # --- the end ----------------------------------------------------------------------------------
+    def _begin_behind(self, step: int) -> None:
+        self._scheduler = Scheduler.restore(self._rules, step, self._buffer.ages())
+        self._counts = DropCounts()
+        self._failure = None
 
     async def halt(self) -> None:
-        """Nothing is in flight when this returns, and nothing begins before the next publication."""
+        """End what is in flight, and begin nothing before the next publication."""
         self._halted = True
         tasks = set(self._tasks.values())
         for task in tasks:
             self._give_up(task)
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
-        self._tasks.clear()  # one that does not end has no say any more
+        self._tasks.clear()  # a task that does not end is ignored from here on
 
     def _tell(self) -> None:
         self._news.set()

@@ -1,4 +1,4 @@
-"""Held-out prompts, scored with the weights of the moment."""
+"""Scores held-out prompts with the weights in force."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rollout.collection.group_runner import GroupRunner
 
 
 class Evaluation:
-    """The first `num_prompts` draws of `runner`, all of them each time.
+    """Runs the first `num_prompts` draws of `runner`, all of them each time.
 
-    The random numbers (for a temperature above 0) depend on the prompt alone: the same in each
-    evaluation.
+    The random numbers (for a temperature above 0) depend on the prompt alone, so they are the same
+    in each evaluation.
     """
 
     def __init__(self, runner: GroupRunner, num_prompts: int) -> None:
@@ -21,7 +21,7 @@ class Evaluation:
         self._num_prompts = num_prompts
 
     async def run(self) -> tuple[dict[str, float], list[Sample]]:
-        """`eval/*`, and what it is measured on. Raises as `GroupRunner.run`."""
+        """The metrics `eval/*` and the samples behind them. Raises as `GroupRunner.run`."""
         failures = self._runner.failures
         before = replace(failures)
         samples = [
@@ -36,13 +36,14 @@ class Evaluation:
         }, samples
 
     def stuck(self) -> str:
-        """Who is waited for."""
+        """Whom the evaluation waits for, for error messages."""
         return self._runner.stuck()
 
 
 def means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Over samples; `eval/accuracy` is the share that a verifier accepts, or else of rewards above
-    0.
+    """Means over samples.
+
+    `eval/accuracy` is the share that a verifier accepts, or without one that has a reward above 0.
     """
     n = len(samples)
     return {

@@ -1,4 +1,4 @@
-"""Filters of whole groups: which finished groups are worth training on."""
+"""Filters decide which finished groups are worth training on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from rollout.collection.buffer import ROLLED_BACK, STALE
 from rollout.plugins import load_object
 
 GroupFilter = Callable[[Sequence[Sample]], bool]
-"""True keeps the group: the scored samples of one prompt."""
+"""Takes the scored samples of one prompt; True keeps the group."""
 
 
 def zero_variance(group: Sequence[Sample]) -> bool:
-    """Keep groups whose rewards differ (DAPO's dynamic sampling, arXiv:2503.14476): others have
-    advantage 0 throughout.
+    """Keep groups whose rewards differ; in others every advantage is 0.
+
+    This is DAPO's dynamic sampling, arXiv:2503.14476.
     """
     return len({sample.reward for sample in group}) > 1
 
@@ -24,7 +25,7 @@ FILTERS: dict[str, GroupFilter] = {"zero_variance": zero_variance}
 
 
 class FilterChain:
-    """The filters of `rollout.filters`, in order; the first that refuses a group names its drop."""
+    """The filters of `rollout.filters`, in order; a drop has the name of the first that refuses."""
 
     def __init__(self, names: Sequence[str], *, samples_per_prompt: int) -> None:
         if "zero_variance" in names and samples_per_prompt == 1:
@@ -46,6 +47,7 @@ class FilterChain:
 
     @property
     def names(self) -> list[str]:
+        """Names under which drops are counted."""
         return list(self._filters)
 
     def refusal(self, group: Sequence[Sample]) -> str | None:

@@ -1,16 +1,18 @@
-"""A wave: prompts that are worked on gather_or_cancel, from workflow to reward."""
+"""Runs a batch of groups, each from its prompt over the workflow to the reward."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rlcore.data.generation import Completion, Generate, GenerateRequest
+from rlcore.config import Config
+from rlcore.config.derived import recorded_fields
+from rlcore.data.generation import Completion, Generate, GenerateRequest, SamplingParams
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
-from rlcore.data.tokenizer import decode
+from rlcore.data.tokenizer import decode, stop_token_ids
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.interfaces import Workflow
 from rollout.asyncio_utils import asked_to_end, gather_or_cancel
@@ -18,29 +20,23 @@ from rollout.collection.lockstep_batcher import LockstepBatcher
 from rollout.collection.partial import PartialRollouts
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.rewards.scorer import FailureCounts, Scorer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from rlcore.config import Config
-from rlcore.config.derived import recorded_fields
-from rlcore.data.generation import SamplingParams
-from rlcore.data.tokenizer import stop_token_ids
 from rollout.workflows import WorkflowContext, build_workflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+EVALUATION_SEED = 0x6576616C  # keeps evaluation's random numbers apart from training's
+# keeps the addresses of greedy requests apart from those of the samples beside them
+BASELINE_SEED = 0x67726565
 
-# one workflow of a wave: its draw, and whether it makes the greedy baseline
-Member = tuple[int, bool]
+PromptOf = Callable[[int], Prompt]
+WorkflowKey = tuple[int, bool]
+"""A workflow that runs: its draw, and whether it makes the greedy baseline."""
 
 
 @dataclass
 class Group:
-    """The scored samples of one draw, and the greedy ones that are only their baseline."""
+    """The scored samples of one draw, and the greedy samples that are only their baseline."""
 
     draw: int
     samples: list[Sample]
@@ -48,22 +44,22 @@ class Group:
 
     @property
     def aborted(self) -> bool:
+        """Whether an engine aborted a response, so that the draw has to be made again."""
         return any(sample.finish_reason == "abort" for sample in (*self.samples, *self.greedy))
 
 
 @dataclass
 class GroupRunner:
-    """Runs one workflow over draws. With `batched`, engines get the whole wave at once, in the
-    order of the draws.
+    """Runs one workflow over draws.
 
-    With `greedy`, the same workflow built to answer once at temperature 0, every draw runs it too:
-        the mean reward of what
-    it returns becomes the `baseline_reward` of the draw's samples.
+    With `batched`, engines get the requests of all draws at once, in the order of the draws. With
+    `greedy`, the same workflow built to answer once at temperature 0, every draw runs it too: the
+    mean reward of what it returns becomes the `baseline_reward` of the draw's samples.
     """
 
     workflow: Workflow
     workflow_name: str
-    prompt_of: Callable[[int], Prompt]
+    prompt_of: PromptOf
     dispatcher: Dispatcher
     scorer: Scorer
     tokenizer: PreTrainedTokenizerBase
@@ -72,9 +68,9 @@ class GroupRunner:
     greedy: Workflow | None = None
     # Fields that every sample but the greedy ones must have, with the key that asks for them.
     recorded: Mapping[str, str] = field(default_factory=dict)
-    failures: FailureCounts = field(default_factory=FailureCounts)  # of all waves so far
-    # of each workflow whose draw is unfinished
-    _stage: dict[Member, str] = field(default_factory=dict)
+    failures: FailureCounts = field(default_factory=FailureCounts)  # of all draws so far
+    # stage of each workflow whose draw is unfinished
+    _stage: dict[WorkflowKey, str] = field(default_factory=dict)
 
     async def run(self, draws: Sequence[int]) -> list[Group]:
         """The groups of `draws`, in that order. If one fails, all are given up.
@@ -83,39 +79,37 @@ class GroupRunner:
             RunFailed: an engine or the workflow failed; names it, and the prompt.
         """
         kinds = (False,) if self.greedy is None else (False, True)
-        members = [(draw, greedy) for draw in draws for greedy in kinds]
-        self._stage |= dict.fromkeys(members, "start")
-        gate = LockstepBatcher(self.dispatcher.batch) if self.batched else None
-        generators = {
-            member: gate.enter(member) if gate else self.dispatcher.one for member in members
-        }
+        keys = [(draw, greedy) for draw in draws for greedy in kinds]
+        self._stage |= dict.fromkeys(keys, "start")
+        batcher = LockstepBatcher(self.dispatcher.batch) if self.batched else None
+        generators = {key: batcher.enter(key) if batcher else self.dispatcher.one for key in keys}
 
         async def group(draw: int) -> Group:
-            work = [self._samples((draw, kind), generators[draw, kind], gate) for kind in kinds]
-            # a task apiece is not for nothing
+            work = [self._samples((draw, kind), generators[draw, kind], batcher) for kind in kinds]
+            # a task costs time, so a single workflow gets none of its own
             made = await gather_or_cancel(*work) if len(work) > 1 else [await work[0]]
             return await self._scored(Group(draw, *made))
 
         try:
             return await gather_or_cancel(*(group(draw) for draw in draws))
         finally:
-            for member in members:
-                self._stage.pop(member, None)
-            if gate:
-                await gate.close()
+            for key in keys:
+                self._stage.pop(key, None)
+            if batcher:
+                await batcher.close()
 
     async def _samples(
-        self, member: Member, generate: Generate, gate: LockstepBatcher | None
+        self, key: WorkflowKey, generate: Generate, batcher: LockstepBatcher | None
     ) -> list[Sample]:
         """What one workflow makes of its prompt, unscored."""
-        draw, greedy = member
+        draw, greedy = key
         prompt = self.prompt_of(draw)
         workflow = self.greedy if greedy and self.greedy else self.workflow
         try:
-            samples = await workflow(prompt, draw, self._staged(member, generate))
+            samples = await workflow(prompt, draw, self._staged(key, generate))
         except RlcoreError:
             raise
-        # unnoticed, its draw would be started again and again
+        # if this went unnoticed, the draw would be started again and again
         except asyncio.CancelledError as error:
             if asked_to_end(asyncio.current_task()):
                 raise
@@ -129,15 +123,15 @@ class GroupRunner:
                 f" {type(error).__name__}: {error}"
             ) from error
         finally:
-            if gate:
-                gate.leave(member)
+            if batcher:
+                batcher.leave(key)
         self._check(samples, prompt, greedy)
         self._fill_text(samples)
-        self._stage[member] = "reward"
+        self._stage[key] = "reward"
         return samples
 
     async def _scored(self, group: Group) -> Group:
-        """The same group with its rewards, in one call of the scorer whatever finished first."""
+        """The same group with its rewards, from one call of the scorer."""
         counts = await self.scorer.score([*group.samples, *group.greedy])
         self.failures.errors += counts.errors
         self.failures.timeouts += counts.timeouts
@@ -149,11 +143,13 @@ class GroupRunner:
                 sample.baseline_reward = baseline
         return group
 
-    def _staged(self, member: Member, generate: Generate) -> Generate:
+    def _staged(self, key: WorkflowKey, generate: Generate) -> Generate:
+        """`generate` for whole responses, which notes the workflow's stage."""
+
         async def staged(request: GenerateRequest) -> list[Completion]:
-            self._stage[member] = "generation"
+            self._stage[key] = "generation"
             completions = await self.partial.whole(generate, request)
-            self._stage[member] = "workflow"
+            self._stage[key] = "workflow"
             return completions
 
         return staged
@@ -187,13 +183,14 @@ class GroupRunner:
             sample.response_text = text
 
     def room(self, samples: int) -> int:
-        """Groups that engines would begin at once; where they batch call by call, those of one wave
-        when none is at work.
+        """How many groups engines would begin at once.
+
+        Where engines batch call by call, as many as one call takes, once no batch is starting.
 
         Args:
             samples: of a group.
         """
-        # and will soon ask for a generation
+        # these will soon ask for a generation
         starting = sum(stage == "start" for stage in self._stage.values())
         kinds = 1 if self.greedy is None else 2
         if not self.batched:
@@ -202,7 +199,7 @@ class GroupRunner:
         return max(1, free // (samples + kinds - 1)) if free else 0
 
     def stuck(self, of: Container[int] | None = None) -> str:
-        """Who is being waited for. `of`: looks at these draws alone."""
+        """Whom the draws wait for, for error messages. `of`: look at these draws alone."""
         parts = []
         for stages, party in (
             (("start", "workflow"), f"workflow {self.workflow_name}"),
@@ -227,73 +224,85 @@ class GroupRunner:
         return "; ".join(parts) or "no prompt is unfinished"
 
 
-EVALUATION_SEED = 0x6576616C  # keeps evaluation's random numbers apart from training's
+# --- the runners of a service ---------------------------------------------------------------------
 
 
-# keeps the addresses of greedy requests apart from those of the samples beside them
-BASELINE_SEED = 0x67726565
-
-
-PromptOf = Callable[[int], Prompt]
-
-
-@dataclass(frozen=True)
-class Runners:
-    """Builds the `GroupRunner`s of a service, which share its engines and its reward."""
-
-    config: Config
-    tokenizer: PreTrainedTokenizerBase
-    dispatcher: Dispatcher
-    scorer: Scorer
-
-    def training(self, prompt_of: PromptOf, *, greedy_baseline: bool) -> GroupRunner:
-        rollout = self.config.rollout
-        seed = self.config.run.seed
-        greedy = self._greedy()
-        given = rollout.sampling
-        policy = self.config.policy
-        sampling = replace(
-            greedy, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k,
-            sampling_mask=policy.logprobs.keep_sets, routed_experts=policy.routing_replay == "engine",
-        )  # fmt: skip
-        workflow = self._workflow(sampling, rollout.samples_per_prompt, seed)
-        baseline = self._workflow(greedy, 1, seed + BASELINE_SEED) if greedy_baseline else None
-        return replace(
-            self._runner(workflow, prompt_of, baseline), recorded=recorded_fields(self.config)
+def training_runner(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    dispatcher: Dispatcher,
+    scorer: Scorer,
+    prompt_of: PromptOf,
+    *,
+    greedy_baseline: bool,
+) -> GroupRunner:
+    """The runner of the groups that are trained on."""
+    rollout = config.rollout
+    seed = config.run.seed
+    greedy = _greedy(config, tokenizer)
+    sampling = replace(
+        greedy,
+        temperature=rollout.sampling.temperature,
+        top_p=rollout.sampling.top_p,
+        top_k=rollout.sampling.top_k,
+        sampling_mask=config.policy.logprobs.keep_sets,
+        routed_experts=config.policy.routing_replay == "engine",
+    )
+    context = WorkflowContext(sampling, rollout.samples_per_prompt, seed, tokenizer)
+    runner = _runner(config, dispatcher, scorer, prompt_of, context)
+    runner.recorded = recorded_fields(config)
+    if greedy_baseline:
+        runner.greedy = build_workflow(
+            rollout.workflow, WorkflowContext(greedy, 1, seed + BASELINE_SEED, tokenizer)
         )
+    return runner
 
-    def evaluation(self, prompt_of: PromptOf) -> GroupRunner:
-        given = self.config.evaluation
-        seed = self.config.run.seed + EVALUATION_SEED
-        sampling = replace(self._greedy(given.max_new_tokens), temperature=given.temperature)
-        return self._runner(self._workflow(sampling, given.samples_per_prompt, seed), prompt_of)
 
-    def _greedy(self, max_new_tokens: int | None = None) -> SamplingParams:
-        """Temperature 0, with the stops and, by default, the length of training."""
-        given = self.config.rollout.sampling
-        return SamplingParams(
-            max_new_tokens=max_new_tokens or given.max_new_tokens,
-            temperature=0.0,
-            stop_token_ids=stop_token_ids(self.tokenizer, given.stop_token_ids),
-            stop=tuple(given.stop),
-        )
+def evaluation_runner(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    dispatcher: Dispatcher,
+    scorer: Scorer,
+    prompt_of: PromptOf,
+) -> GroupRunner:
+    """The runner of held-out prompts."""
+    given = config.evaluation
+    sampling = replace(
+        _greedy(config, tokenizer, given.max_new_tokens), temperature=given.temperature
+    )
+    seed = config.run.seed + EVALUATION_SEED
+    context = WorkflowContext(sampling, given.samples_per_prompt, seed, tokenizer)
+    return _runner(config, dispatcher, scorer, prompt_of, context)
 
-    def _workflow(self, sampling: SamplingParams, samples: int, seed: int) -> Workflow:
-        return build_workflow(
-            self.config.rollout.workflow, WorkflowContext(sampling, samples, seed, self.tokenizer)
-        )
 
-    def _runner(
-        self, workflow: Workflow, prompt_of: PromptOf, greedy: Workflow | None = None
-    ) -> GroupRunner:
-        return GroupRunner(
-            workflow=workflow,
-            workflow_name=self.config.rollout.workflow,
-            prompt_of=prompt_of,
-            dispatcher=self.dispatcher,
-            scorer=self.scorer,
-            tokenizer=self.tokenizer,
-            partial=PartialRollouts(self.tokenizer),
-            batched=self.config.rollout.engine.kind == "embedded",
-            greedy=greedy,
-        )
+def _greedy(
+    config: Config, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int | None = None
+) -> SamplingParams:
+    """Temperature 0, with the stops and, by default, the length of training."""
+    given = config.rollout.sampling
+    return SamplingParams(
+        max_new_tokens=max_new_tokens or given.max_new_tokens,
+        temperature=0.0,
+        stop_token_ids=stop_token_ids(tokenizer, given.stop_token_ids),
+        stop=tuple(given.stop),
+    )
+
+
+def _runner(
+    config: Config,
+    dispatcher: Dispatcher,
+    scorer: Scorer,
+    prompt_of: PromptOf,
+    context: WorkflowContext,
+) -> GroupRunner:
+    name = config.rollout.workflow
+    return GroupRunner(
+        workflow=build_workflow(name, context),
+        workflow_name=name,
+        prompt_of=prompt_of,
+        dispatcher=dispatcher,
+        scorer=scorer,
+        tokenizer=context.tokenizer,
+        partial=PartialRollouts(context.tokenizer),
+        batched=config.rollout.engine.kind == "embedded",
+    )

@@ -1,4 +1,4 @@
-"""Whole batches for an engine whose results depend on how it batches."""
+"""Makes whole batches for an engine whose results depend on how it batches."""
 
 from __future__ import annotations
 
@@ -8,69 +8,69 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from rlcore.data.generation import Completion, Generate, GenerateRequest
 
 Flush = Callable[[Sequence[GenerateRequest]], Awaitable[list[list[Completion]]]]
-Waiting = tuple[GenerateRequest, "asyncio.Future[list[Completion]]"]
+WaitingCall = tuple[GenerateRequest, "asyncio.Future[list[Completion]]"]
 
 
 class LockstepBatcher:
-    """Holds the generate calls of concurrent workflows until each live one waits, then passes them
-    on as one batch.
+    """Passes on the generate calls of concurrent workflows as one batch, once each of them waits.
 
-    The batch is sorted by address (draw, turn, first sample; equal ones by who entered first), so
-    that it never depends on who arrived first; a run that is resumed therefore sees the same
-    batches. The price: in each round everybody waits for the slowest workflow.
+    The batch is sorted by address (draw, turn, first sample; equal ones by which workflow entered
+    first), so it never depends on which call arrived first, and a resumed run sees the same
+    batches. The price: in each round all workflows wait for the slowest.
     """
 
     def __init__(self, flush: Flush) -> None:
         self._flush = flush
-        self._members: dict[Hashable, list[Waiting]] = {}  # live workflow -> its calls that wait
+        # workflow that has entered and not left -> its calls that wait
+        self._workflows: dict[Hashable, list[WaitingCall]] = {}
         self._running: asyncio.Task[None] | None = None
 
-    def enter(self, member: Hashable) -> Generate:
-        """Count `member` as live and return its `generate`. Enter all before the first one runs."""
-        if member in self._members:
-            raise ValueError(f"{member} has entered already")
-        self._members[member] = []
+    def enter(self, key: Hashable) -> Generate:
+        """The `generate` of workflow `key`. All must have entered before the first runs."""
+        if key in self._workflows:
+            raise ValueError(f"{key} has entered already")
+        self._workflows[key] = []
 
         async def generate(request: GenerateRequest) -> list[Completion]:
             future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
-            self._members[member].append((request, future))
+            self._workflows[key].append((request, future))
             self._recheck()
             return await future
 
         return generate
 
-    def leave(self, member: Hashable) -> None:
-        """`member` finished or failed: nobody waits for it any more."""
-        for _, future in self._members.pop(member):
+    def leave(self, key: Hashable) -> None:
+        """Workflow `key` finished or failed, so no batch waits for it any more."""
+        for _, future in self._workflows.pop(key):
             future.cancel()
         self._recheck()
 
     def busy(self) -> list[Hashable]:
-        """Live members that wait for no generation."""
-        return [member for member, waiting in self._members.items() if not waiting]
+        """Workflows that wait for no generation."""
+        return [key for key, calls in self._workflows.items() if not calls]
 
     def _recheck(self) -> None:
-        # Deferred by one turn of the loop: calls that one workflow makes side by side belong to one
-        # batch.
+        # Deferred by one iteration of the loop: calls that one workflow makes side by side belong
+        # to one batch.
         asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
-        if self._running is not None or not self._members or self.busy():
+        if self._running is not None or not self._workflows or self.busy():
             return
-        batch = [waiting for calls in self._members.values() for waiting in calls]
-        for calls in self._members.values():
+        batch = [call for calls in self._workflows.values() for call in calls]
+        for calls in self._workflows.values():
             calls.clear()
-        batch.sort(key=lambda waiting: (waiting[0].draw, waiting[0].turn, waiting[0].first_sample))
+        batch.sort(key=lambda call: (call[0].draw, call[0].turn, call[0].first_sample))
         self._running = asyncio.get_running_loop().create_task(self._serve(batch))
 
-    async def _serve(self, batch: list[Waiting]) -> None:
+    async def _serve(self, batch: list[WaitingCall]) -> None:
         try:
             results = await self._flush([request for request, _ in batch])
         except asyncio.CancelledError:
             for _, future in batch:
                 future.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 - whatever went wrong belongs to those who wait
+        except Exception as error:  # noqa: BLE001 - the error belongs to the calls that wait
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)

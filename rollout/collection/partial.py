@@ -1,13 +1,12 @@
-"""Partial rollouts: a response that was cut goes on from what there is of it.
+"""Partial rollouts: an aborted response goes on from the tokens that it has.
 
-A publication with `rollout.on_update: abort` ends the responses in flight, as does anybody else who
-    has an engine abort them.
-They are asked for again, with what they have as a prefix, until they end of themselves: a workflow
-    sees whole completions.
+A publication with `rollout.on_update: abort` aborts the responses in flight, and an engine may be
+told to by others. They are requested again with their tokens as a prefix until they end by
+themselves, so a workflow sees whole completions.
 
-    cut         a b c           made by version 4
-    the rest          d e       made by version 5, which was given prompt a b c, and room for max_new_tokens - 3
-    whole       a b c d e       versions 4 4 4 5 5; every token has the log-prob that it was drawn with
+    aborted     a b c           made by version 4
+    the rest          d e       made by version 5 from prompt a b c, with max_new_tokens - 3
+    whole       a b c d e       versions 4 4 4 5 5; each token has the log-prob of its drawing
 """
 
 from __future__ import annotations
@@ -28,25 +27,26 @@ from rollout.engines.embedded.stopping import StopStrings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# times in a row that a request is cut before any of its responses got a token
+# how often in a row a request may be aborted before any of its responses got a token
 MOST_IN_VAIN = 8
 
 
 class PartialRollouts:
-    """Has cut responses go on, and counts them.
+    """Completes aborted responses, and counts them.
 
     Args:
-        tokenizer: for stop strings that begin before a cut and end behind it.
+        tokenizer: for stop strings that begin before an abort and end behind it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self.resumed_responses = 0  # each time that one went on
-        self.resumed_tokens = 0  # which they had then, and did not have to make again
+        self.resumed_responses = 0  # counted each time that a response went on
+        self.resumed_tokens = 0  # tokens that those had, and did not have to make again
 
     async def whole(self, generate: Generate, request: GenerateRequest) -> list[Completion]:
-        """The completions of `request`. Only what engines cut again and again without a new token
-        still says "abort".
+        """The whole completions of `request`.
+
+        Only a completion that engines abort again and again without a new token still says "abort".
         """
         if request.prefixes:
             raise ValueError(
@@ -55,12 +55,12 @@ class PartialRollouts:
         found = [self._settled(request.sampling, part) for part in await generate(request)]
         in_vain = 0
         while in_vain < MOST_IN_VAIN and (
-            cut := [i for i, one in enumerate(found) if one.finish_reason == "abort"]
+            aborted := [i for i, one in enumerate(found) if one.finish_reason == "abort"]
         ):
             rest = await generate(
-                request.going_on([Prefix(request.samples[i], found[i].tokens) for i in cut])
+                request.going_on([Prefix(request.samples[i], found[i].tokens) for i in aborted])
             )
-            for i, part in zip(cut, rest, strict=True):
+            for i, part in zip(aborted, rest, strict=True):
                 if len(part.tokens):
                     self.resumed_responses += 1
                     self.resumed_tokens += len(found[i].tokens)
@@ -69,8 +69,9 @@ class PartialRollouts:
         return found
 
     def _settled(self, sampling: SamplingParams, found: Completion) -> Completion:
-        """With its real reason where the token before the cut was its last one: SGLang looks for
-        that after an abort.
+        """With its real finish reason where the last token before the abort ended it.
+
+        SGLang looks for that only after the abort.
         """
         made = len(found.tokens)
         if found.finish_reason != "abort" or not made:
@@ -82,8 +83,9 @@ class PartialRollouts:
         return replace(found, finish_reason="length") if made == sampling.max_new_tokens else found
 
     def _joined(self, request: GenerateRequest, head: Completion, tail: Completion) -> Completion:
-        """Engines look for stop strings in what they make: one that begins in the head ends the
-        response here.
+        """Both parts as one, ended at a stop string that begins in the head.
+
+        An engine looks for stop strings only in the tokens that it makes.
         """
         whole = join(head, tail)
         end = self._first_stop(request.sampling, whole.tokens, len(head.tokens))
@@ -92,9 +94,7 @@ class PartialRollouts:
     def _first_stop(
         self, sampling: SamplingParams, tokens: NDArray[np.int32], seam: int
     ) -> int | None:
-        """The least number of tokens, above `seam`, with which a stop string is there that reaches
-        back to it.
-        """
+        """The least number of tokens above `seam` that end in a stop string begun before `seam`."""
         if not sampling.stop:
             return None
         strings = StopStrings(sampling.stop, self._tokenizer)
@@ -105,8 +105,9 @@ class PartialRollouts:
 
 
 def join(head: Completion, tail: Completion) -> Completion:
-    """One completion; a token whose experts are known twice keeps those with which its successor
-    was drawn first.
+    """Both parts as one completion.
+
+    A token whose experts are known twice keeps those with which its successor was drawn first.
     """
     size = len(head.tokens)
     sets = [part.sampling_mask for part in (head, tail) if part.sampling_mask is not None]
@@ -127,7 +128,7 @@ def join(head: Completion, tail: Completion) -> Completion:
 
 
 def merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """The same tokens, neighbours of one version in one span."""
+    """The spans with neighbours of the same version merged into one."""
     result: list[VersionSpan] = []
     for span in spans:
         if result and result[-1].version == span.version:
@@ -137,7 +138,7 @@ def merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
 
 
 def shorten(whole: Completion, length: int, *, prompt: int) -> Completion:
-    """Its first `length` tokens, which a stop string ended. `prompt`: tokens of the prompt."""
+    """The first `length` tokens, which a stop string ended. `prompt`: tokens of the prompt."""
     sets = whole.sampling_mask
     routed = whole.routed_experts
     counts = None if sets is None else sets.counts[:length]

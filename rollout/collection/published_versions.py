@@ -1,4 +1,4 @@
-"""Which policy step the weights of each publication were of."""
+"""Knows from which policy step the weights of each publication are."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from rlcore.data.sample import Sample
 
 @dataclass(frozen=True)
 class Publication:
+    """A publication that succeeded."""
+
     version: int
     step: int  # policy step: the number of updates behind the weights
     incarnation: int  # how often the trainer was started before
 
 
 class PublishedVersions:
-    """The publications that succeeded, versions growing. One that failed was of the step of the
-    next that did not.
+    """The publications that succeeded, in the order of growing versions.
+
+    A publication that failed is of the step of the next one that succeeded.
     """
 
     def __init__(self) -> None:
         self._known: list[Publication] = []
 
     def add(self, publication: Publication) -> None:
-        """Raises ValueError for a version that is not the newest: they never go back."""
+        """Add a publication. Raises ValueError unless its version is the newest."""
         if self._known and publication.version <= self._known[-1].version:
             raise ValueError(
                 f"version {publication.version} after {self._known[-1].version}: versions only grow"
@@ -33,15 +36,15 @@ class PublishedVersions:
         self._known.append(publication)
 
     def of(self, version: int) -> Publication | None:
-        """None for one that is newer than all that are known: its publication is about to end."""
-        at = bisect_left(self._known, version, key=lambda one: one.version)
+        """The publication of `version`; None if it is newer than all and so about to end."""
+        at = bisect_left(self._known, version, key=lambda publication: publication.version)
         return self._known[at] if at < len(self._known) else None
 
     def of_samples(self, samples: Iterable[Sample]) -> dict[int, int]:
         """The policy step of each version that made a token of `samples`, as far as it is known."""
         found = {
             version: self.of(version)
-            for version in {span.version for one in samples for span in one.versions}
+            for version in {span.version for sample in samples for span in sample.versions}
         }
         return {
             version: publication.step
@@ -51,12 +54,11 @@ class PublishedVersions:
 
     @property
     def known(self) -> tuple[Publication, ...]:
-        """In the order of versions."""
+        """All publications, in the order of versions."""
         return tuple(self._known)
 
     def learn(self, publications: Iterable[Sequence[int]]) -> None:
-        """As `add`, of any that were made, given by their fields."""
-        merged = {
-            one.version: one for one in (*(Publication(*one) for one in publications), *self._known)
-        }
-        self._known = [merged[version] for version in sorted(merged)]
+        """Add publications of a snapshot, given by their fields, wherever they belong."""
+        by_version = {made.version: made for made in (Publication(*one) for one in publications)}
+        by_version |= {made.version: made for made in self._known}
+        self._known = [by_version[version] for version in sorted(by_version)]

@@ -1,24 +1,22 @@
-"""When to start groups of responses, and which of them the next step is trained on: a pure class,
-no clock, no I/O.
+"""Decides when groups are started and which of them the next step trains on: no clock, no I/O.
 
-Words. A group is the samples of one draw of a prompt. Policy step p: the weights after p updates.
-    Step s (from 1) trains the
-weights of policy step s - 1. A group of age class t has its oldest token from policy step t (in
-flight: it was started under t, and can only turn out younger). With `max_staleness` k it may be
-trained on by steps up to t + k + 1, and never later.
+Terms. A group is the samples of one draw of a prompt. Policy step p is the weights after p updates.
+Step s (from 1) trains the weights of policy step s - 1. A group of age class t has its oldest token
+from policy step t (in flight: it was started under t, and can only turn out younger). With
+`max_staleness` k, steps up to t + k + 1 may train on it, and no later step.
 
 Two rules give that bound without dropping anything:
 
 - A group is started only if the steps that will come in time have places for it and for everything
-    started before it.
+  started before it.
 - A step takes the oldest finished groups, but waits while taking them would leave more groups
   behind, in flight ones counted, than the steps after it can take in time: earliest deadline first,
   as in scheduling (Liu and Layland, 1973). So the trainer waits for a long response instead of
   leaving it behind, and no length of response is disfavoured.
 
-With `oversample` above 1 more is started than there are places, since filters will drop some. What
-they did not drop is kept for later steps; which of the groups of one class have the places is said
-by their draws, never by who finished first.
+With `oversample` above 1 more groups are started than there are places, since filters will drop
+some. The rest is kept for later steps. Within a class, places go by draw, never by which group
+finished first.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rules:
-    """Raises ValueError for numbers that make no sense."""
+    """The numbers that bound a schedule. Raises ValueError for numbers that make no sense."""
 
     groups_per_step: int
     max_staleness: int
@@ -47,7 +45,7 @@ class Rules:
 
 @dataclass
 class _AgeClass:
-    """The groups that no step trained on yet, of one oldest policy step; sorted draws."""
+    """The groups of one oldest policy step that no step trained on yet, as sorted draws."""
 
     in_flight: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
@@ -56,7 +54,7 @@ class _AgeClass:
         return len(self.in_flight) + len(self.finished)
 
     def first(self, count: int) -> tuple[list[int], list[int]]:
-        """Of its first `count` draws, those in flight and those finished."""
+        """The draws in flight and the finished ones among the first `count` draws."""
         if count >= len(self):
             return self.in_flight, self.finished
         # how many of them are finished
@@ -75,8 +73,8 @@ class Scheduler:
     """The groups of a run that are in flight, or finished and not trained on.
 
     Args:
-        policy_step: of the weights in force at the engines.
-        steps_done: training steps whose groups were handed over.
+        policy_step: policy step of the weights in force at the engines.
+        steps_done: number of training steps whose groups were handed over.
     """
 
     def __init__(self, rules: Rules, *, policy_step: int = 0, steps_done: int = 0) -> None:
@@ -97,7 +95,7 @@ class Scheduler:
         return max(0, math.ceil(free * self.rules.oversample) - self.num_in_flight)
 
     def started(self, draws: Iterable[int]) -> None:
-        """They are in flight, under the policy step in force."""
+        """Note that `draws` are in flight, under the policy step in force."""
         for draw in draws:
             if draw in self._class_of:
                 raise ValueError(f"draw {draw} was started already")
@@ -105,13 +103,13 @@ class Scheduler:
             insort(self._age(self.policy_step).in_flight, draw)
 
     def finished(self, draw: int, oldest: int) -> None:
-        """A whole group is there, worth training on; `oldest`: policy step of its oldest token."""
+        """Note a whole group, worth training on. `oldest`: policy step of its oldest token."""
         self._leave(draw, self._in_flight_class(draw).in_flight)
         self._class_of[draw] = oldest
         insort(self._age(oldest).finished, draw)
 
     def dropped(self, draw: int) -> None:
-        """A group in flight or finished that no step will train on; its place is free."""
+        """Free the place of a group, in flight or finished, that no step will train on."""
         if draw not in self._class_of:
             raise ValueError(f"draw {draw} is neither in flight nor finished")
         age = self._classes[self._class_of[draw]]
@@ -127,13 +125,14 @@ class Scheduler:
         return chosen if len(chosen) == self.rules.groups_per_step else None
 
     def must_wait_for(self) -> list[int]:
-        """The groups in flight without which there is no next batch, the most urgent classes of
-        them; [] if there is one.
+        """The draws in flight without which there is no next batch, of the most urgent classes.
+
+        Empty if there is a batch.
         """
         return self._next()[1]
 
     def hand_over(self, draws: Sequence[int]) -> None:
-        """The next step is trained on these, which `batch` gave."""
+        """Give the next step the draws that `batch` gave."""
         if len(draws) != self.rules.groups_per_step:
             raise ValueError(f"got {len(draws)} groups, a step takes {self.rules.groups_per_step}")
         for draw in draws:
@@ -151,7 +150,7 @@ class Scheduler:
         self.steps_done += 1
 
     def published(self, policy_step: int) -> None:
-        """These weights are in force at the engines."""
+        """Note that the weights of `policy_step` are in force at the engines."""
         if policy_step < self.policy_step:
             raise ValueError(
                 f"policy step {policy_step} after {self.policy_step}: they never go back"
@@ -159,43 +158,44 @@ class Scheduler:
         self.policy_step = policy_step
 
     def expired(self) -> list[int]:
-        """Groups, in flight or finished, that no step to come may train on. With `oversample` 1
-        there are none.
+        """The draws, in flight or finished, that no step to come may train on.
+
+        With `oversample` 1 there are none.
         """
         late = [age for t, age in sorted(self._classes.items()) if t < self._oldest_allowed]
         return [draw for age in late for draw in sorted((*age.in_flight, *age.finished))]
 
-    # --- what there is ----------------------------------------------------------------------------
+    # --- counts and restoring ---------------------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:
+        """How many groups are in flight."""
         return sum(len(age.in_flight) for age in self._classes.values())
 
     @property
     def num_finished(self) -> int:
+        """How many groups are finished and not handed over."""
         return sum(len(age.finished) for age in self._classes.values())
 
     @classmethod
     def restore(cls, rules: Rules, step: int, finished: Iterable[Sequence[Any]]) -> Scheduler:
-        """Of a run that goes on behind `step`, with nothing in flight; the rules may have changed
-        since: see `expired`.
+        """The scheduler of a run that goes on behind `step`, with nothing in flight.
+
+        The rules may have changed since: see `expired`.
 
         Args:
-            finished: [policy step of the oldest token, its draws, sorted] of the groups that are
-                there.
+            finished: [policy step of the oldest token, its sorted draws] of the finished groups.
         """
-        made = cls(rules, policy_step=step, steps_done=step)
+        scheduler = cls(rules, policy_step=step, steps_done=step)
         for t, draws in finished:
-            made._age(t).finished.extend(draws)
-            made._class_of.update(dict.fromkeys(draws, t))
-        return made
+            scheduler._age(t).finished.extend(draws)
+            scheduler._class_of.update(dict.fromkeys(draws, t))
+        return scheduler
 
     # --- inside -----------------------------------------------------------------------------------
 
     def _next(self) -> tuple[list[int], list[int]]:
-        """The finished draws of the next batch, or as many as there are; the draws in flight that
-        it waits for, or none.
-        """
+        """The finished draws of the next batch so far, and the draws in flight it waits for."""
         wanted = self.rules.groups_per_step
         chosen: list[int] = []
         in_flight: list[int] = []  # of this class and older ones
@@ -212,17 +212,15 @@ class Scheduler:
 
     @property
     def _oldest_allowed(self) -> int:
-        """The age class that the next step may still take."""
+        """The oldest age class that the next step may take."""
         return self.steps_done - self.rules.max_staleness
 
     def _places(self, t: int) -> int:
-        """Of all steps that may take groups of age class `t`, from the next one on."""
+        """The places in all steps, from the next on, that may take groups of age class `t`."""
         return (t - self._oldest_allowed + 1) * self.rules.groups_per_step
 
     def _placed(self) -> Iterator[tuple[int, list[int], list[int]]]:
-        """(age class, draws in flight, draws finished) of the groups that have a place, the oldest
-        class first.
-        """
+        """(age class, draws in flight, draws finished) of groups with a place, oldest first."""
         placed = 0
         for t in sorted(t for t in self._classes if t >= self._oldest_allowed):
             age = self._classes[t]

@@ -1,1 +1,1 @@
-"""Rewards: named parts, summed. `build.py` makes them from the configuration."""
+"""Rewards: the weighted sum of named parts. `build.py` makes them from the configuration."""

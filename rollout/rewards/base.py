@@ -1,4 +1,4 @@
-"""What the parts of a reward have in common."""
+"""Defines what the parts of a reward have in common."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlcore.data.sample import Sample
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """A call that gave no score, and why."""
+    """Says why a call gave no score."""
 
     kind: Literal["error", "timeout"]
     reason: str
@@ -25,17 +25,24 @@ Score = float | RewardFailure
 
 
 class RewardPart(Protocol):
-    """One named part of the reward. A failure is a value, not an exception: it concerns one sample."""
+    """One named part of the reward.
 
-    async def start(self) -> None: ...
+    A failure is a value and not an exception, since it concerns one sample.
+    """
 
-    async def score(self, samples: Sequence[Sample]) -> list[Score]: ...
+    async def start(self) -> None:
+        """Make ready to score."""
 
-    async def close(self) -> None: ...
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """The score or failure of each sample."""
+        ...
+
+    async def close(self) -> None:
+        """End what `start` began."""
 
 
 def checked(value: Any) -> Score:
-    """A finite real number as float; anything else is a failure."""
+    """`value` as float if it is a finite real number, else a failure."""
     if not isinstance(value, Real | np.bool_):
         return RewardFailure(
             "error", f"returned {type(value).__name__} {str(value)[:80]!r}, expected a number"

@@ -1,19 +1,21 @@
-"""From the `reward` section to a `Scorer`."""
+"""Builds the `Scorer` of the `reward` section, and checks the labels that it needs."""
 
 from __future__ import annotations
 
+from rlcore.config import Config
 from rlcore.config.sections.reward import RewardConfig
-from rlcore.errors import ConfigError
+from rlcore.data.prompts import PromptSet
+from rlcore.errors import ConfigError, DataError
 from rollout.rewards.base import RewardPart
 from rollout.rewards.exact_match import InlinePart
 from rollout.rewards.pool import PooledPart, RewardPool
-from rollout.rewards.scorer import Scorer
+from rollout.rewards.scorer import VERIFIERS, Scorer
 
 POOLED = {"math": "rollout.rewards.math:math"}
 
 
 def build_scorer(config: RewardConfig, *, vocab_size: int, device: str | None = None) -> Scorer:
-    """Every part of `config`; nothing is started yet.
+    """The scorer with every part of `config`; nothing is started yet.
 
     Args:
         vocab_size: the policy's; a reward model must have the same.
@@ -50,3 +52,18 @@ def _import_path(part: str, function: str) -> str:
             f" {', '.join(POOLED)}, or package.module:function"
         )
     return function
+
+
+def check_labels(config: Config, prompts: PromptSet) -> None:
+    """Raises ConfigError or DataError where a verifier cannot compare with the prompts' labels."""
+    verifiers = [name for name, part in config.reward.parts.items() if part.function in VERIFIERS]
+    if verifiers and config.data.label_key is None:
+        raise ConfigError(
+            f"reward.parts.{verifiers[0]} compares with a label, but data.label_key is null"
+        )
+    for example in prompts.examples if verifiers else ():
+        if isinstance(example.label, bool) or not isinstance(example.label, str | int | float):
+            raise DataError(
+                f"{example.where}: the label must be text or a number for"
+                f" reward.parts.{verifiers[0]}, got {type(example.label).__name__}"
+            )

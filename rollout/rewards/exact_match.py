@@ -1,4 +1,4 @@
-"""1 where the response is the label, else 0."""
+"""The reward `exact_match`: 1 where the response is the label, else 0."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from rollout.rewards.base import Score, checked
 
 
 def exact_match(sample: Sample) -> float:
-    """White space around either is ignored."""
+    """Compare response and label, ignoring white space around either."""
     return float(sample.response_text.strip() == str(sample.label).strip())
 
 
 class InlinePart:
-    """`exact_match` in the event loop: bounded work, cheaper than any hand-over."""
+    """Runs `exact_match` in the event loop, which is cheaper than a call of another process."""
 
     async def start(self) -> None: ...
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """See `RewardPart`."""
         return [checked(exact_match(sample)) for sample in samples]
 
     async def close(self) -> None: ...

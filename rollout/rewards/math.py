@@ -1,8 +1,8 @@
-"""1 where the last answer in the response equals the label as mathematics (math-verify), else 0.
+"""The reward `math`: 1 where the last answer in the response equals the label, else 0.
 
-Only worker processes import this: sympy may run for ever, and the pool's deadline is what ends it.
-    math-verify's own time
-limits are signals, which fail off the main thread; they are switched off.
+math-verify compares them. Only worker processes import this module: sympy may run for ever, and
+then the pool's deadline ends it. math-verify's own time limits are signals, which fail off the main
+thread, so they are switched off.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from math_verify import parse, verify
 
 from rlcore.data.sample import Sample
 
-# they warn once that their time limits are off
+# these warn once that their time limits are off
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def math(sample: Sample) -> float:
-    """Labels are plain ("3/4") or LaTeX, bare or in `$` or `\\boxed`.
+    """Compare the last answer with the label: plain ("3/4") or LaTeX, bare or in `$` or `\\boxed`.
 
     Raises:
         ValueError: the label is no mathematics; the sample then counts as a reward error.

@@ -1,6 +1,4 @@
-"""A reward model: a Hugging Face sequence classifier with one output, batched, in a thread of its
-own.
-"""
+"""Scores samples with a reward model, a Hugging Face sequence classifier with one output."""
 
 from __future__ import annotations
 
@@ -20,13 +18,14 @@ from rlcore.errors import ModelError
 from rollout.engines.vocabulary import folder_vocab_size
 from rollout.rewards.base import Score, checked
 
-Pending = tuple[NDArray[np.int32], "asyncio.Future[Score]"]
+PendingCall = tuple[NDArray[np.int32], "asyncio.Future[Score]"]
 
 
 class ModelPart:
     """Scores the tokens of a sample as they are: policy and reward model share a vocabulary.
 
-    Samples that wait while a batch runs form the next one, whichever group they belong to.
+    Batches run in a thread of their own. Samples that wait meanwhile form the next batch, whichever
+    group they belong to.
 
     Raises:
         ModelError: the folder is no classifier with one output, or its vocabulary is not the
@@ -51,12 +50,13 @@ class ModelPart:
         )
         self._model = load_classifier(config.path, where, self._device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
-        self._pending: list[Pending] = []
+        self._pending: list[PendingCall] = []
         self._drain: asyncio.Task[None] | None = None
 
     async def start(self) -> None: ...
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """See `RewardPart`."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
         self._pending += [(sample.tokens, future) for sample, future in zip(samples, futures)]
@@ -65,7 +65,7 @@ class ModelPart:
         return list(await asyncio.gather(*futures))
 
     async def _work(self) -> None:
-        # let the groups that finish in this turn of the loop join the first batch
+        # let the groups that finish in this iteration of the loop join the first batch
         await asyncio.sleep(0)
         while self._pending:
             batch = self._pending[: self._batch_size]
@@ -75,7 +75,7 @@ class ModelPart:
                 scores = await loop.run_in_executor(
                     self._thread, self.forward, [tokens for tokens, _ in batch]
                 )
-            except Exception as error:  # noqa: BLE001 - out of memory, say: it belongs to those who wait, and ends the step
+            except Exception as error:  # noqa: BLE001 - out of memory, say: the calls that wait raise it
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(error)
@@ -102,14 +102,16 @@ class ModelPart:
         return scores
 
     async def close(self) -> None:
+        """Drop what waits, and let the thread end."""
         if self._drain is not None:
             self._drain.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def load_classifier(folder: str, where: str, device: torch.device) -> Any:
-    """The classifier in `folder`, ready for left-padded batches. Raises ModelError if it has not
-    exactly one output.
+    """The classifier in `folder`, ready for left-padded batches.
+
+    Raises ModelError if it has not exactly one output.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -134,8 +136,8 @@ def load_classifier(folder: str, where: str, device: torch.device) -> Any:
         raise ModelError(
             f"{where}: {folder} lacks the weights of {missing}: it has no trained reward head"
         )
-    # Batches are padded on the left, so the last position is always the last token: with this id,
-    # which no token has, transformers looks nowhere else. Padding on the right would be ambiguous
-    # where pad and eos are one id.
+    # Batches are padded on the left, so the last position is always the last token. With this id,
+    # which no token has, transformers reads the score there. Padding on the right would be
+    # ambiguous where pad and eos share an id.
     model.config.pad_token_id = -1
     return model.eval().requires_grad_(False).to(device)

@@ -1,8 +1,12 @@
-"""Reward functions in processes of their own, each call under `reward.timeout_s`.
+"""Runs reward functions in worker processes, each call under `reward.timeout_s`.
 
-A function may hang inside C code or eat all memory: only a process can be stopped. Each worker is a
-    fresh interpreter,
-neither forked from a threaded parent nor re-importing the caller's main script.
+A function may hang inside C code or eat all memory, and only a process can be stopped. Each worker
+is a fresh interpreter, neither forked from a threaded parent nor re-importing the caller's main
+script.
+
+`pebble.ProcessPool` was tried instead, and is weaker: spawned workers import the main script again,
+a timeout leaves the processes that a function started, and a function that cannot be imported
+surfaces as a broken pool without its name.
 """
 
 from __future__ import annotations
@@ -30,13 +34,16 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALL
 
 @dataclass(eq=False)
 class Worker:
-    """One process; it serves one call at a time."""
+    """A worker process, which serves one call at a time."""
 
     process: asyncio.subprocess.Process
 
     @classmethod
     async def start(cls, functions: Mapping[str, str]) -> Worker:
-        """Raises ConfigError when a function cannot be imported, RunFailed when the process dies."""
+        """Start a process that has imported `functions`.
+
+        Raises ConfigError when a function cannot be imported, RunFailed when the process dies.
+        """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -75,9 +82,7 @@ class Worker:
         return worker
 
     async def call(self, part: str, sample: Sample, timeout_s: float) -> Score:
-        """The score, or why there is none. After a timeout or a death the worker is of no further
-        use.
-        """
+        """The score, or why there is none. After a timeout or a death the worker is dead."""
         try:
             kind, value = await within(timeout_s, self._exchange((part, sample)), lambda: "")
         except DeadlineExceeded:
@@ -88,7 +93,7 @@ class Worker:
                 "error", f"its worker process died with exit code {await self.kill()}"
             )
         except BaseException:
-            # an answer that nobody reads would be taken for the next one's
+            # an answer that is not read would be taken for the answer to the next call
             await self.kill()
             raise
         return float(value) if kind == "score" else RewardFailure("error", str(value))
@@ -105,10 +110,11 @@ class Worker:
 
     @property
     def alive(self) -> bool:
+        """Whether the process runs."""
         return self.process.returncode is None
 
     async def kill(self) -> int:
-        """End the process and whatever it started; its exit code."""
+        """End the process and all that it started; returns its exit code."""
         stdin = self.process.stdin
         stdout = self.process.stdout
         assert stdin is not None
@@ -132,53 +138,55 @@ async def _closed(stream: asyncio.StreamWriter) -> None:
 
 @dataclass
 class RewardPool:
-    """`size` workers that know `functions` ({part: import path}); one that dies or overruns its
-    deadline is replaced.
+    """Keeps `size` workers that know `functions` ({part: import path}).
+
+    A worker that dies or overruns its deadline is replaced.
     """
 
     functions: Mapping[str, str]
     size: int
     timeout_s: float
-    # None: its worker must be started
-    _places: asyncio.Queue[Worker | None] = field(default_factory=asyncio.Queue)
+    # workers without a call; None stands for a worker that must be started first
+    _idle: asyncio.Queue[Worker | None] = field(default_factory=asyncio.Queue)
     _workers: set[Worker] = field(default_factory=set)
     _starting: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
-        """All workers, at once; every part that shares the pool may call this."""
+        """Start all workers at once; every part that shares the pool may call this."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._fill())
         await self._starting
 
     async def _fill(self) -> None:
-        hired = await asyncio.gather(
-            *(self._hire() for _ in range(self.size)), return_exceptions=True
+        started = await asyncio.gather(
+            *(self._start_worker() for _ in range(self.size)), return_exceptions=True
         )
-        for worker in hired:  # only now: whoever did start is known to `close`
+        for worker in started:  # only now, when `close` knows all workers that did start
             if isinstance(worker, BaseException):
                 raise worker
-            self._places.put_nowait(worker)
+            self._idle.put_nowait(worker)
 
-    async def _hire(self) -> Worker:
+    async def _start_worker(self) -> Worker:
         worker = await Worker.start(self.functions)
         self._workers.add(worker)
         return worker
 
     async def score(self, part: str, sample: Sample) -> Score:
-        """The deadline runs from when a worker takes the call, not from when it queues."""
+        """The score of one part. Its deadline does not count the time in the queue."""
         await self.start()
-        worker = await self._places.get()
+        worker = await self._idle.get()
         try:
             if worker is None:
-                worker = await self._hire()
+                worker = await self._start_worker()
             return await worker.call(part, sample, self.timeout_s)
         finally:
             if worker is not None and not worker.alive:
                 self._workers.discard(worker)
                 worker = None
-            self._places.put_nowait(worker)
+            self._idle.put_nowait(worker)
 
     async def close(self) -> None:
+        """End all workers."""
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait({self._starting}, timeout=CANCEL_S)
@@ -187,19 +195,22 @@ class RewardPool:
 
 
 class PooledPart:
-    """One function of the pool."""
+    """A reward part that one function of the pool scores."""
 
     def __init__(self, name: str, pool: RewardPool) -> None:
         self._name = name
         self._pool = pool
 
     async def start(self) -> None:
+        """See `RewardPart`."""
         await self._pool.start()
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """See `RewardPart`."""
         return list(
             await asyncio.gather(*(self._pool.score(self._name, sample) for sample in samples))
         )
 
     async def close(self) -> None:
+        """See `RewardPart`."""
         await self._pool.close()

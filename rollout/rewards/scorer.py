@@ -1,4 +1,4 @@
-"""The reward of a sample: the weighted sum of named parts, with a defined score where a part fails."""
+"""Sums the weighted parts of a reward, with a defined score where a part fails."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from rollout.rewards.base import RewardFailure, RewardPart, Score
 
 logger = logging.getLogger(__name__)
 
-VERIFIERS = ("exact_match", "math")  # parts whose score says right (> 0) or wrong
+VERIFIERS = ("exact_match", "math")  # functions whose score says right (> 0) or wrong
 # failures that are logged one by one; all are counted
 MAX_WARNINGS = 20
 
 
 @dataclass
 class FailureCounts:
+    """How many samples got no score."""
+
     errors: int = 0
     timeouts: int = 0
 
 
 class Scorer:
-    """Fills `reward`, `reward_parts` and, where a verifier is among the parts,
-    `metadata["correct"]`.
+    """Fills in `reward`, `reward_parts` and, with a verifier, `metadata["correct"]`.
 
-    A sample of which any part failed gets `reward.on_error`; its `metadata["reward_error"]` says
+    A sample of which any part failed gets `reward.on_error`, and `metadata["reward_error"]` says
     why.
     """
 
@@ -41,10 +42,11 @@ class Scorer:
         self._warnings = 0
 
     async def start(self) -> None:
+        """Start all parts."""
         await asyncio.gather(*(part.start() for part in self._parts.values()))
 
     async def score(self, samples: Sequence[Sample]) -> FailureCounts:
-        """Score in place."""
+        """Score `samples` in place; returns how many failed."""
         names = list(self._parts)
         columns = await asyncio.gather(*(part.score(samples) for part in self._parts.values()))
         counts = FailureCounts()
@@ -95,4 +97,5 @@ class Scorer:
             )
 
     async def close(self) -> None:
+        """Close all parts."""
         await asyncio.gather(*(part.close() for part in self._parts.values()))

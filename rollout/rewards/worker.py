@@ -1,9 +1,8 @@
 """The worker process of the reward pool: `python -m rollout.rewards.worker`.
 
-It speaks frames over its standard streams: 4 bytes of length, then a pickle. First it gets its
-    set-up
-({"functions": {part: import path}, "sys_path": [...]}) and answers None or an error text; then, for
-each (part, sample), it answers ("score", float) or ("error", text).
+It exchanges frames over its standard streams: 4 bytes of length, then a pickle. First it gets its
+set-up ({"functions": {part: import path}, "sys_path": [...]}) and answers None or an error text;
+then, for each (part, sample), it answers ("score", float) or ("error", text).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ HEADER = struct.Struct("<I")
 
 
 def pack(message: object) -> bytes:
+    """The message as a frame."""
     payload = pickle.dumps(message, protocol=5)
     return HEADER.pack(len(payload)) + payload
 
@@ -32,10 +32,11 @@ def receive(stream: BinaryIO) -> Any:
 
 
 def main() -> None:
+    """Serve calls until the parent is gone."""
     die_with_parent()
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
-    # what a reward function prints goes to the log, not into the frames
+    # prints of a reward function go to the log, not into the frames
     os.dup2(2, 1)
     try:
         setup = receive(requests)
@@ -68,6 +69,7 @@ def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callab
 
 
 def call(function: Callable[..., Any], sample: Any) -> tuple[str, Any]:
+    """The answer to a call: ("score", float) or ("error", text)."""
     from rollout.rewards.base import RewardFailure, checked
 
     try:
@@ -78,9 +80,7 @@ def call(function: Callable[..., Any], sample: Any) -> tuple[str, Any]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent is killed, even inside a call that never
-    returns.
-    """
+    """Have the kernel end this process when its parent is killed, even in an endless call."""
     if sys.platform == "linux":
         import ctypes
         import signal

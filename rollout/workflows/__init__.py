@@ -1,4 +1,4 @@
-"""Workflows: from a prompt to its samples. One file each."""
+"""Workflows make samples from a prompt. Each has a file of its own."""
 
 from rollout.workflows.base import WorkflowContext
 from rollout.workflows.registry import build_workflow

@@ -1,4 +1,4 @@
-"""What a workflow is given, and how one is found by name."""
+"""Defines the context that a workflow is built with, and makes its samples."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkflowContext:
-    """A workflow class is constructed with one of these: how to sample, and where its random
-    numbers are addressed.
+    """Tells a workflow, at its construction, how to sample and which random numbers to use.
 
-    A run constructs several: for training, for evaluation, and for the greedy baseline of an
-        estimator that needs one.
-    Requests of two of them are told apart by `seed` alone.
+    A run constructs several workflows: for training, for evaluation, and for the greedy baseline of
+    an estimator that needs it. Only `seed` tells their requests apart.
     """
 
     sampling: SamplingParams
@@ -32,7 +30,7 @@ class WorkflowContext:
 
 
 def make_sample(prompt: Prompt, draw: int, index: int, completion: Completion) -> Sample:
-    """One prompt and one completion as a sample; text and reward are filled in later."""
+    """A sample of one prompt and one completion; text and reward are filled in later."""
     size = len(prompt.tokens)
     made = len(completion.tokens)
     mask = np.zeros(size + made, dtype=np.uint8)

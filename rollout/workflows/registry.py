@@ -1,4 +1,4 @@
-"""Workflows by name."""
+"""Finds workflows by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollout.workflows.single_turn import SingleTurn
 
 
 def build_workflow(name: str, context: WorkflowContext) -> Workflow:
-    """The workflow `name`: one of ours, or `package.module:Class`.
+    """The workflow `name`, which is registered here or a `package.module:Class`.
 
     Raises:
         ConfigError: there is no such workflow.

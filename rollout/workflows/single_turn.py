@@ -1,4 +1,4 @@
-"""One prompt, one response."""
+"""The workflow `single_turn`: each sample is one prompt and one response."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from rollout.workflows.base import WorkflowContext, make_sample
 
 
 class SingleTurn:
-    """`samples_per_prompt` independent responses to each prompt."""
+    """Makes `samples_per_prompt` independent responses to each prompt."""
 
     def __init__(self, context: WorkflowContext) -> None:
         self._context = context
 
     async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        """See `rlcore.interfaces.Workflow`."""
         context = self._context
         request = GenerateRequest(
             prompt.tokens, context.sampling, draw, n=context.samples_per_prompt, seed=context.seed

@@ -1,4 +1,4 @@
-"""A service over a fake engine that adds."""
+"""Fixtures: a service over a fake engine that adds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EOS = TOKENIZER.eos_token_id
 
 
 def adds(request: GenerateRequest, sample: int) -> list[int]:
-    """The right sum for even samples, one too many for odd ones; "9+9=" is never answered rightly."""
+    """The right sum for even samples, a wrong one for odd samples and always for "9+9="."""
     text = TOKENIZER.decode(request.prompt.tolist())
     a, b = text.rstrip("=").split("+")
     wrong = sample % 2 == 1 or text == "9+9="

@@ -1,4 +1,4 @@
-"""Waiting with a limit: who is cancelled, who is waited for, and whose deadline it was."""
+"""Waiting with a limit: which work is cancelled, and whose deadline it was."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_after_the_first_error_nothing_goes_on() -> None:
     run(main())
 
 
-def test_who_gives_up_gives_all_up() -> None:
+def test_a_cancelled_gather_cancels_all_its_work() -> None:
     ended: list[int] = []
 
     async def long_work(index: int) -> None:
@@ -134,7 +134,7 @@ def test_the_message_tells_of_the_moment_before_anything_is_cancelled() -> None:
         run(within(0.01, work(), lambda: f"waiting for {waiting}"))
 
 
-def test_who_cancelled() -> None:
+def test_a_cancellation_from_outside_is_told_from_one_from_within() -> None:
     async def by_itself() -> bool:
         try:
             raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""The greedy baseline: one more response to each prompt, which is a number and nothing else."""
+"""The greedy baseline: one more response to each prompt, of which only the reward is used."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_without_need_there_is_none(make_service, engine):
 
 
 def test_it_changes_nothing_else(make_service):
-    """Neither samples, nor what filters see, nor the accounts."""
+    """Samples, the input of filters and the accounting stay the same."""
     section = {"filters": ["user_parts:pairs"], "samples_per_prompt": 2, "prompts_per_step": 4}
     section["sampling"] = {"max_new_tokens": 8}
     with_it = make_service(options=GREEDY, rollout=section)

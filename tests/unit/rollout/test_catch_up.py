@@ -28,7 +28,7 @@ async def catch_up(service, version=0):
 
 
 def ask_again_and_again(service):
-    """As a trainer would that never brings the weights."""
+    """Act as a trainer that never brings the weights."""
     while service.next_step(1) is None:
         time.sleep(0.02)
 
@@ -41,11 +41,11 @@ def test_a_step_goes_on_and_is_counted_once(make_service):
     expected = addresses(make_service(engines=two()).next_step(1))
     service = make_service(engines=two(), rollout={"engine": RESTART})
     on_loop(service, service.fleet.failed(service.fleet.engines[0], "killed between steps"))
-    visits = 0
+    calls = 0
     while (rollouts := service.next_step(1)) is None:
-        visits += 1
+        calls += 1
         on_loop(service, catch_up(service))
-    assert visits == 1, "one engine came back"
+    assert calls == 1, "one engine came back"
     assert addresses(rollouts) == expected
     assert service.ledger.balance()["consumed"] == 4
     assert rollouts.metrics["rollout/engine_restarts"] == 1.0
@@ -107,15 +107,15 @@ def test_an_evaluation_goes_on_too(make_service, tmp_path):
     _, expected = make_service(engines=two(), evaluation=evaluation).evaluate()
     service = make_service(engines=two(), evaluation=evaluation, rollout={"engine": RESTART})
     on_loop(service, service.fleet.failed(service.fleet.engines[1], "killed"))
-    visits = 0
+    calls = 0
     while (scored := service.evaluate()) is None:
-        visits += 1
+        calls += 1
         on_loop(service, catch_up(service))
-    assert visits == 1
+    assert calls == 1
     assert [s.tokens.tolist() for s in scored[1]] == [s.tokens.tolist() for s in expected]
 
 
-def test_a_step_that_nobody_will_make_gives_its_draws_back(make_service):
+def test_a_step_that_no_engine_can_make_requeues_its_draws(make_service):
     service = make_service(engines=two(), rollout={"engine": {"restart": {"limit": 0}}})
     for engine in service.fleet.engines:
         on_loop(service, service.fleet.failed(engine, f"{engine.name} burnt"))
@@ -124,7 +124,7 @@ def test_a_step_that_nobody_will_make_gives_its_draws_back(make_service):
     assert service.ledger.balance()["requeued"] == 4
 
 
-def test_the_deadline_of_a_step_runs_on_over_its_visits(make_service):
+def test_the_deadline_of_a_step_runs_on_over_several_calls(make_service):
     service = make_service(engines=two(), rollout={"timeout_s": 0.5, "engine": RESTART})
     for engine in service.fleet.engines:
         engine.delay_s = 60

@@ -1,4 +1,4 @@
-"""A service that is lost to its trainer and works on, while another is in its place."""
+"""A service that its trainer has lost works on, while another has taken its place."""
 
 from __future__ import annotations
 

@@ -136,12 +136,12 @@ def test_a_resumed_service_continues_the_undisturbed_run(make_service, filters):
     section["sampling"] = {"max_new_tokens": 8}
     service = make_service(rollout=section)
     steps = [service.next_step(step) for step in range(1, 13)]
-    for cut in (1, 4, 9):
+    for at in (1, 4, 9):
         resumed = make_service(rollout=section)
-        resumed.restore(json.loads(json.dumps(steps[cut - 1].snapshot)))
-        again = [resumed.next_step(step) for step in range(cut + 1, 13)]
-        assert [addresses(s) for s in again] == [addresses(s) for s in steps[cut:]]
-        assert [s.epoch for s in again] == [s.epoch for s in steps[cut:]]
+        resumed.restore(json.loads(json.dumps(steps[at - 1].snapshot)))
+        again = [resumed.next_step(step) for step in range(at + 1, 13)]
+        assert [addresses(s) for s in again] == [addresses(s) for s in steps[at:]]
+        assert [s.epoch for s in again] == [s.epoch for s in steps[at:]]
         assert resumed.ledger.balance() == service.ledger.balance()
 
 
@@ -349,7 +349,7 @@ def test_a_step_that_hangs_names_who_is_waited_for(
 
 def test_a_blocked_loop_is_no_hang(make_service, engine, monkeypatch):
     monkeypatch.setattr("rollout.asyncio_utils.GRACE_S", 0.2)
-    monkeypatch.setattr("rollout.collection.errand.DROP_S", 0.2)
+    monkeypatch.setattr("rollout.service.DROP_S", 0.2)
     service = make_service(rollout={"timeout_s": 0.2})
     release = threading.Event()
     engine.reply = lambda request, sample: release.wait(3) or [1]
@@ -366,7 +366,7 @@ def test_an_engine_that_does_not_start_is_named(make_service, engine, monkeypatc
     assert engine.closed
 
 
-def test_cut_responses_go_on(make_service, engine):
+def test_aborted_responses_go_on(make_service, engine):
     whole = make_service().next_step(1)
     assert (
         whole.metrics["rollout/resumed_responses"] == whole.metrics["rollout/resumed_tokens"] == 0.0
@@ -383,7 +383,7 @@ def test_cut_responses_go_on(make_service, engine):
     assert service.next_step(2).metrics["rollout/resumed_responses"] == 0.0
 
 
-def test_groups_that_are_cut_again_and_again_are_drawn_again(make_service, engine):
+def test_groups_that_are_aborted_again_and_again_are_drawn_again(make_service, engine):
     expected = addresses(make_service().next_step(1))
     engine.abort_next = MOST_IN_VAIN + 5
     rollouts = make_service().next_step(1)

@@ -1,6 +1,4 @@
-"""`max_staleness` above 0: the service makes groups while nobody asks, and never one that is too
-old when it is trained on.
-"""
+"""`max_staleness` above 0: groups are made ahead, and never too old when they are trained on."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ class Continuous(FakeEngine):
 
 
 def crossed(made: Completion, first: int, last: int) -> Completion:
-    """Of a response that was begun by one version and ended by another: its first token is the
-    older one's.
-    """
+    """`made`, begun by version `first` and ended by `last`: the first token is of `first`."""
     m = len(made.tokens)
     if first == last or m < 2:
         return replace(made, versions=(VersionSpan(first, 0, m),))
@@ -66,7 +62,7 @@ def rollout(staleness: int, **more: object) -> dict[str, object]:
 
 
 def publish(service, engines, step: int, version: int | None = None) -> None:
-    """As the trainer would, with versions that run ahead of policy steps."""
+    """Publish as the trainer does, with versions that run ahead of policy steps."""
     version = 2 * step + 1 if version is None else version
     for engine in engines:
         engine.version = version
@@ -164,8 +160,10 @@ def test_a_group_is_as_old_as_its_oldest_token(make_service, engines):
     publish(service, engines, 1)
     wait_until(lambda: service.ledger.balance()["finished"] == 12)
     service.next_step(1)
-    kept = {group["draw"]: group["policy_steps"] for group in service.snapshot()["ahead"]["groups"]}
-    assert kept == {draw: [0, 0] if draw < 8 else [0, 1] for draw in range(4, 12)}
+    buffered_steps = {
+        group["draw"]: group["policy_steps"] for group in service.snapshot()["ahead"]["groups"]
+    }
+    assert buffered_steps == {draw: [0, 0] if draw < 8 else [0, 1] for draw in range(4, 12)}
 
 
 def test_nothing_is_made_for_steps_that_the_run_does_not_have(make_service, engines):
@@ -196,7 +194,7 @@ def test_engines_get_no_more_than_they_have_room_for(make_service, engines):
     assert [engine.most for engine in engines] == [3, 3]
 
 
-def test_embedded_engines_get_one_wave_after_the_other(make_service):
+def test_embedded_engines_get_one_batch_after_the_other(make_service):
     engine = FakeEngine(random_reply(31), delay_s=0.01)
     given = rollout(2, engine={"max_batch": 12})
     service = make_service(engines=[engine], rollout=given, training={"steps": 3})
@@ -473,7 +471,7 @@ def test_a_service_in_the_place_of_a_lost_one_is_told_of_weights_that_it_knows(
     assert made.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 16}
 
 
-def test_who_asked_may_be_given_up(make_service, engines):
+def test_a_step_may_be_abandoned(make_service, engines):
     for engine in engines:
         engine.seconds = lambda draw: 0.3
     service = make_service(engines=engines, rollout=rollout(1))

@@ -1,6 +1,4 @@
-"""What `rlcore ledger` finds contradictory, and how it tells a ledger and the life of a draw; whole
-runs are in tests/integration/test_ledger_runs.py.
-"""
+"""The contradictions that `rlcore ledger` finds, and its report on a ledger or on one draw."""
 
 from __future__ import annotations
 
@@ -29,10 +27,18 @@ START = {"start": 0, "prompts": [9, "nine"], "max_staleness": 0}
 # Step 1 takes two of three draws, one of which came back; step 2 finds nothing in draw 3, and takes
 # what is left.
 WHOLE: list[dict[str, Any]] = [
-    START, {"drawn": [0, 1, 2]}, {"finished": [0, 1, 2]}, {"requeued": [1], "because": "stale"},
-    {"consumed": [0, 2], "step": 1}, {"cut": 1},
-    {"drawn": [1, 3]}, {"finished": [1, 3]}, {"dropped": [3], "by": "f"}, {"consumed": [1], "step": 2}, {"cut": 2},
-]  # fmt: skip
+    START,
+    {"drawn": [0, 1, 2]},
+    {"finished": [0, 1, 2]},
+    {"requeued": [1], "because": "stale"},
+    {"consumed": [0, 2], "step": 1},
+    {"cut": 1},
+    {"drawn": [1, 3]},
+    {"finished": [1, 3]},
+    {"dropped": [3], "by": "f"},
+    {"consumed": [1], "step": 2},
+    {"cut": 2},
+]
 
 
 def written(folder: Path, entries: list[dict[str, Any]]) -> Path:
@@ -58,16 +64,25 @@ def test_steps_in_order_contradict_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ([*WHOLE[:9], {"consumed": [1], "step": 3}], ["line 10: step 3 consumed draws 1, step 2 was the next"]),
-        (WHOLE[:5] + WHOLE[6:], ["line 9: step 2 consumed draws 1, step 1 was the next"]),
-        (WHOLE[:4] + WHOLE[5:6], ["line 5: the cut of step 1, while the last step that consumed draws is 0"]),
-        (WHOLE[:9] + WHOLE[10:], ["line 10: the cut of step 2, while the last step that consumed draws is 1"]),
         (
-            [*WHOLE[:8], {"consumed": [3], "step": 1}, *WHOLE[9:]],     # behind the cut of its step
+            [*WHOLE[:9], {"consumed": [1], "step": 3}],
+            ["line 10: step 3 consumed draws 1, step 2 was the next"],
+        ),
+        (WHOLE[:5] + WHOLE[6:], ["line 9: step 2 consumed draws 1, step 1 was the next"]),
+        (
+            WHOLE[:4] + WHOLE[5:6],
+            ["line 5: the cut of step 1, while the last step that consumed draws is 0"],
+        ),
+        (
+            WHOLE[:9] + WHOLE[10:],
+            ["line 10: the cut of step 2, while the last step that consumed draws is 1"],
+        ),
+        (
+            [*WHOLE[:8], {"consumed": [3], "step": 1}, *WHOLE[9:]],  # behind the cut of its step
             ["line 9: step 1 consumed draws 3, step 2 was the next"],
         ),
     ],
-)  # fmt: skip
+)
 def test_steps_out_of_order_are_named(
     tmp_path: Path, entries: list[dict[str, Any]], said: list[str]
 ) -> None:
@@ -85,9 +100,10 @@ def checkpoint(history: Path, step: int = 1) -> dict[str, Any]:
     assert ledger is not None
     finished = [draw for draw in ledger.unsettled() if ledger.state(draw) == "finished"]
     return {
-        "stream": {"cursor": len(ledger), "requeued": ledger.requeued()}, "ledger": ledger.snapshot(),
+        "stream": {"cursor": len(ledger), "requeued": ledger.requeued()},
+        "ledger": ledger.snapshot(),
         "ahead": {"groups": [{"draw": draw} for draw in reversed(finished)]},
-    }  # fmt: skip
+    }
 
 
 def said_of(path: Path, source: dict[str, Any], step: int = 1) -> list[str]:
@@ -97,7 +113,7 @@ def said_of(path: Path, source: dict[str, Any], step: int = 1) -> list[str]:
 
 
 # 1 and 2 are finished, 3 is in flight.
-KEPT = [
+LEFT_OVER = [
     START,
     {"drawn": [0, 1, 2, 3]},
     {"finished": [0, 1, 2]},
@@ -106,7 +122,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("entries", [WHOLE, KEPT])
+@pytest.mark.parametrize("entries", [WHOLE, LEFT_OVER])
 def test_a_checkpoint_of_its_cut_contradicts_nothing(
     tmp_path: Path, entries: list[dict[str, Any]]
 ) -> None:
@@ -149,21 +165,46 @@ def group_of_a_consumed_draw(source: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (other_ledger, ["draw 0 is requeued in the checkpoint of step 1 and consumed by step 1 in the journal; so 1 draws"]),
-        (other_last_draw, ["draw 3 is requeued in the checkpoint of step 1 and in flight in the journal; so 1 draws"]),
+        (
+            other_ledger,
+            [
+                "draw 0 is requeued in the checkpoint of step 1 and consumed by step 1 in the"
+                " journal; so 1 draws"
+            ],
+        ),
+        (
+            other_last_draw,
+            [
+                "draw 3 is requeued in the checkpoint of step 1 and in flight in the journal;"
+                " so 1 draws"
+            ],
+        ),
         (shorter, ["the checkpoint of step 1 knows 2 draws, the journal 4 at its cut"]),
-        (other_cursor, ["the stream of the checkpoint of step 1 is at draw 5, with none to come again; its ledger has 4 draws, "
-                        "requeued none"]),
-        (other_requeued, ["the stream of the checkpoint of step 1 is at draw 4, with 2 to come again; its ledger has 4 draws, "
-                          "requeued none"]),
+        (
+            other_cursor,
+            [
+                "the stream of the checkpoint of step 1 is at draw 5, with none to come again;"
+                " its ledger has 4 draws, requeued none"
+            ],
+        ),
+        (
+            other_requeued,
+            [
+                "the stream of the checkpoint of step 1 is at draw 4, with 2 to come again;"
+                " its ledger has 4 draws, requeued none"
+            ],
+        ),
         (lost_group, ["the checkpoint of step 1 keeps the groups of draws 2, finished are 1, 2"]),
-        (group_of_a_consumed_draw, ["the checkpoint of step 1 keeps the groups of draws 0, 1, 2, finished are 1, 2"]),
+        (
+            group_of_a_consumed_draw,
+            ["the checkpoint of step 1 keeps the groups of draws 0, 1, 2, finished are 1, 2"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_checkpoint_that_contradicts_its_cut_is_named(
     tmp_path: Path, harm: Callable[[dict[str, Any]], None], said: list[str]
 ) -> None:
-    path = written(tmp_path, KEPT)
+    path = written(tmp_path, LEFT_OVER)
     source = checkpoint(path)
     harm(source)
     assert said_of(path, source) == said
@@ -211,16 +252,27 @@ def test_a_run_before_its_first_checkpoint(tmp_path: Path) -> None:
     )
     found = audit(RunDirectory(tmp_path))
     assert found == Audit(
-        draws=3, states={"in flight": 1, "finished": 0, "requeued": 0, "consumed": 2}, steps=1, given_up={"stale": 1},
-        restarts=1, rewound=4,
-    )  # fmt: skip
+        draws=3,
+        states={"in flight": 1, "finished": 0, "requeued": 0, "consumed": 2},
+        steps=1,
+        given_up={"stale": 1},
+        restarts=1,
+        rewound=4,
+    )
 
 
 def test_given_up_groups_are_counted_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
-    written(tmp_path, [
-        START, {"drawn": [0, 1, 2]}, {"finished": [0, 1]}, {"requeued": [0, 1], "because": "stale"}, {"requeued": [2]},
-    ])  # fmt: skip
+    written(
+        tmp_path,
+        [
+            START,
+            {"drawn": [0, 1, 2]},
+            {"finished": [0, 1]},
+            {"requeued": [0, 1], "because": "stale"},
+            {"requeued": [2]},
+        ],
+    )
     found = audit(RunDirectory(tmp_path))
     assert (found.given_up, found.restarts, found.contradictions) == ({"stale": 2}, 0, [])
 
@@ -238,8 +290,16 @@ def test_a_journal_that_contradicts_itself_is_all_there_is_to_say(tmp_path: Path
 
 
 def test_a_ledger_in_a_few_lines() -> None:
-    found = Audit(draws=3, states={"in flight": 0, "requeued": 1, "consumed": 2}, steps=2, restarts=1, rewound=7, checkpoint=2,
-                  given_up={"stale": 4, "rolled_back": 1}, recorded=2)  # fmt: skip
+    found = Audit(
+        draws=3,
+        states={"in flight": 0, "requeued": 1, "consumed": 2},
+        steps=2,
+        restarts=1,
+        rewound=7,
+        checkpoint=2,
+        given_up={"stale": 4, "rolled_back": 1},
+        recorded=2,
+    )
     assert list(describe(found)) == [
         "draws            3: 1 requeued, 2 consumed",
         "steps            2",
@@ -251,9 +311,13 @@ def test_a_ledger_in_a_few_lines() -> None:
     ]
     assert "restarts         2, which rewound 0 lines" in describe(Audit(restarts=2))
     assert list(describe(Audit())) == [
-        "draws            0", "steps            0", "restarts         0", "checkpoint       none",
-        "recordings       of 0 steps", "balanced",
-    ]  # fmt: skip
+        "draws            0",
+        "steps            0",
+        "restarts         0",
+        "checkpoint       none",
+        "recordings       of 0 steps",
+        "balanced",
+    ]
 
 
 def test_contradictions_are_counted_and_the_first_are_shown() -> None:

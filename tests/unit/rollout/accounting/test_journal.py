@@ -1,6 +1,4 @@
-"""The journal of the ledger on a disk: what it says, what a kill may do to it, and what a rewind
-leaves.
-"""
+"""The journal of the ledger: its lines, kills while it is written, and rewinds."""
 
 from __future__ import annotations
 
@@ -21,27 +19,27 @@ from tests.limits import no_large_files
 
 
 def new(path: Path | None = None) -> PromptQueue:
-    draws = PromptQueue(PromptStream(7, seed=3, fingerprint="seven"))
+    queue = PromptQueue(PromptStream(7, seed=3, fingerprint="seven"))
     if path is not None:
-        draws.keep_journal(path)
-    return draws
+        queue.keep_journal(path)
+    return queue
 
 
-def step(draws: PromptQueue, number: int, size: int = 2) -> dict[str, object]:
+def step(queue: PromptQueue, number: int, size: int = 2) -> dict[str, object]:
     """Draw and finish one more than wanted, hand the first over. The snapshot."""
-    taken = draws.take(size + 1)
+    taken = queue.take(size + 1)
     for draw in taken:
-        draws.ledger.finish(draw)
-    draws.hand_over(taken[:size], number)
-    return draws.snapshot()
+        queue.ledger.finish(draw)
+    queue.hand_over(taken[:size], number)
+    return queue.snapshot()
 
 
 def resumed(path: Path, state: dict[str, object]) -> PromptQueue:
-    draws = new()
-    draws.restore(json.loads(json.dumps(state)))
-    draws.give_back_unsettled()
-    draws.keep_journal(path)
-    return draws
+    queue = new()
+    queue.restore(json.loads(json.dumps(state)))
+    queue.give_back_unsettled()
+    queue.keep_journal(path)
+    return queue
 
 
 @pytest.fixture
@@ -54,15 +52,15 @@ def lines(path: Path) -> list[str]:
 
 
 def test_what_a_run_writes(path: Path) -> None:
-    draws = new(path)
-    draws.take(4)
+    queue = new(path)
+    queue.take(4)
     for draw in (0, 1, 2):
-        draws.ledger.finish(draw)
-    draws.ledger.drop(2, "zero_variance")
-    draws.give_back(3, "stale")
-    draws.hand_over([0, 1], 1)
-    draws.give_back_unsettled()
-    draws.close()
+        queue.ledger.finish(draw)
+    queue.ledger.drop(2, "zero_variance")
+    queue.give_back(3, "stale")
+    queue.hand_over([0, 1], 1)
+    queue.give_back_unsettled()
+    queue.close()
     assert lines(path) == [
         '{"start": 0, "prompts": [7, "seven"], "max_staleness": 0}',
         '{"drawn": [0, 1, 2, 3]}',
@@ -75,22 +73,22 @@ def test_what_a_run_writes(path: Path) -> None:
 
 
 def test_every_kind_of_transition_is_written_before_the_next(path: Path) -> None:
-    draws = new(path)
-    draws.take(2)
-    draws.ledger.finish(0)
+    queue = new(path)
+    queue.take(2)
+    queue.ledger.finish(0)
     assert lines(path)[1:] == ['{"drawn": [0, 1]}']
-    draws.ledger.drop(0, "f")
+    queue.ledger.drop(0, "f")
     assert lines(path)[2:] == ['{"finished": [0]}']
-    draws.journal.flush()
+    queue.journal.flush()
     assert lines(path)[3:] == ['{"dropped": [0], "by": "f"}']
 
 
 def test_what_came_after_the_cut_is_rewound_and_stays_readable(path: Path) -> None:
-    draws = new(path)
-    saved = step(draws, 1)
-    step(draws, 2)
-    draws.take(2)
-    draws.close()
+    queue = new(path)
+    saved = step(queue, 1)
+    step(queue, 2)
+    queue.take(2)
+    queue.close()
     before = path.read_bytes()
     again = resumed(path, saved)
     assert path.read_bytes().startswith(before)
@@ -105,18 +103,28 @@ def test_what_came_after_the_cut_is_rewound_and_stays_readable(path: Path) -> No
     # Draw 2 was finished beside step 1's; a step 2 that was rewound left it alone, the one after
     # drew it again.
     assert [(transition, rewound) for _, transition, _, rewound in history.life(2)] == [
-        ("drawn", None), ("finished", None), ("requeued", None), ("drawn", None), ("finished", None), ("consumed", None),
-    ]  # fmt: skip
+        ("drawn", None),
+        ("finished", None),
+        ("requeued", None),
+        ("drawn", None),
+        ("finished", None),
+        ("consumed", None),
+    ]
     start = history.starts[1][0]
     assert [(transition, rewound) for _, transition, _, rewound in history.life(3)] == [
-        ("drawn", start), ("finished", start), ("consumed", start), ("drawn", None), ("finished", None), ("consumed", None),
-    ]  # fmt: skip
+        ("drawn", start),
+        ("finished", start),
+        ("consumed", start),
+        ("drawn", None),
+        ("finished", None),
+        ("consumed", None),
+    ]
 
 
 def test_a_run_that_starts_over_rewinds_everything(path: Path) -> None:
-    draws = new(path)
-    step(draws, 1)
-    draws.close()
+    queue = new(path)
+    step(queue, 1)
+    queue.close()
     again = new(path)
     again.take(1)
     again.close()
@@ -127,10 +135,10 @@ def test_a_run_that_starts_over_rewinds_everything(path: Path) -> None:
 
 
 def test_a_torn_line_is_left_out_and_cut_off(path: Path) -> None:
-    draws = new(path)
-    saved = step(draws, 1)
-    draws.take(3)
-    draws.close()
+    queue = new(path)
+    saved = step(queue, 1)
+    queue.take(3)
+    queue.close()
     whole = path.read_bytes()
     last = whole[:-1].rfind(b"\n") + 1
     for end in range(last + 1, len(whole)):
@@ -143,8 +151,8 @@ def test_a_torn_line_is_left_out_and_cut_off(path: Path) -> None:
 def test_a_journal_without_the_cut_gets_the_checkpoints_ledger(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    draws = new()
-    saved = step(draws, 1)
+    queue = new()
+    saved = step(queue, 1)
     with caplog.at_level(logging.WARNING):
         again = resumed(path, saved)
     assert "has not the ledger of step 1 that the checkpoint has" in caplog.text
@@ -161,7 +169,7 @@ def test_a_journal_without_the_cut_gets_the_checkpoints_ledger(
 def test_a_journal_that_says_otherwise_gets_the_checkpoints_ledger(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both have a step 1; the journal's is of another life."""
+    """Both have a step 1, but the journal has that of another run."""
     step(new(path), 1, size=1)
     saved = step(new(), 1, size=2)
     with caplog.at_level(logging.WARNING):
@@ -176,10 +184,10 @@ def test_a_journal_that_says_otherwise_gets_the_checkpoints_ledger(
 
 
 def test_what_is_asked_of_a_history(path: Path) -> None:
-    draws = new()
-    draws.keep_journal(path, max_staleness=2)
-    states = [step(draws, number) for number in (1, 2, 3)]
-    draws.close()
+    queue = new()
+    queue.keep_journal(path, max_staleness=2)
+    states = [step(queue, number) for number in (1, 2, 3)]
+    queue.close()
     again = new()
     again.restore(states[0])
     again.give_back_unsettled()
@@ -277,9 +285,9 @@ def test_a_line_that_is_no_entry_is_named(path: Path, line: str, said: str) -> N
 
 
 def test_a_damaged_journal_is_set_aside(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    draws = new(path)
-    saved = step(draws, 1)
-    draws.close()
+    queue = new(path)
+    saved = step(queue, 1)
+    queue.close()
     content = path.read_text().replace('"finished"', '"drawn"')
     path.write_text(content)
     with pytest.raises(DataError, match=r"ledger.jsonl:3: draw 0 is in flight, expected requeued"):
@@ -306,7 +314,7 @@ def test_a_second_damaged_journal_does_not_replace_the_first(path: Path) -> None
 def test_a_service_that_was_replaced_writes_no_more(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was lost to the trainer and works on, while another has gone on from its last hand-over."""
+    """A lost service works on, while another has gone on from its last hand-over."""
     lost = new(path)
     saved = step(lost, 1)
     lost.take(2)
@@ -331,119 +339,119 @@ def test_a_service_that_was_replaced_writes_no_more(
 
 
 def test_a_full_disk_leaves_whole_lines(path: Path) -> None:
-    draws = new(path)
-    draws.take(50)
+    queue = new(path)
+    queue.take(50)
     before = path.read_bytes()
     with no_large_files(len(before) + 20), pytest.raises(OSError, match="File too large"):
-        draws.ledger.finish(0)
+        queue.ledger.finish(0)
     assert path.read_bytes() == before
-    draws.hand_over([0], 1)
-    draws.close()
-    assert read_journal(path).at().snapshot() == draws.ledger.snapshot()
+    queue.hand_over([0], 1)
+    queue.close()
+    assert read_journal(path).at().snapshot() == queue.ledger.snapshot()
 
 
 def test_a_full_disk_at_the_end_is_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    draws = new(path)
-    draws.take(50)
+    queue = new(path)
+    queue.take(50)
     with no_large_files(path.stat().st_size + 20), caplog.at_level(logging.WARNING):
-        draws.close()
+        queue.close()
     assert "the last lines of the ledger could not be written" in caplog.text
 
 
 def test_a_cut_is_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so is the name of the file, which is new."""
+    """The name of the new file is on the disk too."""
     synced: list[tuple[bool, bytes]] = []
     monkeypatch.setattr(
         os,
         "fsync",
         lambda file: synced.append((S_ISDIR(os.fstat(file).st_mode), path.read_bytes())),
     )
-    draws = new(path)
+    queue = new(path)
     assert synced == [(True, b"")]
-    step(draws, 1)
+    step(queue, 1)
     ((of_folder, content),) = synced[1:]
     assert not of_folder
     assert content.endswith(b'{"cut": 1}\n')
 
 
 def test_without_a_file_nothing_is_written(tmp_path: Path) -> None:
-    draws = new()
-    step(draws, 1)
-    draws.close()
+    queue = new()
+    step(queue, 1)
+    queue.close()
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_recorded_during_a_restore_lies_behind_the_start(path: Path) -> None:
-    """The service is the same: the trainer went back alone."""
-    draws = new(path)
-    saved = step(draws, 1)
-    step(draws, 2)
-    draws.take(1)
-    draws.restore(saved)
-    draws.give_back_unsettled()
+    """The trainer alone went back; the service is the same."""
+    queue = new(path)
+    saved = step(queue, 1)
+    step(queue, 2)
+    queue.take(1)
+    queue.restore(saved)
+    queue.give_back_unsettled()
     assert lines(path)[-2:] == ['{"cut": 2}', '{"drawn": [6]}']
-    draws.keep_journal(path)
-    draws.close()
+    queue.keep_journal(path)
+    queue.close()
     assert lines(path)[-2:] == [
         '{"start": 1, "prompts": [7, "seven"], "max_staleness": 0}',
         '{"requeued": [2]}',
     ]
 
 
-def test_who_asks_twice_for_the_journal_gets_one_start(path: Path) -> None:
-    """The answer to the first time was lost on its way."""
-    draws = new(path)
-    saved = step(draws, 1)
-    draws.restore(saved)
-    draws.give_back_unsettled()
+def test_a_repeated_start_of_the_journal_does_nothing(path: Path) -> None:
+    """The answer to the first request was lost."""
+    queue = new(path)
+    saved = step(queue, 1)
+    queue.restore(saved)
+    queue.give_back_unsettled()
     for _ in range(2):
-        draws.keep_journal(path)
-    assert draws.take(1) == [2]
-    draws.close()
+        queue.keep_journal(path)
+    assert queue.take(1) == [2]
+    queue.close()
     assert len(read_journal(path).starts) == 2
-    assert read_journal(path).at().snapshot() == draws.ledger.snapshot()
+    assert read_journal(path).at().snapshot() == queue.ledger.snapshot()
 
 
 def test_a_start_is_in_the_file_at_once(path: Path) -> None:
-    draws = new(path)
+    queue = new(path)
     assert lines(path) == ['{"start": 0, "prompts": [7, "seven"], "max_staleness": 0}']
-    file = draws.journal._file
+    file = queue.journal._file
     assert file is not None
-    draws.close()
+    queue.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
 
 
-def test_what_the_system_takes_in_pieces_is_written_whole(
+def test_a_line_that_the_system_takes_in_pieces_is_written_whole(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda file, content: real(file, content[:7]))
-    draws = new(path)
-    step(draws, 1)
-    draws.close()
-    assert read_journal(path).at().snapshot() == draws.ledger.snapshot()
+    queue = new(path)
+    step(queue, 1)
+    queue.close()
+    assert read_journal(path).at().snapshot() == queue.ledger.snapshot()
 
 
 def test_a_state_that_is_replaced_before_it_is_gone_on_from_leaves_no_trace(path: Path) -> None:
-    draws = new(path)
-    saved = step(draws, 1)
-    draws.restore(draws.beginning())
-    draws.take(5)
-    draws.restore(saved)
-    draws.give_back_unsettled()
-    draws.keep_journal(path)
-    draws.close()
+    queue = new(path)
+    saved = step(queue, 1)
+    queue.restore(queue.beginning())
+    queue.take(5)
+    queue.restore(saved)
+    queue.give_back_unsettled()
+    queue.keep_journal(path)
+    queue.close()
     assert lines(path)[-2:] == [
         '{"start": 1, "prompts": [7, "seven"], "max_staleness": 0}',
         '{"requeued": [2]}',
     ]
-    assert read_journal(path).at().snapshot() == draws.ledger.snapshot()
+    assert read_journal(path).at().snapshot() == queue.ledger.snapshot()
 
 
-def test_a_journal_that_was_not_started_holds_what_it_is_told() -> None:
+def test_a_journal_that_was_not_started_keeps_its_entries() -> None:
     journal = LedgerJournal()
     journal.record("drawn", 0, None)
     journal.cut(1)
     journal.close()
-    assert journal._held == [{"drawn": [0]}]
+    assert journal._unwritten == [{"drawn": [0]}]

@@ -1,4 +1,4 @@
-"""Every draw in one state, and the states add up."""
+"""Every draw is in one state, and the states add up."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.accounting import ledger as books
+from rollout.accounting import ledger as ledger_module
 from rollout.accounting.ledger import CHUNK, Ledger
 
 
-def test_the_life_of_a_draw():
+def test_the_transitions_of_a_draw():
     ledger = Ledger()
     ledger.draw([0, 1, 2])
     assert ledger.state(0) == "in flight"
@@ -106,7 +106,7 @@ def one_after_another(count: int, step_of: Callable[[int], int]) -> Ledger:
 
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_snapshot_of_many_steps_is_small(ahead):
-    """32 draws a step; with steps ahead of training neighbours end up in any of `ahead` + 1 steps."""
+    """A step has 32 draws; those made side by side end up in any of `ahead` + 1 steps."""
     late = random.Random(7)
     ledger = one_after_another(32_000, lambda draw: draw // 32 + 1 + late.randint(0, ahead))
     assert len(json.dumps(ledger.snapshot())) < 32_000
@@ -116,9 +116,9 @@ def test_a_snapshot_of_many_steps_is_small(ahead):
 def test_a_snapshot_works_on_what_is_new_alone(monkeypatch):
     packed: list[int] = []
     monkeypatch.setattr(
-        books,
+        ledger_module,
         "packed",
-        lambda codes, real=books.packed: [packed.append(len(codes)), real(codes)][1],
+        lambda codes, real=ledger_module.packed: [packed.append(len(codes)), real(codes)][1],
     )
     ledger = one_after_another(3 * CHUNK, lambda draw: 1)
     ledger.draw(range(3 * CHUNK, 5 * CHUNK))
@@ -228,8 +228,14 @@ def test_every_transition_is_told_once_it_is_made():
     ledger.drop(0, "f")
     ledger.requeue(1, "stale")
     ledger.draw([1])
-    assert told == [("drawn", 0, None), ("drawn", 1, None), ("finished", 0, None), ("dropped", 0, "f"),
-                    ("requeued", 1, "stale"), ("drawn", 1, None)]  # fmt: skip
+    assert told == [
+        ("drawn", 0, None),
+        ("drawn", 1, None),
+        ("finished", 0, None),
+        ("dropped", 0, "f"),
+        ("requeued", 1, "stale"),
+        ("drawn", 1, None),
+    ]
 
 
 @pytest.mark.parametrize("code", [-12, -11, -4, 0])

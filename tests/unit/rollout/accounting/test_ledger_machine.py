@@ -1,6 +1,4 @@
-"""Random lives of draws, with crashes at any byte of the journal: whatever happens, the books
-balance.
-"""
+"""Random transitions of draws, with crashes at any byte of the journal: the ledger balances."""
 
 from __future__ import annotations
 
@@ -19,10 +17,8 @@ from rollout.accounting.journal_reader import read_journal
 from rollout.accounting.prompt_queue import PromptQueue
 
 
-class Books(RuleBasedStateMachine):
-    """A service that is driven by a trainer, and a model of what it must know: the ledger at each
-    cut that counts.
-    """
+class LedgerMachine(RuleBasedStateMachine):
+    """A service that a trainer drives, and a model of it: the ledger at each cut that counts."""
 
     @initialize()
     def begin(self) -> None:
@@ -32,12 +28,12 @@ class Books(RuleBasedStateMachine):
         # step -> the snapshot of its hand-over
         self.cuts: dict[int, dict[str, Any]] = {}
         self.checkpoint = 0  # of this step is the newest
-        self.draws = self.fresh()
-        self.draws.keep_journal(self.path)
+        self.queue = self.fresh()
+        self.queue.keep_journal(self.path)
 
     def teardown(self) -> None:
-        if hasattr(self, "draws"):
-            self.draws.close()
+        if hasattr(self, "queue"):
+            self.queue.close()
             self.folder.cleanup()
 
     def fresh(self) -> PromptQueue:
@@ -45,15 +41,15 @@ class Books(RuleBasedStateMachine):
 
     def in_state(self, state: str) -> list[int]:
         return [
-            draw for draw in self.draws.ledger.unsettled() if self.draws.ledger.state(draw) == state
+            draw for draw in self.queue.ledger.unsettled() if self.queue.ledger.state(draw) == state
         ]
 
-    # --- the life of draws ------------------------------------------------------------------------
+    # --- transitions ------------------------------------------------------------------------------
 
     @rule(count=st.integers(1, 6))
     def take(self, count: int) -> None:
-        requeued = self.draws.ledger.requeued()
-        taken = self.draws.take(count)
+        requeued = self.queue.ledger.requeued()
+        taken = self.queue.take(count)
         assert taken[: len(requeued)] == requeued[:count]  # what came back goes first
 
     @precondition(lambda self: self.in_state("in flight"))
@@ -62,17 +58,17 @@ class Books(RuleBasedStateMachine):
         for draw in data.draw(
             st.lists(st.sampled_from(self.in_state("in flight")), min_size=1, unique=True)
         ):
-            self.draws.ledger.finish(draw)
+            self.queue.ledger.finish(draw)
 
     @precondition(lambda self: self.in_state("finished"))
     @rule(data=st.data(), name=st.sampled_from(["zero_variance", "mine"]))
     def drop(self, data: st.DataObject, name: str) -> None:
-        self.draws.ledger.drop(data.draw(st.sampled_from(self.in_state("finished"))), name)
+        self.queue.ledger.drop(data.draw(st.sampled_from(self.in_state("finished"))), name)
 
-    @precondition(lambda self: self.draws.ledger.unsettled())
+    @precondition(lambda self: self.queue.ledger.unsettled())
     @rule(data=st.data(), reason=st.sampled_from(["", "stale"]))
     def give_back(self, data: st.DataObject, reason: str) -> None:
-        self.draws.give_back(data.draw(st.sampled_from(self.draws.ledger.unsettled())), reason)
+        self.queue.give_back(data.draw(st.sampled_from(self.queue.ledger.unsettled())), reason)
 
     @precondition(lambda self: self.in_state("finished"))
     @rule(data=st.data())
@@ -81,8 +77,8 @@ class Books(RuleBasedStateMachine):
             st.lists(st.sampled_from(self.in_state("finished")), min_size=1, unique=True)
         )
         self.step += 1
-        self.draws.hand_over(sorted(chosen), self.step)
-        self.cuts[self.step] = json.loads(json.dumps(self.draws.snapshot()))
+        self.queue.hand_over(sorted(chosen), self.step)
+        self.cuts[self.step] = json.loads(json.dumps(self.queue.snapshot()))
 
     @rule()
     def save(self) -> None:
@@ -90,22 +86,22 @@ class Books(RuleBasedStateMachine):
 
     # --- what ends it -----------------------------------------------------------------------------
 
-    def go_on(self, draws: PromptQueue, state: dict[str, Any] | None, step: int) -> None:
+    def go_on(self, queue: PromptQueue, state: dict[str, Any] | None, step: int) -> None:
         if state is not None:
-            draws.restore(state)
-        draws.give_back_unsettled()
-        draws.keep_journal(self.path)
-        self.draws = draws
+            queue.restore(state)
+        queue.give_back_unsettled()
+        queue.keep_journal(self.path)
+        self.queue = queue
         self.step = step
         self.cuts = {at: cut for at, cut in self.cuts.items() if at <= step}
         if state is not None:
-            assert self.draws.ledger.consumed() == read_journal(self.path).at(step).consumed()
+            assert self.queue.ledger.consumed() == read_journal(self.path).at(step).consumed()
 
     @rule(share=st.floats(0, 1))
     def everything_dies(self, share: float) -> None:
         """At any byte that a machine may have kept of the file; the checkpoint is whole."""
-        # as a kill does: what is held is lost
-        self.draws.journal._release()
+        # as a kill does: entries that are not written are lost
+        self.queue.journal._release()
         content = self.path.read_bytes()
         self.path.write_bytes(content[: round(share * len(content))])
         self.go_on(self.fresh(), self.cuts.get(self.checkpoint), self.checkpoint)
@@ -115,24 +111,24 @@ class Books(RuleBasedStateMachine):
     @rule()
     def the_trainer_dies(self) -> None:
         """The service goes back with it."""
-        draws = self.draws
+        queue = self.queue
         state = self.cuts.get(self.checkpoint)
-        self.go_on(draws, draws.beginning() if state is None else state, self.checkpoint)
+        self.go_on(queue, queue.beginning() if state is None else state, self.checkpoint)
 
     @rule()
     def the_service_dies(self) -> None:
         """The trainer goes on with another, from the state that came with the newest hand-over."""
-        self.draws.journal._release()
+        self.queue.journal._release()
         self.go_on(self.fresh(), self.cuts.get(self.step), self.step)
 
     # --- what always holds ------------------------------------------------------------------------
 
     @invariant()
     def balanced(self) -> None:
-        self.draws.journal.flush()
+        self.queue.journal.flush()
         history = read_journal(self.path)
-        ledger = self.draws.ledger
-        stream = self.draws.stream
+        ledger = self.queue.ledger
+        stream = self.queue.stream
         assert history.at().snapshot() == ledger.snapshot()
         assert list(check_steps(history)) == []
         assert sum(ledger.balance().values()) == len(ledger) == stream.cursor
@@ -142,5 +138,5 @@ class Books(RuleBasedStateMachine):
             assert history.at(step).snapshot() == cut["ledger"]
 
 
-Books.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestBooks = Books.TestCase
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedgerMachine = LedgerMachine.TestCase

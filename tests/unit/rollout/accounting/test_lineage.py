@@ -1,4 +1,4 @@
-"""Which weights a step may have been trained on tokens of."""
+"""The weights that may have made the tokens of a step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,23 @@ from rollout.accounting.lineage import Lineage, check_versions
 
 # A trainer that did four steps; started again from step 2, did three; started again from step 4 of
 # those.
-RUN = [Version(*one) for one in (
-    (1, 0, 0), (2, 1, 0), (3, 2, 0), (4, 3, 0), (5, 4, 0),
-    # 7 failed half-way and was not even written down
-    (6, 2, 1), (8, 3, 1), (9, 4, 1), (10, 5, 1),
-    (11, 4, 2), (12, 5, 2),
-)]  # fmt: skip
+RUN = [
+    Version(*one)
+    for one in (
+        (1, 0, 0),
+        (2, 1, 0),
+        (3, 2, 0),
+        (4, 3, 0),
+        (5, 4, 0),
+        # 7 failed half-way and was not even written down
+        (6, 2, 1),
+        (8, 3, 1),
+        (9, 4, 1),
+        (10, 5, 1),
+        (11, 4, 2),
+        (12, 5, 2),
+    )
+]
 
 
 def records(trained: int | None, *made: int) -> list[dict[str, Any]]:
@@ -32,7 +43,7 @@ def said(step: int, trained: int | None, *made: int, max_staleness: int | None =
     [
         (1, 1, [1]),
         (2, 2, [1, 2]),
-        # weights of steps 1 and 2 of the first life are those that the second began with
+        # weights of steps 1 and 2 of the first incarnation are those that the second began with
         (3, 6, [6, 2, 3]),
         (4, 8, [8, 6]),
         (5, 11, [11, 9, 8]),
@@ -72,7 +83,7 @@ def test_the_bound_is_the_one_that_is_given() -> None:
     ]
 
 
-def test_without_a_bound_age_is_nobodys_business() -> None:
+def test_without_a_bound_any_age_is_right() -> None:
     assert said(4, 8, 1, max_staleness=None) == []
     assert said(2, 2, 3, max_staleness=None) == [
         "step 2 was trained on tokens of version 3, of policy step 2: rollout.max_staleness was"

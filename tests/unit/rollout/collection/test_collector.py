@@ -1,6 +1,4 @@
-"""The collector alone, without a service around it: what the loop calls in one turn, and what is
-given up while it ends.
-"""
+"""The collector without a service: callbacks of one loop iteration, and tasks that are given up."""
 
 from __future__ import annotations
 
@@ -22,13 +20,13 @@ from rlcore.errors import EmptyBatch, RunFailed
 from rlcore.runs.rollouts import encode_samples
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection import buffer
-from rollout.collection import collector as collect_ahead
+from rollout.collection import collector as collector_module
 from rollout.collection.buffer import decode
 from rollout.collection.collector import Collector
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import Group
-from rollout.collection.lockstep_collector import DropCounts
 from rollout.collection.published_versions import Publication, PublishedVersions
+from rollout.collection.step_groups import DropCounts
 
 PROMPTS = 20
 Reply = Callable[[int], Coroutine[Any, Any, Group]]
@@ -38,10 +36,17 @@ def sample(draw: int, *versions: int, index: int = 0, reason: str = "stop") -> S
     """A prompt of one token, then one token of each version."""
     m = len(versions)
     return Sample(
-        draw=draw, index=index, prompt_id=f"f:{draw}", group_id=draw, rollout_id=draw, tokens=np.arange(1 + m, dtype=np.int32),
-        loss_mask=np.array([0] + [1] * m, dtype=np.uint8), rollout_logprobs=np.zeros(m, np.float32),
-        versions=tuple(VersionSpan(version, at, at + 1) for at, version in enumerate(versions)), finish_reason=reason,
-    )  # fmt: skip
+        draw=draw,
+        index=index,
+        prompt_id=f"f:{draw}",
+        group_id=draw,
+        rollout_id=draw,
+        tokens=np.arange(1 + m, dtype=np.int32),
+        loss_mask=np.array([0] + [1] * m, dtype=np.uint8),
+        rollout_logprobs=np.zeros(m, np.float32),
+        versions=tuple(VersionSpan(version, at, at + 1) for at, version in enumerate(versions)),
+        finish_reason=reason,
+    )
 
 
 def made_by(version: int) -> Reply:
@@ -79,15 +84,15 @@ def make(make_config) -> Callable[..., tuple[Collector, PromptQueue, Runner]]:
         config = make_config(
             rollout={"max_staleness": 1, "prompts_per_step": 1, "samples_per_prompt": 1, **rollout}
         )
-        draws = PromptQueue(PromptStream(PROMPTS, seed=1))
+        queue = PromptQueue(PromptStream(PROMPTS, seed=1))
         versions = PublishedVersions()
         for step in range(5):
             versions.add(Publication(step + 1, step, 0))
         filters = FilterChain(config.rollout.filters, samples_per_prompt=2)
         collector = Collector(
-            config, draws, runner, filters, versions, steps=100, busy_s=lambda: 0.0
+            config, queue, runner, filters, versions, steps=100, busy_s=lambda: 0.0
         )
-        return collector, draws, runner
+        return collector, queue, runner
 
     return made
 
@@ -99,12 +104,61 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
+# --- lock-step ------------------------------------------------------------------------------------
+
+
+def test_in_lock_step_a_step_is_refilled_in_whole_batches(make):
+    batches = []
+
+    class Batches(Runner):
+        async def run(self, draws: Sequence[int]) -> list[Group]:
+            batches.append(list(draws))
+            return await super().run(draws)
+
+    async def main() -> None:
+        given = {"max_staleness": 0, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
+        collector, _, _ = make(Batches(), **given)
+        collector.published(0)
+        await asyncio.sleep(0.01)
+        assert batches == [], "no step is asked for yet"
+        found = await collector.collect(1)
+        assert batches == [[0, 1, 2, 3], [4, 5], [6]]
+        assert [group.draw for group in found.groups] == [0, 2, 4, 6]
+        assert found.metrics.keys() == {"time/engine"}
+        await asyncio.sleep(0.01)
+        assert len(batches) == 3, "nothing is made between two steps"
+        assert [group.draw for group in (await collector.collect(2)).groups] == [8, 10, 12, 14]
+
+    asyncio.run(main())
+
+
+def test_in_lock_step_an_interrupted_step_is_made_again_whole(make):
+    async def main() -> None:
+        async def stuck(draw: int) -> Group:
+            if draw == 5:
+                await asyncio.sleep(600)
+            return await at_once(draw)
+
+        given = {"max_staleness": 0, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
+        collector, queue, runner = make(Runner(stuck), **given)
+        step = asyncio.create_task(collector.collect(1))
+        await until(lambda: runner.started == [0, 1, 2, 3, 4, 5])
+        step.cancel()
+        with suppress(asyncio.CancelledError):
+            await step
+        assert queue.ledger.requeued() == [0, 2, 4, 5]
+        runner.reply = at_once
+        assert [group.draw for group in (await collector.collect(1)).groups] == [0, 2, 4, 6]
+
+    asyncio.run(main())
+
+
 # --- what is given up -----------------------------------------------------------------------------
 
 
-def test_what_is_given_up_before_it_has_begun_goes_back_too(make):
-    """In one turn of the loop a group is started, the one before it ends, and the step that takes
-    that one is the last that could have taken either.
+def test_a_draw_that_is_given_up_before_it_has_begun_is_requeued(make):
+    """In one iteration of the loop one group is started, another ends, and the last step that could
+    take either takes the latter.
     """
 
     async def main() -> None:
@@ -115,19 +169,19 @@ def test_what_is_given_up_before_it_has_begun_goes_back_too(make):
                 await ends.wait()
             return await at_once(draw)
 
-        collector, draws, runner = make(Runner(reply, free=2), oversample=2.0)
+        collector, queue, runner = make(Runner(reply, free=2), oversample=2.0)
         collector.published(0)
         await until(lambda: runner.started == [0, 1])
         runner.free = 0
         await collector.collect(1)
         runner.free = 1
-        collector.room_changed()  # begins draw 2 in the next turn,
+        collector.wake()  # begins draw 2 in the next iteration,
         ends.set()  # in which draw 1 ends,
         collected = await asyncio.create_task(collector.collect(2))  # and is taken
         assert [group.draw for group in collected.groups] == [1]
         assert runner.started == [0, 1]
-        await until(lambda: draws.ledger.state(2) == "requeued")
-        assert draws.ledger.balance() == {
+        await until(lambda: queue.ledger.state(2) == "requeued")
+        assert queue.ledger.balance() == {
             "in flight": 0,
             "finished": 0,
             "requeued": 1,
@@ -143,7 +197,7 @@ def test_what_is_given_up_before_it_has_begun_goes_back_too(make):
 
 
 async def fails_to_close(draw: int) -> Group:
-    """As a workflow with a sandbox that is gone."""
+    """Fail as a workflow whose sandbox is gone."""
     try:
         await asyncio.sleep(600)
     except asyncio.CancelledError:
@@ -153,16 +207,16 @@ async def fails_to_close(draw: int) -> Group:
     raise AssertionError
 
 
-def test_how_a_stale_group_ends_is_nobody_s_concern(make, caplog):
+def test_the_error_of_a_stale_group_is_only_logged(make, caplog):
     async def main() -> None:
         reply = lambda draw: at_once(draw) if draw != 3 else fails_to_close(draw)  # noqa: E731
-        collector, draws, runner = make(Runner(reply), oversample=2.0)
+        collector, queue, runner = make(Runner(reply), oversample=2.0)
         collector.published(0)
-        await until(lambda: len(draws.ledger) == 4)
+        await until(lambda: len(queue.ledger) == 4)
         await collector.collect(1)
         # the last step that may take any of the four
         await collector.collect(2)
-        await until(lambda: draws.ledger.state(3) == "requeued")
+        await until(lambda: queue.ledger.state(3) == "requeued")
         collector.published(2)
         runner.reply = made_by(3)
         assert [group.draw for group in (await collector.collect(3)).groups] == [2]
@@ -175,7 +229,7 @@ def test_how_a_stale_group_ends_is_nobody_s_concern(make, caplog):
     )
 
 
-def test_what_outlives_a_halt_does_not_end_the_next_life(make, monkeypatch):
+def test_a_task_that_outlives_a_halt_does_not_fail_the_next_start(make, monkeypatch):
     async def main() -> None:
         may_end = asyncio.Event()
 
@@ -187,16 +241,16 @@ def test_what_outlives_a_halt_does_not_end_the_next_life(make, monkeypatch):
                 raise RunFailed("the sandbox took its time, and failed") from None
             raise AssertionError
 
-        collector, draws, runner = make(Runner(lingers), oversample=2.0)
+        collector, queue, runner = make(Runner(lingers), oversample=2.0)
         collector.published(0)
         await until(lambda: len(runner.started) == 4)
-        beginning = draws.beginning()
+        beginning = queue.beginning()
         await collector.halt()
         collector.restore(beginning, ())
         runner.reply = at_once
         may_end.set()
         await asyncio.sleep(0.01)
-        assert draws.ledger.balance() == {
+        assert queue.ledger.balance() == {
             "in flight": 0,
             "finished": 0,
             "requeued": 0,
@@ -205,12 +259,12 @@ def test_what_outlives_a_halt_does_not_end_the_next_life(make, monkeypatch):
         collector.published(0)
         assert [group.draw for group in (await collector.collect(1)).groups] == [0]
 
-    monkeypatch.setattr(collect_ahead, "CLOSE_S", 0.01)
+    monkeypatch.setattr(collector_module, "CLOSE_S", 0.01)
     asyncio.run(main())
 
 
-def test_a_group_that_outlives_a_halt_is_none_of_the_next_life(make, monkeypatch):
-    """A workflow that goes on to its end, whoever cancels it; its draw is made anew meanwhile."""
+def test_a_group_that_outlives_a_halt_is_ignored_after_the_next_start(make, monkeypatch):
+    """A workflow ignores its cancellation, and its draw is made anew meanwhile."""
 
     async def main() -> None:
         may_end = asyncio.Event()
@@ -226,10 +280,10 @@ def test_a_group_that_outlives_a_halt_is_none_of_the_next_life(make, monkeypatch
             return await at_once(draw)
 
         again = asyncio.Event()
-        collector, draws, runner = make(Runner(heeds_nobody))
+        collector, queue, runner = make(Runner(heeds_nobody))
         collector.published(0)
         await until(lambda: runner.started == [0, 1])
-        beginning = draws.beginning()
+        beginning = queue.beginning()
         await collector.halt()
         collector.restore(beginning, ())
         runner.reply = made_anew
@@ -237,28 +291,28 @@ def test_a_group_that_outlives_a_halt_is_none_of_the_next_life(make, monkeypatch
         await until(lambda: runner.started == [0, 1, 0, 1])
         may_end.set()
         await asyncio.sleep(0.01)
-        assert draws.ledger.balance()["finished"] == 0
+        assert queue.ledger.balance()["finished"] == 0
         again.set()
         assert [group.draw for group in (await collector.collect(1)).groups] == [0]
         assert [group.draw for group in (await collector.collect(2)).groups] == [1]
 
-    monkeypatch.setattr(collect_ahead, "CLOSE_S", 0.01)
+    monkeypatch.setattr(collector_module, "CLOSE_S", 0.01)
     asyncio.run(main())
 
 
-# --- what goes wrong where nobody listens ---------------------------------------------------------
+# --- errors in callbacks ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "error", [ValueError("7 was started"), RunFailed("another writes"), OSError("full")]
 )
-def test_who_cannot_begin_tells_the_trainer_at_once(make, monkeypatch, error):
+def test_a_failure_to_begin_is_raised_to_the_trainer_at_once(make, monkeypatch, error):
     def take(count: int) -> list[int]:
         raise error
 
     async def main() -> None:
-        collector, draws, _ = make(Runner())
-        monkeypatch.setattr(draws, "take", take)
+        collector, queue, _ = make(Runner())
+        monkeypatch.setattr(queue, "take", take)
         collector.published(0)
         await asyncio.wait_for(collector.collect(1), 1)
 
@@ -268,25 +322,25 @@ def test_who_cannot_begin_tells_the_trainer_at_once(make, monkeypatch, error):
 
 def test_a_group_whose_end_cannot_be_written_down_is_made_again(make, monkeypatch):
     async def main() -> None:
-        collector, draws, _ = make(Runner())
-        finish = draws.ledger.finish
+        collector, queue, _ = make(Runner())
+        finish = queue.ledger.finish
 
         def full_disk(draw: int) -> None:
-            monkeypatch.setattr(draws.ledger, "finish", finish)
+            monkeypatch.setattr(queue.ledger, "finish", finish)
             raise OSError("no space left")
 
-        monkeypatch.setattr(draws.ledger, "finish", full_disk)
+        monkeypatch.setattr(queue.ledger, "finish", full_disk)
         collector.published(0)
         with pytest.raises(OSError, match="no space left"):
             await asyncio.wait_for(collector.collect(1), 1)
         for step in (1, 2):
             await asyncio.wait_for(collector.collect(step), 1)
-        assert draws.ledger.balance()["consumed"] == 2
+        assert queue.ledger.balance()["consumed"] == 2
 
     asyncio.run(main())
 
 
-def test_who_cannot_give_a_draw_back_tells_the_trainer(make, monkeypatch):
+def test_a_failure_to_give_a_draw_back_is_raised_to_the_trainer(make, monkeypatch):
     def give_back(draw: int, reason: str = "") -> None:
         raise RunFailed("another service writes the ledger")
 
@@ -295,12 +349,12 @@ def test_who_cannot_give_a_draw_back_tells_the_trainer(make, monkeypatch):
         raise AssertionError
 
     async def main() -> None:
-        collector, draws, _ = make(
+        collector, queue, _ = make(
             Runner(lambda draw: at_once(draw) if draw < 2 else stuck(draw)), oversample=2.0
         )
         collector.published(0)
         await collector.collect(1)
-        monkeypatch.setattr(draws, "give_back", give_back)
+        monkeypatch.setattr(queue, "give_back", give_back)
         await collector.collect(2)  # two groups are given up
         await asyncio.wait_for(collector.collect(3), 1)
 
@@ -316,17 +370,17 @@ def test_a_filter_that_keeps_little_fills_the_places_of_many_steps(make):
 
     async def main() -> None:
         given = {"max_staleness": 4, "prompts_per_step": 4, "filters": ["user_parts:one_in_six"]}
-        collector, draws, _ = make(Runner(), **given)
+        collector, queue, _ = make(Runner(), **given)
         collector.published(0)
         # the trainer has taken its time
-        await until(lambda: draws.ledger.balance()["finished"] == 20)
-        assert draws.ledger.balance()["dropped by one_in_six"] > 16 * 4
+        await until(lambda: queue.ledger.balance()["finished"] == 20)
+        assert queue.ledger.balance()["dropped by one_in_six"] > 16 * 4
         assert [group.draw for group in (await collector.collect(1)).groups] == [0, 6, 12, 18]
 
     asyncio.run(main())
 
 
-def test_what_only_engines_have_aborted_is_not_said_to_be_stale(make):
+def test_aborted_groups_are_not_reported_as_stale(make):
     async def aborted(draw: int) -> Group:
         return Group(draw, [sample(draw, reason="abort")])
 
@@ -344,17 +398,17 @@ def test_what_only_engines_have_aborted_is_not_said_to_be_stale(make):
     )
 
 
-def test_what_is_advised_follows_from_what_dropped_the_groups():
-    tally = DropCounts(draws=9)
-    tally.dropped.update(stale=5)
-    said = str(tally.too_little(3, 1, 4))
+def test_the_advice_follows_from_the_reasons_of_the_drops():
+    counts = DropCounts(draws=9)
+    counts.dropped.update(stale=5)
+    said = str(counts.too_little(3, 1, 4))
     assert said.startswith(
         "step 3 has 1 of 4 groups after 9 draws: stale dropped 5; lower rollout.oversample or"
         " raise ro"
     )
     assert "temperature" not in said
-    tally.dropped.update(short=1)
-    said = str(tally.too_little(3, 1, 4))
+    counts.dropped.update(short=1)
+    said = str(counts.too_little(3, 1, 4))
     assert "stale dropped 5, short dropped 1; use other prompts" in said
     assert "rollout.max_staleness" in said
 
@@ -370,13 +424,13 @@ def test_a_group_is_encoded_once_however_long_it_waits(make, monkeypatch):
         return encode_samples(samples)
 
     async def main() -> None:
-        collector, draws, _ = make(Runner(), max_staleness=3)
+        collector, queue, _ = make(Runner(), max_staleness=3)
         collector.published(0)
-        await until(lambda: draws.ledger.balance()["finished"] == 4)
+        await until(lambda: queue.ledger.balance()["finished"] == 4)
         for step, left in ((1, [1, 2, 3]), (2, [2, 3])):
-            state = (await collector.collect(step)).cut.encoded()
+            state = (await collector.collect(step)).snapshot.encoded()
             assert [group["draw"] for group in state["ahead"]["groups"]] == left
-            assert [kept.group.draw for kept in decode(state["ahead"]["groups"])] == left
+            assert [buffered.group.draw for buffered in decode(state["ahead"]["groups"])] == left
         assert encoded == [1, 2, 3]
 
     monkeypatch.setattr(buffer, "encode_samples", encode)
@@ -387,7 +441,7 @@ def test_a_group_is_encoded_once_however_long_it_waits(make, monkeypatch):
 
 
 def test_an_epoch_is_of_prompts_that_are_settled(make):
-    """As in lock-step: what is in flight or lies ready has been in no step yet."""
+    """Groups that are in flight or finished have been in no step yet, so they do not count."""
 
     async def stuck_from_10(draw: int) -> Group:
         if draw >= 10:
@@ -396,10 +450,10 @@ def test_an_epoch_is_of_prompts_that_are_settled(make):
 
     async def main() -> list[float]:
         given = {"max_staleness": 2, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
-        collector, draws, _ = make(Runner(stuck_from_10), **given)
+        collector, queue, _ = make(Runner(stuck_from_10), **given)
         collector.published(0)
         # of the places of three steps
-        await until(lambda: draws.ledger.balance()["in flight"] == 7)
+        await until(lambda: queue.ledger.balance()["in flight"] == 7)
         found = await collector.collect(1)
         expected = {
             "in flight": 7,
@@ -408,7 +462,7 @@ def test_an_epoch_is_of_prompts_that_are_settled(make):
             "consumed": 4,
             "dropped by even_draws": 5,
         }
-        assert draws.ledger.balance() == expected
+        assert queue.ledger.balance() == expected
         await collector.halt()
         return [found.epoch]
 
@@ -426,17 +480,17 @@ def test_a_greedy_response_of_forgotten_weights_is_given_up_with_its_group(make)
         return Group(draw, [sample(draw, made)], [sample(draw, greedy, index=1)])
 
     async def main() -> None:
-        collector, draws, _ = make(Runner(reply), max_staleness=3)
+        collector, queue, _ = make(Runner(reply), max_staleness=3)
         collector.published(0)
-        await until(lambda: draws.ledger.balance()["finished"] == 4)
+        await until(lambda: queue.ledger.balance()["finished"] == 4)
         await collector.halt()
-        collector.restore(draws.beginning(), ())
-        assert draws.ledger.balance() == {
+        collector.restore(queue.beginning(), ())
+        assert queue.ledger.balance() == {
             "in flight": 0,
             "finished": 2,
             "requeued": 2,
             "consumed": 0,
         }
-        assert [draws.ledger.state(draw) for draw in (1, 2)] == ["requeued", "requeued"]
+        assert [queue.ledger.state(draw) for draw in (1, 2)] == ["requeued", "requeued"]
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""The gate: whole batches, in the order of the draws, whoever came first."""
+"""The lock-step batcher: whole batches, in the order of the draws, whichever came first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def request(draw: int, turn: int = 0, first_sample: int = 0) -> GenerateRequest:
 
 
 class Recorder:
-    """A flush that answers each request with its own address."""
+    """Answer each request with its own address."""
 
     def __init__(self) -> None:
         self.batches: list[list[tuple[int, int, int]]] = []
@@ -32,7 +32,7 @@ class Recorder:
         return [[address] for address in addresses]
 
 
-async def conversation(gate, generate, draw, turns, delay=0.0):
+async def conversation(batcher, generate, draw, turns, delay=0.0):
     """`turns` calls one after the other, with a pause before each; checks that each answer is its
     own.
     """
@@ -41,14 +41,14 @@ async def conversation(gate, generate, draw, turns, delay=0.0):
             await asyncio.sleep(delay)
             assert await generate(request(draw, turn)) == [(draw, turn, 0)]
     finally:
-        gate.leave(draw)
+        batcher.leave(draw)
 
 
 async def run(flush, jobs):
-    gate = LockstepBatcher(flush)
-    generators = {draw: gate.enter(draw) for draw, *_ in jobs}
+    batcher = LockstepBatcher(flush)
+    generators = {draw: batcher.enter(draw) for draw, *_ in jobs}
     await asyncio.wait_for(
-        asyncio.gather(*(conversation(gate, generators[d], d, *rest) for d, *rest in jobs)), 10
+        asyncio.gather(*(conversation(batcher, generators[d], d, *rest) for d, *rest in jobs)), 10
     )
 
 
@@ -62,9 +62,9 @@ def test_batches_do_not_depend_on_arrival(delays):
 def test_parallel_calls_of_one_workflow_are_one_batch():
     async def scenario():
         flush = Recorder()
-        gate = LockstepBatcher(flush)
-        one = gate.enter(1)
-        two = gate.enter(2)
+        batcher = LockstepBatcher(flush)
+        one = batcher.enter(1)
+        two = batcher.enter(2)
         answers = await asyncio.wait_for(
             asyncio.gather(
                 two(request(2)), one(request(1, first_sample=1)), one(request(1, first_sample=0))
@@ -78,29 +78,29 @@ def test_parallel_calls_of_one_workflow_are_one_batch():
     assert answers == [[(2, 0, 0)], [(1, 0, 1)], [(1, 0, 0)]]
 
 
-def test_one_who_leaves_without_asking_holds_nobody_up():
+def test_a_workflow_that_leaves_without_a_call_delays_no_batch():
     async def scenario():
         flush = Recorder()
-        gate = LockstepBatcher(flush)
-        one = gate.enter(1)
-        _ = gate.enter(2)
+        batcher = LockstepBatcher(flush)
+        one = batcher.enter(1)
+        _ = batcher.enter(2)
         call = asyncio.ensure_future(one(request(1)))
         await asyncio.sleep(0.01)
-        assert gate.busy() == [2]
+        assert batcher.busy() == [2]
         assert flush.batches == []
-        gate.leave(2)
+        batcher.leave(2)
         return await asyncio.wait_for(call, 10)
 
     assert asyncio.run(scenario()) == [(1, 0, 0)]
 
 
-def test_a_failing_engine_fails_all_who_wait():
+def test_a_failing_engine_fails_all_waiting_calls():
     async def flush(requests):
         raise RuntimeError("engine is gone")
 
     async def scenario():
-        gate = LockstepBatcher(flush)
-        calls = [gate.enter(draw)(request(draw)) for draw in (1, 2)]
+        batcher = LockstepBatcher(flush)
+        calls = [batcher.enter(draw)(request(draw)) for draw in (1, 2)]
         return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
 
     assert [str(error) for error in asyncio.run(scenario())] == ["engine is gone"] * 2

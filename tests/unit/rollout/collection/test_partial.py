@@ -1,4 +1,4 @@
-"""Responses that are cut, at every place and several times, and go on: as if they had never been."""
+"""Responses that are aborted, at every place and several times, end as if they never had been."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ def spelled(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-class Cutting:
-    """Makes what `reply` says, and in call i no more than `cuts[i]` tokens of each response: what
-    has as many is aborted.
+class AbortingEngine:
+    """Makes what `reply` says, and aborts a response that reaches the limit of its call.
 
-    Tokens are made by version i. As SGLang does, it looks for an abort before it looks for the end
-    of a response.
+    The limit of call i is `limits[i]` tokens, and its tokens are made by version i. As SGLang does,
+    it looks for an abort before it looks for the end of a response.
     """
 
     def __init__(
-        self, reply: Callable[[int], list[int]], cuts: Sequence[int | dict[int, int]]
+        self, reply: Callable[[int], list[int]], limits: Sequence[int | dict[int, int]]
     ) -> None:
         self.reply = reply
-        self.cuts = cuts
+        self.limits = limits
         self.asked: list[GenerateRequest] = []
 
     async def __call__(self, request: GenerateRequest) -> list[Completion]:
@@ -50,7 +49,7 @@ class Cutting:
         self.asked.append(request)
         assert np.array_equal(request.prompt, PROMPT)
         assert not request.prefixes or len(request.prefixes) == request.n
-        limits: Any = self.cuts[call] if call < len(self.cuts) else LONGEST
+        limits: Any = self.limits[call] if call < len(self.limits) else LONGEST
         return [
             self._complete(
                 request,
@@ -79,11 +78,16 @@ class Cutting:
         places = np.arange(first, first + made)
         fed = np.full((len(PROMPT) + first + made - 1, 1, 1), version, dtype=np.int16)
         return Completion(
-            np.array(tokens, np.int32), -(sample + 1) - places.astype(np.float32), reason,
+            np.array(tokens, np.int32),
+            -(sample + 1) - places.astype(np.float32),
+            reason,
             (VersionSpan(version, 0, made),) if made else (),
-            SamplingMasks(np.array([t for t in tokens for t in (t, 1000)], np.int32), np.full(made, 2, np.int32)),
+            SamplingMasks(
+                np.array([t for t in tokens for t in (t, 1000)], np.int32),
+                np.full(made, 2, np.int32),
+            ),
             fed if made else np.zeros((0, 0, 0), np.int16),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _ended(sampling: SamplingParams, tokens: list[int], room: int) -> tuple[list[int], Any]:
@@ -97,7 +101,9 @@ class Cutting:
         return tokens[:room], "length"
 
 
-def whole(engine: Cutting, n: int = 1, **sampling: Any) -> tuple[list[Completion], PartialRollouts]:
+def whole(
+    engine: AbortingEngine, n: int = 1, **sampling: Any
+) -> tuple[list[Completion], PartialRollouts]:
     partial: PartialRollouts = PartialRollouts(Letters())  # type: ignore[arg-type]
     request = GenerateRequest(
         np.array(PROMPT, np.int32), SamplingParams(**{"max_new_tokens": LONGEST, **sampling}), 5, n
@@ -117,21 +123,26 @@ def assert_equal(one: Completion, other: Completion) -> None:
 
 
 ENDS = [
-    {}, {"max_new_tokens": 5}, {"stop_token_ids": tuple(spelled("s"))}, {"stop": ("at s", "never")}, {"stop": ("cat",)},
-    {"stop": ("sat",), "max_new_tokens": len(WORDS)}, {"stop_token_ids": tuple(spelled("t")), "max_new_tokens": 7},
-]  # fmt: skip
+    {},
+    {"max_new_tokens": 5},
+    {"stop_token_ids": tuple(spelled("s"))},
+    {"stop": ("at s", "never")},
+    {"stop": ("cat",)},
+    {"stop": ("sat",), "max_new_tokens": len(WORDS)},
+    {"stop_token_ids": tuple(spelled("t")), "max_new_tokens": 7},
+]
 
 
 @pytest.mark.parametrize("sampling", ENDS)
-def test_cut_at_any_two_places_a_response_is_the_same(sampling):
+def test_aborted_at_any_two_places_a_response_is_the_same(sampling):
     [uncut], untouched = whole(
-        Cutting(lambda _: spelled(WORDS), []), **{"max_new_tokens": len(WORDS), **sampling}
+        AbortingEngine(lambda _: spelled(WORDS), []), **{"max_new_tokens": len(WORDS), **sampling}
     )
     assert untouched.resumed_responses == untouched.resumed_tokens == 0
     made = len(uncut.tokens)
     for first in range(made + 1):
         for second in range(made + 1 - first):
-            engine = Cutting(lambda _: spelled(WORDS), [first, second])
+            engine = AbortingEngine(lambda _: spelled(WORDS), [first, second])
             [found], partial = whole(engine, **{"max_new_tokens": len(WORDS), **sampling})
             assert_equal(found, uncut)
             spans = [
@@ -152,7 +163,7 @@ def test_cut_at_any_two_places_a_response_is_the_same(sampling):
 
 
 def test_a_token_keeps_the_experts_of_its_first_pass():
-    [found], _ = whole(Cutting(lambda _: spelled(WORDS), [0, 4, 2]), max_new_tokens=8)
+    [found], _ = whole(AbortingEngine(lambda _: spelled(WORDS), [0, 4, 2]), max_new_tokens=8)
     # The last token of a pass is fed in the next one only.
     expected = [1] * (len(PROMPT) + 3) + [2] * 2 + [3] * 2
     assert found.routed_experts is not None
@@ -161,7 +172,7 @@ def test_a_token_keeps_the_experts_of_its_first_pass():
 
 def test_a_stop_string_over_three_passes_ends_the_response_where_it_ends():
     # x a b | c | d ...
-    engine = Cutting(lambda _: spelled("xabcdef") + spelled("y" * 20), [3, 1])
+    engine = AbortingEngine(lambda _: spelled("xabcdef") + spelled("y" * 20), [3, 1])
     [found], _ = whole(engine, stop=("abcde",))
     assert (found.tokens.tolist(), found.finish_reason) == (spelled("xabcde"), "stop")
     assert found.versions == (VersionSpan(0, 0, 3), VersionSpan(1, 3, 4), VersionSpan(2, 4, 6))
@@ -170,12 +181,14 @@ def test_a_stop_string_over_three_passes_ends_the_response_where_it_ends():
     assert found.sampling_mask.tokens[::2].tolist() == spelled("xabcde")
 
 
-def test_the_token_before_the_cut_may_have_been_the_last():
+def test_the_token_before_the_abort_may_have_been_the_last():
     """An engine that looks for an abort first has not looked for the end."""
     for sampling, reason in (
-        ({"stop_token_ids": tuple(spelled("c"))}, "stop"), ({"stop": ("he c",)}, "stop"), ({"max_new_tokens": 5}, "length"),
-    ):  # fmt: skip
-        engine = Cutting(lambda _: spelled(WORDS), [5])
+        ({"stop_token_ids": tuple(spelled("c"))}, "stop"),
+        ({"stop": ("he c",)}, "stop"),
+        ({"max_new_tokens": 5}, "length"),
+    ):
+        engine = AbortingEngine(lambda _: spelled(WORDS), [5])
         [found], partial = whole(engine, **sampling)
         assert (found.tokens.tolist(), found.finish_reason) == (spelled("the c"), reason)
         assert len(engine.asked) == 1
@@ -186,10 +199,10 @@ def replies(sample: int) -> list[int]:
     return spelled("abcdefghijklmnopqrstuvwxyz"[sample:][:LONGEST])
 
 
-def test_only_the_samples_that_were_cut_are_asked_for_again():
-    engine = Cutting(replies, [{0: 12, 1: 3, 3: 0, 4: 7}, {3: 2}])
+def test_only_aborted_samples_are_requested_again():
+    engine = AbortingEngine(replies, [{0: 12, 1: 3, 3: 0, 4: 7}, {3: 2}])
     found, partial = whole(engine, n=5, stop_token_ids=tuple(spelled("l")))
-    uncut, _ = whole(Cutting(replies, []), n=5, stop_token_ids=tuple(spelled("l")))
+    uncut, _ = whole(AbortingEngine(replies, []), n=5, stop_token_ids=tuple(spelled("l")))
     for one, other in zip(found, uncut, strict=True):
         assert_equal(one, other)
     asked = [(request.n, request.first_sample, list(request.samples)) for request in engine.asked]
@@ -206,7 +219,7 @@ def test_only_the_samples_that_were_cut_are_asked_for_again():
 
 
 def test_samples_keep_their_numbers_where_the_first_is_not_0():
-    engine = Cutting(replies, [{4: 3}])
+    engine = AbortingEngine(replies, [{4: 3}])
     request = GenerateRequest(
         np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=LONGEST), 5, 2, first_sample=3
     )
@@ -240,7 +253,7 @@ def test_an_engine_s_own_end_is_the_end():
     assert found.finish_reason == "stop"
 
 
-def test_what_is_cut_off_at_the_border_of_two_versions_leaves_one():
+def test_tokens_cut_off_at_the_border_of_two_versions_leave_one():
     whole = Completion(
         np.arange(4, dtype=np.int32),
         np.zeros(4, np.float32),
@@ -252,7 +265,7 @@ def test_what_is_cut_off_at_the_border_of_two_versions_leaves_one():
 
 
 def test_neighbours_of_one_version_are_one_span():
-    class OneVersion(Cutting):
+    class OneVersion(AbortingEngine):
         def _complete(self, request, place, sample, version, limit):
             return super()._complete(request, place, sample, 7, limit)
 
@@ -260,8 +273,8 @@ def test_neighbours_of_one_version_are_one_span():
     assert found.versions == (VersionSpan(7, 0, 9),)
 
 
-def test_what_is_cut_again_and_again_without_a_token_is_given_up_as_aborted():
-    engine = Cutting(lambda _: spelled(WORDS), [2] + [0] * 100)
+def test_a_response_aborted_again_and_again_without_a_token_stays_aborted():
+    engine = AbortingEngine(lambda _: spelled(WORDS), [2] + [0] * 100)
     [found], partial = whole(engine)
     assert (found.tokens.tolist(), found.finish_reason) == (spelled("th"), "abort")
     assert len(engine.asked) == 1 + MOST_IN_VAIN
@@ -269,7 +282,7 @@ def test_what_is_cut_again_and_again_without_a_token_is_given_up_as_aborted():
 
 
 def test_one_sample_that_gets_on_is_enough_for_the_others_to_wait():
-    engine = Cutting(replies, [{0: 0, 1: 1}] * (MOST_IN_VAIN + 2))
+    engine = AbortingEngine(replies, [{0: 0, 1: 1}] * (MOST_IN_VAIN + 2))
     found, _ = whole(engine, n=2)
     assert [(one.tokens.tolist(), one.finish_reason) for one in found] == [
         (replies(0), "length"),
@@ -278,15 +291,15 @@ def test_one_sample_that_gets_on_is_enough_for_the_others_to_wait():
 
 
 def test_a_token_now_and_then_is_enough_to_go_on():
-    cuts = ([0] * (MOST_IN_VAIN - 1) + [1]) * 5
-    engine = Cutting(lambda _: spelled(WORDS), cuts)
+    limits = ([0] * (MOST_IN_VAIN - 1) + [1]) * 5
+    engine = AbortingEngine(lambda _: spelled(WORDS), limits)
     [found], _ = whole(engine, max_new_tokens=7)
     assert (found.tokens.tolist(), found.finish_reason) == (spelled(WORDS[:7]), "length")
-    assert len(engine.asked) == len(cuts) + 1
+    assert len(engine.asked) == len(limits) + 1
 
 
 def test_without_records_there_are_none_afterwards():
-    class Plain(Cutting):
+    class Plain(AbortingEngine):
         def _complete(self, *arguments):
             made = super()._complete(*arguments)
             return Completion(made.tokens, made.logprobs, made.finish_reason, made.versions)
@@ -296,9 +309,9 @@ def test_without_records_there_are_none_afterwards():
     assert found.tokens.tolist() == spelled("xabcd")
 
 
-def test_who_is_cancelled_while_it_waits_asks_no_more():
+def test_a_cancelled_call_makes_no_more_requests():
     async def main() -> int:
-        engine = Cutting(lambda _: spelled(WORDS), [3])
+        engine = AbortingEngine(lambda _: spelled(WORDS), [3])
         waits = asyncio.Event()
 
         async def generate(request: GenerateRequest) -> list[Completion]:
@@ -322,7 +335,7 @@ def test_errors_of_the_second_pass_are_the_callers():
     async def generate(request: GenerateRequest) -> list[Completion]:
         if request.prefixes:
             raise RuntimeError("the engine is closed")
-        return await Cutting(lambda _: spelled(WORDS), [3])(request)
+        return await AbortingEngine(lambda _: spelled(WORDS), [3])(request)
 
     request = GenerateRequest(np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=8), 5)
     with pytest.raises(RuntimeError, match="the engine is closed"):
@@ -333,4 +346,4 @@ def test_a_workflow_gives_no_prefixes_of_its_own():
     request = GenerateRequest(np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=8), 5)
     begun = request.going_on([Prefix(0, np.array([4], np.int32))])
     with pytest.raises(ValueError, match=r"leave GenerateRequest\.prefixes alone"):
-        asyncio.run(PartialRollouts(Letters()).whole(Cutting(replies, []), begun))
+        asyncio.run(PartialRollouts(Letters()).whole(AbortingEngine(replies, []), begun))

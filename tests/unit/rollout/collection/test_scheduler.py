@@ -128,11 +128,20 @@ class World:
 SMALL = [
     (Rules(b, k, oversample), drops)
     for b, k, oversample in [
-        (1, 0, 1.0), (2, 0, 1.0), (3, 0, 1.0), (1, 1, 1.0), (2, 1, 1.0), (1, 2, 1.0), (1, 3, 1.0), (2, 2, 1.0), (1, 1, 2.0),
-        (2, 1, 1.5), (1, 2, 1.5),
+        (1, 0, 1.0),
+        (2, 0, 1.0),
+        (3, 0, 1.0),
+        (1, 1, 1.0),
+        (2, 1, 1.0),
+        (1, 2, 1.0),
+        (1, 3, 1.0),
+        (2, 2, 1.0),
+        (1, 1, 2.0),
+        (2, 1, 1.5),
+        (1, 2, 1.5),
     ]
     for drops in (0, 2)
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("rules", "drops"), SMALL, ids=str)
@@ -155,8 +164,12 @@ def test_every_order_of_a_small_run(rules: Rules, drops: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(1, 12), st.integers(0, 4), st.sampled_from([1.0, 1.25, 2.0]), st.integers(0, 40), st.integers(0, 2**32 - 1),
-)  # fmt: skip
+    st.integers(1, 12),
+    st.integers(0, 4),
+    st.sampled_from([1.0, 1.25, 2.0]),
+    st.integers(0, 40),
+    st.integers(0, 2**32 - 1),
+)
 def test_any_order_of_a_larger_run(
     groups: int, staleness: int, oversample: float, drops: int, seed: int
 ) -> None:

@@ -12,9 +12,18 @@ from benchmarks.async_world import Outcome, Setting, Simulation
 
 # 64 responses a step on 32 slots, of a minute at most; an engine dies every quarter of an hour.
 SMALL = Setting(
-    groups=16, samples=4, engines=4, slots_each=8, tokens_per_s=100.0, median=600.0, longest=6000, publish_s=1.0,
-    days_between_failures=0.01, down_s=30.0, steps=30,
-)  # fmt: skip
+    groups=16,
+    samples=4,
+    engines=4,
+    slots_each=8,
+    tokens_per_s=100.0,
+    median=600.0,
+    longest=6000,
+    publish_s=1.0,
+    days_between_failures=0.01,
+    down_s=30.0,
+    steps=30,
+)
 WASTEFUL = dataclasses.replace(SMALL, dropped=0.3, oversample=1.4)
 
 

@@ -1,4 +1,4 @@
-"""Named parts, weights, penalties, and a defined score for every way a reward can fail."""
+"""Named parts, weights, penalties, and a defined score for every way in which a reward fails."""
 
 from __future__ import annotations
 
@@ -169,11 +169,13 @@ import numpy as np
 from rollout.rewards.build import build_scorer
 
 async def main():
-    config = {{"parts": {{"f": {{"function": "reward_functions:fickle"}}}}, "workers": 1, "timeout_s": 500}}
+    parts = {{"f": {{"function": "reward_functions:fickle"}}}}
+    config = {{"parts": parts, "workers": 1, "timeout_s": 500}}
     scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=3)
     await scorer.start()
     empty = np.zeros(0, np.int32)
-    sample = Sample(0, 0, "p", 0, 0, empty, empty.astype(np.uint8), empty.astype(np.float32), (), "stop", response_text="hang")
+    vectors = (empty, empty.astype(np.uint8), empty.astype(np.float32))
+    sample = Sample(0, 0, "p", 0, 0, *vectors, (), "stop", response_text="hang")
     call = asyncio.ensure_future(scorer.score([sample]))
     await asyncio.sleep(0.3)
     print("hanging", flush=True)
