@@ -153,12 +153,12 @@ class Registry:
             raise AlgorithmError(
                 f"{self.kind} {name!r}: expected a class or a function, got {factory!r}"
             )
-        described = {key: str(getattr(factory, key, "")) for key in ("formula", "source")}
+        described: dict[str, Any] = {key: str(getattr(factory, key, "")) for key in ("formula", "source")}
         registered = {id(plugin.factory): plugin for plugin in self._plugins.values()}
         for base in getattr(factory, "__mro__", (factory,)):
             if id(base) in registered:
                 found = registered[id(base)]
-                own = {key: text for key, text in described.items() if text}
+                own: dict[str, Any] = {key: text for key, text in described.items() if text}
                 reset: dict[str, Any] = {"compares_group": False, "normalization": "none"}
                 return replace(found, name=name, factory=factory, **reset, **own)
             if "needs" in vars(base) or "optional" in vars(base):
