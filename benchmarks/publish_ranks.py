@@ -36,7 +36,8 @@ from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded import client as remote
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, open_store
-from rollout.weight_sync.publication import StaticParticipants, WeightPublication
+from rollout.weight_sync.publication import WeightPublication
+from tests.static_participants import StaticParticipants
 
 LIMIT_S = 600.0
 HOST = "127.0.0.1"

@@ -141,14 +141,14 @@ class PolicyBackend(Protocol):
 # --- generation -----------------------------------------------------------------------------------
 
 
-class WeightExpectation(Protocol):
+class WeightVerifier(Protocol):
     """What an engine should say of its weights when it took every bucket."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A tensor that is sent. It is read now, and may be overwritten afterwards."""
         ...
 
-    def problem(self, said: Any) -> str | None:
+    def mismatch(self, reported: Any) -> str | None:
         """What is wrong with an engine whose `checksum` said this; None where its weights are what
         was sent.
         """
@@ -203,14 +203,14 @@ class RolloutEngine(Protocol):
 
     async def set_version(self, version: int) -> None: ...
 
-    def expectation(self) -> WeightExpectation:
+    def verifier(self) -> WeightVerifier:
         """A fresh one, to be told what is sent. Raises ConfigError where this engine's weights
         cannot be verified.
         """
         ...
 
     async def checksum(self) -> Any:
-        """A digest of its weights, for `WeightExpectation.problem`."""
+        """A digest of its weights, for `WeightVerifier.mismatch`."""
         ...
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:

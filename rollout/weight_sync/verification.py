@@ -9,7 +9,7 @@ from rlcore.weights import combine_fingerprints, fingerprint
 
 
 class FingerprintVerifier:
-    """`rlcore.interfaces.WeightExpectation` of an engine with weights of `dtype`."""
+    """`rlcore.interfaces.WeightVerifier` of an engine with weights of `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -18,6 +18,8 @@ class FingerprintVerifier:
     def add(self, name: str, tensor: Tensor) -> None:
         self._sent[name] = fingerprint(tensor.to(self._dtype))
 
-    def problem(self, said: str) -> str | None:
+    def mismatch(self, reported: str) -> str | None:
         expected = combine_fingerprints(self._sent)
-        return None if said == expected else f"checksum {said[:12]}, expected {expected[:12]}"
+        return (
+            None if reported == expected else f"checksum {reported[:12]}, expected {expected[:12]}"
+        )

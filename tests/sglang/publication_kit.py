@@ -23,7 +23,8 @@ from rollout.engines.embedded.model_weights import as_published
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.keys import Keys
-from rollout.weight_sync.publication import StaticParticipants, WeightPublication
+from rollout.weight_sync.publication import WeightPublication
+from tests.static_participants import StaticParticipants
 
 BUCKET_BYTES = 20_000
 TOLERANCE = 1e-4  # of log-probs
@@ -62,8 +63,8 @@ def connect(
 def sink_over(
     config: Config, engines: Sequence[SGLangEngine], loop: LoopThread
 ) -> tuple[WeightPublication, StaticParticipants]:
-    roster = StaticParticipants(engines)
-    return WeightPublication(config, roster, loop.loop), roster
+    participants = StaticParticipants(engines)
+    return WeightPublication(config, participants, loop.loop), participants
 
 
 def folder_weights(folder: Path) -> Weights:

@@ -168,11 +168,11 @@ def test_what_a_folder_lacks_the_server_does_not_notice_but_the_checksums_do(
     }
     index.write_text(json.dumps({"weight_map": kept}))
 
-    said = load_from(served, engine, folder, version=12)
-    expected = engine.expectation()
+    reported = load_from(served, engine, folder, version=12)
+    expected = engine.verifier()
     for name, tensor in new.items():
         expected.add(name, tensor)
-    problem = expected.problem(said)
+    problem = expected.mismatch(reported)
     assert "model.layers.1.self_attn.o_proj.weight" in missing
     assert problem is not None
     assert "model.layers.1.self_attn.o_proj.weight" in problem

@@ -56,7 +56,7 @@ def test_a_server_that_hangs_in_a_bucket_holds_up_nobody(
 ) -> None:
     config = run_config(str(served.model), tmp_path, served.config, update_timeout_s=LIMIT_S)
     survivor = connect(config, served.url, served.keys, served.loop)
-    sink, roster = sink_over(config, [doomed, survivor], served.loop)
+    sink, participants = sink_over(config, [doomed, survivor], served.loop)
     publish(sink, random_weights(served.model, 1), 30)
     pid = doomed.server.pid
     assert pid is not None
@@ -73,7 +73,7 @@ def test_a_server_that_hangs_in_a_bucket_holds_up_nobody(
     ):
         sink.send(buckets[1], flatten(buckets[1], weights))
     sink.cancel()
-    assert roster.engines == [survivor]
+    assert participants.engines == [survivor]
     assert doomed.ended is not None
     assert doomed.ended.done()  # managed: it was ended, stopped as it was
     publish(sink, weights, 31)

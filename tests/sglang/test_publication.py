@@ -68,7 +68,7 @@ def test_the_server_generates_with_what_was_published(
     served: Served, engines: Engines, tmp_path: Path, transport: str
 ) -> None:
     engine = engines(transport=transport)
-    sink, roster = sink_over(
+    sink, participants = sink_over(
         run_config(str(served.model), tmp_path, served.config, transport=transport),
         [engine],
         served.loop,
@@ -83,7 +83,7 @@ def test_the_server_generates_with_what_was_published(
         Oracle(served.model, random_weights(served.model, 1)).errors(PROMPT, completion).max() > 0.1
     )
     assert served.call(engine.health())["version"] == 6
-    assert roster.dropped == {}
+    assert participants.dropped == {}
     sink.close()
 
 
@@ -195,10 +195,10 @@ def test_a_tensor_that_comes_damaged_is_named_and_its_engine_is_out(
 
     weights = random_weights(served.model, 4)
     monkeypatch.setattr(engine, "receive_serialized", damage)
-    sink, roster = sink_over(config, [engine], served.loop)
+    sink, participants = sink_over(config, [engine], served.loop)
     with pytest.raises(RunFailed, match="no engine is left"):
         publish(sink, weights, 7)
-    assert roster.dropped["engine-0"].endswith(
+    assert participants.dropped["engine-0"].endswith(
         "1 tensors differ: model.layers.1.mlp.gate_up_proj.weight"
     )
 
@@ -240,7 +240,7 @@ def test_a_bucket_that_fails_means_the_whole_transaction_again(
         raise EngineFailed("engine bad: out of memory")
 
     monkeypatch.setattr(bad, "receive_serialized", refuse)
-    sink, roster = sink_over(config, [good, bad], served.loop)
+    sink, participants = sink_over(config, [good, bad], served.loop)
     weights = random_weights(served.model, 6)
     with pytest.raises(
         PublicationFailed, match="bucket 0 was not taken by all engines: engine bad: out of memory"
@@ -249,7 +249,7 @@ def test_a_bucket_that_fails_means_the_whole_transaction_again(
     sink.cancel()
     with pytest.raises(EngineFailed, match=r"its weights are stale \(updating\)"):
         served.call(good.resume())
-    assert roster.engines == [good]
+    assert participants.engines == [good]
     publish(sink, weights, 21)
     completion = generate(served, good)
     assert completion.versions == (VersionSpan(21, 0, 12),)

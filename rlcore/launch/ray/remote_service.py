@@ -18,7 +18,7 @@ from rlcore.data.generation import MemoryTag, PauseMode
 from rlcore.data.sample import Sample
 from rlcore.data.step import StepRollouts
 from rlcore.errors import EngineFailed, PublicationFailed
-from rlcore.interfaces import RolloutEngine, WeightExpectation
+from rlcore.interfaces import RolloutEngine, WeightVerifier
 from rlcore.launch.compose import OpenService, RolloutHandles, patience_with_engines
 from rlcore.launch.process import Process
 from rlcore.launch.ray.calls import ActorLost
@@ -108,10 +108,10 @@ class RemoteEngineHandle:
     def in_group(self) -> str | None:
         return self.facts.in_group
 
-    def expectation(self) -> WeightExpectation:
+    def verifier(self) -> WeightVerifier:
         """Raises PublicationFailed where the service is gone: the next attempt finds another one."""
         try:
-            found: WeightExpectation = self._line.ask("expectation", self.name)
+            found: WeightVerifier = self._line.ask("verifier", self.name)
         except ActorLost as error:
             raise PublicationFailed(f"engine {self.name}: {error}") from error
         return found

@@ -205,9 +205,9 @@ class ServiceActor:
         self._check(life)
         return EngineFacts.of(self._engine(name)).in_group
 
-    async def expectation(self, life: str, name: str) -> Any:
+    async def verifier(self, life: str, name: str) -> Any:
         self._check(life)
-        return self._engine(name).expectation()
+        return self._engine(name).verifier()
 
     async def beat(self) -> None:
         """Answered at once, unless this process hangs; half-way to its end it writes then where

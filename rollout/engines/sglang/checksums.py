@@ -44,7 +44,7 @@ class Stack:
 
 
 class FusedChecksums:
-    """`rlcore.interfaces.WeightExpectation` for one SGLang server.
+    """`rlcore.interfaces.WeightVerifier` for one SGLang server.
 
     Args:
         model: config.json of the model.
@@ -104,21 +104,21 @@ class FusedChecksums:
                     [self._shard(target, i, part, rank) for i, part in enumerate(parts)]
                 )
 
-    def problem(self, said: Any) -> str | None:
-        """`said`: `ranks` of the answer of /weights_checker."""
-        if not isinstance(said, list) or len(said) != self._ranks:
+    def mismatch(self, reported: Any) -> str | None:
+        """`reported`: `ranks` of the answer of /weights_checker."""
+        if not isinstance(reported, list) or len(reported) != self._ranks:
             return (
-                f"checksums of {len(said) if isinstance(said, list) else 'no'} ranks, expected"
+                f"checksums of {len(reported) if isinstance(reported, list) else 'no'} ranks, expected"
                 f" {self._ranks}"
             )
         if self._stacks:
             return f"parts were never sent of {shorten(sorted(self._stacks))}"
         wrong = set()
         try:
-            ranks = [answer["parallelism_info"][0]["tp_rank"] for answer in said]
+            ranks = [answer["parallelism_info"][0]["tp_rank"] for answer in reported]
             if sorted(ranks) != list(range(self._ranks)):
                 return f"checksums of ranks {ranks}, expected each of {self._ranks} once"
-            for rank, answer in zip(ranks, said):
+            for rank, answer in zip(ranks, reported):
                 expected = self._hashes[rank]
                 got = answer["checksums"]
                 wrong |= {

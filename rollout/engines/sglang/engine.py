@@ -341,7 +341,7 @@ class SGLangEngine:
         )
         self.weights.set_version(version)
 
-    def expectation(self) -> FusedChecksums:
+    def verifier(self) -> FusedChecksums:
         """Raises ConfigError for a model of which it is not known how SGLang lays it out."""
         return FusedChecksums.of(
             self.model_path, ranks=self.group_ranks, dtype=self._dtype, device=self._device

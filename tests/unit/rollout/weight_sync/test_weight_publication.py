@@ -15,7 +15,8 @@ from rlcore.data.sample import VersionSpan
 from rlcore.errors import PublicationFailed, RunFailed
 from rlcore.weights import digest
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.weight_sync.publication import StaticParticipants, WeightPublication
+from rollout.weight_sync.publication import WeightPublication
+from tests.static_participants import StaticParticipants
 
 
 def make_config(folder, **engine):
@@ -70,8 +71,8 @@ def publish_once(sink, model, version):
 
 
 def test_every_engine_gets_the_weights_and_the_version(model, folder, loop, engines):
-    roster = StaticParticipants(engines)
-    sink = WeightPublication(make_config(folder, verify_every=1), roster, loop)
+    participants = StaticParticipants(engines)
+    sink = WeightPublication(make_config(folder, verify_every=1), participants, loop)
     publish_once(sink, model, 7)
     for engine in engines:
         assert run(loop, engine.checksum()) == digest(model.named_parameters())
@@ -92,11 +93,11 @@ def test_an_engine_that_fails_a_step_is_dropped_and_the_others_go_on(
         raise RuntimeError("no such luck")
 
     monkeypatch.setattr(engines[1], step, fail)
-    roster = StaticParticipants(engines)
-    sink = WeightPublication(make_config(folder, verify_every=1), roster, loop)
+    participants = StaticParticipants(engines)
+    sink = WeightPublication(make_config(folder, verify_every=1), participants, loop)
     publish_once(sink, model, 1)
-    assert [engine.name for engine in roster.engines] == ["engine-0", "engine-2"]
-    assert roster.dropped == {"engine-1": "RuntimeError: no such luck"}
+    assert [engine.name for engine in participants.engines] == ["engine-0", "engine-2"]
+    assert participants.dropped == {"engine-1": "RuntimeError: no such luck"}
     assert engines[0].version == engines[2].version == 1
     # it takes no traffic
     with pytest.raises(RunFailed, match="engine-1: the engine is closed"):
@@ -114,14 +115,14 @@ def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(
         await whole(index, flat)
 
     monkeypatch.setattr(engines[2], "receive_bucket", fail)
-    roster = StaticParticipants(engines)
-    sink = WeightPublication(make_config(folder), roster, loop)
+    participants = StaticParticipants(engines)
+    sink = WeightPublication(make_config(folder), participants, loop)
     with pytest.raises(PublicationFailed, match=r"bucket 1 .* out of memory"):
         publish_once(sink, model, 1)
     sink.cancel()
     assert engines[0].version is None  # paused, and stale until the whole update
     publish_once(sink, model, 2)
-    assert [engine.version for engine in roster.engines] == [2, 2]
+    assert [engine.version for engine in participants.engines] == [2, 2]
 
 
 def test_an_engine_that_fails_costs_the_others_no_connection(
@@ -150,7 +151,7 @@ def test_an_engine_that_fails_costs_the_others_no_connection(
     assert [engine.version for engine in engines[:2]] == [2, 2]
 
 
-def test_members_are_told_before_a_pause_and_after_a_whole_version(
+def test_participants_are_told_before_a_pause_and_after_a_whole_version(
     model, folder, loop, engines, monkeypatch
 ):
     said = []
@@ -207,11 +208,11 @@ def test_weights_that_arrive_damaged_are_noticed(model, folder, loop, engines, m
         await whole(index, flat)
 
     monkeypatch.setattr(engines[0], "receive_bucket", damage)
-    roster = StaticParticipants(engines)
-    sink = WeightPublication(make_config(folder, verify_every=1), roster, loop)
+    participants = StaticParticipants(engines)
+    sink = WeightPublication(make_config(folder, verify_every=1), participants, loop)
     publish_once(sink, model, 1)
-    assert roster.dropped["engine-0"].startswith("its weights differ from what was sent")
-    assert len(roster.engines) == 2
+    assert participants.dropped["engine-0"].startswith("its weights differ from what was sent")
+    assert len(participants.engines) == 2
 
 
 def test_no_engine_left_ends_the_run_with_every_reason(model, folder, loop, engines):
@@ -229,10 +230,10 @@ def test_an_engine_that_hangs_is_dropped_at_its_deadline(model, folder, loop, en
 
     monkeypatch.setattr(engines[0], "begin_update", hang)
     monkeypatch.setattr("rollout.weight_sync.base.GRACE_S", 0.1)
-    roster = StaticParticipants(engines)
-    sink = WeightPublication(make_config(folder, update_timeout_s=0.5), roster, loop)
+    participants = StaticParticipants(engines)
+    sink = WeightPublication(make_config(folder, update_timeout_s=0.5), participants, loop)
     publish_once(sink, model, 1)
-    assert roster.dropped == {
+    assert participants.dropped == {
         "engine-0": "engine engine-0 did not answer begin_update within 0.5 s"
     }
 
