@@ -32,14 +32,28 @@ def build(hidden: int, layers: int, folder: Path) -> MegatronBackend:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=12, num_key_value_heads=4, head_dim=64,
-        intermediate_size=3 * hidden, vocab_size=32768, max_position_embeddings=1024, tie_word_embeddings=True,
-    )  # fmt: skip
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=3 * hidden,
+        vocab_size=32768,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
-    loaded = load_config([], [
-        "run.name=bench", f"model.path={folder / 'model'}", "model.dtype=fp32", "data.paths=[none]", "training.steps=1",
-        "algorithm.loss.name=sft",
-    ])  # fmt: skip
+    loaded = load_config(
+        [],
+        [
+            "run.name=bench",
+            f"model.path={folder / 'model'}",
+            "model.dtype=fp32",
+            "data.paths=[none]",
+            "training.steps=1",
+            "algorithm.loss.name=sft",
+        ],
+    )
     backend = MegatronBackend(
         loaded.config,
         no_objective,

@@ -19,10 +19,9 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-import ours
-import trl_environment
+from addition import ours, trl_environment
+from addition.recipe import RECIPE, TRL_LOSS_TYPES
 from process import Finished, code_of, run
-from recipe import RECIPE, TRL_LOSS_TYPES
 from report import RunResult, Side, machine, read_run, table, verdict, was_quiet
 
 HERE = Path(__file__).resolve().parent
@@ -107,7 +106,7 @@ def train_trl(
         "--aggregation": options.aggregation,
     }
     flat = [str(word) for pair in arguments.items() for word in pair]
-    command = [*map(str, (python, HERE / "trl_grpo.py", model, data, output)), *flat]
+    command = [*map(str, (python, HERE / "addition" / "trl_grpo.py", model, data, output)), *flat]
     return run(
         command,
         log=output.with_suffix(".log"),

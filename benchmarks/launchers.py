@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import ours
-from launchers_programs import REPOSITORY, run_together
-from launchers_report import COLUMNS, Learned, faults, line, read, spread
-from launchers_ways import START_S, WAYS, Task
+from addition import ours
+from launching.programs import REPOSITORY, run_together
+from launching.results import COLUMNS, Learned, faults, line, read, spread
+from launching.ways import START_S, WAYS, Task
 from process import code_of
 from report import machine
 
@@ -86,10 +86,15 @@ def train(way: str, engine: str, seed: int, model: Path, options: argparse.Names
     name = f"{way}-{engine}-seed{seed}"
     data = options.work / "data"
     overrides = {
-        "run.dir": options.work, "run.seed": seed, "model.path": model, "policy.parallel.tensor": 2,
-        "data.paths": data / "train.jsonl", "evaluation.paths": f"[{data / 'heldout.jsonl'}]",
-        "training.steps": QUICK_STEPS if options.quick else STEPS, "cluster.start_timeout_s": START_S,
-    }  # fmt: skip
+        "run.dir": options.work,
+        "run.seed": seed,
+        "model.path": model,
+        "policy.parallel.tensor": 2,
+        "data.paths": data / "train.jsonl",
+        "evaluation.paths": f"[{data / 'heldout.jsonl'}]",
+        "training.steps": QUICK_STEPS if options.quick else STEPS,
+        "cluster.start_timeout_s": START_S,
+    }
     label, programs = WAYS[way]
     # paths of sockets must be short
     with TemporaryDirectory(prefix="rl", dir="/tmp") as scratch:

@@ -18,7 +18,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from logprobs_case import HEADS, Measured
+from workers.logprobs_case import HEADS, Measured
 
 DTYPES = ("fp32", "bf16")
 MEMORY_SHARE = 1 / 16
@@ -32,7 +32,7 @@ NAMES = {
 
 def measure(head: str, dtype: str, arguments: argparse.Namespace) -> Measured:
     """One process. Raises CalledProcessError or TimeoutExpired; what it wrote to stderr is on ours."""
-    case = Path(__file__).with_name("logprobs_case.py")
+    case = Path(__file__).with_name("workers") / "logprobs_case.py"
     command = [sys.executable, str(case), head, dtype]
     for name in ("device", "threads", "tokens", "hidden", "vocabulary", "repeats"):
         command += [f"--{name}", str(getattr(arguments, name))]

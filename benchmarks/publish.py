@@ -38,9 +38,16 @@ def write_model(folder: Path, layers: int, vocab: int) -> None:
 
     (folder / "model.safetensors").touch()
     Qwen2Config(
-        hidden_size=896, num_hidden_layers=layers, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864,
-        vocab_size=vocab, max_position_embeddings=1024, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)  # fmt: skip
+        hidden_size=896,
+        num_hidden_layers=layers,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        vocab_size=vocab,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(folder)
 
 
 def run_ranks(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -49,10 +56,18 @@ def run_ranks(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     ranks = []
     for rank in range(2):
         environment = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        command = [sys.executable, str(ROOT / "benchmarks" / "publish_ranks.py"), str(folder)]
+        }
+        command = [
+            sys.executable,
+            str(ROOT / "benchmarks" / "workers" / "publish_ranks.py"),
+            str(folder),
+        ]
         ranks.append(subprocess.Popen(command, env=environment))
     end = time.monotonic() + DEADLINE_S
     try:
@@ -127,9 +142,14 @@ def main() -> None:
             write_model(folder, arguments.layers, arguments.vocab)
             began = time.monotonic()
             busy = busy_seconds()
-            rounds = run_ranks(folder, {
-                "receivers": receivers, "rounds": arguments.rounds + WARMUP_ROUNDS, "bucket_mb": arguments.bucket_mb,
-            })  # fmt: skip
+            rounds = run_ranks(
+                folder,
+                {
+                    "receivers": receivers,
+                    "rounds": arguments.rounds + WARMUP_ROUNDS,
+                    "bucket_mb": arguments.bucket_mb,
+                },
+            )
             idle = (
                 f"{(busy_seconds() - busy) / (time.monotonic() - began):.1f} of {os.cpu_count()}"
                 " cores busy, ours included"

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from addition.recipe import RECIPE
 from process import Finished
-from recipe import RECIPE
 
 WARMUP_STEPS = 5  # not timed: allocators, caches and lazy imports settle
 ACCURACY_TOLERANCE = 0.05

@@ -247,7 +247,7 @@ def main() -> None:
     started = time.monotonic()
     busy = busy_seconds()
     server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("null_server.py"))],
+        [sys.executable, str(Path(__file__).with_name("workers") / "null_server.py")],
         stdin=-1,
         stdout=-1,
         text=True,

@@ -11,7 +11,7 @@ from rollout.weight_sync.base import Engine, Failures, ask
 
 
 class CopyTransport:
-    """`rollout.weight_sync.base.Transport` for embedded engines in this process."""
+    """A `Transport` for embedded engines in this process."""
 
     name = "copy"
 

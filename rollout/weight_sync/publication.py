@@ -4,9 +4,10 @@ The trainer's main thread calls it and blocks; everything happens on the engines
 another thread. One transport carries the bytes (base.py); this module is the order of the steps
 around them, and what a failure means:
 
-    prepare     pause, begin      the others go on without an engine that fails here
-    send        the buckets       PublicationFailed: the caller runs the whole transaction again with the engines left
-    finish      end, verify, set the version, resume      the others have a whole version and go on
+    prepare     pause, begin: the others go on without an engine that fails here
+    send        the buckets: after a failure PublicationFailed is raised, and the caller runs the
+                whole transaction again with the engines that are left
+    finish      end, verify, set the version, resume: the others have a whole version and go on
 
 A failed engine takes no traffic until it has received a complete publication, and is never resumed
 on part of one. The others stay paused meanwhile.
@@ -222,7 +223,7 @@ class WeightPublication:
         return answers.results
 
     async def _all_or_again(self, work: Awaitable[Failures], what: str) -> None:
-        """Await a step of the transport. Raises PublicationFailed unless every engine did its part."""
+        """Await a step of the transport. Raises PublicationFailed if any engine failed."""
         failed = await work
         if failed:
             await self._out(failed)

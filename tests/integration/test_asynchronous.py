@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from lab import LEARNING, Lab, Run
 
-from benchmarks.long_tails import long_tailed
+from benchmarks.simulation.long_tails import long_tailed
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
 from rlcore.runs.versions import read_versions

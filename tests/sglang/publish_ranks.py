@@ -109,9 +109,13 @@ def publish(
     loop.call(engine.close(), seconds=60, what="closing")
     loop.close()
     return {
-        "transport": transport, "problem": problem, "dropped": participants.dropped, "buckets": len(exporter.buckets),
-        "logprobs_agree": bool(error < TOLERANCE), "versions": [span.version for span in completion.versions],
-    }  # fmt: skip
+        "transport": transport,
+        "problem": problem,
+        "dropped": participants.dropped,
+        "buckets": len(exporter.buckets),
+        "logprobs_agree": bool(error < TOLERANCE),
+        "versions": [span.version for span in completion.versions],
+    }
 
 
 def export_of(model: Path, layout: ParallelConfig, parallel: ParallelState) -> WeightExporter:

@@ -22,9 +22,14 @@ T = TypeVar("T")
 # 22 s on a quiet machine with two cores, minutes on a busy one; pytest gives a test 300
 START_S = 280.0
 SETTINGS: dict[str, Any] = {
-    "kind": "sglang", "device": "cpu", "dtype": "fp32", "threads": 1, "start_timeout_s": START_S, "request_timeout_s": 120.0,
+    "kind": "sglang",
+    "device": "cpu",
+    "dtype": "fp32",
+    "threads": 1,
+    "start_timeout_s": START_S,
+    "request_timeout_s": 120.0,
     "update_timeout_s": 60.0,
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)

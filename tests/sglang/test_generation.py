@@ -100,10 +100,14 @@ def asked(
 
 def test_logprobs_at_every_temperature_in_one_batch(asked: Asked) -> None:
     requests = [
-        request(PROMPT, draw=0, n=4), request(PROMPT, draw=1, temperature=0.7, n=2), request(LONG, draw=2, temperature=1.3),
-        request(PROMPT, draw=3, temperature=0.0), request(LONG, draw=4, temperature=0.0, top_k=3, top_p=0.5),
-        request(PROMPT, draw=5, temperature=0.7, top_p=0.8), request(LONG, draw=6, top_k=4),
-    ]  # fmt: skip
+        request(PROMPT, draw=0, n=4),
+        request(PROMPT, draw=1, temperature=0.7, n=2),
+        request(LONG, draw=2, temperature=1.3),
+        request(PROMPT, draw=3, temperature=0.0),
+        request(LONG, draw=4, temperature=0.0, top_k=3, top_p=0.5),
+        request(PROMPT, draw=5, temperature=0.7, top_p=0.8),
+        request(LONG, draw=6, top_k=4),
+    ]
     answers = asked.generate(*requests)
     assert [len(answer) for answer in answers] == [asked_for.n for asked_for in requests]
     for asked_for, answer in zip(requests, answers):

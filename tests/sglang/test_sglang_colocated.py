@@ -161,11 +161,19 @@ def test_a_whole_run(tiny_model: Path, tmp_path: Path) -> None:
     """Two ranks and a server of the run's own, with an evaluation and a checkpoint in each step."""
     lab = Lab(tmp_path, tiny_model)
     run = lab.train(
-        "colocated", *LEARNING, "training.steps=2", "policy.parallel.tensor=2", "cluster.processes_per_node=2",
-        f"evaluation.paths=[{tmp_path / 'data' / 'heldout.jsonl'}]", "evaluation.max_prompts=8", "evaluation.every=1",
-        "checkpoint.every=1", "rollout.engine.logprobs_every=1", f"cluster.start_timeout_s={START_S}",
+        "colocated",
+        *LEARNING,
+        "training.steps=2",
+        "policy.parallel.tensor=2",
+        "cluster.processes_per_node=2",
+        f"evaluation.paths=[{tmp_path / 'data' / 'heldout.jsonl'}]",
+        "evaluation.max_prompts=8",
+        "evaluation.every=1",
+        "checkpoint.every=1",
+        "rollout.engine.logprobs_every=1",
+        f"cluster.start_timeout_s={START_S}",
         f"rollout.engine={{kind: sglang, threads: 1, device: cpu, colocated: true, start_timeout_s: {START_S}}}",
-    )  # fmt: skip
+    )
     assert run.code == 0, run.err
     assert [row["step"] for row in run.metrics] == [0, 1, 2]
     assert all(row["time/handover"] > 0 and "eval/score" in row for row in run.metrics)

@@ -56,8 +56,14 @@ def check_ends(run: Run, model: Path, *, steps: int) -> None:
 
 def test_a_run_on_a_server_given_by_url(lab: Lab, by_url: tuple[str, ...]) -> None:
     """Trained, evaluated, resumed, scored; the server outlives them all."""
-    given = (*LEARNING, *by_url, f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]", "evaluation.max_prompts=8",
-             "evaluation.every=2", "checkpoint.every=1")  # fmt: skip
+    given = (
+        *LEARNING,
+        *by_url,
+        f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]",
+        "evaluation.max_prompts=8",
+        "evaluation.every=2",
+        "checkpoint.every=1",
+    )
     run = lab.train("by url", *given, "training.steps=3")
     assert run.code == 0, run.err
     assert all(
@@ -112,9 +118,22 @@ def test_two_ranks_and_a_server_of_their_own(lab: Lab, tmp_path: Path) -> None:
     secret = "secret-of-this-test"
     model = tmp_path / "model"
     shutil.copytree(lab.model, model)
-    command = [sys.executable, "-m", "rlcore", "train", str(lab.base), f"run.name={name}", f"model.path={model}", *LEARNING,
-               "training.steps=2", "policy.parallel.tensor=2", "cluster.processes_per_node=2", "checkpoint.every=1",
-               f"cluster.start_timeout_s={START_S}", "rollout.engine={kind: sglang, threads: 1, device: cpu}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "rlcore",
+        "train",
+        str(lab.base),
+        f"run.name={name}",
+        f"model.path={model}",
+        *LEARNING,
+        "training.steps=2",
+        "policy.parallel.tensor=2",
+        "cluster.processes_per_node=2",
+        "checkpoint.every=1",
+        f"cluster.start_timeout_s={START_S}",
+        "rollout.engine={kind: sglang, threads: 1, device: cpu}",
+    ]
     environment = {**os.environ, API_KEY: secret, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "terminal").open("w") as terminal:
         code = subprocess.run(

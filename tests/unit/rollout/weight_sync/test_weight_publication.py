@@ -177,8 +177,10 @@ def test_participants_are_told_before_a_pause_and_after_a_whole_version(
     publish_once(sink, model, 3)
     names = [engine.name for engine in engines]
     assert said == [
-        *(("draining", name) for name in names), ("pause", "engine-2"), *(("published", name, 3, 3) for name in names)
-    ]  # fmt: skip
+        *(("draining", name) for name in names),
+        ("pause", "engine-2"),
+        *(("published", name, 3, 3) for name in names),
+    ]
     said.clear()
     sink.prepare(layout(model), only_stale=True)
     sink.cancel()

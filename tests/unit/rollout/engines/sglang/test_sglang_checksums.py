@@ -44,8 +44,14 @@ def attention():
 def test_queries_keys_and_values_are_one_tensor_in_parts_for_each_rank(attention):
     q, k, v = attention.values()
     checksums = told(FusedChecksums(DENSE, ranks=2, dtype=None), attention)
-    whole = [{"a.self_attn.qkv_proj.weight": hash_of(q[r * 4 : r * 4 + 4], k[r * 2 : r * 2 + 2], v[r * 2 : r * 2 + 2])}
-             for r in range(2)]  # fmt: skip
+    whole = [
+        {
+            "a.self_attn.qkv_proj.weight": hash_of(
+                q[r * 4 : r * 4 + 4], k[r * 2 : r * 2 + 2], v[r * 2 : r * 2 + 2]
+            )
+        }
+        for r in range(2)
+    ]
     assert checksums.mismatch(said(*whole)) is None
     assert (
         checksums.mismatch(said(*reversed(whole)))
@@ -85,10 +91,15 @@ def test_what_is_cut_along_its_columns_and_what_every_rank_has():
     assert checksums.mismatch(said(*ranks)) is None
 
 
-@pytest.mark.parametrize(("rows", "ranks", "held"), [
-    (31, 1, [(0, 31, 64)]), (31, 2, [(0, 31, 32), (31, 31, 32)]), (100, 2, [(0, 64, 64), (64, 100, 64)]),
-    (100, 3, [(0, 64, 64), (64, 100, 64), (100, 100, 64)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "ranks", "held"),
+    [
+        (31, 1, [(0, 31, 64)]),
+        (31, 2, [(0, 31, 32), (31, 31, 32)]),
+        (100, 2, [(0, 64, 64), (64, 100, 64)]),
+        (100, 3, [(0, 64, 64), (64, 100, 64), (100, 100, 64)]),
+    ],
+)
 def test_the_vocabulary_is_padded_with_zeros(rows, ranks, held):
     table = torch.randn(rows, 4)
     checksums = told(
@@ -108,8 +119,13 @@ def test_the_vocabulary_is_padded_with_zeros(rows, ranks, held):
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 def test_experts_lie_on_one_another_whatever_the_order_in_which_they_come(key):
     torch.manual_seed(0)
-    experts = {f"m.mlp.experts.{e}.{kind}_proj.weight": torch.randn(*((4, 6) if kind != "down" else (6, 4)))
-               for e in (1, 0, 2) for kind in ("down", "up", "gate")}  # fmt: skip
+    experts = {
+        f"m.mlp.experts.{e}.{kind}_proj.weight": torch.randn(
+            *((4, 6) if kind != "down" else (6, 4))
+        )
+        for e in (1, 0, 2)
+        for kind in ("down", "up", "gate")
+    }
     checksums = told(
         FusedChecksums(DENSE | {"model_type": "qwen3_moe", key: 3}, ranks=2, dtype=None), experts
     )
@@ -118,10 +134,15 @@ def test_experts_lie_on_one_another_whatever_the_order_in_which_they_come(key):
         tensor = experts[f"m.mlp.experts.{e}.{kind}_proj.weight"]
         return tensor.chunk(2, dim=int(kind == "down"))[r]
 
-    ranks = [{
-        "m.mlp.experts.w13_weight": hash_of(*(part(e, kind, r) for e in range(3) for kind in ("gate", "up"))),
-        "m.mlp.experts.w2_weight": hash_of(*(part(e, "down", r) for e in range(3))),
-    } for r in range(2)]  # fmt: skip
+    ranks = [
+        {
+            "m.mlp.experts.w13_weight": hash_of(
+                *(part(e, kind, r) for e in range(3) for kind in ("gate", "up"))
+            ),
+            "m.mlp.experts.w2_weight": hash_of(*(part(e, "down", r) for e in range(3))),
+        }
+        for r in range(2)
+    ]
     assert checksums.mismatch(said(*ranks)) is None
 
 

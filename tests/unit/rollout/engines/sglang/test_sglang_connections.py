@@ -480,9 +480,27 @@ def certificate(tmp_path_factory):
     """Of 127.0.0.1, by itself."""
     path = tmp_path_factory.mktemp("tls") / "both.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", path, "-out", f"{path}.crt", "-days", "2",
-         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-keyout",
+            path,
+            "-out",
+            f"{path}.crt",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=127.0.0.1",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        ],
+        check=True,
+        capture_output=True,
+    )
     path.write_bytes(path.read_bytes() + path.with_name("both.pem.crt").read_bytes())
     return path
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers_programs import REPOSITORY, Program
+from launching.programs import REPOSITORY, Program
 
 EXAMPLE = REPOSITORY / "examples" / "addition"
 RLCORE = (sys.executable, "-m", "rlcore")
@@ -79,10 +79,18 @@ def torchrun(task: Task) -> list[Program]:
 def torchrun_nodes(task: Task) -> list[Program]:
     """Two agents of a rank each; the engine is a node of its own, found through a folder."""
     shared = {
-        "PYTHON": sys.executable, "ENGINES": str(task.scratch / "engines"), "ENGINE_NODES": "1", "NNODES": "2",
-        "GPUS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HOST_ADDRESS": "127.0.0.1",
-        "MAX_RESTARTS": "0", "RLCORE_ENGINE_API_KEY": secrets.token_hex(16), "RLCORE_ENGINE_ADMIN_KEY": secrets.token_hex(16),
-    }  # fmt: skip
+        "PYTHON": sys.executable,
+        "ENGINES": str(task.scratch / "engines"),
+        "ENGINE_NODES": "1",
+        "NNODES": "2",
+        "GPUS_PER_NODE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "HOST_ADDRESS": "127.0.0.1",
+        "MAX_RESTARTS": "0",
+        "RLCORE_ENGINE_API_KEY": secrets.token_hex(16),
+        "RLCORE_ENGINE_ADMIN_KEY": secrets.token_hex(16),
+    }
     trainer = [script("torchrun_multinode.sh"), *task.files, *task.keys]
     engine = [script("engines.sh"), *task.files, *task.server_file, *task.keys]
     return [
@@ -107,7 +115,7 @@ def ray_nodes(task: Task) -> list[Program]:
     on the third.
     """
     sizes = ["cluster.ray.service_cpus=1", "cluster.ray.rank_cpus=1", "cluster.ray.engine_cpus=3"]
-    cluster = [sys.executable, str(REPOSITORY / "benchmarks" / "launchers_cluster.py"), "1,2,3"]
+    cluster = [sys.executable, str(REPOSITORY / "benchmarks" / "launching" / "cluster.py"), "1,2,3"]
     run = [
         *RLCORE,
         "train",

@@ -9,10 +9,25 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGES = (
-    "verl==0.9.1", "tensordict==0.10.0", "omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3", "ray", "torchdata", "pyvers",
-    "cloudpickle", "codetiming", "msgpack", "click", "filelock", "jsonschema", "jsonschema-specifications", "referencing",
-    "rpds-py", "attrs", "accelerate",
-)  # fmt: skip
+    "verl==0.9.1",
+    "tensordict==0.10.0",
+    "omegaconf==2.4.0",
+    "antlr4-python3-runtime==4.9.3",
+    "ray",
+    "torchdata",
+    "pyvers",
+    "cloudpickle",
+    "codetiming",
+    "msgpack",
+    "click",
+    "filelock",
+    "jsonschema",
+    "jsonschema-specifications",
+    "referencing",
+    "rpds-py",
+    "attrs",
+    "accelerate",
+)
 TRL_NOTE = (
     "TRL 1.16.0 has no function to call for any of this: group advantages are lines inside"
     " GRPOTrainer, and its PPO trainer, with GAE and masked whitening, is gone"

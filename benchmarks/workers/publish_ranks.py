@@ -60,12 +60,23 @@ class Engines:
     """The receivers, seen from rank 0."""
 
     def __init__(self, folder: Path, count: int, sizes: list[int]) -> None:
-        config = Config.model_validate({
-            "run": {"name": "bench"}, "model": {"path": str(folder), "dtype": "bf16"}, "data": {"paths": "none"},
-            "training": {"steps": 1},
-            "rollout": {"engine": {"device": "cpu", "threads": 1, "start_timeout_s": LIMIT_S, "count": count}},
-        })  # fmt: skip
-        remote.MODULE = "benchmarks.publish_receiver"
+        config = Config.model_validate(
+            {
+                "run": {"name": "bench"},
+                "model": {"path": str(folder), "dtype": "bf16"},
+                "data": {"paths": "none"},
+                "training": {"steps": 1},
+                "rollout": {
+                    "engine": {
+                        "device": "cpu",
+                        "threads": 1,
+                        "start_timeout_s": LIMIT_S,
+                        "count": count,
+                    }
+                },
+            }
+        )
+        remote.MODULE = "benchmarks.workers.publish_receiver"
         self.engines = [
             RemoteEngine(
                 str(folder),
@@ -127,9 +138,12 @@ class Engines:
         self._sink.finish(self._version)
         ended = time.perf_counter()
         return {
-            "publish": ended - began, "prepare": prepared - began, "waiting": sent - prepared - sending, "sending": sending,
+            "publish": ended - began,
+            "prepare": prepared - began,
+            "waiting": sent - prepared - sending,
+            "sending": sending,
             "finish": ended - sent,
-        }  # fmt: skip
+        }
 
     def broadcast(self) -> float:
         """Seconds for the same bytes in the same pieces, out of warm memory into warm memory."""

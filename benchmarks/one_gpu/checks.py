@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_models import SHAPES, make_batch, make_config, write_model
+from one_gpu.models import SHAPES, make_batch, make_config, write_model
 
 STEP_DEADLINE_S = 600
 # An optimizer step that is linear in the gradient, to read it off the weights: delta = lr * g /
@@ -145,7 +145,7 @@ def check_step(device: str, work: Path, *, toy: bool) -> list[Check]:
     """A GRPO step in fp32, and in bf16 with the distributed optimizer and a offloaded reference,
     against fp32 on the CPU.
     """
-    from gpu_step import one_step
+    from one_gpu.step import one_step
 
     shape = SHAPES["toy" if toy else "small"]
     write_model(work / "model", shape, torch.float32, std=0.05)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import algorithms_batch as batches
 import torch
-from algorithms_loops import pad, unpad
-from algorithms_race import Entry, Goal, Row, Section, agreement, race, ratio
+from estimators import batch as batches
+from estimators.loops import pad, unpad
+from estimators.race import Entry, Goal, Row, Section, agreement, race, ratio
 
 from rlcore.algorithms import EstimatorInputs, build_estimator
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import algorithms_batch as batches
 import torch
-from algorithms_loops import deltas, filter_sequences
-from algorithms_ppo import COPY, GAMMA, KL_COEF, LAM, LFILTER
-from algorithms_race import Entry, Goal, Section, agreement, race, ratio
+from estimators import batch as batches
+from estimators.loops import deltas, filter_sequences
+from estimators.ppo import COPY, GAMMA, KL_COEF, LAM, LFILTER
+from estimators.race import Entry, Goal, Section, agreement, race, ratio
 
 from rlcore.algorithms import (
     approx_kl,

@@ -57,9 +57,16 @@ class Shape:
     def sizes(self) -> ModelShape:
         """What parameters and FLOPs are counted from."""
         return ModelShape(
-            layers=self.layers, hidden=self.hidden, heads=self.heads, groups=self.kv_heads, head_dim=self.head_dim,
-            ffn=self.intermediate, vocab=self.vocab, tied=True, qkv_bias=True,
-        )  # fmt: skip
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            groups=self.kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.intermediate,
+            vocab=self.vocab,
+            tied=True,
+            qkv_bias=True,
+        )
 
 
 SHAPES = {
@@ -80,11 +87,20 @@ def write_model(folder: Path, shape: Shape, dtype: torch.dtype, *, std: float = 
         tensors[name] = (noise + 1 if "norm" in name else noise).to(dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": shape.vocab, "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True, "hidden_act": "silu",
-    }  # fmt: skip
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 

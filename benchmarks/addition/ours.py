@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from addition.recipe import RECIPE
 from process import Finished, run
-from recipe import RECIPE
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = REPOSITORY / "examples" / "addition"
 RLCORE = [sys.executable, "-m", "rlcore"]
 
@@ -123,7 +123,7 @@ def overrides(
 def rescore(output: Path, data: Path, *, threads: int) -> float:
     """Greedy accuracy of the model that a run exported, by the code that scores TRL's."""
     log = output.with_suffix(".rescored")
-    script = REPOSITORY / "benchmarks" / "greedy.py"
+    script = REPOSITORY / "benchmarks" / "addition" / "greedy.py"
     command = [sys.executable, str(script), str(exported(output)), str(data / "heldout.jsonl")]
     run(command, log=log, threads=threads, deadline_s=300)
     return float(log.read_text().split()[-1])

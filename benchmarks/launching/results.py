@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers_programs import REPOSITORY, SHARED
-from launchers_ways import RLCORE
+from launching.programs import REPOSITORY, SHARED
+from launching.ways import RLCORE
 from process import ProgramFailedError
 
 from rlcore.runs.metrics import read_metrics
@@ -21,9 +21,17 @@ GAP = "rollout/train_rollout_logprob_diff"
 WINDOW = 10  # steps of one mean reward
 AUDIT_S = 300
 COLUMNS = (
-    "launcher", "engine", "seed", "accuracy before", "after", f"mean reward, each {WINDOW} steps", "log-prob gap", "versions",
-    "ledger", "seconds",
-)  # fmt: skip
+    "launcher",
+    "engine",
+    "seed",
+    "accuracy before",
+    "after",
+    f"mean reward, each {WINDOW} steps",
+    "log-prob gap",
+    "versions",
+    "ledger",
+    "seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -45,11 +53,17 @@ class Learned:
 
     def cells(self) -> list[str]:
         return [
-            self.launcher, self.engine, str(self.seed), f"{100 * self.before:.1f} %", f"{100 * self.after:.1f} %",
-            ", ".join(f"{reward:.3f}" for reward in self.rewards), f"{self.gap:.0e}",
-            f"1 to {self.versions}" if self.in_order else "OUT OF ORDER", "balanced" if self.balanced else "NOT BALANCED",
+            self.launcher,
+            self.engine,
+            str(self.seed),
+            f"{100 * self.before:.1f} %",
+            f"{100 * self.after:.1f} %",
+            ", ".join(f"{reward:.3f}" for reward in self.rewards),
+            f"{self.gap:.0e}",
+            f"1 to {self.versions}" if self.in_order else "OUT OF ORDER",
+            "balanced" if self.balanced else "NOT BALANCED",
             f"{self.seconds:.0f}",
-        ]  # fmt: skip
+        ]
 
 
 def read(launcher: str, engine: str, seed: int, folder: Path, seconds: float) -> Learned:
@@ -60,24 +74,34 @@ def read(launcher: str, engine: str, seed: int, folder: Path, seconds: float) ->
         for name in ("eval/accuracy", "rollout/reward", GAP)
     )
     return Learned(
-        launcher, engine, seed,
+        launcher,
+        engine,
+        seed,
         before=accuracies[0],
         after=accuracies[-1],
-        rewards=[statistics.fmean(rewards[start : start + WINDOW]) for start in range(0, len(rewards), WINDOW)],
+        rewards=[
+            statistics.fmean(rewards[start : start + WINDOW])
+            for start in range(0, len(rewards), WINDOW)
+        ],
         gap=max(gaps),
         versions=len(versions),
-        in_order=[(one.version, one.step) for one in versions] == [(step + 1, step) for step in range(len(versions))],
+        in_order=[(one.version, one.step) for one in versions]
+        == [(step + 1, step) for step in range(len(versions))],
         balanced=ledger_balances(folder),
         seconds=seconds,
-    )  # fmt: skip
+    )
 
 
 def ledger_balances(folder: Path) -> bool:
     """By `rlcore ledger`, versions and recorded samples included."""
     asked = subprocess.run(
         [*RLCORE, "ledger", str(folder), "--json"],
-        capture_output=True, text=True, cwd=REPOSITORY, env={**os.environ, **SHARED}, timeout=AUDIT_S,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, **SHARED},
+        timeout=AUDIT_S,
+    )
     if asked.returncode not in (0, 1):
         raise ProgramFailedError(
             f"`rlcore ledger {folder}` ended with exit code"

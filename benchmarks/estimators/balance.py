@@ -6,10 +6,10 @@ import heapq
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-import algorithms_batch as batches
 import numpy as np
 import torch
-from algorithms_race import Entry, Goal, Section, race, ratio
+from estimators import batch as batches
+from estimators.race import Entry, Goal, Section, race, ratio
 
 from rlcore.data.packing import balance
 

@@ -2,7 +2,7 @@
 same completion.
 
 It parses nothing but lengths, so that what is measured against it is the client. `python
-benchmarks/null_server.py` prints its port on a line of its own, and ends with its standard input.
+benchmarks/workers/null_server.py` prints its port on a line of its own, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -14,20 +14,36 @@ import sys
 RESPONSE_TOKENS = 8
 VERSION = "1"
 
-COMPLETION = [{
-    "text": "12345678",
-    "output_ids": list(range(1, RESPONSE_TOKENS + 1)),
-    "meta_info": {
-        "id": "0-0-0-0", "finish_reason": {"type": "length", "length": RESPONSE_TOKENS}, "prompt_tokens": 48,
-        "weight_version": VERSION, "num_retractions": 0, "completion_tokens": RESPONSE_TOKENS, "cached_tokens": 0,
-        "weight_versions": [{"version": VERSION, "start": 0, "end": RESPONSE_TOKENS}], "e2e_latency": 0.01,
-        "output_token_logprobs": [[-0.123456789012345, token, None] for token in range(1, RESPONSE_TOKENS + 1)],
-    },
-}]  # fmt: skip
+COMPLETION = [
+    {
+        "text": "12345678",
+        "output_ids": list(range(1, RESPONSE_TOKENS + 1)),
+        "meta_info": {
+            "id": "0-0-0-0",
+            "finish_reason": {"type": "length", "length": RESPONSE_TOKENS},
+            "prompt_tokens": 48,
+            "weight_version": VERSION,
+            "num_retractions": 0,
+            "completion_tokens": RESPONSE_TOKENS,
+            "cached_tokens": 0,
+            "weight_versions": [{"version": VERSION, "start": 0, "end": RESPONSE_TOKENS}],
+            "e2e_latency": 0.01,
+            "output_token_logprobs": [
+                [-0.123456789012345, token, None] for token in range(1, RESPONSE_TOKENS + 1)
+            ],
+        },
+    }
+]
 SERVER_INFO = {
-    "version": "0.5.23", "model_path": "null", "max_req_input_len": 4000, "sampling_mask_max_tokens": 4096,
-    "enable_return_routed_experts": False, "device": "cpu", "dtype": "float32", "tp_size": 1,
-}  # fmt: skip
+    "version": "0.5.23",
+    "model_path": "null",
+    "max_req_input_len": 4000,
+    "sampling_mask_max_tokens": 4096,
+    "enable_return_routed_experts": False,
+    "device": "cpu",
+    "dtype": "float32",
+    "tp_size": 1,
+}
 
 
 def answer(value: object) -> bytes:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import algorithms_batch as batches
 import numpy as np
 import torch
-from algorithms_loops import deltas, filter_sequences, pad, padded_gae, unpad
-from algorithms_race import Entry, Goal, Row, Section, agreement, race, ratio
+from estimators import batch as batches
+from estimators.loops import deltas, filter_sequences, pad, padded_gae, unpad
+from estimators.race import Entry, Goal, Row, Section, agreement, race, ratio
 
 from rlcore.algorithms import approx_kl, build_estimator, discounted_suffix_sum
 

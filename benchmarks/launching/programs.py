@@ -20,11 +20,16 @@ POLL_S = 0.2
 # for what is left when a run has ended: Ray's nodes take up to a minute to see that their head is
 # gone
 END_S = 120.0
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = {
-    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(REPOSITORY),
-}  # fmt: skip
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONPATH": str(REPOSITORY),
+}
 
 
 @dataclass(frozen=True)
