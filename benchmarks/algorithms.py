@@ -1,6 +1,4 @@
-"""How fast the algorithms are, beside plain loops and public libraries, in one process: see
-README.md.
-"""
+"""Times the algorithms beside plain loops and public libraries, in one process (README.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Seconds to an accuracy, in lock-step and ahead of training: `python benchmarks/asynchrony.py
-[--model FOLDER]`.
+"""Measures seconds to an accuracy, in lock-step and ahead of training.
 
 The addition example, GRPO from one warmed-up model, with an engine whose answers come late: by a
 time that is log-normal, the same for a draw of a prompt in every run (`long_tails.py`). Nearly all
@@ -55,9 +54,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. `reached`: seconds and steps until held-out accuracy first was at the level; None:
-    never.
-    """
+    """One run. `reached`: seconds and steps to the accuracy; None if it was never reached."""
 
     seed: int
     reached: tuple[float, int] | None
@@ -86,7 +83,7 @@ GOALS = CASES[:3]  # must reach the level
 
 
 def train(case: Case, seed: int, options: argparse.Namespace, *, steps: int) -> Path:
-    """One run, in this process; returns its folder. Raises SystemExit where it fails."""
+    """Run in this process, and return the run's folder. Raises SystemExit if the run fails."""
     name = f"{case}-seed{seed}"
     arguments = [
         "train",
@@ -119,7 +116,7 @@ def train(case: Case, seed: int, options: argparse.Namespace, *, steps: int) -> 
 
 
 def outcome(folder: Path, seed: int, level: float) -> Outcome:
-    """What a run's folder says of it."""
+    """Read the result of a run from its folder."""
     rows = read_metrics(folder / "metrics.jsonl")
     began = rows[0]["time/from_scratch"] - rows[0]["time/evaluation"]
     evaluated = [row for row in rows if "eval/accuracy" in row]
@@ -164,7 +161,7 @@ def row(case: Case, runs: list[Outcome]) -> str:
 
 
 def verdict(found: dict[Case, list[Outcome]]) -> list[str]:
-    """What speaks against `max_staleness`: nothing, if all is well."""
+    """List the violations of `max_staleness`; empty if there are none."""
     wrong = [
         f"{case}, seed {run.seed}: the ledger does not balance"
         for case, runs in found.items()

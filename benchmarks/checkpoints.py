@@ -1,5 +1,4 @@
-"""How long training stands still for a checkpoint: `python benchmarks/checkpoints.py [--hidden 768]
-[--folder DIR]`.
+"""Measures how long a checkpoint stops training.
 
 One process, a model of about 100 million parameters in fp32 with AdamW's moments (1.3 GB), saved
 alternately while training waits and in the background. Prints for each save how long training
@@ -70,7 +69,7 @@ def build(hidden: int, layers: int, folder: Path) -> MegatronBackend:
 
 
 def save_while_waiting(backend: MegatronBackend, folder: Path) -> tuple[float, float]:
-    """Seconds that training stands still, and of the background: none."""
+    """Return the seconds that training stood still, and 0 for the background."""
     began = time.perf_counter()
     backend.save(folder)
     return time.perf_counter() - began, 0.0

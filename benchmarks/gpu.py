@@ -1,5 +1,4 @@
-"""Started by gpu.sh: checks of the CUDA path, then tokens/s and MFU of Qwen2.5-shaped models on
-packed micro-batches.
+"""Checks the CUDA path, then measures tokens/s and MFU of Qwen2.5 shapes (run by gpu.sh).
 
 The limit is the matmul rate that the same device reaches in the same dtype, measured first; MFU is
 of that rate, with the FLOPs of the model alone: recomputation, also the head's own, counts as lost
@@ -71,7 +70,7 @@ def matmul_rate(size: Size, device: str) -> float:
 def train(
     name: str, size: Size, device: str, rate: float, work: Path, *, recompute: bool
 ) -> dict[str, Any]:
-    """Passes and steps of one model."""
+    """Measure passes and steps of one model."""
     cuda = device != "cpu"
     shape = SHAPES[name]
     folder = work / name
@@ -120,8 +119,8 @@ def show(found: dict[str, Any]) -> None:
     tokens = found["tokens"]
     chosen = found["chosen"]
     print(
-        f"\n{found['model']}: {found['parameters'] / 1e6:.1f} M parameters, {tokens} tokens a step in "
-        f"{found['micro_batches']} micro-batches; {chosen['attention']}, {chosen['layers']}"
+        f"\n{found['model']}: {found['parameters'] / 1e6:.1f} M parameters, {tokens} tokens a step"
+        f" in {found['micro_batches']} micro-batches; {chosen['attention']}, {chosen['layers']}"
     )
     for name, remark in (
         ("update", f"MFU {found['mfu']:.1%} of matmul"),

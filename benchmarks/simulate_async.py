@@ -1,5 +1,4 @@
-"""Asynchronous training simulated, event by event, with the scheduler that runs use: `python
-benchmarks/simulate_async.py`.
+"""Simulates asynchronous training, event by event, with the scheduler that runs use.
 
 Nothing is measured here but the order of things; `async_world.py` says what is simulated. `of the
 bound` is the time that no order of things can beat, max(slot-seconds of the groups trained on /

@@ -1,4 +1,4 @@
-"""Greedy accuracy of a Hugging Face model, by transformers alone. Both sides are scored with it."""
+"""Computes greedy accuracy of a Hugging Face model by transformers, for both sides."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def greedy_accuracy(
 
 
 def is_right(text: str, label: str) -> bool:
-    """rlcore's reward `exact_match`: the text, special tokens left out, is the label; white space
-    around it is ignored.
-    """
+    """Compare text and label as `exact_match` does: without special tokens and spaces."""
     return text.strip() == label.strip()
 
 

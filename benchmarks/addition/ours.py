@@ -1,6 +1,4 @@
-"""rlcore's side of the comparison: the quickstart's configuration files, with the recipe's values
-as overrides.
-"""
+"""Runs rlcore's side of the comparison: the quickstart's files with the recipe as overrides."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ RLCORE = [sys.executable, "-m", "rlcore"]
 
 
 def make_data(work: Path) -> None:
-    """The addition problems, in `work/data`."""
+    """Make the addition problems in `work/data`."""
     run(
         [sys.executable, EXAMPLE / "make_data.py", work / "data"],
         log=work / "data.log",
@@ -27,7 +25,7 @@ def make_data(work: Path) -> None:
 
 
 def warm_up(work: Path, *, threads: int, steps: int = 500, deadline_s: float = 1800.0) -> Path:
-    """A tiny Qwen3 and its supervised warm-up on `work/data`; returns its Hugging Face folder."""
+    """Warm up a tiny Qwen3 by supervised training on `work/data`. Returns its folder."""
     log = work / "warmup.log"
     init = [*RLCORE, "init-model", str(work / "model"), "--preset", "addition", "--overwrite"]
     run(init, log=log, threads=threads, deadline_s=120, cwd=REPOSITORY)
@@ -60,7 +58,7 @@ def train(
     aggregation: str,
     deadline_s: float,
 ) -> Finished:
-    """One run on one rank; metrics in `output/metrics.jsonl`."""
+    """Run on one rank, with metrics in `output/metrics.jsonl`."""
     command = _train(
         ["base.yaml", "grpo.yaml"],
         overrides(model, data, output, seed, steps, threads, aggregation),
@@ -121,7 +119,7 @@ def overrides(
 
 
 def rescore(output: Path, data: Path, *, threads: int) -> float:
-    """Greedy accuracy of the model that a run exported, by the code that scores TRL's."""
+    """Compute the greedy accuracy of an exported model, by the code that scores TRL's."""
     log = output.with_suffix(".rescored")
     script = REPOSITORY / "benchmarks" / "addition" / "greedy.py"
     command = [sys.executable, str(script), str(exported(output)), str(data / "heldout.jsonl")]

@@ -1,5 +1,4 @@
-"""The one recipe that both sides of `end_to_end.py` train by. Imports nothing: it is read in TRL's
-environment too.
+"""The recipe of both sides of `end_to_end.py`. It imports nothing, as TRL's environment reads it.
 
 Every value on which the two differ by default is written out here, so that neither runs on a
 default of its own.

@@ -1,4 +1,4 @@
-"""TRL in a virtual environment of its own, on the same torch and transformers that run rlcore."""
+"""Makes a virtual environment with TRL, on the torch and transformers that run rlcore."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INSTALL_DEADLINE_S = 1800.0
 
 
 def ensure(folder: Path, log: Path) -> Path:
-    """Make the environment unless it is there already, pip's output in `log`; returns its Python.
+    """Make the environment unless it exists, with pip's output in `log`. Returns its Python.
 
     pip takes torch from wherever it is configured to. Where that would be a CUDA build,
     PIP_EXTRA_INDEX_URL can name the index of the CPU builds; GPUs are hidden from the benchmark

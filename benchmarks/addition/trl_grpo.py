@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the addition task, run by the interpreter of TRL's own environment.
+"""Runs TRL's GRPOTrainer on the addition task, in TRL's own environment.
 
 Writes what rlcore writes, one JSON object a step in `metrics.jsonl`, so that `end_to_end.py` reads
 both alike: `time/step` (s, the whole step; evaluation is not in it), `time/generation` (s,

@@ -1,4 +1,4 @@
-"""The load balancer beside Karmarkar-Karp differencing: 8192 sequences into 512 bins."""
+"""Times the load balancer beside Karmarkar-Karp differencing: 8192 sequences into 512 bins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ragged batches to measure on: log-normal lengths, random numbers in the ranges that training has."""
+"""Makes ragged batches: log-normal lengths, and random numbers in the ranges of training."""
 
 from __future__ import annotations
 

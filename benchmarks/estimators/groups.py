@@ -1,4 +1,4 @@
-"""Group estimators on 16384 sequences, beside one sort of their group ids."""
+"""Times group estimators on 16384 sequences, beside one sort of their group ids."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The two plain ways to compute advantages: scipy's filter a sequence at a time, and a loop over
-time of a padded batch.
-"""
+"""Computes advantages in two plain ways: scipy's filter by sequence, a loop over padded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of other libraries, imported as they are; or the reason why not."""
+"""Imports functions of other libraries, or tells why it cannot."""
 
 from __future__ import annotations
 

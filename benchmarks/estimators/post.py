@@ -1,4 +1,4 @@
-"""All that happens to a step of 4 million tokens between the log-probs and the optimizer."""
+"""Times the work between log-probs and optimizer, on a step of 4 million tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `ppo` estimator as a user calls it, beside the bare recurrence and beside loops over time."""
+"""Times the `ppo` estimator beside the bare recurrence and loops over time."""
 
 from __future__ import annotations
 

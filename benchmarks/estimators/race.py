@@ -1,6 +1,4 @@
-"""Time several functions in turn, round after round, so that whatever else the machine does meets
-all of them alike.
-"""
+"""Times several functions in turn, round after round, so that other load hits all alike."""
 
 from __future__ import annotations
 

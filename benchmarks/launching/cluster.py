@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, for one command: `launchers_cluster.py
+"""Starts a Ray cluster of several nodes on this machine for one command: `cluster.py
 CPUS,CPUS,... COMMAND...`.
 
 Every node is a raylet with an address of its own, so that Ray and the run take it for another

@@ -1,6 +1,4 @@
-"""Programs that make one run together, each in the place of a machine: a session, a log and an
-environment of its own.
-"""
+"""Runs programs that stand for machines: each has a session, a log and an environment."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ class Program:
 
 
 def run_together(programs: Sequence[Program], logs: Path, *, deadline_s: float) -> float:
-    """Seconds from the start of all to the end of the first one, which trains. Nothing is left of
-    them.
+    """Run all programs until the first one, which trains, has ended. Returns its seconds.
 
     Raises ProgramFailedError where one fails, ends too early, or takes longer than `deadline_s`.
     """

@@ -1,4 +1,4 @@
-"""What a run of `launchers.py` shows, read from its folder; the table, and what is wrong."""
+"""Reads the results of a run of `launchers.py`, and makes the table and the list of faults."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def read(launcher: str, engine: str, seed: int, folder: Path, seconds: float) ->
 
 
 def ledger_balances(folder: Path) -> bool:
-    """By `rlcore ledger`, versions and recorded samples included."""
+    """Check the ledger by `rlcore ledger`, with versions and recorded samples."""
     asked = subprocess.run(
         [*RLCORE, "ledger", str(folder), "--json"],
         capture_output=True,
@@ -111,19 +111,19 @@ def ledger_balances(folder: Path) -> bool:
 
 
 def line(cells: Sequence[str]) -> str:
-    """Of a table in Markdown."""
+    """Make a row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
 def spread(runs: Sequence[Learned]) -> str:
-    """Of accuracies after the same run with other seeds."""
+    """The range of accuracies over seeds."""
     after = [100 * run.after for run in runs]
     ends = f"{min(after):.1f} to {max(after):.1f} %, mean {statistics.fmean(after):.1f} %"
     return f"{len(after)} seeds of the {runs[0].engine} engine: {ends}"
 
 
 def faults(runs: Sequence[Learned], band: tuple[float, float] | None) -> Iterator[str]:
-    """In words. `band`: of the final accuracy, both ends included; None where it is not judged."""
+    """Describe what is wrong. `band` is the range of a good final accuracy; None accepts any."""
     for run in runs:
         who = f"{run.launcher}, {run.engine}, seed {run.seed}"
         if not run.balanced:

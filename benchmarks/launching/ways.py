@@ -1,5 +1,4 @@
-"""How `launchers.py` starts one and the same run: a way is an entry in WAYS, the real commands and
-scripts of one launcher.
+"""The ways in which `launchers.py` starts a run: an entry in WAYS for each launcher.
 
 Every run has two tensor-parallel trainer ranks and one engine. Nodes are process groups of this
 machine; Ray's have addresses of their own.
@@ -40,13 +39,13 @@ class Task:
 
     @property
     def server_keys(self) -> list[str]:
-        """Of what starts the engine, beside `server_file`."""
+        """Overrides for the engine's command, beside `server_file`."""
         device = ["rollout.engine.device=cpu"] if self.engine == "sglang" else []
         return [*device, f"rollout.engine.start_timeout_s={START_S}"]
 
     @property
     def keys(self) -> list[str]:
-        """Of the trainer."""
+        """Overrides for the trainer's command."""
         return [
             f"run.name={self.name}",
             *(f"{key}={value}" for key, value in self.overrides.items()),
@@ -55,7 +54,7 @@ class Task:
 
     @property
     def whole(self) -> list[str]:
-        """Where one configuration starts everything."""
+        """Overrides for a launcher that starts everything by one configuration."""
         return [*self.files, *self.server_file, *self.keys, *self.server_keys]
 
 
@@ -111,9 +110,7 @@ def ray(task: Task) -> list[Program]:
 
 
 def ray_nodes(task: Task) -> list[Program]:
-    """Three nodes: the service finds room on the first alone, the ranks on the second, the engine
-    on the third.
-    """
+    """Three nodes, with room for the service, the ranks and the engine on one each."""
     sizes = ["cluster.ray.service_cpus=1", "cluster.ray.rank_cpus=1", "cluster.ray.engine_cpus=3"]
     cluster = [sys.executable, str(REPOSITORY / "benchmarks" / "launching" / "cluster.py"), "1,2,3"]
     run = [

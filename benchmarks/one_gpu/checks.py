@@ -1,6 +1,4 @@
-"""Whether a device computes what the CPU does in fp32: attention, head, a whole step, distributed
-optimizer, offload.
-"""
+"""Checks attention, head and a whole step on a device against fp32 on the CPU."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_attention(device: str) -> list[Check]:
-    """The packed attention that the device uses in bf16, forward and backward, against fp32 SDPA on
-    the CPU.
-    """
+    """Check the device's packed attention in bf16, both passes, against fp32 SDPA on the CPU."""
     lengths = [300, 1, 17, 1024, 64]
     generator = torch.Generator().manual_seed(3)
     found = []
@@ -127,7 +123,7 @@ def check_head(device: str) -> list[Check]:
 
 
 def _apart(function: Callable[..., None], *arguments: Any) -> None:
-    """In a process of its own: a device's process group and Megatron's state are of the process."""
+    """Run in a process of its own, since process groups and Megatron's state are global."""
     process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
     process.start()
     process.join(STEP_DEADLINE_S)
@@ -142,9 +138,7 @@ def _apart(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def check_step(device: str, work: Path, *, toy: bool) -> list[Check]:
-    """A GRPO step in fp32, and in bf16 with the distributed optimizer and a offloaded reference,
-    against fp32 on the CPU.
-    """
+    """Check a GRPO step in fp32, and in bf16 with offloading, against fp32 on the CPU."""
     from one_gpu.step import one_step
 
     shape = SHAPES["toy" if toy else "small"]

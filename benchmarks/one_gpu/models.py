@@ -1,6 +1,4 @@
-"""Randomly initialised Qwen2.5-shaped folders, a batch for them, and the configuration that trains
-on it.
-"""
+"""Makes random Qwen2.5-shaped folders, a batch, and the configuration that trains on it."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ class Shape:
 
     @property
     def sizes(self) -> ModelShape:
-        """What parameters and FLOPs are counted from."""
+        """The shape from which parameters and FLOPs are counted."""
         return ModelShape(
             layers=self.layers,
             hidden=self.hidden,
@@ -105,7 +103,7 @@ def write_model(folder: Path, shape: Shape, dtype: torch.dtype, *, std: float = 
 
 
 def make_batch(shape: Shape, pack: int, packs: int, longest: int) -> RolloutBatch:
-    """Sequences of unequal length that fill `packs` packs of `pack` tokens, one after the other.
+    """Make sequences of unequal length that fill `packs` packs of `pack` tokens.
 
     A quarter of each is its prompt; the engine's log-probs are made up.
     """

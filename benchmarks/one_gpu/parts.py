@@ -1,6 +1,4 @@
-"""Where the time of a step goes: every operation of a profile counted for the part of the model
-that asked for it.
-"""
+"""Splits the time of a step: each operation of a profile counts for a part of the model."""
 
 from __future__ import annotations
 

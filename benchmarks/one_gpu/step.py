@@ -1,4 +1,4 @@
-"""One trainer on one device, and a GRPO step of it."""
+"""Builds a trainer on one device, and runs a GRPO step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlcore.trainer.objective import Objective
 
 
 class Trainer:
-    """Policy and reference on `device`, with `batch` loaded: by `plan`, or as the backend plans it."""
+    """Make policy and reference on `device`; load `batch` by `plan` or by the backend's plan."""
 
     def __init__(
         self, config: Config, batch: RolloutBatch, device: str, plan: MinibatchPlan | None
@@ -69,7 +69,7 @@ class Trainer:
 def trainer(
     config: Config, batch: RolloutBatch, device: str, plan: MinibatchPlan | None = None
 ) -> Iterator[Trainer]:
-    """A trainer whose Megatron groups and process group are gone afterwards."""
+    """Yield a trainer, and destroy its process groups afterwards."""
     made = Trainer(config, batch, device, plan)
     try:
         yield made

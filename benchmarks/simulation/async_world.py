@@ -1,5 +1,4 @@
-"""A run without work: engines, slots and trainer as events in time, around the scheduler that runs
-use.
+"""Simulates engines, slots and trainer as events in time, around the runs' own scheduler.
 
 Engines have slots, each makes tokens at a constant rate; a group of responses is started when
 `rollout.collection.scheduler.Scheduler` has room and slots are free. Lengths are log-normal, cut at
@@ -48,7 +47,7 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """From one hand-over to another, after the first few."""
+    """Measurements between hand-overs, without the first few."""
 
     setting: Setting
     seconds: float = 0.0
@@ -60,7 +59,7 @@ class Outcome:
 
     @property
     def bound_s(self) -> float:
-        """No order of things is quicker."""
+        """The least seconds that any schedule takes."""
         return max(self.generated_s / self.setting.slots, self.trained_s)
 
     @property
@@ -83,9 +82,7 @@ class _Group:
 
 
 class Simulation:
-    """Time stands still for the engines while weights are published: they have a clock of their
-    own.
-    """
+    """An engine, with a clock that stands still while weights are published."""
 
     def __init__(self, setting: Setting, max_staleness: int) -> None:
         self.setting = setting
@@ -118,7 +115,7 @@ class Simulation:
         return self.outcome
 
     def _run_to(self, step: int) -> None:
-        """Until its batch is handed over."""
+        """Run until the step's batch is handed over."""
         while self.scheduler.steps_done < step:
             self._start()
             if self.training_ends is not None and self.training_ends <= self._next_event:
@@ -154,7 +151,7 @@ class Simulation:
             self._train()
 
     def _fail(self, engine: int, _: int) -> None:
-        """All that it worked on starts again elsewhere, ahead of what waits."""
+        """Restart all its requests on other engines, ahead of those that wait."""
         del self.free[engine]
         lost = self.running[engine]
         self.waiting.extendleft(reversed(lost.values()))
@@ -167,7 +164,7 @@ class Simulation:
         self._plan_failure(engine)
 
     def _publish(self) -> None:
-        """Generation stands still from here until the new weights are in force."""
+        """Stop generation until the new weights are in force."""
         self.paused_s += self.setting.publish_s
         self.now += self.setting.publish_s
         self.training_ends = None
@@ -197,9 +194,7 @@ class Simulation:
         self.training_ends = self.now + seconds
 
     def _start(self) -> None:
-        """Fill free slots: with what waits, then with new groups while the scheduler has room for
-        them.
-        """
+        """Fill free slots with waiting requests, then with new groups if the scheduler has room."""
         room = self.scheduler.room()
         for engine in sorted(
             (e for e, slots in self.free.items() if slots), key=self.free.__getitem__, reverse=True

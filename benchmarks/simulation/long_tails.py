@@ -1,6 +1,4 @@
-"""Slow generation with a long tail, on a CPU that does little: the embedded engine, whose answers
-are held back.
-"""
+"""Imitates slow generation with a long tail: the embedded engine with delayed answers."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ class LongTailed(EmbeddedEngine):
 
 @contextmanager
 def long_tailed(delay: Delay) -> Iterator[None]:
-    """Runs of this process have such an engine, and give it each request when it has room
-    (`rollout.engine.max_in_flight`).
-    """
+    """Give all runs of this process such an engine, which gets a request when it has room."""
     build = Runners._runner
 
     def one_by_one(self: Runners, *arguments: Any, **options: Any) -> GroupRunner:

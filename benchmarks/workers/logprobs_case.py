@@ -1,5 +1,4 @@
-"""One measurement of `logprobs.py`, in the process that it starts for it: prints a `Measured` as
-JSON.
+"""Makes one measurement of `logprobs.py`, in its own process, and prints it as JSON.
 
 Extra peak memory on a CPU is how far the resident set rises above where it stood before the first
 pass (VmHWM, which /proc/self/clear_refs resets): unlike a tally of tensors it holds the scratch
@@ -41,7 +40,7 @@ class Measured:
 
 
 class _Alone(ProcessGroup):
-    """One tensor-parallel rank."""
+    """The group of one tensor-parallel rank."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -87,7 +86,7 @@ class Machine:
         return time.perf_counter(), time.process_time()
 
     def extra_bytes(self, work: Callable[[], object]) -> int:
-        """How far memory rises during `work`."""
+        """Measure how far memory rises during `work`."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

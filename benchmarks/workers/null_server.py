@@ -1,8 +1,8 @@
-"""A server that speaks as much of SGLang as a client needs, and answers at once, with always the
-same completion.
+"""A stand-in for an SGLang server that answers at once, always with the same completion.
 
-It parses nothing but lengths, so that what is measured against it is the client. `python
-benchmarks/workers/null_server.py` prints its port on a line of its own, and ends with its standard input.
+It parses only lengths, so that measurements show the client. `python
+benchmarks/workers/null_server.py` prints its port on a line of its own, and ends when its standard
+input ends.
 """
 
 from __future__ import annotations

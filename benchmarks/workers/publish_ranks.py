@@ -1,6 +1,4 @@
-"""One trainer rank of publish.py. Rank 0 starts the engine processes, and writes what it measured
-to rounds.json.
-"""
+"""One trainer rank of publish.py. Rank 0 starts the engines and writes rounds.json."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def build_exporter(folder: Path, bucket_bytes: int) -> tuple[WeightExporter, Par
 
 
 class Engines:
-    """The receivers, seen from rank 0."""
+    """The engine processes, as rank 0 uses them."""
 
     def __init__(self, folder: Path, count: int, sizes: list[int]) -> None:
         config = Config.model_validate(
@@ -97,7 +95,7 @@ class Engines:
         self._buffer = torch.zeros(max(sizes), dtype=torch.uint8)
 
     def _join_raw(self) -> WeightGroup:
-        """One group of rank 0 and all engines."""
+        """Make one group of rank 0 and all engines."""
         store, port = open_store(HOST, LIMIT_S)
         address = GroupAddress(HOST, port, 1 + len(self.engines), "gloo", LIMIT_S, "raw")
 
@@ -123,7 +121,7 @@ class Engines:
         return group
 
     def publish(self, exporter: WeightExporter) -> dict[str, float]:
-        """Seconds of a whole publication and of its parts, as rank 0 sees them."""
+        """Measure a whole publication and its parts on rank 0."""
         self._version += 1
         began = time.perf_counter()
         self._sink.prepare(exporter.buckets)
@@ -146,7 +144,7 @@ class Engines:
         }
 
     def broadcast(self) -> float:
-        """Seconds for the same bytes in the same pieces, out of warm memory into warm memory."""
+        """Measure the broadcast of the same bytes in the same pieces, between warm memory."""
 
         async def run() -> None:
             work = [
@@ -166,7 +164,7 @@ class Engines:
             self._raw.send(self._buffer[:size])
 
     def seconds(self) -> dict[str, float]:
-        """On the wire and for applying, of the engine that took longest, since it was asked last."""
+        """Seconds of receiving and applying since the last call, of the slowest engine."""
 
         async def ask() -> list[dict[str, float]]:
             return await asyncio.gather(
@@ -191,14 +189,14 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def all_pids(engines: Engines | None) -> list[int]:
-    """Of both ranks and, on rank 0, of the engines."""
+    """CPU seconds of both ranks and, on rank 0, of the engines."""
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
     return [*pids, *([] if engines is None else [engine.pid for engine in engines.engines])]
 
 
 def gather(parts: list[int], buffer: Tensor) -> float:
-    """Seconds for rank 1's bytes of each bucket to come to rank 0, between warm memory."""
+    """Measure the gather of rank 1's bytes to rank 0, between warm memory."""
     dist.barrier()
     began = time.perf_counter()
     for size in parts:

@@ -1,6 +1,4 @@
-"""The engine process of publish.py: the stock one, which also takes bytes without doing anything
-with them, and has a watch.
-"""
+"""The engine process of publish.py: the stock one with a clock, and with a raw receive."""
 
 from __future__ import annotations
 

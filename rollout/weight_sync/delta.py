@@ -43,6 +43,7 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
         self.last: Manifest | None = None  # of the last publication
 
     async def open(self, engines: Sequence[FollowedReader], buckets: Sequence[Bucket]) -> Failures:
+        """Begin a folder, of changes unless a whole publication is due."""
         self._engines = list(engines)
         since = self._snapshot
         self._snapshot = None  # `complete` sets it again, once the weights are published
@@ -53,6 +54,7 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
         return {}
 
     async def complete(self) -> Failures:
+        """Publish the folder, and have every engine load its follower's folder."""
         folder, self._snapshot, manifest = await asyncio.to_thread(self._take_writer().finish)
         self.last = manifest
         self._since_whole = 0 if manifest.base is None else self._since_whole + manifest.num_bytes
@@ -72,6 +74,7 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
         return answers.failed
 
     async def close(self) -> None:
+        """Remove what was not finished, and our own follower's folder."""
         await super().close()
         if self._follower is not None:
             await asyncio.to_thread(self._follower.close)

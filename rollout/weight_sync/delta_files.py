@@ -153,4 +153,5 @@ def changed_bytes(folder: Path, manifest: Manifest, name: str) -> bytes:
 
 
 def tensor_at(raw: np.ndarray[Any, np.dtype[np.uint8]], spec: TensorSpec) -> Tensor:
+    """Interpret bytes as a tensor, without a copy."""
     return torch.from_numpy(raw).view(spec.torch_dtype).view(spec.shape)

@@ -186,9 +186,13 @@ class FolderReader(Protocol):
 class FolderWriter(Protocol):
     """Writes one publication, bucket after bucket."""
 
-    def add(self, bucket: Bucket, flat: Tensor) -> None: ...
+    def add(self, bucket: Bucket, flat: Tensor) -> None:
+        """Write a bucket."""
+        ...
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """Remove what was written."""
+        ...
 
 
 class FolderTransport(Generic[W]):
@@ -204,12 +208,14 @@ class FolderTransport(Generic[W]):
         self._writer: W | None = None
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        """Write the bucket."""
         if self._writer is None:
             raise self._outside()
         await asyncio.to_thread(self._writer.add, bucket, flat.cpu())
         return {}
 
     async def close(self) -> None:
+        """Remove a publication that was not finished."""
         if self._writer is not None:
             await asyncio.to_thread(self._writer.cancel)
         self._writer = None
@@ -246,11 +252,13 @@ class DiskTransport(FolderTransport[FullWriter]):
         self._loaded: dict[str, Path] = {}  # name of an engine -> the folder of its weights
 
     async def open(self, engines: Sequence[FolderReader], buckets: Sequence[Bucket]) -> Failures:
+        """Begin a folder."""
         await self._begin(lambda: FullWriter(self._folders, buckets))
         self._engines = list(engines)
         return {}
 
     async def complete(self) -> Failures:
+        """Publish the folder, and have every engine load it."""
         folder = await asyncio.to_thread(self._take_writer().finish)
         answers = await ask(
             self._engines, "load_folder", lambda e: e.load_folder(folder), self._timeout_s

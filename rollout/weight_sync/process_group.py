@@ -53,7 +53,9 @@ class GroupEngine(Protocol):
         """
         ...
 
-    async def receive_bucket(self, index: int, flat: None) -> None: ...
+    async def receive_bucket(self, index: int, flat: None) -> None:
+        """Receive bucket `index` over the group, and load it."""
+        ...
 
     async def health(self) -> dict[str, Any]:
         """Tell under `gpu` what identifies its GPU.
@@ -106,14 +108,17 @@ class DistributedTransport:
         return answers.failed | await self._on_links(lambda link: link.join())
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        """Broadcast the bucket in all groups at once."""
         if all(self._links[engine].backend == "gloo" for engine in self._engines):
             flat = flat.cpu()  # once for all
         return await self._on_links(lambda link: link.send(bucket, flat))
 
     async def complete(self) -> Failures:
+        """Do nothing: `send` returns when the bucket is in the model."""
         return {}
 
     async def close(self) -> None:
+        """Close all groups."""
         for link in self._links.values():
             link.close()
         self._links = {}
@@ -178,6 +183,7 @@ class Link:
         return host, *open_store(host, self._timeout_s)
 
     async def send(self, bucket: Bucket, flat: Tensor) -> str | None:
+        """Broadcast the bucket, and wait until the engine has loaded it."""
         group = self.group
         assert group is not None, "open the transport first"
         sending = in_thread(lambda: group.send(flat))
@@ -202,6 +208,7 @@ class Link:
         return None
 
     def close(self) -> None:
+        """Close the group, if there is one."""
         if self.group is not None:
             self.group.close()
             self.group = None

@@ -58,12 +58,14 @@ class TensorTransport:
         self._by_handle = False
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
+        """Ask the engines for their devices."""
         answers = await ask(engines, "health", lambda e: e.health(), self._probe_s)
         self._by_handle = all(health["device"] == "cuda" for health in answers.results.values())
         self._engines = list(engines)
         return answers.failed
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        """Send every engine its payloads."""
         payloads = await asyncio.to_thread(self._payloads, bucket, flat)
         answers = await ask(
             self._engines,
@@ -74,9 +76,11 @@ class TensorTransport:
         return answers.failed
 
     async def complete(self) -> Failures:
+        """Do nothing: `send` returns when the bucket is in the model."""
         return {}
 
     async def close(self) -> None:
+        """Forget the engines."""
         self._engines = []
 
     def _payloads(self, bucket: Bucket, flat: Tensor) -> dict[Engine, list[str]]:

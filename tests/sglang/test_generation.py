@@ -54,7 +54,7 @@ class Asked:
         )
 
     def distributions(self, request: GenerateRequest, completion: Completion) -> torch.Tensor:
-        """Log-probs [m, V] of the full distribution at the request's temperature, by transformers."""
+        """Compute log-probs [m, V] at the request's temperature, by transformers."""
         tokens = torch.tensor(np.concatenate([request.prompt, completion.tokens]), dtype=torch.long)
         with torch.no_grad():
             logits = self.model(tokens[None]).logits[0, len(request.prompt) - 1 : -1].float()
@@ -252,7 +252,7 @@ def test_an_abort_ends_requests_with_what_they_have(asked: Asked) -> None:
 
 @pytest.mark.full
 def test_a_cancelled_call_ends_its_requests_at_the_server(asked: Asked) -> None:
-    """SGLang looks every 4 s whether the connection is still there, so the call must be a long one."""
+    """SGLang looks every 4 s whether the connection is still there, so the call must be long."""
     limits = asked.generation.limits
     long = request(PROMPT, n=96, max_new_tokens=limits.total_tokens - len(PROMPT))
 

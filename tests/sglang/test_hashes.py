@@ -37,7 +37,8 @@ def plain_words(tensor):
 
 words, module._as_uint32_words = module._as_uint32_words, plain_words
 tensors = load_file(sys.argv[1])
-print(json.dumps({name: f"{module.gpu_tensor_hash(tensor.as_subclass(OnGpu)):016x}" for name, tensor in tensors.items()}))
+hashes = {name: module.gpu_tensor_hash(t.as_subclass(OnGpu)) for name, t in tensors.items()}
+print(json.dumps({name: f"{value:016x}" for name, value in hashes.items()}))
 """
 
 

@@ -172,7 +172,8 @@ def test_a_whole_run(tiny_model: Path, tmp_path: Path) -> None:
         "checkpoint.every=1",
         "rollout.engine.logprobs_every=1",
         f"cluster.start_timeout_s={START_S}",
-        f"rollout.engine={{kind: sglang, threads: 1, device: cpu, colocated: true, start_timeout_s: {START_S}}}",
+        "rollout.engine={kind: sglang, threads: 1, device: cpu, colocated: true,"
+        f" start_timeout_s: {START_S}}}",
     )
     assert run.code == 0, run.err
     assert [row["step"] for row in run.metrics] == [0, 1, 2]

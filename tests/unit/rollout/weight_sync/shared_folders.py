@@ -1,4 +1,4 @@
-"""Weights in buckets, a model folder to go with them, and an engine that reads folders of weights."""
+"""Weights in buckets, a model folder for them, and an engine that reads folders of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way weights take, which back end a group has, and what a request's body holds."""
+"""The choice of transport and of a group's back end, and the payload of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of an SGLang server: what is understood, and that nothing else is taken for an answer."""
+"""Answers of an SGLang server: the valid ones are decoded, all others are refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What is looked at in a server that somebody else runs. The server here is scripted; tests/sglang
-has a real one.
+"""The checks of a server that the user runs. The server here is scripted.
+
+tests/sglang has a real one.
 """
 
 from __future__ import annotations

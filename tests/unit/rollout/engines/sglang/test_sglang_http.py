@@ -1,4 +1,4 @@
-"""The client of one server: what its answers and its troubles are taken for."""
+"""The client of one server: how its answers and errors are read."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def completion_of(tokens, reason="length"):
 
 
 class Recorder:
-    """Answers every sample with its number among all, and keeps what it was asked."""
+    """Answers every sample with its index, and records the requests."""
 
     def __init__(self, prefill_reason: str = "length") -> None:
         self.bodies: list[dict] = []

@@ -1,4 +1,4 @@
-"""Who is let through to an SGLang engine, and when nobody is inside."""
+"""The pause gate: which calls reach an SGLang engine, and when none is in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_call_that_waited_is_not_let_through_when_it_is_closed_again_at_once()
         gate.close()
         await gate.emptied()
         await asyncio.sleep(0.01)
-        assert seen == [], "a pause that has found nobody inside must find nobody later"
+        assert seen == [], "a pause that found no call in flight must find none later"
         gate.open()
         await waiting
         assert seen == [1]

@@ -1,4 +1,4 @@
-"""What is sent to an SGLang server, and what is refused before."""
+"""The requests that are sent to an SGLang server, and those that are refused before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = Limits(vocab_size=VOCAB, prompt_tokens=20, total_tokens=30, sampling_ma
 
 
 def body_of(asked: GenerateRequest, attempt: str = "0", cache_key: str | None = None) -> dict:
-    """As the server reads it."""
+    """The body as the server reads it."""
     return orjson.loads(
         orjson.dumps(encode(asked, attempt, cache_key), option=orjson.OPT_SERIALIZE_NUMPY)
     )

@@ -1,5 +1,6 @@
-"""What an SGLang engine asks of its server, in which order, and what becomes of a refusal. The
-server here is scripted.
+"""The calls of an SGLang engine to its server, their order, and refusals.
+
+The server here is scripted.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ BUCKETS = layout(tiny_qwen3())[:2]
 
 
 class Scripted:
-    """A server that remembers what it was asked; `answers[route]` are (status, value) to give, the
-    last one for ever.
+    """A server that records its requests.
+
+    `answers[route]` are the (status, value) that it gives in turn; the last is repeated.
     """
 
     def __init__(self, info):
