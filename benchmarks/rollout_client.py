@@ -2,8 +2,8 @@
 
 The server is a process of its own that answers at once (workers/null_server.py). Each side keeps so
 many requests in flight; the sides take turns, round after round. The bare loop sends the same bytes
-and parses the answer's JSON, but checks nothing. GOAL is the share of its requests/s that training's
-path, through the dispatcher, should reach.
+and parses the answer's JSON, but checks nothing. GOAL is the share of its requests/s that
+training's path, through the dispatcher, should reach.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Runner and rows are those of tests/mutants.py; the cases are tests/parity/mutant_probe.py.
 """
 
-
+# ruff: noqa: E501  (a row reads better whole)
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ The right text occurs once in its file. A row that no longer fits, because its f
 rewritten for the new text; a row is deleted only with the formula that it breaks.
 """
 
-
+# ruff: noqa: E501  (a row reads better whole)
 
 A = "rlcore/algorithms/"
 E = A + "estimators/"

@@ -97,8 +97,7 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
         raise UserError(
             f"{what}: SGLang reports keep-sets only for a top_k of 2 to"
             f" {limits.sampling_mask_tokens}, got {sampling.top_k}: set rollout.sampling.top_k, or"
-            " policy.logprobs.keep_sets to"
-            " false"
+            " policy.logprobs.keep_sets to false"
         )
 
 
