@@ -77,7 +77,7 @@ def publish(
     model: Path,
     version: int,
 ) -> dict[str, Any]:
-    """Load `model` into this world's layout and publish it; what came of it, on rank 0."""
+    """Load `model` into this world's layout and publish it. Returns the result, on rank 0."""
     exporter = export_of(model, layout, parallel)
     if parallel.rank != 0:
         for _ in exporter.export_buckets():

@@ -31,7 +31,7 @@ from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 def command(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[subprocess.Popen[str]]:
-    """`rlcore engine CONFIG`; whatever becomes of the test, it and its server end."""
+    """Run `rlcore engine CONFIG`. It and its server end with the test."""
     for name in (API_KEY, ADMIN_KEY):  # generated, whatever this machine's user has set
         monkeypatch.delenv(name, raising=False)
     config = tmp_path / "run.yaml"

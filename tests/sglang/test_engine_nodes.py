@@ -1,6 +1,4 @@
-"""Two trainer nodes and an engine node, by the real scripts: they find one another by a folder that
-they share.
-"""
+"""Two trainer nodes and an engine node, by the real scripts, meet in a shared folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Two servers of which one stops in the middle of a publication: the other has the weights soon,
-and serves.
-"""
+"""Of two servers, one stops during a publication: the other soon has the weights and serves."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ ENOUGH_S = 3 * LIMIT_S  # for the deadline, the kill, and what is waited for in 
 
 @pytest.fixture
 def doomed(served: Served, tmp_path: Path) -> Iterator[SGLangEngine]:
-    """A server of our own besides the session's."""
+    """A second server besides the session's."""
     server = server_kit.managed(
         served.model, tmp_path / "doomed.log", update_timeout_s=LIMIT_S, health_timeout_s=60.0
     )

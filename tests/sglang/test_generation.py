@@ -48,7 +48,7 @@ class Asked:
         return await self.client.post(f"/{route}", body, timeout_s=60, key="test", admin=True)
 
     def generate(self, *requests: GenerateRequest) -> list[list[Completion]]:
-        """All at once, in one batch of the server."""
+        """Generate all at once, in one batch of the server."""
         return self.served.call(
             gather_or_cancel(*(self.generation.one(request) for request in requests))
         )
@@ -61,7 +61,7 @@ class Asked:
         return (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
 
     def check(self, request: GenerateRequest, completion: Completion) -> None:
-        """Log-probs are transformers' to 1e-4, and version spans cover the response."""
+        """Compare log-probs with transformers' to 1e-4; version spans must cover the response."""
         expected = self.distributions(request, completion)[
             range(len(completion.tokens)), completion.tokens.tolist()
         ]

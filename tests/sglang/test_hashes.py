@@ -1,6 +1,4 @@
-"""Hashes of tensors against SGLang's own code: no server, but the engines' environment; the kernel
-by triton's interpreter.
-"""
+"""Hashes of tensors against SGLang's own code, in the engines' environment, without a server."""
 
 from __future__ import annotations
 

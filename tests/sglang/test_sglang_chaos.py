@@ -1,6 +1,4 @@
-"""Twenty steps with two real servers of which one fails every third step. It takes minutes: a
-server starts in half of one.
-"""
+"""Twenty steps with two real servers, one of which fails every third step. It takes minutes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Trainer and server taking sharing: the real release and resume routes around a offloaded trainer
-(a CPU server frees nothing).
-"""
+"""Trainer and server share a GPU: real release and resume routes, an offloaded trainer."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class Shared:
         return completion
 
     def expected_logprobs(self, completion: Completion) -> torch.Tensor:
-        """By transformers, with the weights that the trainer publishes."""
+        """Compute log-probs by transformers, with the weights that the trainer publishes."""
         model = AutoModelForCausalLM.from_pretrained(self.served.model, dtype=torch.float32).eval()
         weights = {
             n: t
@@ -110,9 +108,7 @@ def shared(served: Served, tmp_path: Path) -> Iterator[Shared]:
 
 
 def test_turns_with_a_real_server(shared: Shared) -> None:
-    """Two steps: the server cannot generate in between, and then every log-prob is that of the
-    weights just published.
-    """
+    """In two steps: the server cannot generate in between, and then has the new weights."""
     sharing = shared.sharing
     sharing.switch_to(GpuPhase.TRAINING)
     seen = []
@@ -139,7 +135,7 @@ def test_turns_with_a_real_server(shared: Shared) -> None:
 
 
 def test_a_checkpoint_in_between_costs_no_publication(shared: Shared) -> None:
-    """The server keeps its weights while its cache is away: it generates on as before."""
+    """The server keeps its weights while its cache is released, and generates as before."""
     sharing = shared.sharing
     sharing.switch_to(GpuPhase.HANDOVER)
     assert shared.publisher.publish(0) == ""

@@ -1,6 +1,4 @@
-"""Whole runs whose responses come from SGLang: a server given by URL, and one that the run starts
-itself.
-"""
+"""Whole runs on SGLang: a server given by URL, and one that the run starts itself."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[
 
 @pytest.fixture
 def by_url(served: Served, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """What makes a run use the session's server."""
+    """Overrides that make a run use the session's server."""
     monkeypatch.setenv(API_KEY, served.keys.api)
     monkeypatch.setenv(ADMIN_KEY, served.keys.admin)
     return (
@@ -88,7 +86,7 @@ def test_a_run_on_a_server_given_by_url(lab: Lab, by_url: tuple[str, ...]) -> No
 
 
 def test_the_tokens_that_top_p_left_reach_the_trainer(lab: Lab, by_url: tuple[str, ...]) -> None:
-    """Log-probs of engine and trainer are over the same sets."""
+    """Engine and trainer normalize log-probs over the same sampling masks."""
     run = lab.train(
         "keep-sets",
         *by_url,
@@ -113,7 +111,7 @@ def test_a_run_with_another_key_is_refused(
 
 
 def test_two_ranks_and_a_server_of_their_own(lab: Lab, tmp_path: Path) -> None:
-    """Tensor parallel; nothing of the server is left behind, and the key is in no file."""
+    """With tensor parallelism: no server process is left behind, and the key is in no file."""
     name = "managed"
     secret = "secret-of-this-test"
     model = tmp_path / "model"
