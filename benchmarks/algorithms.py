@@ -1,6 +1,4 @@
-"""How fast the algorithms are, beside plain loops and public libraries, in one process: see
-README.md.
-"""
+"""Times the algorithms beside plain loops and public libraries, in one process (README.md)."""
 
 from __future__ import annotations
 
@@ -10,21 +8,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import algorithms_balance
-import algorithms_groups
-import algorithms_peers as peers
-import algorithms_post
-import algorithms_ppo
 import torch
-from algorithms_race import Section
+from estimators import balance, groups, peers, post, ppo
+from estimators.race import Section
 from process import busy_seconds
 from report import machine
 
 SECTIONS = {
-    "ppo": algorithms_ppo.measure,
-    "groups": algorithms_groups.measure,
-    "post": algorithms_post.measure,
-    "balance": algorithms_balance.measure,
+    "ppo": ppo.measure,
+    "groups": groups.measure,
+    "post": post.measure,
+    "balance": balance.measure,
 }
 PEERS = Path(__file__).resolve().parents[1] / ".venv-peers"
 
@@ -116,15 +110,27 @@ def _plain(section: Section) -> dict[str, object]:
         "title": section.title,
         "note": section.note,
         "rows": [
-            {"case": r.case, "what": r.what, "median_seconds": r.median, "least_seconds": min(r.seconds),
-             "rounds": len(r.seconds), "agreement": r.agreement}
+            {
+                "case": r.case,
+                "what": r.what,
+                "median_seconds": r.median,
+                "least_seconds": min(r.seconds),
+                "rounds": len(r.seconds),
+                "agreement": r.agreement,
+            }
             for r in section.rows
         ],
         "goals": [
-            {"goal": g.text, "measured": g.measured, "limit": g.limit, "at_least": g.at_least, "reached": g.reached}
+            {
+                "goal": g.text,
+                "measured": g.measured,
+                "limit": g.limit,
+                "at_least": g.at_least,
+                "reached": g.reached,
+            }
             for g in section.goals
         ],
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Seconds to an accuracy, in lock-step and ahead of training: `python benchmarks/asynchrony.py
-[--model FOLDER]`.
+"""Measures seconds to an accuracy, in lock-step and ahead of training.
 
 The addition example, GRPO from one warmed-up model, with an engine whose answers come late: by a
 time that is log-normal, the same for a draw of a prompt in every run (`long_tails.py`). Nearly all
@@ -22,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import ours
-from long_tails import log_normal, long_tailed
+from addition import ours
 from report import machine
+from simulation.long_tails import log_normal, long_tailed
 
 from rlcore import cli
 from rlcore.runs.directory import RunDirectory
@@ -40,16 +39,22 @@ LOSSES = {
 }
 UNAWARE, TIS, ROLLOUT = LOSSES
 COLUMNS = (
-    "k", "old tokens", "seconds to the level", "steps to it", "seconds in all", "accuracy at the end", "staleness, mean", "max",
-    "trainer idle", "ledger",
-)  # fmt: skip
+    "k",
+    "old tokens",
+    "seconds to the level",
+    "steps to it",
+    "seconds in all",
+    "accuracy at the end",
+    "staleness, mean",
+    "max",
+    "trainer idle",
+    "ledger",
+)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. `reached`: seconds and steps until held-out accuracy first was at the level; None:
-    never.
-    """
+    """One run. `reached`: seconds and steps to the accuracy; None if it was never reached."""
 
     seed: int
     reached: tuple[float, int] | None
@@ -78,17 +83,30 @@ GOALS = CASES[:3]  # must reach the level
 
 
 def train(case: Case, seed: int, options: argparse.Namespace, *, steps: int) -> Path:
-    """One run, in this process; returns its folder. Raises SystemExit where it fails."""
+    """Run in this process, and return the run's folder. Raises SystemExit if the run fails."""
     name = f"{case}-seed{seed}"
     arguments = [
-        "train", str(ours.EXAMPLE / "base.yaml"), str(ours.EXAMPLE / "grpo.yaml"), "--overwrite",
-        f"run.name={name}", f"run.dir={options.work}", f"run.seed={seed}", "run.threads=1",
-        f"model.path={options.model}", f"data.paths={options.work / 'data' / 'train.jsonl'}",
-        f"evaluation.paths=[{options.work / 'data' / 'heldout.jsonl'}]", "evaluation.max_prompts=256",
-        f"evaluation.every={options.every}", f"training.steps={steps}", "checkpoint.every=0", "checkpoint.export_hf=false",
-        "tracking.show_samples=0", f"rollout.max_staleness={case.staleness}", "rollout.on_update=in_place",
+        "train",
+        str(ours.EXAMPLE / "base.yaml"),
+        str(ours.EXAMPLE / "grpo.yaml"),
+        "--overwrite",
+        f"run.name={name}",
+        f"run.dir={options.work}",
+        f"run.seed={seed}",
+        "run.threads=1",
+        f"model.path={options.model}",
+        f"data.paths={options.work / 'data' / 'train.jsonl'}",
+        f"evaluation.paths=[{options.work / 'data' / 'heldout.jsonl'}]",
+        "evaluation.max_prompts=256",
+        f"evaluation.every={options.every}",
+        f"training.steps={steps}",
+        "checkpoint.every=0",
+        "checkpoint.export_hf=false",
+        "tracking.show_samples=0",
+        f"rollout.max_staleness={case.staleness}",
+        "rollout.on_update=in_place",
         *LOSSES[case.loss],
-    ]  # fmt: skip
+    ]
     log = options.work / f"{name}.log"
     with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
         code = cli.main(arguments)
@@ -98,7 +116,7 @@ def train(case: Case, seed: int, options: argparse.Namespace, *, steps: int) -> 
 
 
 def outcome(folder: Path, seed: int, level: float) -> Outcome:
-    """What a run's folder says of it."""
+    """Read the result of a run from its folder."""
     rows = read_metrics(folder / "metrics.jsonl")
     began = rows[0]["time/from_scratch"] - rows[0]["time/evaluation"]
     evaluated = [row for row in rows if "eval/accuracy" in row]
@@ -107,12 +125,15 @@ def outcome(folder: Path, seed: int, level: float) -> Outcome:
     steps = [row for row in rows if row["step"] > 0]
     found = audit(RunDirectory(folder))
     return Outcome(
-        seed, reached, rows[-1]["time/from_scratch"] - began, [row["eval/accuracy"] for row in evaluated],
+        seed,
+        reached,
+        rows[-1]["time/from_scratch"] - began,
+        [row["eval/accuracy"] for row in evaluated],
         statistics.fmean(row["rollout/staleness_mean"] for row in steps),
         int(max(row["rollout/staleness_max"] for row in steps)),
         statistics.fmean(row["perf/trainer_idle_fraction"] for row in steps),
         found.contradictions == [] and found.recorded == len(steps),
-    )  # fmt: skip
+    )
 
 
 def row(case: Case, runs: list[Outcome]) -> str:
@@ -125,25 +146,40 @@ def row(case: Case, runs: list[Outcome]) -> str:
     reached = [run.reached for run in runs if run.reached is not None]
     missed = f", {len(runs) - len(reached)} never" if len(reached) < len(runs) else ""
     cells = [
-        str(case.staleness), case.loss if case.staleness else "there are none",
+        str(case.staleness),
+        case.loss if case.staleness else "there are none",
         (spread([seconds for seconds, _ in reached], 1) if reached else "-") + missed,
         spread([float(step) for _, step in reached], 0) if reached else "-",
-        f"{statistics.fmean(run.seconds for run in runs):.1f}", spread([run.accuracy[-1] for run in runs], 3),
-        f"{statistics.fmean(run.staleness_mean for run in runs):.2f}", str(max(run.staleness_max for run in runs)),
+        f"{statistics.fmean(run.seconds for run in runs):.1f}",
+        spread([run.accuracy[-1] for run in runs], 3),
+        f"{statistics.fmean(run.staleness_mean for run in runs):.2f}",
+        str(max(run.staleness_max for run in runs)),
         f"{statistics.fmean(run.trainer_idle for run in runs):.2f}",
         "balanced" if all(run.balanced for run in runs) else "DOES NOT BALANCE",
-    ]  # fmt: skip
+    ]
     return "| " + " | ".join(cells) + " |"
 
 
 def verdict(found: dict[Case, list[Outcome]]) -> list[str]:
-    """What speaks against `max_staleness`: nothing, if all is well."""
-    wrong = [f"{case}, seed {run.seed}: the ledger does not balance" for case, runs in found.items() for run in runs
-             if not run.balanced]  # fmt: skip
-    wrong += [f"{case}, seed {run.seed}: staleness {run.staleness_max}" for case, runs in found.items() for run in runs
-              if run.staleness_max > case.staleness]  # fmt: skip
-    wrong += [f"{case}, seed {run.seed}: the level was never reached" for case in GOALS for run in found[case]
-              if run.reached is None]  # fmt: skip
+    """List the violations of `max_staleness`; empty if there are none."""
+    wrong = [
+        f"{case}, seed {run.seed}: the ledger does not balance"
+        for case, runs in found.items()
+        for run in runs
+        if not run.balanced
+    ]
+    wrong += [
+        f"{case}, seed {run.seed}: staleness {run.staleness_max}"
+        for case, runs in found.items()
+        for run in runs
+        if run.staleness_max > case.staleness
+    ]
+    wrong += [
+        f"{case}, seed {run.seed}: the level was never reached"
+        for case in GOALS
+        for run in found[case]
+        if run.reached is None
+    ]
     seconds = {
         case: statistics.fmean(
             run.reached[0] if run.reached else run.seconds for run in found[case]

@@ -1,5 +1,4 @@
-"""How long training stands still for a checkpoint: `python benchmarks/checkpoints.py [--hidden 768]
-[--folder DIR]`.
+"""Measures how long a checkpoint stops training.
 
 One process, a model of about 100 million parameters in fp32 with AdamW's moments (1.3 GB), saved
 alternately while training waits and in the background. Prints for each save how long training
@@ -32,14 +31,28 @@ def build(hidden: int, layers: int, folder: Path) -> MegatronBackend:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=12, num_key_value_heads=4, head_dim=64,
-        intermediate_size=3 * hidden, vocab_size=32768, max_position_embeddings=1024, tie_word_embeddings=True,
-    )  # fmt: skip
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=3 * hidden,
+        vocab_size=32768,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
-    loaded = load_config([], [
-        "run.name=bench", f"model.path={folder / 'model'}", "model.dtype=fp32", "data.paths=[none]", "training.steps=1",
-        "algorithm.loss.name=sft",
-    ])  # fmt: skip
+    loaded = load_config(
+        [],
+        [
+            "run.name=bench",
+            f"model.path={folder / 'model'}",
+            "model.dtype=fp32",
+            "data.paths=[none]",
+            "training.steps=1",
+            "algorithm.loss.name=sft",
+        ],
+    )
     backend = MegatronBackend(
         loaded.config,
         no_objective,
@@ -56,7 +69,7 @@ def build(hidden: int, layers: int, folder: Path) -> MegatronBackend:
 
 
 def save_while_waiting(backend: MegatronBackend, folder: Path) -> tuple[float, float]:
-    """Seconds that training stands still, and of the background: none."""
+    """Return the seconds that training stood still, and 0 for the background."""
     began = time.perf_counter()
     backend.save(folder)
     return time.perf_counter() - began, 0.0

@@ -1,11 +1,10 @@
-"""Seconds a GRPO step and what is learned, beside TRL's GRPOTrainer: same model, data, batch,
-learning rate, machine, run.
+"""Measures seconds a GRPO step and accuracy beside TRL's GRPOTrainer, on the same data and machine.
 
-    python benchmarks/end_to_end.py                 # five seeds of 40 steps, both sides, alternating
-    python benchmarks/end_to_end.py --quick         # one seed of 10 steps: does it work?
+    python benchmarks/end_to_end.py             # five seeds of 40 steps, both sides, alternating
+    python benchmarks/end_to_end.py --quick     # one seed of 10 steps: does it work?
 
-Makes TRL's environment, the addition problems and a warmed-up model, then trains both from that one
-Hugging Face folder with two threads each, one after the other; which of them goes first changes
+It makes TRL's environment, the addition problems and a warmed-up model, then trains both sides
+from that Hugging Face folder with two threads each, one after the other; the first one changes
 with every seed. Writes `result.json` and `result.md` under --work. Exit code 1: rlcore is slower,
 or mean accuracies lie more than 5 points apart; 2: a run failed.
 """
@@ -19,10 +18,9 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-import ours
-import trl_environment
+from addition import ours, trl_environment
+from addition.recipe import RECIPE, TRL_LOSS_TYPES
 from process import Finished, code_of, run
-from recipe import RECIPE, TRL_LOSS_TYPES
 from report import RunResult, Side, machine, read_run, table, verdict, was_quiet
 
 HERE = Path(__file__).resolve().parent
@@ -63,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
 def train(
     side: str, seed: int, options: argparse.Namespace, model: Path, trl_python: Path | None
 ) -> RunResult:
-    """One side, one seed."""
+    """Run one side with one seed."""
     output = options.work / f"{side}-seed{seed}"
     data = options.work / "data"
     if side == "rlcore":
@@ -107,7 +105,7 @@ def train_trl(
         "--aggregation": options.aggregation,
     }
     flat = [str(word) for pair in arguments.items() for word in pair]
-    command = [*map(str, (python, HERE / "trl_grpo.py", model, data, output)), *flat]
+    command = [*map(str, (python, HERE / "addition" / "trl_grpo.py", model, data, output)), *flat]
     return run(
         command,
         log=output.with_suffix(".log"),

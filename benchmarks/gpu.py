@@ -1,5 +1,4 @@
-"""Started by gpu.sh: checks of the CUDA path, then tokens/s and MFU of Qwen2.5-shaped models on
-packed micro-batches.
+"""Checks the CUDA path, then measures tokens/s and MFU of Qwen2.5 shapes (run by gpu.sh).
 
 The limit is the matmul rate that the same device reaches in the same dtype, measured first; MFU is
 of that rate, with the FLOPs of the model alone: recomputation, also the head's own, counts as lost
@@ -19,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checks import Check, check_attention, check_head, check_step
-from gpu_models import SHAPES, full_packs, make_batch, make_config, write_model
-from gpu_parts import time_by_part
-from gpu_step import trainer
+from one_gpu.checks import Check, check_attention, check_head, check_step
+from one_gpu.models import SHAPES, full_packs, make_batch, make_config, write_model
+from one_gpu.parts import time_by_part
+from one_gpu.step import trainer
 
 
 @dataclass(frozen=True)
@@ -71,16 +70,20 @@ def matmul_rate(size: Size, device: str) -> float:
 def train(
     name: str, size: Size, device: str, rate: float, work: Path, *, recompute: bool
 ) -> dict[str, Any]:
-    """Passes and steps of one model."""
+    """Measure passes and steps of one model."""
     cuda = device != "cpu"
     shape = SHAPES[name]
     folder = work / name
     write_model(folder, shape, torch.bfloat16 if size.dtype == "bf16" else torch.float32)
     batch = make_batch(shape, size.micro_tokens, size.micro_batches, size.longest)
     config = make_config(
-        folder, dtype=size.dtype, micro_tokens=size.micro_tokens, optimizer={"lr": 1e-6, "distributed": True}, offload=True,
+        folder,
+        dtype=size.dtype,
+        micro_tokens=size.micro_tokens,
+        optimizer={"lr": 1e-6, "distributed": True},
+        offload=True,
         recompute=recompute,
-    )  # fmt: skip
+    )
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -97,18 +100,28 @@ def train(
     # an update: forward and backward
     flops = 3.0 * shape.sizes.forward_flops(batch.lengths.tolist(), batch.num_trainable)
     return {
-        "model": name, "parameters": shape.sizes.parameters, "tokens": tokens,
-        "micro_batches": micro_batches, "update_s": update_s, "score_s": score_s, "reference_s": reference_s,
-        "tokens_per_s": tokens / update_s, "mfu": flops / update_s / rate, "peak_bytes": peak, "parts_s": parts,
+        "model": name,
+        "parameters": shape.sizes.parameters,
+        "tokens": tokens,
+        "micro_batches": micro_batches,
+        "update_s": update_s,
+        "score_s": score_s,
+        "reference_s": reference_s,
+        "tokens_per_s": tokens / update_s,
+        "mfu": flops / update_s / rate,
+        "peak_bytes": peak,
+        "parts_s": parts,
         "chosen": chosen,
-    }  # fmt: skip
+    }
 
 
 def show(found: dict[str, Any]) -> None:
     tokens = found["tokens"]
     chosen = found["chosen"]
-    print(f"\n{found['model']}: {found['parameters'] / 1e6:.1f} M parameters, {tokens} tokens a step in "
-          f"{found['micro_batches']} micro-batches; {chosen['attention']}, {chosen['layers']}")  # fmt: skip
+    print(
+        f"\n{found['model']}: {found['parameters'] / 1e6:.1f} M parameters, {tokens} tokens a step"
+        f" in {found['micro_batches']} micro-batches; {chosen['attention']}, {chosen['layers']}"
+    )
     for name, remark in (
         ("update", f"MFU {found['mfu']:.1%} of matmul"),
         ("score", ""),
@@ -166,8 +179,10 @@ def main() -> int:
     if options.micro_tokens is not None:
         size = replace(size, micro_tokens=options.micro_tokens)
     report: dict[str, Any] = {
-        "device": "cpu" if options.toy else torch.cuda.get_device_name(0), "torch": torch.__version__, "size": asdict(size),
-    }  # fmt: skip
+        "device": "cpu" if options.toy else torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "size": asdict(size),
+    }
     print(f"{report['device']}, torch {torch.__version__}", flush=True)
     checks: list[Check] = []
     with tempfile.TemporaryDirectory(prefix="gpu-") as temporary:

@@ -1,13 +1,13 @@
-"""The addition example under every launcher, on real SGLang on the CPU: is as much learned, and
-does every ledger balance?
+"""Runs the addition example under every launcher, on CPU SGLang, and compares what is learned.
 
-    python benchmarks/launchers.py                          # three seeds of the embedded engine, then each launcher on SGLang
-    python benchmarks/launchers.py --only ray,ray-nodes     # some of the launchers; --seeds 0 leaves the seeds out
+    python benchmarks/launchers.py                          # three seeds, then each launcher
+    python benchmarks/launchers.py --only ray,ray-nodes     # some launchers; --seeds 0: no seeds
     python benchmarks/launchers.py --quick                  # 3 steps, one seed: does it work?
 
-Each run is the quickstart's second half (GRPO, 40 steps, two tensor-parallel ranks, one engine),
-from one warmed-up Hugging Face folder, one after the other. Prints Markdown, a row as soon as its
-run has ended, and writes it to `launchers.md` under --work. Exit code 1: a ledger does not balance,
+The seeds run on the embedded engine. Each run is the quickstart's second half (GRPO, 40 steps, two
+tensor-parallel ranks, one engine), from one warmed-up Hugging Face folder, one after the other. The
+script prints a Markdown table, a row as soon as its run has ended, and writes it to `launchers.md`
+under --work. Exit code 1: a ledger does not balance,
 versions are out of order, or a final accuracy lies outside --band; 2: a run failed.
 """
 
@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import ours
-from launchers_programs import REPOSITORY, run_together
-from launchers_report import COLUMNS, Learned, faults, line, read, spread
-from launchers_ways import START_S, WAYS, Task
+from addition import ours
+from launching.programs import REPOSITORY, run_together
+from launching.results import COLUMNS, Learned, faults, line, read, spread
+from launching.ways import START_S, WAYS, Task
 from process import code_of
 from report import machine
 
@@ -75,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def all_runs(model: Path, options: argparse.Namespace) -> Iterator[Learned]:
-    """One after the other: first the embedded engine's seeds, then every launcher."""
+    """Run the embedded engine's seeds, then every launcher, one after the other."""
     for seed in range(1, options.seeds + 1):
         yield train("local", "embedded", seed, model, options)
     for way in options.only:
@@ -86,10 +86,15 @@ def train(way: str, engine: str, seed: int, model: Path, options: argparse.Names
     name = f"{way}-{engine}-seed{seed}"
     data = options.work / "data"
     overrides = {
-        "run.dir": options.work, "run.seed": seed, "model.path": model, "policy.parallel.tensor": 2,
-        "data.paths": data / "train.jsonl", "evaluation.paths": f"[{data / 'heldout.jsonl'}]",
-        "training.steps": QUICK_STEPS if options.quick else STEPS, "cluster.start_timeout_s": START_S,
-    }  # fmt: skip
+        "run.dir": options.work,
+        "run.seed": seed,
+        "model.path": model,
+        "policy.parallel.tensor": 2,
+        "data.paths": data / "train.jsonl",
+        "evaluation.paths": f"[{data / 'heldout.jsonl'}]",
+        "training.steps": QUICK_STEPS if options.quick else STEPS,
+        "cluster.start_timeout_s": START_S,
+    }
     label, programs = WAYS[way]
     # paths of sockets must be short
     with TemporaryDirectory(prefix="rl", dir="/tmp") as scratch:

@@ -1,5 +1,4 @@
-"""The fused LM head beside two plain ones: seconds and extra peak memory of a forward and a
-backward pass.
+"""Measures the fused LM head beside two plain ones: seconds and extra peak memory of both passes.
 
     .venv/bin/python benchmarks/logprobs.py                     # on the CPU, fp32 and bf16
     .venv/bin/python benchmarks/logprobs.py --device cuda --json result.json
@@ -18,7 +17,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from logprobs_case import HEADS, Measured
+from workers.logprobs_case import HEADS, Measured
 
 DTYPES = ("fp32", "bf16")
 MEMORY_SHARE = 1 / 16
@@ -31,8 +30,8 @@ NAMES = {
 
 
 def measure(head: str, dtype: str, arguments: argparse.Namespace) -> Measured:
-    """One process. Raises CalledProcessError or TimeoutExpired; what it wrote to stderr is on ours."""
-    case = Path(__file__).with_name("logprobs_case.py")
+    """Measure in a process of its own. Raises CalledProcessError or TimeoutExpired."""
+    case = Path(__file__).with_name("workers") / "logprobs_case.py"
     command = [sys.executable, str(case), head, dtype]
     for name in ("device", "threads", "tokens", "hidden", "vocabulary", "repeats"):
         command += [f"--{name}", str(getattr(arguments, name))]
@@ -52,7 +51,7 @@ def measure(head: str, dtype: str, arguments: argparse.Namespace) -> Measured:
 
 
 def table(results: dict[str, dict[str, Measured]]) -> str:
-    """Markdown, one row a measurement; "matmuls" are its matmuls alone (`Measured.matmul_seconds`)."""
+    """Make a Markdown table, one row a measurement; "matmuls" is `Measured.matmul_seconds`."""
     lines = [
         "| | seconds | CPU seconds | matmuls | extra peak memory, MiB | of log_softmax's |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -68,9 +67,7 @@ def table(results: dict[str, dict[str, Measured]]) -> str:
 
 
 def missed(results: dict[str, dict[str, Measured]], device: str) -> list[str]:
-    """The goals that were not reached, in words. On a CPU by CPU seconds, which other programs
-    hardly change.
-    """
+    """List the goals that were not reached. On a CPU, CPU seconds are compared."""
     clock = "cpu_seconds" if device == "cpu" else "seconds"
     failures = []
     for dtype, heads in results.items():

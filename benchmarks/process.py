@@ -1,6 +1,4 @@
-"""Run a program with a deadline, its output in a log; say what it took, and whether it had the
-machine to itself.
-"""
+"""Runs a program with a deadline and a log, and measures its time and the machine's load."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ def busy_seconds() -> float:
 
 
 def code_of(main: Callable[[], int | None]) -> int | None:
-    """The exit code of a command: what `main` says, or 2 where a program of it failed, which is
-    printed.
-    """
+    """Return the exit code of `main`, or print the program that failed and return 2."""
     try:
         return main()
     except ProgramFailedError as error:

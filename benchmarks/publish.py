@@ -1,12 +1,11 @@
-"""How long a publication takes: `python benchmarks/publish.py [--layers 24] [--rounds 7]
-[--receivers 1 2]`.
+"""Measures how long a publication takes, beside the raw transfers of the same bytes.
 
 Two Megatron ranks (TP 2) hold a model of the shape of Qwen2.5-0.5B with random weights in bf16, and
 publish it as a run does, to one and to two engine processes over gloo. In the same rounds the same
 processes pass the same number of bytes without anything around it: rank 1 its part to rank 0 (the
 gather), then rank 0 everything to the engines (the broadcast). `ratio` is the time of that, one
 after the other, over the time of a whole publication; above 1 is possible, since a publication
-gathers the next bucket while the last is on the wire. Both take turns, and the medians over rounds
+gathers the next bucket while the last is being sent. Both take turns, and the medians over rounds
 are compared.
 """
 
@@ -33,26 +32,41 @@ DEADLINE_S = 1800.0
 
 
 def write_model(folder: Path, layers: int, vocab: int) -> None:
-    """A config, and a file that stands for weights: they are made up in place."""
+    """Write a config and an empty weights file: the ranks make the weights up."""
     from transformers import Qwen2Config
 
     (folder / "model.safetensors").touch()
     Qwen2Config(
-        hidden_size=896, num_hidden_layers=layers, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864,
-        vocab_size=vocab, max_position_embeddings=1024, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)  # fmt: skip
+        hidden_size=896,
+        num_hidden_layers=layers,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        vocab_size=vocab,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(folder)
 
 
 def run_ranks(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rounds that rank 0 measured."""
+    """Run the ranks, and return the rounds that rank 0 measured."""
     (folder / "settings.json").write_text(json.dumps(settings))
     ranks = []
     for rank in range(2):
         environment = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        command = [sys.executable, str(ROOT / "benchmarks" / "publish_ranks.py"), str(folder)]
+        }
+        command = [
+            sys.executable,
+            str(ROOT / "benchmarks" / "workers" / "publish_ranks.py"),
+            str(folder),
+        ]
         ranks.append(subprocess.Popen(command, env=environment))
     end = time.monotonic() + DEADLINE_S
     try:
@@ -74,7 +88,7 @@ def run_ranks(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def report(receivers: int, num_bytes: int, rounds: Sequence[dict[str, float]], idle: str) -> float:
-    """Print medians; the ratio."""
+    """Print medians, and return the ratio."""
     median = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
     ratios = [(one["raw_gather"] + one["raw_broadcast"]) / one["publish"] for one in rounds]
     ratio = statistics.median(ratios)
@@ -101,7 +115,7 @@ def report(receivers: int, num_bytes: int, rounds: Sequence[dict[str, float]], i
         f" {median['finish']:.3f} s"
     )
     print(
-        f"  by itself: gather and conversion {median['export']:.3f} s; at the engines: on the wire"
+        f"  by itself: gather and conversion {median['export']:.3f} s; at the engines: receiving"
         f" {median['wire']:.3f} s, applied in {median['apply']:.3f} s"
     )
     return ratio
@@ -127,9 +141,14 @@ def main() -> None:
             write_model(folder, arguments.layers, arguments.vocab)
             began = time.monotonic()
             busy = busy_seconds()
-            rounds = run_ranks(folder, {
-                "receivers": receivers, "rounds": arguments.rounds + WARMUP_ROUNDS, "bucket_mb": arguments.bucket_mb,
-            })  # fmt: skip
+            rounds = run_ranks(
+                folder,
+                {
+                    "receivers": receivers,
+                    "rounds": arguments.rounds + WARMUP_ROUNDS,
+                    "bucket_mb": arguments.bucket_mb,
+                },
+            )
             idle = (
                 f"{(busy_seconds() - busy) / (time.monotonic() - began):.1f} of {os.cpu_count()}"
                 " cores busy, ours included"

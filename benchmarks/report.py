@@ -1,4 +1,4 @@
-"""From two piles of metrics.jsonl to the numbers that are compared, a table and a verdict."""
+"""Reads the metrics of both sides, and makes the table and the verdict."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from addition.recipe import RECIPE
 from process import Finished
-from recipe import RECIPE
 
 WARMUP_STEPS = 5  # not timed: allocators, caches and lazy imports settle
 ACCURACY_TOLERANCE = 0.05
@@ -21,7 +21,7 @@ PHASES = ("generation", "training", "publish", "other")
 
 @dataclass(frozen=True)
 class RunResult:
-    """One side, one seed. Seconds are medians over the timed steps unless they say otherwise."""
+    """The numbers of one side and seed. Seconds are medians over the timed steps."""
 
     seed: int
     # from the end of one step to the end of the next, evaluation left out
@@ -123,9 +123,7 @@ class Side:
 
 
 def verdict(ours: Side, theirs: Side) -> dict[str, bool]:
-    """What the benchmark is there to find out; only the steps that both sides evaluated after the
-    start are compared.
-    """
+    """Judge speed and accuracy, over the steps that both sides evaluated after the start."""
     steps = [
         step
         for step in RECIPE.eval_steps
@@ -145,12 +143,12 @@ def verdict(ours: Side, theirs: Side) -> dict[str, bool]:
 
 
 def was_quiet(sides: Sequence[Side]) -> bool:
-    """Whether every run had the machine to itself."""
+    """Whether other programs left the machine alone in every run."""
     return all(run.other_cores <= QUIET_CORES for side in sides for run in side.runs)
 
 
 def table(sides: Sequence[Side]) -> str:
-    """Markdown, one column a side."""
+    """Make a Markdown table, one column a side."""
     lines = [["", *(side.name for side in sides)], ["---", *("---:" for _ in sides)]]
 
     def add(label: str, cells: Sequence[str]) -> None:
@@ -195,7 +193,7 @@ def _range(values: Sequence[float], form: str) -> str:
 
 
 def machine() -> dict[str, object]:
-    """What the seconds were measured on."""
+    """Describe the machine."""
     names = {}
     if Path("/proc/cpuinfo").exists():
         pairs = (

@@ -1,9 +1,9 @@
-"""Requests a second, and CPU time a request, of the client that asks SGLang servers, beside a bare
-aiohttp loop and httpx.
+"""Measures requests/s and CPU time of the client of SGLang servers, beside aiohttp and httpx.
 
-The server is a process of its own that answers at once (null_server.py). Each side keeps so many
-requests in flight; sides take turns, round after round. The goal: what training uses reaches 0.7 of
-the bare loop, which sends the same bytes, reads the answer's JSON and looks at nothing in it.
+The server is a process of its own that answers at once (workers/null_server.py). Each side keeps so
+many requests in flight; the sides take turns, round after round. The bare loop sends the same bytes
+and parses the answer's JSON, but checks nothing. GOAL is the share of its requests/s that
+training's path, through the dispatcher, should reach.
 """
 
 from __future__ import annotations
@@ -123,17 +123,17 @@ async def httpx(url: str, config: EngineConfig) -> AsyncIterator[Send]:
 
 @asynccontextmanager
 async def client(url: str, config: EngineConfig) -> AsyncIterator[Send]:
-    """Requests checked, ids and seeds made, answers checked and decoded."""
-    wire = ServerClient("null", url, KEYS, config=config)
-    generation = await Generation.connect(wire, str(model_folder()))
+    """Check requests, make ids and seeds, check and decode answers."""
+    server = ServerClient("null", url, KEYS, config=config)
+    generation = await Generation.connect(server, str(model_folder()))
     try:
         yield lambda number: generation.one(request(number), cache_key="1")
     finally:
-        await wire.close()
+        await server.close()
 
 
 class Standing:
-    """In place of `ExternalServer`, whose questions the null server cannot answer."""
+    """Replaces `ExternalServer`, whose checks the null server would not pass."""
 
     name = "null"
     managed = False
@@ -153,9 +153,7 @@ class Standing:
 
 @asynccontextmanager
 async def dispatcher(url: str, config: EngineConfig) -> AsyncIterator[Send]:
-    """As training uses it: over the fleet's routing, with retries and deadlines, and the engine's
-    pauses.
-    """
+    """Ask as training does: through the fleet's router, with retries, deadlines and pauses."""
     engine = SGLangEngine(Standing(url), config=config, keys=KEYS, model_path=str(model_folder()))
     fleet = Fleet([engine], config)
     await fleet.start()
@@ -247,7 +245,7 @@ def main() -> None:
     started = time.monotonic()
     busy = busy_seconds()
     server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("null_server.py"))],
+        [sys.executable, str(Path(__file__).with_name("workers") / "null_server.py")],
         stdin=-1,
         stdout=-1,
         text=True,

@@ -1,5 +1,4 @@
-"""Asynchronous training simulated, event by event, with the scheduler that runs use: `python
-benchmarks/simulate_async.py`.
+"""Simulates asynchronous training, event by event, with the scheduler that runs use.
 
 Nothing is measured here but the order of things; `async_world.py` says what is simulated. `of the
 bound` is the time that no order of things can beat, max(slot-seconds of the groups trained on /
@@ -18,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.async_world import Outcome, Setting, Simulation
+from benchmarks.simulation.async_world import Outcome, Setting, Simulation
 
 GOAL = 0.95
 GOAL_STALENESS = 2
@@ -36,18 +35,32 @@ SETTINGS = {
 }
 
 COLUMNS = (
-    "setting", "k", "of the bound", "steps/h", "trainer idle", "engines idle", "staleness, mean", "max", "expired",
+    "setting",
+    "k",
+    "of the bound",
+    "steps/h",
+    "trainer idle",
+    "engines idle",
+    "staleness, mean",
+    "max",
+    "expired",
     "longest, in steps",
-)  # fmt: skip
+)
 
 
 def row(name: str, found: Outcome, max_staleness: int) -> list[str]:
     return [
-        name, str(max_staleness), f"{found.of_bound:.3f}", f"{3600 * found.setting.steps / found.seconds:.2f}",
-        f"{1 - found.trained_s / found.seconds:.3f}", f"{1 - found.busy_s / found.setting.slots / found.seconds:.3f}",
-        f"{statistics.fmean(found.staleness):.2f}", str(max(found.staleness)), str(found.expired),
+        name,
+        str(max_staleness),
+        f"{found.of_bound:.3f}",
+        f"{3600 * found.setting.steps / found.seconds:.2f}",
+        f"{1 - found.trained_s / found.seconds:.3f}",
+        f"{1 - found.busy_s / found.setting.slots / found.seconds:.3f}",
+        f"{statistics.fmean(found.staleness):.2f}",
+        str(max(found.staleness)),
+        str(found.expired),
         f"{found.longest_in_steps:.1f}",
-    ]  # fmt: skip
+    ]
 
 
 def main() -> int:

@@ -123,14 +123,14 @@ class PolicyBackend(Protocol):
 # --- generation -----------------------------------------------------------------------------------
 
 
-class WeightExpectation(Protocol):
-    """The checksum that an engine must return once it has taken every bucket."""
+class WeightVerifier(Protocol):
+    """Checks the checksum of an engine that has taken every bucket."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor that is sent. It is read now, and may be overwritten afterwards."""
 
-    def problem(self, said: Any) -> str | None:
-        """Return what is wrong with an engine whose checksum is `said`, None if nothing is."""
+    def mismatch(self, reported: Any) -> str | None:
+        """Return what is wrong with an engine whose checksum is `reported`, None if nothing is."""
 
 
 class RolloutEngine(Protocol):
@@ -182,15 +182,15 @@ class RolloutEngine(Protocol):
     async def set_version(self, version: int) -> None:
         """Name the version of its weights, which its completions then carry."""
 
-    def expectation(self) -> WeightExpectation:
-        """Make a new expectation, to which the tensors that are sent are added.
+    def verifier(self) -> WeightVerifier:
+        """Make a new verifier, to which the tensors that are sent are added.
 
         Raises:
             ConfigError: the weights of this engine cannot be verified.
         """
 
     async def checksum(self) -> Any:
-        """Return a digest of its weights, for `WeightExpectation.problem`."""
+        """Return a digest of its weights, for `WeightVerifier.mismatch`."""
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Free device memory while paused. Caches are empty afterwards; weights are gone."""

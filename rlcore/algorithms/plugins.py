@@ -153,7 +153,9 @@ class Registry:
             raise AlgorithmError(
                 f"{self.kind} {name!r}: expected a class or a function, got {factory!r}"
             )
-        described: dict[str, Any] = {key: str(getattr(factory, key, "")) for key in ("formula", "source")}
+        described: dict[str, Any] = {
+            key: str(getattr(factory, key, "")) for key in ("formula", "source")
+        }
         registered = {id(plugin.factory): plugin for plugin in self._plugins.values()}
         for base in getattr(factory, "__mro__", (factory,)):
             if id(base) in registered:

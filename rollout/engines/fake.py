@@ -123,7 +123,7 @@ class FakeEngine:
             raise RunFailed(f"{self.name}: {sorted(set(tags) - self.released)} are not released")
         self.released -= set(tags)
 
-    def expectation(self) -> FingerprintVerifier:
+    def verifier(self) -> FingerprintVerifier:
         return FingerprintVerifier(torch.float32)
 
     async def checksum(self) -> str:

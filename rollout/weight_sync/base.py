@@ -1,16 +1,15 @@
-"""How the bytes of one publication reach the engines: the seam between the transaction
-(rollout/weight_sync/publication.py) and its transports.
+"""The seam between a publication (publication.py) and the transports that carry its bytes.
 
 A transport is chosen once for a run. Its methods run on the engines' event loop, one at a time, in
 this order:
 
-    open(engines, buckets)      once a transaction; every engine is paused and has its update open
-    send(bucket, flat)          each bucket, in the one static order
-    complete()                  when it returns, every engine holds all of them; `end_update` comes next
-    close()                     connections are dropped, at the end of the run; what a failure left `open` drops
+    open(engines, buckets)  once a transaction; every engine is paused and has its update open
+    send(bucket, flat)      for each bucket, always in the same order
+    complete()              returns when every engine holds all buckets; `end_update` comes next
+    close()                 drops the connections at the end of the run
 
-Nothing here retries. An engine that fails is named in the answer; the transaction puts it out and
-runs again with the rest.
+After a failure the next `open` cleans up. No transport retries: it returns the engines that failed,
+and the publication excludes them and runs again with the others.
 """
 
 from __future__ import annotations
@@ -26,34 +25,42 @@ from rlcore.errors import RlcoreError
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
 
-GRACE_S = 10.0  # an engine keeps its own deadlines, ours come a little later
+GRACE_S = 10.0  # engines have deadlines of their own; ours come a little later
 
-# an `rlcore.interfaces.RolloutEngine` with the verbs that the transport at hand needs
+# an `rlcore.interfaces.RolloutEngine` with the methods that the transport needs
 Engine = Any
-Failures = dict[Engine, str]  # who did not do its part, and why
+Failures = dict[Engine, str]  # the engines that failed, and why
 
 
 class Transport(Protocol):
-    """Raises PublicationFailed where it breaks by no engine's fault; an engine's fault is told in
-    the answer.
+    """Carries the buckets of one publication after the other to the engines.
+
+    The methods return the failures of single engines. They raise PublicationFailed for a failure
+    that is no engine's.
     """
 
     name: str
 
-    async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures: ...
-
-    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
-        """`flat`: uint8 [num_bytes] on the trainer's device; it stays as it is until this returns."""
+    async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
+        """Begin a publication to `engines`."""
         ...
 
-    async def complete(self) -> Failures: ...
+    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        """Send one bucket. `flat`, uint8 [num_bytes], does not change until this returns."""
+        ...
 
-    async def close(self) -> None: ...
+    async def complete(self) -> Failures:
+        """Return when every engine holds all buckets."""
+        ...
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        ...
 
 
 @dataclass
 class Answers:
-    """What each engine said: a result, or what went wrong."""
+    """The result of each engine, or its error."""
 
     results: dict[Engine, Any] = field(default_factory=dict)
     failed: Failures = field(default_factory=dict)
@@ -62,8 +69,9 @@ class Answers:
 async def ask(
     engines: Sequence[Engine], what: str, call: Callable[[Any], Awaitable[Any]], seconds: float
 ) -> Answers:
-    """`call(engine)` for every engine at once; each has `seconds`, and a little grace for its own
-    deadline to speak first.
+    """Await `call(engine)` for all engines at once.
+
+    Each has `seconds`, and `GRACE_S` more so that its own deadline passes first.
     """
     answers = Answers()
 
@@ -82,4 +90,5 @@ async def ask(
 
 
 def describe(error: BaseException) -> str:
+    """The text of an error of ours; the kind and text of any other."""
     return str(error) if isinstance(error, RlcoreError) else f"{type(error).__name__}: {error}"

@@ -1,6 +1,4 @@
-"""Which transport carries the weights of a run: `rollout.engine.transport`, or what suits the
-engines at hand.
-"""
+"""Chooses the transport of a run: `rollout.engine.transport`, or the best for its engines."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from rollout.weight_sync.serialized import TensorTransport
 def choose_transport(
     config: Config, engines: Sequence[RolloutEngine], *, device: torch.device
 ) -> Transport:
-    """Raises ConfigError where the engines have no common way, or not the one that is configured."""
+    """Make the transport. Raises ConfigError if the engines do not all take it."""
     limit = config.rollout.engine.update_timeout_s
     probe = config.rollout.engine.health_timeout_s
     name = choose_name(config.rollout.engine, [engine.transports for engine in engines])
@@ -48,17 +46,19 @@ def choose_transport(
 
 
 def shared_folder(config: Config) -> Path:
-    """Where weights lie that trainer and engines share."""
+    """The folder for weights that trainer and engines share."""
     given = config.rollout.engine.weights_dir
     return Path(given) if given is not None else Path(config.run.dir) / config.run.name / "weights"
 
 
 def choose_name(config: EngineConfig, offered: Sequence[Sequence[str]]) -> str:
-    """`auto`: the first way of the first engine that all have; where trainer and engines share
-    GPUs, from memory to memory.
+    """Choose the name of a transport that all engines take.
+
+    `auto` stands for the first common one in the first engine's order. If trainer and engines share
+    GPUs, it stands for `tensor`, which goes from memory to memory.
 
     Args:
-        offered: each engine's ways, the preferred one first.
+        offered: the transports of each engine, the preferred one first.
     """
     common = [name for name in offered[0] if all(name in others for others in offered)]
     if not common:

@@ -1,10 +1,10 @@
-"""Only what changed goes through the shared folder; each machine that runs engines keeps whole
-weights of its own.
+"""The delta transport writes only changed weights to the shared folder.
 
-The trainer writes a whole publication first, then changes (delta_files.py), and a whole one again
-when the changes since the last together are larger than it. Managed engines run on the trainer's
-machine and read the folder of its own follower. Where engines are given by URL, whoever runs them
-follows too (`rlcore engine`), and says so in the shared folder.
+Each machine that runs engines has a follower (follower.py) with a whole copy of the weights. The
+trainer writes a whole publication first, then changes (delta_files.py), and a whole one again when
+the changes since the last whole one are larger than it. Managed engines run on the trainer's
+machine and read the folder of its follower. Engines given by URL need a follower on their machine
+(`rlcore engine`), which reports its progress in the shared folder.
 """
 
 from __future__ import annotations
@@ -30,26 +30,23 @@ class FollowedReader(FolderReader, Protocol):
 
 
 class DeltaTransport(FolderTransport[DeltaWriter]):
-    """`rollout.weight_sync.base.Transport`: changes, with the checksum of every tensor that they
-    make.
-    """
+    """A `Transport` by files of changes, with a checksum of every changed tensor."""
 
     name = "delta"
 
     def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
         super().__init__(folders, timeout_s=timeout_s)
         self._engines: list[FollowedReader] = []
-        self._snapshot: Snapshot | None = None  # what the next changes are counted from
-        # bytes of changes since the last whole publication
-        self._since_whole = 0
+        self._snapshot: Snapshot | None = None  # the weights that the next changes refer to
+        self._since_whole = 0  # bytes of changes since the last whole publication
         self._follower: Follower | None = None
-        self.last: Manifest | None = None  # what was written last
+        self.last: Manifest | None = None  # of the last publication
 
     async def open(self, engines: Sequence[FollowedReader], buckets: Sequence[Bucket]) -> Failures:
+        """Begin a folder, of changes unless a whole publication is due."""
         self._engines = list(engines)
-        # back when it holds what was published
         since = self._snapshot
-        self._snapshot = None
+        self._snapshot = None  # `complete` sets it again, once the weights are published
         whole = sum(bucket.num_bytes for bucket in buckets)
         if since is not None and (since.buckets != tuple(buckets) or self._since_whole > whole):
             since = None
@@ -57,6 +54,7 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
         return {}
 
     async def complete(self) -> Failures:
+        """Publish the folder, and have every engine load its follower's folder."""
         folder, self._snapshot, manifest = await asyncio.to_thread(self._take_writer().finish)
         self.last = manifest
         self._since_whole = 0 if manifest.base is None else self._since_whole + manifest.num_bytes
@@ -76,18 +74,22 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
         return answers.failed
 
     async def close(self) -> None:
+        """Remove what was not finished, and our own follower's folder."""
         await super().close()
         if self._follower is not None:
             await asyncio.to_thread(self._follower.close)
 
     async def _follow(self, number: int) -> Path:
-        """Our own follower's folder at publication `number`."""
+        """Bring our own follower to publication `number`. Returns its folder."""
         if self._follower is None:
             self._follower = Follower(self._folders.root)
         return await asyncio.to_thread(self._follower.follow, number)
 
     async def _followed(self, engine: FollowedReader, number: int) -> Path:
-        """The folder of the follower beside an engine, once it holds publication `number`."""
+        """Wait until the follower on an engine's machine holds publication `number`.
+
+        Returns its folder.
+        """
         mine: list[Note] = []
 
         async def wait() -> Path:

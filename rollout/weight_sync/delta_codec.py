@@ -1,11 +1,10 @@
-"""What changed between two versions of a tensor, as bytes.
+"""Encodes the difference between two versions of a tensor.
 
-After a small step most weights in bf16 are what they were, and the others differ in their low bits.
-    So: the distances from
-one changed element to the next, and the exclusive or of old and new there; bytes of equal
-significance side by side, so that zstandard finds the zeros. At a learning rate of 1e-6 that takes
-about 2 % of the tensor. Applied twice it undoes itself: who applies it must know what it is applied
-to, and check the result.
+After a small step most weights in bf16 are the same, and the others differ in their low bits. So
+the code has the distances from one changed element to the next, and the exclusive or of the old and
+new elements. Bytes of equal significance lie side by side, so that zstandard finds the zeros. At a
+learning rate of 1e-6 this takes about 2 % of the tensor. Applied twice, a difference undoes itself:
+the caller must know which version it is applied to, and check the result.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ _LEVEL = 1  # higher ones take longer and find no more
 
 
 class DeltaError(ValueError):
-    """The bytes are not what `encode` makes for a tensor of this size."""
+    """The bytes are no difference of tensors of this size."""
 
 
 def encode(old: Bytes, new: Bytes, itemsize: int) -> bytes:
-    """The difference of two tensors of elements of `itemsize` bytes, uint8 [n] each; b"" where
-    there is none.
-    """
+    """Encode the difference of two tensors, uint8 [n] each; b"" if they are equal."""
     if old.shape != new.shape:
         raise ValueError(f"got {old.shape} and {new.shape} bytes, expected the same number")
     before = _elements(old, itemsize)
@@ -43,7 +40,7 @@ def encode(old: Bytes, new: Bytes, itemsize: int) -> bytes:
 
 
 def apply(delta: bytes, tensor: Bytes, itemsize: int) -> None:
-    """Change `tensor`, uint8 [n], in place. Raises DeltaError; the tensor is of no version then."""
+    """Change `tensor`, uint8 [n], in place. After a DeltaError its content is undefined."""
     elements = _elements(tensor, itemsize)
     at = 0
     for start in range(0, len(elements) if delta else 0, BLOCK):
@@ -94,7 +91,7 @@ def _elements(tensor: Bytes, itemsize: int) -> NDArray[np.integer]:
 
 
 def _planes(values: NDArray[np.integer]) -> bytes:
-    """All lowest bytes, then all next ones, ..."""
+    """Reorder bytes: first all lowest ones, then all next ones, ..."""
     return np.ascontiguousarray(values.view(np.uint8).reshape(-1, values.itemsize).T).tobytes()
 
 

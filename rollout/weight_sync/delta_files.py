@@ -1,9 +1,8 @@
-"""The changes of one publication as a folder, and the record that says what a folder is applied to
-and what it makes.
+"""The files of a publication by changes. A manifest tells what a folder applies to.
 
-    update_000004/      a whole one: safetensors, config, manifest.json
-    update_000005/      what changed since 4: changes.bin, manifest.json
-    update_000006/      what changed since 5
+update_000004/      a whole publication: safetensors, config, manifest.json
+update_000005/      the changes since 4: changes.bin, manifest.json
+update_000006/      the changes since 5
 """
 
 from __future__ import annotations
@@ -27,24 +26,21 @@ from rollout.weight_sync.delta_codec import encode
 from rollout.weight_sync.folders import FullWriter, WeightFolders, number_of
 
 CHANGES = "changes.bin"
-_THREADS = 8  # hashing, comparing and packing let go of the interpreter's lock
+_THREADS = 8  # hashing, comparing and packing release the interpreter's lock
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds."""
+    """The content of a folder."""
 
-    # the number that the changes apply to; None: it is a whole one
-    base: int | None
-    num_bytes: int  # that were written
-    # of every tensor as it is now (rlcore.weights.fingerprint)
-    fingerprints: dict[str, str]
-    # tensor -> (offset, size) in changes.bin
-    changes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    base: int | None  # the publication that the changes apply to; None for a whole publication
+    num_bytes: int  # written
+    fingerprints: dict[str, str]  # of every tensor after the publication (rlcore.weights)
+    changes: dict[str, tuple[int, int]] = field(default_factory=dict)  # offset, size by tensor
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises RunFailed naming the file."""
+        """Read the manifest of a folder. Raises RunFailed naming the file."""
         path = folder / "manifest.json"
         try:
             return cls(**json.loads(path.read_text()))
@@ -54,7 +50,7 @@ class Manifest:
 
 @dataclass
 class Snapshot:
-    """The publication that the next changes are counted from: a copy of all weights in host memory."""
+    """A copy of all weights in host memory, to which the next changes refer."""
 
     buckets: tuple[Bucket, ...]
     flats: list[Tensor]  # uint8 [num_bytes] each
@@ -62,11 +58,10 @@ class Snapshot:
 
 
 class DeltaWriter:
-    """One publication, written whole where there is no `since`, else as what changed since then.
+    """Writes one publication, whole if there is no `since`, else as changes to it.
 
-    `since` is used up: its weights become the new ones while they are written. As with
-        `FullWriter`, `finish` tells what went
-    wrong in `add`.
+    `since` becomes the snapshot of the new weights while they are written. As with `FullWriter`,
+    `finish` raises what went wrong in `add`.
     """
 
     def __init__(
@@ -83,7 +78,7 @@ class DeltaWriter:
         self._failure: OSError | None = None
 
     def add(self, bucket: Bucket, flat: Tensor) -> None:
-        """`flat`: uint8 [num_bytes] on the host; copied."""
+        """Write a bucket. `flat`, uint8 [num_bytes] on the host, is copied."""
         if self._failure is not None:
             return
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -122,7 +117,10 @@ class DeltaWriter:
         before.copy_(after)
 
     def finish(self) -> tuple[Path, Snapshot, Manifest]:
-        """The folder under its name, and what the next changes are counted from. Raises RunFailed."""
+        """Publish the folder. Returns it, and the snapshot for the next changes.
+
+        Raises RunFailed.
+        """
         if self._failure is not None:
             raise self._folders.refused(self._failure)
         if self._full is not None:
@@ -140,14 +138,14 @@ class DeltaWriter:
         return folder, self._snapshot, manifest
 
     def cancel(self) -> None:
-        """Leave nothing of it."""
+        """Remove what was written."""
         if self._full is not None:
             self._full.cancel()
         shutil.rmtree(self._aside, ignore_errors=True)
 
 
 def changed_bytes(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """What `delta_codec.apply` takes for tensor `name`. Raises OSError."""
+    """Read the changes of tensor `name`, for `delta_codec.apply`. Raises OSError."""
     offset, size = manifest.changes[name]
     with (folder / CHANGES).open("rb") as file:
         file.seek(offset)
@@ -155,4 +153,5 @@ def changed_bytes(folder: Path, manifest: Manifest, name: str) -> bytes:
 
 
 def tensor_at(raw: np.ndarray[Any, np.dtype[np.uint8]], spec: TensorSpec) -> Tensor:
+    """Interpret bytes as a tensor, without a copy."""
     return torch.from_numpy(raw).view(spec.torch_dtype).view(spec.shape)

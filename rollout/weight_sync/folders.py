@@ -1,5 +1,7 @@
-"""What the transports over a shared folder have in common: one writer a publication, which takes
-bucket after bucket.
+"""Publications as Hugging Face folders that trainer and engines share.
+
+`WeightFolders` numbers the folders, `FullWriter` fills one, `DiskTransport` has the engines load
+it. The delta transport (delta.py) shares `FolderTransport` and writes most publications smaller.
 """
 
 from __future__ import annotations
@@ -20,84 +22,20 @@ from rlcore.runs.files import remove_tree
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Failures, ask
 
-
-class FolderReader(Protocol):
-    """An engine that loads its weights from a Hugging Face folder."""
-
-    name: str
-
-    async def load_folder(self, folder: Path) -> None:
-        """All weights of `folder` are in the model when this returns; the version is set by nobody
-        yet.
-        """
-        ...
-
-
-class FolderWriter(Protocol):
-    def add(self, bucket: Bucket, flat: Tensor) -> None: ...
-
-    def cancel(self) -> None: ...
-
-
-W = TypeVar("W", bound=FolderWriter)
-
-
-class FolderTransport(Generic[W]):
-    """Everything that blocks on the disk runs in a thread; a writer that was not finished leaves
-    nothing.
-    """
-
-    name: str
-
-    def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
-        self._folders = folders
-        self._timeout_s = timeout_s
-        self._writer: W | None = None
-
-    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
-        if self._writer is None:
-            raise self._outside()
-        await asyncio.to_thread(self._writer.add, bucket, flat.cpu())
-        return {}
-
-    async def close(self) -> None:
-        if self._writer is not None:
-            await asyncio.to_thread(self._writer.cancel)
-        self._writer = None
-
-    async def _begin(self, make: Callable[[], W]) -> None:
-        await FolderTransport.close(self)  # of a publication that was given up
-        self._writer = await asyncio.to_thread(make)
-
-    def _take_writer(self) -> W:
-        if self._writer is None:
-            raise self._outside()
-        writer = self._writer
-        self._writer = None
-        return writer
-
-    def _outside(self) -> RunFailed:
-        return RunFailed(
-            f"weights for transport {self.name} came outside a publication; call open first"
-        )
-
-
 _NAME = re.compile(r"update_(\d{6,})")
+W = TypeVar("W", bound="FolderWriter")
 
 
 class WeightFolders:
-    """`root/update_000001`, `update_000002`, ...: written aside and renamed. Numbers go on where an
-    earlier run stopped.
+    """The folders `root/update_000001`, `update_000002`, ..., written aside and then renamed.
 
-    Nothing is forced onto the disk: these files serve engines that run now, and a machine that
-        loses its power restarts both
-    sides from a checkpoint.
+    Numbers go on where an earlier run stopped. Nothing is forced onto the disk: these files serve
+    engines that run now, and after a power failure both sides restart from a checkpoint. The
+    methods raise RunFailed, naming folder and bytes, where the system refuses.
 
     Args:
-        model: the Hugging Face folder whose config.json goes along. tokenizer: likewise for the
-            tokenizer's files.
-
-    Raises RunFailed, naming folder and bytes, where the system refuses.
+        model: the Hugging Face folder whose config.json goes along.
+        tokenizer: the folder whose tokenizer files go along; `model` if None.
     """
 
     def __init__(self, root: Path, *, model: Path, tokenizer: Path | None = None) -> None:
@@ -107,9 +45,7 @@ class WeightFolders:
         self.last = max((number_of(path) for path in published(self.root)), default=0)
 
     def begin(self, num_bytes: int) -> Path:
-        """An empty folder aside, for about `num_bytes`; one that somebody left half-written is
-        removed.
-        """
+        """Make an empty folder aside, for about `num_bytes`. Half-written ones are removed."""
         aside = self.root / f".update_{self.last + 1:06d}.partial"
         try:
             for old in self.root.glob(".update_*"):
@@ -127,7 +63,7 @@ class WeightFolders:
         return aside
 
     def publish(self, aside: Path) -> Path:
-        """Give the folder its name and number; returns where it is now."""
+        """Give the folder its number, and return its new path."""
         self.last += 1
         folder = self.root / f"update_{self.last:06d}"
         try:
@@ -137,7 +73,7 @@ class WeightFolders:
         return folder
 
     def keep_only(self, needed: Collection[Path]) -> None:
-        """Remove the other folders."""
+        """Remove all other published folders."""
         try:
             for folder in published(self.root):
                 if folder not in needed:
@@ -146,9 +82,7 @@ class WeightFolders:
             raise self.refused(error) from error
 
     def add_companions(self, aside: Path) -> None:
-        """config.json and the tokenizer's files, so that anything that reads Hugging Face folders
-        reads this one.
-        """
+        """Add config.json and the tokenizer's files: they make it a Hugging Face folder."""
         try:
             shutil.copyfile(self._model / "config.json", aside / "config.json")
             copy_companions(aside, self._model, self._tokenizer)
@@ -156,17 +90,31 @@ class WeightFolders:
             raise self.refused(error) from error
 
     def refused(self, error: OSError) -> RunFailed:
+        """The error for a folder that could not be written."""
         return RunFailed(
             f"the weights could not be written to {self.root} (rollout.engine.weights_dir): {error}"
         )
 
 
-class FullWriter:
-    """All tensors of one publication, one shard a bucket. What goes wrong in `add` is told by
-    `finish`.
+def published(root: Path) -> list[Path]:
+    """The published folders, oldest first."""
+    folders = root.iterdir() if root.is_dir() else ()
+    return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=number_of)
 
-    The trainer's other ranks are in the middle of sending: they must be heard to the end before
-    anything is raised.
+
+def number_of(folder: Path) -> int:
+    """The number in the folder's name."""
+    found = _NAME.fullmatch(folder.name)
+    if found is None:
+        raise ValueError(f"{folder}: expected a folder named update_<number>")
+    return int(found[1])
+
+
+class FullWriter:
+    """Writes all tensors of one publication, one shard a bucket.
+
+    `finish` raises what went wrong in `add`: while `add` is called, the trainer's other ranks are
+    in the middle of sending, and they must be allowed to end first.
     """
 
     def __init__(self, folders: WeightFolders, buckets: Sequence[Bucket]) -> None:
@@ -188,7 +136,7 @@ class FullWriter:
             self._failure = error
 
     def finish(self, **files: dict[str, Any]) -> Path:
-        """The folder under its name, with `<key>.json` beside the weights for each of `files`."""
+        """Publish the folder, with `<key>.json` beside the weights for each of `files`."""
         if self._failure is not None:
             raise self._folders.refused(self._failure)
         try:
@@ -202,27 +150,15 @@ class FullWriter:
         return self._folders.publish(self.aside)
 
     def cancel(self) -> None:
-        """Leave nothing of it."""
+        """Remove what was written."""
         self._shards.close()
         shutil.rmtree(self.aside, ignore_errors=True)
 
 
-def published(root: Path) -> list[Path]:
-    """The folders that have a name, oldest first."""
-    folders = root.iterdir() if root.is_dir() else ()
-    return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=number_of)
-
-
-def number_of(folder: Path) -> int:
-    found = _NAME.fullmatch(folder.name)
-    if found is None:
-        raise ValueError(f"{folder}: expected a folder named update_<number>")
-    return int(found[1])
-
-
 def check_sizes(folder: Path, shards: Iterable[Bucket]) -> None:
-    """Raises RunFailed unless each shard has the size that its tensors make: an engine dies of a
-    file that ends early.
+    """Raise RunFailed unless each shard has the size that its tensors make.
+
+    An engine dies of a file that ends early.
     """
     shards = list(shards)
     writer = ShardWriter(folder, shards)
@@ -237,11 +173,74 @@ def check_sizes(folder: Path, shards: Iterable[Bucket]) -> None:
             )
 
 
-class DiskTransport(FolderTransport[FullWriter]):
-    """`rollout.weight_sync.base.Transport`: one folder a publication, which every engine loads at
-    the end of it.
+class FolderReader(Protocol):
+    """An engine that loads its weights from a Hugging Face folder."""
 
-    The folder must have the same path for the trainer and all engines. Older ones are removed when
+    name: str
+
+    async def load_folder(self, folder: Path) -> None:
+        """Load all weights of `folder` into the model; the version is not set yet."""
+        ...
+
+
+class FolderWriter(Protocol):
+    """Writes one publication, bucket after bucket."""
+
+    def add(self, bucket: Bucket, flat: Tensor) -> None:
+        """Write a bucket."""
+        ...
+
+    def cancel(self) -> None:
+        """Remove what was written."""
+        ...
+
+
+class FolderTransport(Generic[W]):
+    """A transport with one writer a publication, which runs in a thread. A writer that was not
+    finished leaves nothing behind.
+    """
+
+    name: str
+
+    def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
+        self._folders = folders
+        self._timeout_s = timeout_s
+        self._writer: W | None = None
+
+    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        """Write the bucket."""
+        if self._writer is None:
+            raise self._outside()
+        await asyncio.to_thread(self._writer.add, bucket, flat.cpu())
+        return {}
+
+    async def close(self) -> None:
+        """Remove a publication that was not finished."""
+        if self._writer is not None:
+            await asyncio.to_thread(self._writer.cancel)
+        self._writer = None
+
+    async def _begin(self, make: Callable[[], W]) -> None:
+        await FolderTransport.close(self)  # the writer of a publication that was given up
+        self._writer = await asyncio.to_thread(make)
+
+    def _take_writer(self) -> W:
+        if self._writer is None:
+            raise self._outside()
+        writer = self._writer
+        self._writer = None
+        return writer
+
+    def _outside(self) -> RunFailed:
+        return RunFailed(
+            f"weights for transport {self.name} came outside a publication; call open first"
+        )
+
+
+class DiskTransport(FolderTransport[FullWriter]):
+    """A `Transport` by one folder a publication, which every engine loads at the end.
+
+    The folder must have the same path for the trainer and all engines. A folder is removed when
     each engine that is still served has loaded a newer one.
     """
 
@@ -250,14 +249,16 @@ class DiskTransport(FolderTransport[FullWriter]):
     def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
         super().__init__(folders, timeout_s=timeout_s)
         self._engines: list[FolderReader] = []
-        self._loaded: dict[str, Path] = {}  # engine -> the folder that its weights came from
+        self._loaded: dict[str, Path] = {}  # name of an engine -> the folder of its weights
 
     async def open(self, engines: Sequence[FolderReader], buckets: Sequence[Bucket]) -> Failures:
+        """Begin a folder."""
         await self._begin(lambda: FullWriter(self._folders, buckets))
         self._engines = list(engines)
         return {}
 
     async def complete(self) -> Failures:
+        """Publish the folder, and have every engine load it."""
         folder = await asyncio.to_thread(self._take_writer().finish)
         answers = await ask(
             self._engines, "load_folder", lambda e: e.load_folder(folder), self._timeout_s

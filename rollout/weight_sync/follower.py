@@ -1,10 +1,9 @@
-"""The engines' side of the `delta` transport: a local folder of whole weights that follows what the
-trainer publishes.
+"""The engines' side of the delta transport: a local folder of whole weights, kept up to date.
 
-Whoever manages engines on a machine runs one (the trainer for its own, `rlcore engine` elsewhere).
-It copies the newest whole publication once, then applies changes in place; a tensor counts when its
-checksum is the one that the trainer wrote down. Where anything is missing or damaged it begins
-again from the whole publication.
+Each machine with engines runs one follower: the trainer for its own engines, `rlcore engine`
+elsewhere. It copies the newest whole publication once, then applies changes in place, and compares
+the checksum of each tensor with the trainer's. If anything is missing or damaged, it begins again
+from the whole publication.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from rollout.weight_sync.delta_files import Manifest, changed_bytes, tensor_at
 from rollout.weight_sync.folders import number_of, published
 
 POLL_S = 0.1
-NOTES = "followers"  # folder of the notes in which followers say how far they are
+NOTES = "followers"  # folder of the notes in which followers report their progress
 
 logger = logging.getLogger(__name__)
 
 
 class Damaged(Exception):
-    """A folder of the chain, or the local one, is not what its manifest says."""
+    """A published folder, or the local one, does not agree with its manifest."""
 
 
 class Follower:
@@ -58,8 +57,9 @@ class Follower:
         return number_of(folders[-1]) if folders else None
 
     def follow(self, number: int) -> Path:
-        """Bring `folder` to publication `number`. Raises RunFailed where the shared folder does not
-        allow that.
+        """Bring `folder` to publication `number`, and return it.
+
+        Raises RunFailed if the shared folder does not have what that takes.
         """
         if self.number == number:
             return self.folder
@@ -86,9 +86,7 @@ class Follower:
         self.number = None
 
     def _walk(self, number: int) -> None:
-        """From where we are, or else from the last whole publication, over each change up to
-        `number`.
-        """
+        """Apply each change up to `number`, from our own number or the last whole publication."""
         steps: list[tuple[Path, Manifest]] = []
         at: int | None = number
         while at is not None and at != self.number:
@@ -124,7 +122,7 @@ class Follower:
         self._check(manifest, manifest.fingerprints)
 
     def _change(self, folder: Path, manifest: Manifest) -> None:
-        self.number = None  # until all changes are applied the folder is of no publication
+        self.number = None  # until all changes are applied, the folder is no publication
         for name in manifest.changes:
             place = self._places.get(name)
             if place is None:
@@ -160,17 +158,17 @@ class Follower:
 
 @dataclass(frozen=True)
 class Note:
-    """How far a follower is, as it tells the trainer in the shared folder."""
+    """The progress of a follower, as it reports it to the trainer in the shared folder."""
 
     host: str
     urls: list[str]  # of the engines that read its folder
     number: int | None
     folder: str
-    error: str | None = None  # why it did not get further
+    error: str | None = None  # why it does not hold the newest publication
 
 
 async def keep_following(shared: Path, urls: Sequence[str]) -> None:
-    """Follow every publication, and say so in the shared folder; until it is cancelled."""
+    """Follow every publication, and report it in the shared folder, until cancelled."""
     follower = Follower(shared)
     note_path = shared / NOTES / f"{socket.gethostname()}-{os.getpid()}.json"
     note_path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +181,7 @@ async def keep_following(shared: Path, urls: Sequence[str]) -> None:
                 error = None
                 try:
                     await asyncio.to_thread(follower.follow, newest)
-                # recovery: the trainer is told, the next publication may be whole
+                # recovery: the note tells the trainer; the next publication may be whole
                 except RunFailed as failure:
                     error = str(failure)
                     logger.warning("%s", failure)
@@ -198,6 +196,7 @@ async def keep_following(shared: Path, urls: Sequence[str]) -> None:
 
 
 def read_notes(shared: Path) -> list[Note]:
+    """The notes of all followers."""
     notes = []
     for path in sorted((shared / NOTES).glob("*.json")):
         try:
@@ -208,9 +207,9 @@ def read_notes(shared: Path) -> list[Note]:
 
 
 def local_folder(shared: Path) -> Path:
-    """A folder of this process in memory, where the system has one, else among temporary files.
+    """Choose this process's folder: in shared memory if there is any, else for temporary files.
 
-    What processes of the same `shared` left behind when they died is removed.
+    Folders that dead processes with the same `shared` left behind are removed.
     """
     memory = Path("/dev/shm")
     root = memory if memory.is_dir() else Path(tempfile.gettempdir())

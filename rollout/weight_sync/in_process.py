@@ -11,7 +11,7 @@ from rollout.weight_sync.base import Engine, Failures, ask
 
 
 class CopyTransport:
-    """`rollout.weight_sync.base.Transport` for embedded engines in this process."""
+    """A `Transport` for embedded engines in this process."""
 
     name = "copy"
 
@@ -20,10 +20,12 @@ class CopyTransport:
         self._engines: list[Engine] = []
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
+        """Remember the engines."""
         self._engines = list(engines)
         return {}
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        """Have every engine copy the bucket."""
         answers = await ask(
             self._engines,
             "receive_bucket",
@@ -33,7 +35,9 @@ class CopyTransport:
         return answers.failed
 
     async def complete(self) -> Failures:
+        """Do nothing: `send` returns when the bucket is in the model."""
         return {}
 
     async def close(self) -> None:
+        """Forget the engines."""
         self._engines = []

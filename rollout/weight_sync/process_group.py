@@ -1,10 +1,11 @@
 """Engines in other processes take each bucket over a process group: NCCL between different GPUs,
 else gloo.
 
-Each engine has a group of its own with the trainer, and all send at once. In one group of all,
-those that wait for a member that hangs could not be freed from our side (neither gloo nor NCCL lets
-go of a collective whose other ranks are alive), and SGLang sets no deadline of its own. The price
-is that every engine's copy leaves the trainer's device.
+`DistributedTransport` has one `Link` an engine: a `WeightGroup` of the trainer and that engine, and
+all links send at once. In one common group, an engine that hangs would hold up the others, and we
+could not free them: neither gloo nor NCCL lets go of a collective whose other ranks are alive, and
+SGLang sets no deadline of its own. The price is that every engine's copy leaves the trainer's
+device.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, ask
 
 JOIN_S = 60.0  # for both sides to meet, at most
+POLL_S = 0.001
+WATCHDOG_FACTOR = 4  # NCCL's own watchdog ends the process: it must come well after our deadline
 
+Backend = Literal["gloo", "nccl"]
 T = TypeVar("T")
 
 
@@ -38,30 +42,43 @@ class GroupEngine(Protocol):
     """An engine that can be in a process group for weights."""
 
     name: str
-    # where it is reached; the trainer is told to it as what it is on the way there
-    url: str
-    # how many ranks of the group are its own: one for each of its tensor-parallel ranks
-    group_ranks: int
-    # the name of the group that it is in; None again when it was started or connected anew
-    in_group: str | None
+    url: str  # where it is reached; the way there tells which address of ours it can reach
+    group_ranks: int  # how many ranks of the group are its own: its tensor-parallel ranks
+    in_group: str | None  # the name of its group; None again after a start or a new connection
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
-        """Enter the group with the ranks from `rank` on, leaving the group before; returns when all
-        of it are there.
+        """Leave the current group and enter another, with the ranks from `rank` on.
+
+        Returns when all ranks of the group are there.
         """
         ...
 
-    async def receive_bucket(self, index: int, flat: None) -> None: ...
+    async def receive_bucket(self, index: int, flat: None) -> None:
+        """Receive bucket `index` over the group, and load it."""
+        ...
 
     async def health(self) -> dict[str, Any]:
-        """`gpu`: what tells its GPU from others', None on the CPU or where it shares one with the
-        trainer.
+        """Tell under `gpu` what identifies its GPU.
+
+        None stands for the CPU, and for a GPU that it shares with the trainer.
         """
         ...
+
+
+@dataclass(frozen=True)
+class GroupAddress:
+    """Where and how a group meets; JSON-able through `dataclasses.asdict`."""
+
+    host: str
+    port: int
+    world_size: int
+    backend: Backend
+    timeout_s: float  # for the meeting, and for each broadcast
+    name: str = "weights"  # SGLang makes no second group of a name, even after the trainer died
 
 
 class DistributedTransport:
-    """`rollout.weight_sync.base.Transport` for every `GroupEngine`.
+    """A `Transport` for every `GroupEngine`.
 
     Args:
         device: where the trainer's buckets are.
@@ -76,10 +93,10 @@ class DistributedTransport:
         self._timeout_s = timeout_s
         self._probe_s = probe_s
         self._links: dict[Engine, Link] = {}
-        self._engines: list[Engine] = []  # of the transaction at hand
+        self._engines: list[Engine] = []  # in the current transaction
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
-        """Groups that are whole from an earlier time are kept."""
+        """Join a group with each engine, unless one from an earlier publication is still whole."""
         for engine in [engine for engine, link in self._links.items() if not link.is_whole]:
             self._links.pop(engine).close()
         new = [engine for engine in engines if engine not in self._links]
@@ -91,14 +108,17 @@ class DistributedTransport:
         return answers.failed | await self._on_links(lambda link: link.join())
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        """Broadcast the bucket in all groups at once."""
         if all(self._links[engine].backend == "gloo" for engine in self._engines):
             flat = flat.cpu()  # once for all
         return await self._on_links(lambda link: link.send(bucket, flat))
 
     async def complete(self) -> Failures:
+        """Do nothing: `send` returns when the bucket is in the model."""
         return {}
 
     async def close(self) -> None:
+        """Close all groups."""
         for link in self._links.values():
             link.close()
         self._links = {}
@@ -109,18 +129,10 @@ class DistributedTransport:
         return {engine: why for engine, why in zip(self._engines, reasons) if why is not None}
 
 
-def choose_backend(trainer: str | None, engine: str | None) -> Backend:
-    """NCCL needs a GPU on each side, and not the same one.
-
-    Args:
-        trainer, engine: what tells its GPU from others'; None where it has none of its own.
-    """
-    return "gloo" if trainer is None or engine is None or trainer == engine else "nccl"
-
-
 class Link:
-    """The process group of the trainer, rank 0, and one engine. What it does tells why the engine
-    failed, or None.
+    """The process group of the trainer, rank 0, and one engine.
+
+    `join` and `send` return why the engine failed, or None.
     """
 
     def __init__(
@@ -134,7 +146,7 @@ class Link:
 
     @property
     def is_whole(self) -> bool:
-        """Not where the engine was started again since: its new process knows of no group."""
+        """Whether both sides are in it. An engine that was started again is in no group."""
         return (
             self.group is not None
             and self.group.is_open
@@ -142,7 +154,7 @@ class Link:
         )
 
     async def join(self) -> str | None:
-        """Make the group unless it is there."""
+        """Make the group unless it is whole."""
         if self.is_whole:
             return None
         limit = min(self._timeout_s, JOIN_S)
@@ -171,6 +183,7 @@ class Link:
         return host, *open_store(host, self._timeout_s)
 
     async def send(self, bucket: Bucket, flat: Tensor) -> str | None:
+        """Broadcast the bucket, and wait until the engine has loaded it."""
         group = self.group
         assert group is not None, "open the transport first"
         sending = in_thread(lambda: group.send(flat))
@@ -178,11 +191,11 @@ class Link:
             why = await self._asked(
                 "receive_bucket", lambda e: e.receive_bucket(bucket.index, None), self._timeout_s
             )
-        # half a bucket is on its way: the group is of no use to the next publication
+        # half a bucket may have been sent: the next publication needs a new group
         except asyncio.CancelledError:
             self.close()
             raise
-        # nobody waits for our side, which may hang until its own deadline
+        # our side may hang until its own deadline, and is not waited for
         if why is not None:
             sending.add_done_callback(lambda done: done.exception())
             self.close()
@@ -195,6 +208,7 @@ class Link:
         return None
 
     def close(self) -> None:
+        """Close the group, if there is one."""
         if self.group is not None:
             self.group.close()
             self.group = None
@@ -203,29 +217,16 @@ class Link:
         return (await ask([self.engine], what, call, seconds)).failed.get(self.engine)
 
 
-def own_address(url: str) -> str:
-    """The address under which the server at `url` reaches this machine: the one that packets to it
-    carry. Sends none.
-    """
-    parts = urlsplit(url)
-    family, kind, protocol, _, there = socket.getaddrinfo(
-        parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind, protocol) as way:
-        way.connect(there)
-        address = str(way.getsockname()[0])
-    return "127.0.0.1" if ipaddress.ip_address(address).is_loopback else address
-
-
 def close_late(meeting: asyncio.Future[WeightGroup]) -> None:
-    """The group came together, if it did, when nobody wanted it any more."""
+    """Close a group that came together after it was given up."""
     if meeting.exception() is None:
         meeting.result().close()
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """The result of `work` in a thread of its own, which may outlive us: it ends at a deadline that
-    nobody waits for.
+    """Run `work` in a thread of its own, which may outlive the event loop.
+
+    The thread ends at a deadline of its own, which is not waited for.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -242,40 +243,22 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         error: BaseException | None = None
         try:
             result = work()
-        except BaseException as failure:  # noqa: BLE001 - recovery: for whoever waits, who would else wait forever
+        except BaseException as failure:  # noqa: BLE001 - recovery: raised in the caller
             error = failure
-        if not loop.is_closed():  # else nobody waits any more
+        if not loop.is_closed():  # else there is no caller any more
             loop.call_soon_threadsafe(tell, result, error)
 
     threading.Thread(target=run, name="weights", daemon=True).start()
     return future
 
 
-Backend = Literal["gloo", "nccl"]
-
-
-POLL_S = 0.001
-
-
-WATCHDOG_FACTOR = 4  # NCCL's own watchdog ends the process: it must come well after our deadline
-
-
-@dataclass(frozen=True)
-class GroupAddress:
-    """Where and how a group meets; JSON-able through `dataclasses.asdict`."""
-
-    host: str
-    port: int
-    world_size: int
-    backend: Backend
-    timeout_s: float  # for the meeting, and for each broadcast
-    name: str = "weights"  # SGLang makes no second group of a name, not even of a dead trainer's
+# --- the group ------------------------------------------------------------------------------------
 
 
 class WeightGroup:
-    """One member of the group. Making it blocks until all members are there.
+    """One rank of a process group for weights. Making it blocks until all ranks are there.
 
-    Raises DeadlineExceeded when they are not within `address.timeout_s`, RunFailed when the
+    Raises DeadlineExceeded when they are not there within `address.timeout_s`, RunFailed when the
     connection breaks.
     """
 
@@ -290,7 +273,7 @@ class WeightGroup:
         self.address = address
         self.rank = rank
         self.device = device
-        # that received last, the one before
+        # of the last and of the last but one `receive`
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._group: Any = None
         self._store: dist.Store | None = None
@@ -306,14 +289,14 @@ class WeightGroup:
         self._store = store
 
     def send(self, flat: Tensor) -> None:
-        """Rank 0: broadcast uint8 [n]."""
+        """Broadcast uint8 [n]; for rank 0."""
         self._broadcast(flat.to(self._group_device).contiguous())
 
     def receive(self, num_bytes: int, into: Tensor | None = None) -> Tensor:
-        """The others: uint8 [num_bytes], in `into` if it is where the group's bytes come, else in a
-        buffer of our own.
+        """Receive uint8 [num_bytes]; for the other ranks.
 
-        That buffer is overwritten by the next call but one.
+        The bytes come into `into` if that is on the group's device, else into a buffer of our own,
+        which the next call but one overwrites.
         """
         if into is not None and into.device.type == self._group_device.type:
             self._broadcast(into)
@@ -327,12 +310,11 @@ class WeightGroup:
 
     @property
     def is_open(self) -> bool:
+        """Whether `close` was not called and no broadcast failed."""
         return self._group is not None
 
     def close(self) -> None:
-        """Break the connections, from any thread: who still waits, on this side or the other, gets
-        an error.
-        """
+        """Break the connections, from any thread. Both sides' pending broadcasts fail."""
         group = self._group
         self._group = None
         self._store = None
@@ -381,17 +363,16 @@ class WeightGroup:
 
 
 def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """A store on a free port of this machine, for rank 0; returns it with its port."""
+    """Open a store on a free port of this machine, for rank 0. Returns it and its port."""
     store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
     return store, store.port
 
 
 def make_group(address: GroupAddress, rank: int, store: dist.Store) -> Any:
-    """A bare backend, registered nowhere. NCCL needs engine and trainer on different GPUs (not run
-    on any GPU yet).
+    """Make a bare backend, which is registered nowhere (NCCL was not run on any GPU yet).
 
-    The prefixes are those under which SGLang's `init_custom_process_group` and torch below it look
-    for the other members.
+    SGLang's `init_custom_process_group`, and torch below it, look for the other ranks under these
+    prefixes.
     """
     limit = timedelta(seconds=address.timeout_s)
     device = "cuda" if address.backend == "nccl" else "cpu"
@@ -403,25 +384,53 @@ def make_group(address: GroupAddress, rank: int, store: dist.Store) -> Any:
         options._timeout = limit * WATCHDOG_FACTOR
         return dist.ProcessGroupNCCL(store, rank, address.world_size, options)
     if rank > 0 and not is_loopback(address.host):
-        # picks the interface of the host name
+        # this picks the interface of the host's name
         return dist.ProcessGroupGloo(store, rank, address.world_size, limit)
-    # Rank 0 is at `host`; its host's name may stand for the loopback interface, where others do not
-    # reach it.
+    # Rank 0 is at `host`. The name of its host may stand for the loopback interface, where other
+    # machines do not reach it.
     local = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     local._devices = [dist.ProcessGroupGloo.create_device(hostname=address.host)]
     local._timeout = limit
     return dist.ProcessGroupGloo(store, rank, address.world_size, local)
 
 
+# --- devices and addresses ------------------------------------------------------------------------
+
+
+def choose_backend(trainer: str | None, engine: str | None) -> Backend:
+    """NCCL if trainer and engine have different GPUs, else gloo.
+
+    Args:
+        trainer, engine: what identifies its GPU; None where it has none of its own.
+    """
+    return "gloo" if trainer is None or engine is None or trainer == engine else "nccl"
+
+
+def gpu_identity(device: torch.device) -> str | None:
+    """An identity of the GPU in every process's numbering; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def own_address(url: str) -> str:
+    """The address under which the server at `url` reaches this machine.
+
+    It is the source address of packets to that server. None is sent.
+    """
+    parts = urlsplit(url)
+    family, kind, protocol, _, there = socket.getaddrinfo(
+        parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind, protocol) as way:
+        way.connect(there)
+        address = str(way.getsockname()[0])
+    return "127.0.0.1" if ipaddress.ip_address(address).is_loopback else address
+
+
 def is_loopback(host: str) -> bool:
+    """Whether a name or address stands for this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def gpu_identity(device: torch.device) -> str | None:
-    """What tells one GPU from another, however the processes number them; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    return str(torch.cuda.get_device_properties(device).uuid)

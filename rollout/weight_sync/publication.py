@@ -1,15 +1,16 @@
 """`rlcore.interfaces.WeightSink` over engines: the trainer's side of a publication.
 
 The trainer's main thread calls it and blocks; everything happens on the engines' asyncio loop, in
-another thread. The bytes go by one transport (rollout/transports); this page is the order of things
+another thread. One transport carries the bytes (base.py); this module is the order of the steps
 around them, and what a failure means:
 
-    prepare     pause, begin      the others go on without an engine that fails here
-    send        the buckets       PublicationFailed: the caller runs the whole transaction again with the engines left
-    finish      end, verify, set the version, resume      the others have a whole version and go on
+    prepare     pause, begin: the others go on without an engine that fails here
+    send        the buckets: after a failure PublicationFailed is raised, and the caller runs the
+                whole transaction again with the engines that are left
+    finish      end, verify, set the version, resume: the others have a whole version and go on
 
-Whoever fails is out until it took a whole publication, and is never resumed on part of one. The
-others stay paused meanwhile.
+A failed engine takes no traffic until it has received a complete publication, and is never resumed
+on part of one. The others stay paused meanwhile.
 """
 
 from __future__ import annotations
@@ -24,121 +25,126 @@ from torch import Tensor
 
 from rlcore.config import Config
 from rlcore.config.derived import comeback_s, engine_place_s
-from rlcore.errors import DeadlineExceeded, PublicationFailed, RunFailed
-from rlcore.interfaces import RolloutEngine, WeightExpectation
+from rlcore.errors import DeadlineExceeded, PublicationFailed
+from rlcore.interfaces import RolloutEngine, WeightVerifier
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import call_on
 from rollout.weight_sync.base import GRACE_S, Failures, Transport, ask
 from rollout.weight_sync.choose import choose_transport
 
-KILL_S = 30.0
 CLOSE_S = 30.0
-LAST_RESORT = 6  # of the longest limit: then the loop itself is stuck
+LAST_RESORT = 6  # times the longest limit: then the loop itself is stuck
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class Participants(Protocol):
-    """Who takes part in publications. Called on the engines' loop."""
+    """The engines that take part in publications. Its methods run on the engines' loop."""
 
     async def candidates(self) -> Sequence[RolloutEngine]:
-        """Those alive, with whole weights or without. Raises RunFailed when there are none and none
-        will come back.
+        """The engines that are alive, with whole weights or without.
+
+        Raises RunFailed when there are none and none will come back.
         """
         ...
 
     async def stale(self) -> Sequence[RolloutEngine]:
-        """Those alive that wait for weights."""
+        """The engines that are alive and wait for weights."""
         ...
 
     def draining(self, engine: RolloutEngine) -> None:
-        """It is about to be paused."""
+        """The engine is about to be paused."""
         ...
 
     def published(self, engine: RolloutEngine, version: int) -> None:
-        """It has a whole version and is resumed."""
+        """The engine has a whole version and is resumed."""
         ...
 
     def missed(self, engine: RolloutEngine) -> None:
-        """The publication was given up while it took part: it waits for the next."""
+        """The publication was given up while the engine took part: it waits for the next."""
         ...
 
     async def out(self, engine: RolloutEngine, why: str) -> None:
-        """It missed a part. Returns when it holds up nobody any more. Raises RunFailed when none is
-        left for good.
+        """The engine failed in the publication. Returns when nothing waits for it any more.
+
+        Raises RunFailed when no engine is left for good.
         """
         ...
 
 
 class WeightPublication:
-    """All engines, as the trainer's rank 0 publishes to them.
+    """Publishes weights from the trainer's rank 0 to the engines.
 
     Args:
-        members: on `loop`, which runs in another thread.
+        participants: the engines, to be asked on `loop`.
+        loop: the engines' event loop, which runs in another thread.
         device: where the trainer's buckets are.
     """
 
     def __init__(
         self,
         config: Config,
-        members: Participants,
+        participants: Participants,
         loop: asyncio.AbstractEventLoop,
         *,
         device: torch.device | str = "cpu",
     ) -> None:
         self._config = config
-        self._members = members
+        self._participants = participants
         self._loop = loop
         self._device = torch.device(device)
         self._mode = config.rollout.on_update
         self._limit = config.rollout.engine.update_timeout_s
         self._probe = config.rollout.engine.health_timeout_s
-        # to pause, requests in flight may have to end
-        self._patience = config.rollout.engine.request_timeout_s
+        # requests in flight may have to end before an engine is paused
+        self._pause_limit = config.rollout.engine.request_timeout_s
         engine = config.rollout.engine
-        self._comeback = comeback_s(engine, engine_place_s(config))  # where no engine is up
+        # how long `candidates` may wait for an engine to come back
+        self._comeback = comeback_s(engine, engine_place_s(config))
         self._verify_every = config.rollout.engine.verify_every
-        # publications since the last comparison of checksums
-        self._unverified = 0
-        # of the publication at hand, where it is to be verified
-        self._expectation: WeightExpectation | None = None
+        self._publications = 0  # finished ones
+        # of the current publication, if it is to be verified
+        self._verifier: WeightVerifier | None = None
         self._transport: Transport | None = None
-        self._taking: list[RolloutEngine] = []  # part in the transaction at hand
+        self._engines: list[RolloutEngine] = []  # in the current transaction
 
     # --- the transaction, for the trainer's thread ------------------------------------------------
 
     def prepare(self, buckets: Sequence[Bucket], *, only_stale: bool = False) -> None:
-        """Pause, agree on the members and the layout, open the update.
+        """Pause the engines, agree with them on the layout, open the update.
 
         Args:
-            only_stale: those alone that wait for weights; the others go on serving.
+            only_stale: publish only to the engines that wait for weights; the others go on serving.
 
-        Raises PublicationFailed when nobody can be reached, RunFailed when no engine is left.
+        Raises PublicationFailed when no engine can be reached, RunFailed when none is left.
         """
         self._call(self._prepare(buckets, only_stale))
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
-        """Raises PublicationFailed when an engine did not take the bucket."""
+        """Send one bucket. Raises PublicationFailed when an engine did not take it."""
         self._call(self._send(bucket, flat))
 
     def finish(self, version: int) -> None:
-        """Raises PublicationFailed or RunFailed when no engine is left."""
+        """Close the update, verify it, and resume the engines on `version`.
+
+        Raises PublicationFailed or RunFailed when no engine is left.
+        """
         self._call(self._finish(version))
 
     def cancel(self) -> None:
-        """The engines stay paused, and refuse to generate until a whole update came. Those well
-        keep their connections.
+        """Give the transaction up. The engines stay paused, and refuse to generate until a whole
+        update has come. Connections that work are kept.
         """
         self._call(self._give_up())
 
     async def _give_up(self) -> None:
-        for engine in self._taking:
-            self._members.missed(engine)
+        for engine in self._engines:
+            self._participants.missed(engine)
 
     def close(self) -> None:
-        """For the end of a run, whatever that is: it hides no error, and does not wait for a loop
-        that is stuck.
+        """Close the transport at the end of a run, without an error of its own and without waiting
+        for a loop that is stuck.
         """
         if self._transport is not None:
             try:
@@ -149,28 +155,30 @@ class WeightPublication:
     # --- its steps, on the engines' loop ----------------------------------------------------------
 
     async def _prepare(self, buckets: Sequence[Bucket], only_stale: bool) -> None:
-        members = self._members
-        self._taking = list(await members.stale() if only_stale else await members.candidates())
-        if not self._taking:
+        participants = self._participants
+        self._engines = list(
+            await participants.stale() if only_stale else await participants.candidates()
+        )
+        if not self._engines:
             raise PublicationFailed("no engine waits for weights")
-        due = self._verify_every and self._unverified % self._verify_every == 0
-        # all engines of a run keep weights alike
-        self._expectation = self._taking[0].expectation() if due else None
-        for engine in self._taking:
-            members.draining(engine)
+        due = self._verify_every and self._publications % self._verify_every == 0
+        # all engines of a run hold their weights in the same form
+        self._verifier = self._engines[0].verifier() if due else None
+        for engine in self._engines:
+            participants.draining(engine)
         await self._step("health", lambda e: e.health(), self._probe)
-        await self._step("pause", lambda e: e.pause(self._mode), self._patience)
+        await self._step("pause", lambda e: e.pause(self._mode), self._pause_limit)
         await self._step("begin_update", lambda e: e.begin_update(buckets), self._limit)
         if self._transport is None:
-            self._transport = choose_transport(self._config, self._taking, device=self._device)
+            self._transport = choose_transport(self._config, self._engines, device=self._device)
         await self._all_or_again(
-            self._transport.open(self._taking, buckets), "the way of the weights was not opened"
+            self._transport.open(self._engines, buckets), "the way of the weights was not opened"
         )
 
     async def _send(self, bucket: Bucket, flat: Tensor) -> None:
         assert self._transport is not None
-        if self._expectation is not None:
-            await asyncio.to_thread(expect, self._expectation, bucket, flat)
+        if self._verifier is not None:
+            await asyncio.to_thread(self._record, self._verifier, bucket, flat)
         await self._all_or_again(
             self._transport.send(bucket, flat),
             f"bucket {bucket.index} was not taken by all engines",
@@ -182,35 +190,40 @@ class WeightPublication:
             self._transport.complete(), "the weights were not taken by all engines"
         )
         await self._step("end_update", lambda e: e.end_update(), self._limit)
-        if self._expectation is not None:
-            await self._compare(self._expectation)
-        self._unverified += 1
+        if self._verifier is not None:
+            await self._verify(self._verifier)
+        self._publications += 1
         await self._step("set_version", lambda e: e.set_version(version), self._limit)
         await self._step("resume", lambda e: e.resume(), self._limit)
-        for engine in self._taking:
-            self._members.published(engine, version)
+        for engine in self._engines:
+            self._participants.published(engine, version)
 
-    async def _compare(self, expectation: WeightExpectation) -> None:
-        said = await self._step("checksum", lambda e: e.checksum(), self._limit)
-        problems = {engine: expectation.problem(one) for engine, one in said.items()}
+    @staticmethod
+    def _record(verifier: WeightVerifier, bucket: Bucket, flat: Tensor) -> None:
+        for name, tensor in bucket.views(flat):
+            verifier.add(name, tensor)
+
+    async def _verify(self, verifier: WeightVerifier) -> None:
+        checksums = await self._step("checksum", lambda e: e.checksum(), self._limit)
+        mismatches = {engine: verifier.mismatch(one) for engine, one in checksums.items()}
         await self._out(
             {
-                engine: f"its weights differ from what was sent: {problem}"
-                for engine, problem in problems.items()
-                if problem
+                engine: f"its weights differ from what was sent: {mismatch}"
+                for engine, mismatch in mismatches.items()
+                if mismatch
             }
         )
 
     async def _step(
         self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float
     ) -> dict[Any, Any]:
-        """Results of the engines that are left; those that fail are out."""
-        answers = await ask(self._taking, what, call, seconds)
+        """Run one step on every engine, and return its results. Engines that fail are out."""
+        answers = await ask(self._engines, what, call, seconds)
         await self._out(answers.failed)
         return answers.results
 
     async def _all_or_again(self, work: Awaitable[Failures], what: str) -> None:
-        """Raises PublicationFailed unless every engine did its part."""
+        """Await a step of the transport. Raises PublicationFailed if any engine failed."""
         failed = await work
         if failed:
             await self._out(failed)
@@ -219,9 +232,11 @@ class WeightPublication:
     async def _out(self, failed: Failures) -> None:
         for engine, why in failed.items():
             logger.warning("engine %s is out: %s", engine.name, why)
-            self._taking.remove(engine)
-        await asyncio.gather(*(self._members.out(engine, why) for engine, why in failed.items()))
-        if not self._taking:
+            self._engines.remove(engine)
+        await asyncio.gather(
+            *(self._participants.out(engine, why) for engine, why in failed.items())
+        )
+        if not self._engines:
             raise PublicationFailed(
                 f"no engine takes the new weights: {'; '.join(failed.values())}"
             )
@@ -229,47 +244,15 @@ class WeightPublication:
     # --- between the threads ----------------------------------------------------------------------
 
     def _call(self, work: Coroutine[Any, Any, T], limit: float | None = None) -> T:
-        """Every step keeps its own limits; this one is for a loop that does not run."""
+        """Run `work` on the engines' loop and wait for it.
+
+        Every step has its own limit; this one is for a loop that does not run.
+        """
         if limit is None:
-            limit = LAST_RESORT * (max(self._limit, self._patience, self._comeback) + GRACE_S)
+            limit = LAST_RESORT * (max(self._limit, self._pause_limit, self._comeback) + GRACE_S)
         return call_on(
             self._loop,
             work,
             limit,
             f"the engines' event loop did nothing for {limit:g} s: something blocks it",
         )
-
-
-def expect(expectation: WeightExpectation, bucket: Bucket, flat: Tensor) -> None:
-    for name, tensor in bucket.views(flat):
-        expectation.add(name, tensor)
-
-
-class StaticParticipants:
-    """`Participants` that are never started again: who fails is ended and forgotten."""
-
-    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
-        self.engines = list(engines)  # those left
-        self.dropped: dict[str, str] = {}  # engine: why
-
-    async def candidates(self) -> Sequence[RolloutEngine]:
-        return self.engines
-
-    async def stale(self) -> Sequence[RolloutEngine]:
-        return []
-
-    def draining(self, engine: RolloutEngine) -> None: ...
-
-    def published(self, engine: RolloutEngine, version: int) -> None: ...
-
-    def missed(self, engine: RolloutEngine) -> None: ...
-
-    async def out(self, engine: RolloutEngine, why: str) -> None:
-        self.engines.remove(engine)
-        self.dropped[engine.name] = why
-        answers = await ask([engine], "kill", lambda e: e.kill(), KILL_S)
-        for trouble in answers.failed.values():
-            logger.warning("engine %s did not end: %s", engine.name, trouble)
-        if not self.engines:
-            reasons = "; ".join(f"{name}: {why}" for name, why in self.dropped.items())
-            raise RunFailed(f"no engine is left to take the new weights: {reasons}")

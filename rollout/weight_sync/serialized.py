@@ -1,8 +1,8 @@
-"""SGLang engines on the trainer's host take each bucket out of the body of a request.
+"""SGLang engines on the trainer's host take each bucket from the body of a request.
 
 On CUDA the body holds IPC handles, and the bytes go from GPU memory to GPU memory; this has never
-been run. On the CPU it holds the bytes themselves. Either way the server unpickles it, by a list of
-what it lets in; what is said here is on that list.
+been run. On the CPU it holds the bytes themselves. Either way the server unpickles the body, and
+accepts only classes on a list; those used here are on it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.multiprocessing import reductions
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, ask
 
-# where the device stands among the arguments of torch's `rebuild_cuda_tensor`
+# the index of the device among the arguments of torch's `rebuild_cuda_tensor`
 DEVICE = 6
 
 
@@ -32,15 +32,17 @@ class BodyEngine(Protocol):
     name: str
     group_ranks: int  # its tensor-parallel ranks, each of which takes a payload
 
-    async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None: ...
+    async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:
+        """Load bucket `index`: one payload for each tensor-parallel rank."""
+        ...
 
     async def health(self) -> dict[str, Any]:
-        """`device`: "cpu" or "cuda"."""
+        """Tell under `device`: "cpu" or "cuda"."""
         ...
 
 
 class TensorTransport:
-    """`rollout.weight_sync.base.Transport` for every `BodyEngine`.
+    """A `Transport` for every `BodyEngine`.
 
     Args:
         timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
@@ -56,12 +58,14 @@ class TensorTransport:
         self._by_handle = False
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
+        """Ask the engines for their devices."""
         answers = await ask(engines, "health", lambda e: e.health(), self._probe_s)
         self._by_handle = all(health["device"] == "cuda" for health in answers.results.values())
         self._engines = list(engines)
         return answers.failed
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        """Send every engine its payloads."""
         payloads = await asyncio.to_thread(self._payloads, bucket, flat)
         answers = await ask(
             self._engines,
@@ -72,17 +76,20 @@ class TensorTransport:
         return answers.failed
 
     async def complete(self) -> Failures:
+        """Do nothing: `send` returns when the bucket is in the model."""
         return {}
 
     async def close(self) -> None:
+        """Forget the engines."""
         self._engines = []
 
     def _payloads(self, bucket: Bucket, flat: Tensor) -> dict[Engine, list[str]]:
-        """Bytes are the same for all and packed once; a handle counts its readers, so each reader
-        gets its own.
+        """Make the payloads of each engine.
+
+        Bytes are packed once for all. A handle counts its readers, so each reader gets its own.
         """
         if flat.is_cuda and self._by_handle:
-            # the readers know nothing of our stream
+            # the readers do not wait for our stream
             torch.cuda.current_stream(flat.device).synchronize()
             return {
                 engine: [by_handle(bucket, flat) for _ in range(engine.group_ranks)]
@@ -93,20 +100,22 @@ class TensorTransport:
 
 
 def by_value(bucket: Bucket, flat: Tensor) -> str:
-    # Of the clone: a view would be pickled with the whole of its storage.
+    """Make a payload of the bytes themselves."""
+    # A clone, since a view would be pickled with the whole of its storage.
     return encode(pickle.dumps(flattened(bucket, flat.detach().cpu().clone())))
 
 
 def by_handle(bucket: Bucket, flat: Tensor) -> str:
-    """`flat` must live until the reader has answered."""
+    """Make a payload of an IPC handle. `flat` must live until the reader has answered."""
     buffer = io.BytesIO()
     HandlePickler(buffer).dump(flattened(bucket, flat.detach()))
     return encode(buffer.getvalue())
 
 
 def flattened(bucket: Bucket, flat: Tensor) -> dict[str, Any]:
-    """What SGLang's `flattened_bucket` looks like; its server reads the attributes of the metadata,
-    not their class.
+    """Make an object like SGLang's `flattened_bucket`.
+
+    The server reads the attributes of the metadata, not their class.
     """
     metadata = []
     at = 0
@@ -127,8 +136,9 @@ def flattened(bucket: Bucket, flat: Tensor) -> dict[str, Any]:
 
 
 class HandlePickler(pickle.Pickler):
-    """Tensors as CUDA IPC handles, with the GPU by its identity: trainer and engine may number them
-    otherwise.
+    """Pickles tensors as CUDA IPC handles, with the GPU's uuid in place of its number.
+
+    Trainer and engine may number the GPUs differently.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -140,4 +150,5 @@ class HandlePickler(pickle.Pickler):
 
 
 def encode(data: bytes) -> str:
+    """Base64, since payloads travel as JSON."""
     return base64.b64encode(data).decode()

@@ -1,12 +1,11 @@
-"""What an engine holds, told by what it was sent: one whole version of the weights, or nothing it
-may generate with.
+"""Tracks whether an engine holds one whole version of the weights, from what it was sent.
 
     empty -> updating -> unversioned -> ready
                ^  ^ ______________________/
-               |   (a failure on the way leaves it `updating`: stale until a whole update came)
+               |   (a failure on the way leaves it `updating`: stale until a whole update has come)
 
-From each of them its memory can be released: the weights are gone then, and once it is restored it
-    is `empty` again.
+In each state its memory can be released, which loses the weights. When the memory is restored, the
+state is `empty` again.
 """
 
 from __future__ import annotations
@@ -23,20 +22,18 @@ State = Literal["empty", "updating", "unversioned", "ready", "released"]
 
 
 class WeightState:
-    """The updates of engine `name`, step by step. Raises EngineFailed for a step that is out of
-    order.
-    """
+    """The state of engine `name`. Its methods raise EngineFailed for a step out of order."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.state: State = "empty"
         self.version: int | None = None
-        # of the update at hand, where there is one
+        # of the current update, if one is open
         self._buckets: tuple[Bucket, ...] | None = None
         self._received: set[int] = set()
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Open an update. From here on the weights are nobody's version."""
+        """Open an update. From here on the weights have no version."""
         if self.state == "released":
             raise EngineFailed(
                 f"{self.name}: the memory of its weights is released; restore it before an update"
@@ -46,7 +43,7 @@ class WeightState:
         self._received = set()
 
     def open_buckets(self) -> tuple[Bucket, ...]:
-        """Of the update at hand. Raises outside one."""
+        """The buckets of the current update. Raises EngineFailed if no update is open."""
         if self.state != "updating" or self._buckets is None:
             raise EngineFailed(
                 f"{self.name}: weights came outside an update; call begin_update first"
@@ -54,21 +51,22 @@ class WeightState:
         return self._buckets
 
     def bucket(self, index: int) -> Bucket:
-        """The layout of bucket `index`, which is about to come."""
+        """The layout of bucket `index`, which is about to arrive."""
         buckets = self.open_buckets()
         if not 0 <= index < len(buckets):
             raise EngineFailed(f"{self.name}: bucket {index} of {len(buckets)}")
         return buckets[index]
 
     def received(self, index: int) -> None:
+        """Record that bucket `index` is in the model."""
         self._received.add(self.bucket(index).index)
 
     def received_all(self) -> None:
-        """In one piece, as a folder."""
+        """Record that all buckets are in the model, as after loading a folder."""
         self._received = {bucket.index for bucket in self.open_buckets()}
 
     def check_whole(self) -> None:
-        """Raises EngineFailed when a bucket is missing; the engine is stale then."""
+        """Raise EngineFailed if a bucket is missing; the engine is stale then."""
         if self.state != "updating" or self._buckets is None:
             raise EngineFailed(f"{self.name}: end_update without begin_update")
         missing = sorted(set(range(len(self._buckets))) - self._received)
@@ -85,9 +83,7 @@ class WeightState:
         self.state = "unversioned"
 
     def check_version(self, version: int) -> None:
-        """Raises EngineFailed unless the weights are whole, and `version` is not behind the one
-        before.
-        """
+        """Raise EngineFailed unless the weights are whole and `version` does not go back."""
         if self.state not in ("unversioned", "ready"):
             raise EngineFailed(
                 f"{self.name}: version {version} cannot be set, the weights are {self.state}"
@@ -121,16 +117,17 @@ class WeightState:
         )
 
     def release(self) -> None:
-        """Their memory is given back."""
+        """Record that the memory of the weights was given back."""
         self.state = "released"
 
     def restore(self) -> None:
-        """There is memory again, for a whole update to fill."""
+        """Record that there is memory again, for a whole update to fill."""
         if self.state == "released":
             self.state = "empty"
 
 
 def shorten(items: Iterable[object]) -> str:
+    """Join the first items, with a count of the others."""
     shown = [str(item) for item in items]
     rest = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     return ", ".join(shown[:SHOWN]) + rest

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from workspace import LEARNING, Run, Workspace
 
-from benchmarks.long_tails import long_tailed
+from benchmarks.simulation.long_tails import long_tailed
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
 from rlcore.runs.versions import read_versions

@@ -1,4 +1,4 @@
-"""Real servers. They take long to start: one for the whole session, whatever the number of tests."""
+"""Real servers. They take long to start, so all tests of a session share one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the tests of publications share: an engine on a real server, a sink over it, weights, and
-what HF makes of them.
-"""
+"""Helpers for tests of publications: an engine on a real server, weights, log-probs."""
 
 from __future__ import annotations
 
@@ -23,7 +21,8 @@ from rollout.engines.embedded.model_weights import as_published
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.keys import Keys
-from rollout.weight_sync.publication import StaticParticipants, WeightPublication
+from rollout.weight_sync.publication import WeightPublication
+from tests.static_participants import StaticParticipants
 
 BUCKET_BYTES = 20_000
 TOLERANCE = 1e-4  # of log-probs
@@ -46,7 +45,7 @@ def run_config(
 def connect(
     config: Config, url: str, keys: Keys, loop: LoopThread, name: str = "engine-0"
 ) -> SGLangEngine:
-    """To a server that runs already."""
+    """Connect to a server that runs already."""
     engine = config.rollout.engine
     model = config.model.path
     connected = SGLangEngine(
@@ -62,8 +61,8 @@ def connect(
 def sink_over(
     config: Config, engines: Sequence[SGLangEngine], loop: LoopThread
 ) -> tuple[WeightPublication, StaticParticipants]:
-    roster = StaticParticipants(engines)
-    return WeightPublication(config, roster, loop.loop), roster
+    participants = StaticParticipants(engines)
+    return WeightPublication(config, participants, loop.loop), participants
 
 
 def folder_weights(folder: Path) -> Weights:
@@ -75,7 +74,7 @@ def folder_weights(folder: Path) -> Weights:
 
 
 def random_weights(folder: Path, seed: int) -> Weights:
-    """Other values for the weights of a folder, large enough that two seeds disagree by nats."""
+    """Make other weights for a folder, large enough that two seeds disagree by nats."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (
@@ -113,7 +112,7 @@ def request(prompt: Sequence[int] = PROMPT, *, draw: int = 0, tokens: int = 12) 
 
 
 class Oracle:
-    """transformers' model of a folder with given weights."""
+    """A folder's model in transformers, with given weights."""
 
     def __init__(self, folder: Path, weights: Weights) -> None:
         self._model = AutoModelForCausalLM.from_config(

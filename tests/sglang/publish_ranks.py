@@ -77,7 +77,7 @@ def publish(
     model: Path,
     version: int,
 ) -> dict[str, Any]:
-    """Load `model` into this world's layout and publish it; what came of it, on rank 0."""
+    """Load `model` into this world's layout and publish it. Returns the result, on rank 0."""
     exporter = export_of(model, layout, parallel)
     if parallel.rank != 0:
         for _ in exporter.export_buckets():
@@ -90,7 +90,7 @@ def publish(
     loop = LoopThread("engines")
     engine = connect(config, server["url"], Keys(**server["keys"]), loop)
     engine.managed = True  # on this machine, whoever started it: what the delta transport asks
-    sink, roster = sink_over(config, [engine], loop)
+    sink, participants = sink_over(config, [engine], loop)
     sink.prepare(exporter.buckets)
     for bucket, flat in exporter.export_buckets():
         assert flat is not None
@@ -99,19 +99,23 @@ def publish(
     sink.close()
 
     # of the folder itself: what was gathered may be wrong as well
-    expectation = engine.expectation()
+    verifier = engine.verifier()
     weights = folder_weights(model)
     for name, tensor in weights.items():
-        expectation.add(name, tensor)
-    problem = expectation.problem(loop.call(engine.checksum(), seconds=60, what="the checksums"))
+        verifier.add(name, tensor)
+    problem = verifier.mismatch(loop.call(engine.checksum(), seconds=60, what="the checksums"))
     [[completion]] = loop.call(engine.generate([request()]), seconds=60, what="a response")
     error = Oracle(model, weights).errors(request().prompt.tolist(), completion).max()
     loop.call(engine.close(), seconds=60, what="closing")
     loop.close()
     return {
-        "transport": transport, "problem": problem, "dropped": roster.dropped, "buckets": len(exporter.buckets),
-        "logprobs_agree": bool(error < TOLERANCE), "versions": [span.version for span in completion.versions],
-    }  # fmt: skip
+        "transport": transport,
+        "problem": problem,
+        "dropped": participants.dropped,
+        "buckets": len(exporter.buckets),
+        "logprobs_agree": bool(error < TOLERANCE),
+        "versions": [span.version for span in completion.versions],
+    }
 
 
 def export_of(model: Path, layout: ParallelConfig, parallel: ParallelState) -> WeightExporter:

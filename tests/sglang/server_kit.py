@@ -1,4 +1,4 @@
-"""One real SGLang server, and what tests ask it for."""
+"""A real SGLang server for tests."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ T = TypeVar("T")
 # 22 s on a quiet machine with two cores, minutes on a busy one; pytest gives a test 300
 START_S = 280.0
 SETTINGS: dict[str, Any] = {
-    "kind": "sglang", "device": "cpu", "dtype": "fp32", "threads": 1, "start_timeout_s": START_S, "request_timeout_s": 120.0,
+    "kind": "sglang",
+    "device": "cpu",
+    "dtype": "fp32",
+    "threads": 1,
+    "start_timeout_s": START_S,
+    "request_timeout_s": 120.0,
     "update_timeout_s": 60.0,
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A managed server that runs, in a loop of its own."""
+    """A running managed server, with a loop of its own."""
 
     server: ManagedServer
     url: str
@@ -48,16 +53,12 @@ class Served:
         return Path(self.server.model_path)
 
     def external(self, **changes: Any) -> ExternalServer:
-        """The same server as one that somebody else runs: its `start` connects, its `stop` and
-        `kill` leave it alone.
-        """
+        """The same server as an external one: `start` connects, `stop` and `kill` do nothing."""
         config = self.config.model_copy(update={"urls": [self.url], **changes})
         return ExternalServer("engine-0", self.url, str(self.model), config=config, keys=self.keys)
 
     async def until_used(self, tokens: int, seconds: float = 60.0) -> None:
-        """Until the requests that run hold so many tokens in the cache, of prompts and responses;
-        seen every 15 steps.
-        """
+        """Wait until running requests hold so many tokens in the cache (updated every 15 steps)."""
         deadline = time.monotonic() + seconds
         headers = {"Authorization": f"Bearer {self.keys.api}"}
         async with aiohttp.ClientSession(self.url, headers=headers) as session:
@@ -108,7 +109,7 @@ def close(served: Served) -> None:
 
 
 def gone(group: int, seconds: float = 10.0) -> bool:
-    """None of a server's processes is left, or soon."""
+    """Whether all processes of a server end soon."""
     deadline = time.monotonic() + seconds
     while members(group) and time.monotonic() < deadline:
         time.sleep(0.05)

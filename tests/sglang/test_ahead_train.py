@@ -29,10 +29,17 @@ def test_a_run_two_steps_ahead(
     monkeypatch.setenv(API_KEY, served.keys.api)
     monkeypatch.setenv(ADMIN_KEY, served.keys.admin)
     run = lab.train(
-        mode, *LEARNING, "rollout.engine.kind=sglang", f"rollout.engine.urls=[{served.url}]", f"training.steps={STEPS}",
-        "rollout.max_staleness=2", f"rollout.on_update={mode}", "rollout.sampling.max_new_tokens=32",
-        "algorithm.correction={name: tis}", "rollout.engine.max_in_flight=4",
-    )  # fmt: skip
+        mode,
+        *LEARNING,
+        "rollout.engine.kind=sglang",
+        f"rollout.engine.urls=[{served.url}]",
+        f"training.steps={STEPS}",
+        "rollout.max_staleness=2",
+        f"rollout.on_update={mode}",
+        "rollout.sampling.max_new_tokens=32",
+        "algorithm.correction={name: tis}",
+        "rollout.engine.max_in_flight=4",
+    )
     assert run.code == 0, run.err
     assert max(check_async_run(run.folder, steps=STEPS, staleness=2)) > 0
     crossed = [

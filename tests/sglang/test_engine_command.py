@@ -31,14 +31,21 @@ from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 def command(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[subprocess.Popen[str]]:
-    """`rlcore engine CONFIG`; whatever becomes of the test, it and its server end."""
+    """Run `rlcore engine CONFIG`. It and its server end with the test."""
     for name in (API_KEY, ADMIN_KEY):  # generated, whatever this machine's user has set
         monkeypatch.delenv(name, raising=False)
     config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump({
-        "run": {"name": "alone", "dir": str(tmp_path / "runs")}, "model": {"path": str(tiny_model), "dtype": "fp32"},
-        "data": {"paths": "none.jsonl"}, "training": {"steps": 1}, "rollout": {"engine": server_kit.SETTINGS},
-    }))  # fmt: skip
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "run": {"name": "alone", "dir": str(tmp_path / "runs")},
+                "model": {"path": str(tiny_model), "dtype": "fp32"},
+                "data": {"paths": "none.jsonl"},
+                "training": {"steps": 1},
+                "rollout": {"engine": server_kit.SETTINGS},
+            }
+        )
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "rlcore", "engine", str(config)], stdout=subprocess.PIPE, text=True
     )

@@ -1,6 +1,4 @@
-"""Two trainer nodes and an engine node, by the real scripts: they find one another by a folder that
-they share.
-"""
+"""Two trainer nodes and an engine node, by the real scripts, meet in a shared folder."""
 
 from __future__ import annotations
 
@@ -44,10 +42,21 @@ def test_engines_apart_outlive_a_restart_of_the_trainer(
         "rollout: {engine: {kind: sglang, device: cpu, threads: 1, start_timeout_s: 250}}\n"
     )
     shared = {
-        **os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOST_ADDRESS": "127.0.0.1",
-        API_KEY: "one", ADMIN_KEY: "two", "ENGINES": str(tmp_path / "engines"), "ENGINE_NODES": "1",
-        "NNODES": "2", "GPUS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "MAX_RESTARTS": "1",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HOST_ADDRESS": "127.0.0.1",
+        API_KEY: "one",
+        ADMIN_KEY: "two",
+        "ENGINES": str(tmp_path / "engines"),
+        "ENGINE_NODES": "1",
+        "NNODES": "2",
+        "GPUS_PER_NODE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "MAX_RESTARTS": "1",
+    }
 
     def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         command = [str(ROOT / "scripts" / script), str(lab.base), "run.name=apart", *arguments]
@@ -59,8 +68,13 @@ def test_engines_apart_outlive_a_restart_of_the_trainer(
         return nodes[-1]
 
     engines = start("engines.sh", str(servers))
-    settings = (*LEARNING, "policy.parallel.tensor=2", f"training.steps={STEPS}", "checkpoint.every=2",
-                "rollout.engine.start_timeout_s=60")  # fmt: skip
+    settings = (
+        *LEARNING,
+        "policy.parallel.tensor=2",
+        f"training.steps={STEPS}",
+        "checkpoint.every=2",
+        "rollout.engine.start_timeout_s=60",
+    )
     trainers = [start("torchrun_multinode.sh", *settings, NODE_RANK=str(node)) for node in range(2)]
     metrics = tmp_path / "runs" / "apart" / "metrics.jsonl"
     deadline = time.monotonic() + LIMIT_S

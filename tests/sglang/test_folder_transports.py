@@ -45,9 +45,7 @@ Publication = tuple[SGLangEngine, WeightPublication, Path]
 
 @pytest.fixture
 def publication(served: Served, tmp_path: Path) -> Iterator[Callable[[str], Publication]]:
-    """By which transport -> a client of the session's server, a sink over it that compares every
-    checksum, the folder.
-    """
+    """Make a client of the session's server, a publication that verifies, and the folder."""
     made: list[tuple[SGLangEngine, WeightPublication]] = []
 
     def make(transport: str) -> Publication:
@@ -65,7 +63,7 @@ def publication(served: Served, tmp_path: Path) -> Iterator[Callable[[str], Publ
 
 
 def nudged(weights: Weights, seed: int) -> Weights:
-    """A hundredth of the elements of every other tensor differ."""
+    """Change a hundredth of the elements of every other tensor."""
     generator = torch.Generator().manual_seed(seed)
     changed = {name: tensor.clone() for name, tensor in weights.items()}
     for tensor in list(changed.values())[::2]:
@@ -133,7 +131,7 @@ def test_bf16_from_the_trainer_into_a_server_of_fp32(
 
 
 def load_from(served: Served, engine: SGLangEngine, folder: Path, *, version: int) -> Any:
-    """A whole update out of `folder`, whatever is in it; the checksums afterwards."""
+    """Load `folder`, whatever is in it. Returns the checksums afterwards."""
 
     async def run() -> Any:
         await engine.pause("retract")
@@ -168,11 +166,11 @@ def test_what_a_folder_lacks_the_server_does_not_notice_but_the_checksums_do(
     }
     index.write_text(json.dumps({"weight_map": kept}))
 
-    said = load_from(served, engine, folder, version=12)
-    expected = engine.expectation()
+    reported = load_from(served, engine, folder, version=12)
+    expected = engine.verifier()
     for name, tensor in new.items():
         expected.add(name, tensor)
-    problem = expected.problem(said)
+    problem = expected.mismatch(reported)
     assert "model.layers.1.self_attn.o_proj.weight" in missing
     assert problem is not None
     assert "model.layers.1.self_attn.o_proj.weight" in problem

@@ -1,6 +1,4 @@
-"""Two servers of which one stops in the middle of a publication: the other has the weights soon,
-and serves.
-"""
+"""Of two servers, one stops during a publication: the other soon has the weights and serves."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ ENOUGH_S = 3 * LIMIT_S  # for the deadline, the kill, and what is waited for in 
 
 @pytest.fixture
 def doomed(served: Served, tmp_path: Path) -> Iterator[SGLangEngine]:
-    """A server of our own besides the session's."""
+    """A second server besides the session's."""
     server = server_kit.managed(
         served.model, tmp_path / "doomed.log", update_timeout_s=LIMIT_S, health_timeout_s=60.0
     )
@@ -56,7 +54,7 @@ def test_a_server_that_hangs_in_a_bucket_holds_up_nobody(
 ) -> None:
     config = run_config(str(served.model), tmp_path, served.config, update_timeout_s=LIMIT_S)
     survivor = connect(config, served.url, served.keys, served.loop)
-    sink, roster = sink_over(config, [doomed, survivor], served.loop)
+    sink, participants = sink_over(config, [doomed, survivor], served.loop)
     publish(sink, random_weights(served.model, 1), 30)
     pid = doomed.server.pid
     assert pid is not None
@@ -73,7 +71,7 @@ def test_a_server_that_hangs_in_a_bucket_holds_up_nobody(
     ):
         sink.send(buckets[1], flatten(buckets[1], weights))
     sink.cancel()
-    assert roster.engines == [survivor]
+    assert participants.engines == [survivor]
     assert doomed.ended is not None
     assert doomed.ended.done()  # managed: it was ended, stopped as it was
     publish(sink, weights, 31)

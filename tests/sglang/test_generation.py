@@ -48,20 +48,20 @@ class Asked:
         return await self.client.post(f"/{route}", body, timeout_s=60, key="test", admin=True)
 
     def generate(self, *requests: GenerateRequest) -> list[list[Completion]]:
-        """All at once, in one batch of the server."""
+        """Generate all at once, in one batch of the server."""
         return self.served.call(
             gather_or_cancel(*(self.generation.one(request) for request in requests))
         )
 
     def distributions(self, request: GenerateRequest, completion: Completion) -> torch.Tensor:
-        """Log-probs [m, V] of the full distribution at the request's temperature, by transformers."""
+        """Compute log-probs [m, V] at the request's temperature, by transformers."""
         tokens = torch.tensor(np.concatenate([request.prompt, completion.tokens]), dtype=torch.long)
         with torch.no_grad():
             logits = self.model(tokens[None]).logits[0, len(request.prompt) - 1 : -1].float()
         return (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
 
     def check(self, request: GenerateRequest, completion: Completion) -> None:
-        """Log-probs are transformers' to 1e-4, and version spans cover the response."""
+        """Compare log-probs with transformers' to 1e-4; version spans must cover the response."""
         expected = self.distributions(request, completion)[
             range(len(completion.tokens)), completion.tokens.tolist()
         ]
@@ -100,10 +100,14 @@ def asked(
 
 def test_logprobs_at_every_temperature_in_one_batch(asked: Asked) -> None:
     requests = [
-        request(PROMPT, draw=0, n=4), request(PROMPT, draw=1, temperature=0.7, n=2), request(LONG, draw=2, temperature=1.3),
-        request(PROMPT, draw=3, temperature=0.0), request(LONG, draw=4, temperature=0.0, top_k=3, top_p=0.5),
-        request(PROMPT, draw=5, temperature=0.7, top_p=0.8), request(LONG, draw=6, top_k=4),
-    ]  # fmt: skip
+        request(PROMPT, draw=0, n=4),
+        request(PROMPT, draw=1, temperature=0.7, n=2),
+        request(LONG, draw=2, temperature=1.3),
+        request(PROMPT, draw=3, temperature=0.0),
+        request(LONG, draw=4, temperature=0.0, top_k=3, top_p=0.5),
+        request(PROMPT, draw=5, temperature=0.7, top_p=0.8),
+        request(LONG, draw=6, top_k=4),
+    ]
     answers = asked.generate(*requests)
     assert [len(answer) for answer in answers] == [asked_for.n for asked_for in requests]
     for asked_for, answer in zip(requests, answers):
@@ -248,7 +252,7 @@ def test_an_abort_ends_requests_with_what_they_have(asked: Asked) -> None:
 
 @pytest.mark.full
 def test_a_cancelled_call_ends_its_requests_at_the_server(asked: Asked) -> None:
-    """SGLang looks every 4 s whether the connection is still there, so the call must be a long one."""
+    """SGLang looks every 4 s whether the connection is still there, so the call must be long."""
     limits = asked.generation.limits
     long = request(PROMPT, n=96, max_new_tokens=limits.total_tokens - len(PROMPT))
 

@@ -1,6 +1,4 @@
-"""Hashes of tensors against SGLang's own code: no server, but the engines' environment; the kernel
-by triton's interpreter.
-"""
+"""Hashes of tensors against SGLang's own code, in the engines' environment, without a server."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlcore.config.sections.rollout import EngineConfig
-from rollout.engines.sglang.hashes import hash_on_cpu, hash_on_cuda
+from rollout.engines.sglang.checksums import hash_on_cpu, hash_on_cuda
 from rollout.engines.sglang.server_process import engine_python
 
 # The file of the kernel is loaded by itself: importing sglang takes long. Its assertion that a
@@ -37,7 +35,8 @@ def plain_words(tensor):
 
 words, module._as_uint32_words = module._as_uint32_words, plain_words
 tensors = load_file(sys.argv[1])
-print(json.dumps({name: f"{module.gpu_tensor_hash(tensor.as_subclass(OnGpu)):016x}" for name, tensor in tensors.items()}))
+hashes = {name: module.gpu_tensor_hash(t.as_subclass(OnGpu)) for name, t in tensors.items()}
+print(json.dumps({name: f"{value:016x}" for name, value in hashes.items()}))
 """
 
 
@@ -45,9 +44,13 @@ print(json.dumps({name: f"{module.gpu_tensor_hash(tensor.as_subclass(OnGpu)):016
 def tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     return {
-        "small": torch.randn(7), "bytes": torch.randint(0, 255, (13,), dtype=torch.uint8), "odd": torch.randn(33, 3).bfloat16(),
-        "one_tile": torch.randn(8192), "tiles": torch.randn(20, 1000), "ones": torch.ones(9000, dtype=torch.bfloat16),
-    }  # fmt: skip
+        "small": torch.randn(7),
+        "bytes": torch.randint(0, 255, (13,), dtype=torch.uint8),
+        "odd": torch.randn(33, 3).bfloat16(),
+        "one_tile": torch.randn(8192),
+        "tiles": torch.randn(20, 1000),
+        "ones": torch.ones(9000, dtype=torch.bfloat16),
+    }
 
 
 def test_the_hash_of_a_server_on_cuda(
@@ -55,13 +58,22 @@ def test_the_hash_of_a_server_on_cuda(
 ) -> None:
     save_file(tensors, tmp_path / "tensors.safetensors")
     ran = subprocess.run(
-        [engine_python(EngineConfig(kind="sglang")), "-c", THEIRS, str(tmp_path / "tensors.safetensors")],
-        capture_output=True, text=True, check=False, timeout=120, env=os.environ | {"TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+        [
+            engine_python(EngineConfig(kind="sglang")),
+            "-c",
+            THEIRS,
+            str(tmp_path / "tensors.safetensors"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     theirs = json.loads(ran.stdout)
     assert {name: hash_on_cuda([tensor]) for name, tensor in tensors.items()} == theirs
-    monkeypatch.setattr("rollout.engines.sglang.hashes.TILES", 2)  # in more than one go
+    monkeypatch.setattr("rollout.engines.sglang.checksums.TILES", 2)  # in more than one go
     assert hash_on_cuda([tensors["tiles"]]) == theirs["tiles"]
     assert len(set(theirs.values())) == len(tensors)
 

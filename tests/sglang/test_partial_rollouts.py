@@ -1,6 +1,4 @@
-"""Responses of a real server that are cut and go on: log-probs against transformers, versions,
-stops, records.
-"""
+"""Responses of a real server that are aborted and go on, compared with transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ TOKENS = 300
 
 @pytest.fixture
 def sink(served: Served, engine: SGLangEngine, tmp_path: Path) -> Iterator[WeightPublication]:
-    """Publishes by aborting. The server is left with its own weights."""
+    """Publishes by aborting. Afterwards the server has its own weights again."""
     config = run_config(
         str(served.model), tmp_path, served.config, on_update="abort", verify_every=0
     )

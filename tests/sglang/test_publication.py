@@ -1,6 +1,4 @@
-"""Publications into a real server: what it holds and generates afterwards, in every mode, and when
-something goes wrong.
-"""
+"""Publications into a real server, in every mode, and when something goes wrong."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ def test_the_server_generates_with_what_was_published(
     served: Served, engines: Engines, tmp_path: Path, transport: str
 ) -> None:
     engine = engines(transport=transport)
-    sink, roster = sink_over(
+    sink, participants = sink_over(
         run_config(str(served.model), tmp_path, served.config, transport=transport),
         [engine],
         served.loop,
@@ -83,7 +81,7 @@ def test_the_server_generates_with_what_was_published(
         Oracle(served.model, random_weights(served.model, 1)).errors(PROMPT, completion).max() > 0.1
     )
     assert served.call(engine.health())["version"] == 6
-    assert roster.dropped == {}
+    assert participants.dropped == {}
     sink.close()
 
 
@@ -91,9 +89,7 @@ def test_the_server_generates_with_what_was_published(
 def test_an_update_while_responses_are_made(
     served: Served, engines: Engines, tmp_path: Path, mode: str
 ) -> None:
-    """Every token carries the version whose weights made it; nothing that comes later meets old
-    keys and values.
-    """
+    """Every token carries its weights' version; later requests never use old keys and values."""
     config = run_config(str(served.model), tmp_path, served.config, on_update=mode, verify_every=0)
     engine = engines(on_update=mode)
     sink, _ = sink_over(config, [engine], served.loop)
@@ -128,7 +124,7 @@ def test_an_update_while_responses_are_made(
 
 
 def start(served: Served, engine: SGLangEngine, draw: int) -> Future[list[list[Completion]]]:
-    """A long response, in the making."""
+    """Start a long response."""
     return asyncio.run_coroutine_threadsafe(
         engine.generate([request(LONG, draw=draw, tokens=300)]), served.loop.loop
     )
@@ -195,10 +191,10 @@ def test_a_tensor_that_comes_damaged_is_named_and_its_engine_is_out(
 
     weights = random_weights(served.model, 4)
     monkeypatch.setattr(engine, "receive_serialized", damage)
-    sink, roster = sink_over(config, [engine], served.loop)
+    sink, participants = sink_over(config, [engine], served.loop)
     with pytest.raises(RunFailed, match="no engine is left"):
         publish(sink, weights, 7)
-    assert roster.dropped["engine-0"].endswith(
+    assert participants.dropped["engine-0"].endswith(
         "1 tensors differ: model.layers.1.mlp.gate_up_proj.weight"
     )
 
@@ -206,9 +202,7 @@ def test_a_tensor_that_comes_damaged_is_named_and_its_engine_is_out(
 def test_what_a_dead_trainer_left_behind_stops_nobody(
     served: Served, engines: Engines, tmp_path: Path
 ) -> None:
-    """It was in the middle of an update: the server is paused, the session open, a group made that
-    nobody is in.
-    """
+    """It died during an update: the server is paused, an update open, and a group left over."""
     dead = engines()
     weights = random_weights(served.model, 5)
     config = run_config(str(served.model), tmp_path, served.config)
@@ -229,9 +223,7 @@ def test_what_a_dead_trainer_left_behind_stops_nobody(
 def test_a_bucket_that_fails_means_the_whole_transaction_again(
     served: Served, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two clients of the server one refuses a bucket: the other, paused meanwhile, takes the
-    next attempt whole.
-    """
+    """One of two clients refuses a bucket: the other stays paused and takes the next attempt."""
     config = run_config(str(served.model), tmp_path, served.config, transport="tensor")
     good = engines(transport="tensor")
     bad = engines(transport="tensor")
@@ -240,7 +232,7 @@ def test_a_bucket_that_fails_means_the_whole_transaction_again(
         raise EngineFailed("engine bad: out of memory")
 
     monkeypatch.setattr(bad, "receive_serialized", refuse)
-    sink, roster = sink_over(config, [good, bad], served.loop)
+    sink, participants = sink_over(config, [good, bad], served.loop)
     weights = random_weights(served.model, 6)
     with pytest.raises(
         PublicationFailed, match="bucket 0 was not taken by all engines: engine bad: out of memory"
@@ -249,7 +241,7 @@ def test_a_bucket_that_fails_means_the_whole_transaction_again(
     sink.cancel()
     with pytest.raises(EngineFailed, match=r"its weights are stale \(updating\)"):
         served.call(good.resume())
-    assert roster.engines == [good]
+    assert participants.engines == [good]
     publish(sink, weights, 21)
     completion = generate(served, good)
     assert completion.versions == (VersionSpan(21, 0, 12),)

@@ -1,6 +1,4 @@
-"""Servers that we start, and what is left of them: nothing. Keys; external servers; what goes wrong
-at the start.
-"""
+"""Servers that we start leave nothing behind. Keys, external servers, errors at the start."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Twenty steps with two real servers of which one fails every third step. It takes minutes: a
-server starts in half of one.
-"""
+"""Twenty steps with two real servers, one of which fails every third step. It takes minutes."""
 
 from __future__ import annotations
 
@@ -19,14 +17,27 @@ from tests.integration.workspace import LEARNING, Workspace
 
 STEPS = 20
 PLAN: dict[int, tuple[int, Fault]] = {
-    3: (0, "SIGKILL"), 6: (1, "SIGSTOP"), 9: (0, "500"), 12: (1, "garbage"), 15: (0, "slow"), 18: (1, "SIGKILL"),
-}  # fmt: skip
+    3: (0, "SIGKILL"),
+    6: (1, "SIGSTOP"),
+    9: (0, "500"),
+    12: (1, "garbage"),
+    15: (0, "slow"),
+    18: (1, "SIGKILL"),
+}
 TWO = (
-    *LEARNING, f"training.steps={STEPS}", "rollout.engine.kind=sglang", "rollout.engine.count=2", "rollout.engine.threads=1",
-    "rollout.engine.device=cpu", f"rollout.engine.start_timeout_s={START_S}", "rollout.engine.request_timeout_s=40",
-    "rollout.engine.update_timeout_s=60", "rollout.engine.health_every_s=1", "rollout.engine.health_timeout_s=20",
+    *LEARNING,
+    f"training.steps={STEPS}",
+    "rollout.engine.kind=sglang",
+    "rollout.engine.count=2",
+    "rollout.engine.threads=1",
+    "rollout.engine.device=cpu",
+    f"rollout.engine.start_timeout_s={START_S}",
+    "rollout.engine.request_timeout_s=40",
+    "rollout.engine.update_timeout_s=60",
+    "rollout.engine.health_every_s=1",
+    "rollout.engine.health_timeout_s=20",
     "rollout.engine.restart={backoff_s: 0.1, max_backoff_s: 1.0}",
-)  # fmt: skip
+)
 
 
 @pytest.mark.full

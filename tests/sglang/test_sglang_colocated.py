@@ -1,6 +1,4 @@
-"""Trainer and server taking sharing: the real release and resume routes around a offloaded trainer
-(a CPU server frees nothing).
-"""
+"""Trainer and server share a GPU: real release and resume routes, an offloaded trainer."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class Shared:
         return completion
 
     def expected_logprobs(self, completion: Completion) -> torch.Tensor:
-        """By transformers, with the weights that the trainer publishes."""
+        """Compute log-probs by transformers, with the weights that the trainer publishes."""
         model = AutoModelForCausalLM.from_pretrained(self.served.model, dtype=torch.float32).eval()
         weights = {
             n: t
@@ -115,9 +113,7 @@ def offloaded_bytes(backend: MegatronBackend) -> int:
 
 
 def test_turns_with_a_real_server(shared: Shared) -> None:
-    """Two steps: the server cannot generate in between, and then every log-prob is that of the
-    weights just published.
-    """
+    """In two steps: the server cannot generate in between, and then has the new weights."""
     sharing = shared.sharing
     sharing.switch_to(GpuPhase.TRAINING)
     seen = []
@@ -144,7 +140,7 @@ def test_turns_with_a_real_server(shared: Shared) -> None:
 
 
 def test_a_checkpoint_in_between_costs_no_publication(shared: Shared) -> None:
-    """The server keeps its weights while its cache is away: it generates on as before."""
+    """The server keeps its weights while its cache is released, and generates as before."""
     sharing = shared.sharing
     sharing.switch_to(GpuPhase.HANDOVER)
     assert shared.publisher.publish(0) == ""
@@ -166,11 +162,20 @@ def test_a_whole_run(tiny_model: Path, tmp_path: Path) -> None:
     """Two ranks and a server of the run's own, with an evaluation and a checkpoint in each step."""
     lab = Workspace(tmp_path, tiny_model)
     run = lab.train(
-        "colocated", *LEARNING, "training.steps=2", "policy.parallel.tensor=2", "cluster.processes_per_node=2",
-        f"evaluation.paths=[{tmp_path / 'data' / 'heldout.jsonl'}]", "evaluation.max_prompts=8", "evaluation.every=1",
-        "checkpoint.every=1", "rollout.engine.logprobs_every=1", f"cluster.start_timeout_s={START_S}",
-        f"rollout.engine={{kind: sglang, threads: 1, device: cpu, colocated: true, start_timeout_s: {START_S}}}",
-    )  # fmt: skip
+        "colocated",
+        *LEARNING,
+        "training.steps=2",
+        "policy.parallel.tensor=2",
+        "cluster.processes_per_node=2",
+        f"evaluation.paths=[{tmp_path / 'data' / 'heldout.jsonl'}]",
+        "evaluation.max_prompts=8",
+        "evaluation.every=1",
+        "checkpoint.every=1",
+        "rollout.engine.logprobs_every=1",
+        f"cluster.start_timeout_s={START_S}",
+        "rollout.engine={kind: sglang, threads: 1, device: cpu, colocated: true,"
+        f" start_timeout_s: {START_S}}}",
+    )
     assert run.code == 0, run.err
     assert [row["step"] for row in run.metrics] == [0, 1, 2]
     assert all(row["time/handover"] > 0 and "eval/score" in row for row in run.metrics)

@@ -1,6 +1,4 @@
-"""Whole runs whose responses come from SGLang: a server given by URL, and one that the run starts
-itself.
-"""
+"""Whole runs on SGLang: a server given by URL, and one that the run starts itself."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[
 
 @pytest.fixture
 def by_url(served: Served, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """What makes a run use the session's server."""
+    """Overrides that make a run use the session's server."""
     monkeypatch.setenv(API_KEY, served.keys.api)
     monkeypatch.setenv(ADMIN_KEY, served.keys.admin)
     return (
@@ -56,8 +54,14 @@ def check_ends(run: Run, model: Path, *, steps: int) -> None:
 
 def test_a_run_on_a_server_given_by_url(lab: Workspace, by_url: tuple[str, ...]) -> None:
     """Trained, evaluated, resumed, scored; the server outlives them all."""
-    given = (*LEARNING, *by_url, f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]", "evaluation.max_prompts=8",
-             "evaluation.every=2", "checkpoint.every=1")  # fmt: skip
+    given = (
+        *LEARNING,
+        *by_url,
+        f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]",
+        "evaluation.max_prompts=8",
+        "evaluation.every=2",
+        "checkpoint.every=1",
+    )
     run = lab.train("by url", *given, "training.steps=3")
     assert run.code == 0, run.err
     assert all(
@@ -84,7 +88,7 @@ def test_a_run_on_a_server_given_by_url(lab: Workspace, by_url: tuple[str, ...])
 def test_the_tokens_that_top_p_left_reach_the_trainer(
     lab: Workspace, by_url: tuple[str, ...]
 ) -> None:
-    """Log-probs of engine and trainer are over the same sets."""
+    """Engine and trainer normalize log-probs over the same sampling masks."""
     run = lab.train(
         "keep-sets",
         *by_url,
@@ -109,14 +113,27 @@ def test_a_run_with_another_key_is_refused(
 
 
 def test_two_ranks_and_a_server_of_their_own(lab: Workspace, tmp_path: Path) -> None:
-    """Tensor parallel; nothing of the server is left behind, and the key is in no file."""
+    """With tensor parallelism: no server process is left behind, and the key is in no file."""
     name = "managed"
     secret = "secret-of-this-test"
     model = tmp_path / "model"
     shutil.copytree(lab.model, model)
-    command = [sys.executable, "-m", "rlcore", "train", str(lab.base), f"run.name={name}", f"model.path={model}", *LEARNING,
-               "training.steps=2", "policy.parallel.tensor=2", "cluster.processes_per_node=2", "checkpoint.every=1",
-               f"cluster.start_timeout_s={START_S}", "rollout.engine={kind: sglang, threads: 1, device: cpu}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "rlcore",
+        "train",
+        str(lab.base),
+        f"run.name={name}",
+        f"model.path={model}",
+        *LEARNING,
+        "training.steps=2",
+        "policy.parallel.tensor=2",
+        "cluster.processes_per_node=2",
+        "checkpoint.every=1",
+        f"cluster.start_timeout_s={START_S}",
+        "rollout.engine={kind: sglang, threads: 1, device: cpu}",
+    ]
     environment = {**os.environ, API_KEY: secret, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "terminal").open("w") as terminal:
         code = subprocess.run(

@@ -1,6 +1,4 @@
-"""From real Megatron worlds into a real server, by every transport: the server's tensors are those
-of the model's folder.
-"""
+"""Real Megatron worlds publish to a real server by every transport, and the tensors agree."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ DEADLINE_S = 400.0  # 20 s on a quiet machine
 
 
 def other_model(folder: Path, target: Path, seed: int) -> Path:
-    """`folder` with other weights."""
+    """Copy `folder` with other weights."""
     target.mkdir()
     for path in folder.glob("*.json"):
         shutil.copyfile(path, target / path.name)

@@ -13,7 +13,7 @@ from rlcore.data.generation import MemoryTag
 from rlcore.data.sample import Sample
 from rlcore.data.step import StepRollouts
 from rlcore.errors import EngineFailed, PublicationFailed
-from rlcore.interfaces import RolloutEngine, WeightExpectation
+from rlcore.interfaces import RolloutEngine, WeightVerifier
 from rlcore.launch.compose import OpenService, RolloutHandles, all_engines_timeout_s
 from rlcore.launch.process import Process
 from rlcore.launch.ray.calls import ActorLost
@@ -147,13 +147,13 @@ class RemoteEngineHandle:
         await self.call("join_group", address, rank)
         self.in_group = address.name
 
-    def expectation(self) -> WeightExpectation:
+    def verifier(self) -> WeightVerifier:
         """Implements the protocol. Raises PublicationFailed where the service is gone.
 
         The next attempt finds another service.
         """
         try:
-            found: WeightExpectation = self._client.call("expectation", self.name)
+            found: WeightVerifier = self._client.call("verifier", self.name)
         except ActorLost as error:
             raise PublicationFailed(f"engine {self.name}: {error}") from error
         return found

@@ -197,10 +197,10 @@ class ServiceActor:
         self._check(token)
         return await self._in_loop(getattr(self._engine(name), verb)(*arguments))
 
-    async def expectation(self, token: str, name: str) -> Any:
-        """Call `RolloutEngine.expectation`."""
+    async def verifier(self, token: str, name: str) -> Any:
+        """Call `RolloutEngine.verifier`."""
         self._check(token)
-        return self._engine(name).expectation()
+        return self._engine(name).verifier()
 
     async def beat(self) -> None:
         """Answer at once; a process that hangs cannot, and writes its stacks at half the limit."""

@@ -199,7 +199,7 @@ class RemoteEngine:
     async def set_version(self, version: int) -> None:
         await self._update("set_version", {"version": version})
 
-    def expectation(self) -> FingerprintVerifier:
+    def verifier(self) -> FingerprintVerifier:
         return FingerprintVerifier(DTYPES[self.config.dtype or self._dtype])
 
     async def checksum(self) -> str:

@@ -224,7 +224,7 @@ class EmbeddedEngine:
     async def set_version(self, version: int) -> None:
         self._started()[1].set_version(version)
 
-    def expectation(self) -> FingerprintVerifier:
+    def verifier(self) -> FingerprintVerifier:
         return FingerprintVerifier(DTYPES[self.dtype])
 
     async def checksum(self) -> str:

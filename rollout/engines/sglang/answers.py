@@ -1,5 +1,6 @@
-"""An answer of /generate as completions. Whatever does not fit the request is refused: nothing of
-it may be trained on.
+"""Decodes an answer of /generate into completions.
+
+An answer that does not fit its request is refused: nothing of it may be trained on.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 def decode(
     answer: Any, request: GenerateRequest, limits: Limits, *, engine: str
 ) -> list[Completion]:
-    """The `request.n` completions in order. Raises EngineFailed, naming engine and request, for
-    anything else.
+    """Return the `request.n` completions in order.
+
+    Raises EngineFailed, naming engine and request, for any other answer.
     """
     try:
         if not isinstance(answer, list) or len(answer) != request.n:
@@ -46,7 +48,7 @@ def decode(
 def _completion(
     part: dict[str, Any], request: GenerateRequest, limits: Limits, place: int
 ) -> Completion:
-    """What came behind the prefix of response number `place` of the request."""
+    """The tokens that follow the prefix of response number `place` of the request."""
     meta = part["meta_info"]
     sampling = request.sampling
     before = len(request.made(place))
@@ -85,7 +87,7 @@ def _completion(
 
 
 def _tokens(ids: Any, vocab_size: int) -> NDArray[np.int32]:
-    # array() takes whole numbers alone, where numpy would round; both it and min, max cost little
+    # array() refuses what is no whole number, where numpy would round. It, min and max cost little
     # for short responses.
     tokens = np.frombuffer(array("i", ids), dtype=np.int32) if ids else NO_TOKENS
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -94,7 +96,7 @@ def _tokens(ids: Any, vocab_size: int) -> NDArray[np.int32]:
 
 
 def _logprobs(rows: list[Any], ids: list[int]) -> NDArray[np.float32]:
-    """Of `[[logprob, token, text], ...]`, one for each of `ids`."""
+    """Read `[[logprob, token, text], ...]`, which has one row for each of `ids`."""
     if [row[1] for row in rows] != ids:
         raise ValueError(
             f"log-probs of {len(rows)} tokens that are not the {len(ids)} of the response"
@@ -115,7 +117,7 @@ def _finite(values: list[float], count: int) -> NDArray[np.float32]:
 def _sampling_mask(
     rows: list[list[int]], tokens: NDArray[np.int32], vocab_size: int
 ) -> SamplingMasks:
-    """A set that came to be the whole vocabulary is not written out."""
+    """Read a set of tokens for each token made. The whole vocabulary is stored as an empty set."""
     ordered = [[] if len(row) == vocab_size else sorted(row) for row in rows]
     counts = np.array([len(row) for row in ordered], dtype=np.int32)
     sets = SamplingMasks(_tokens([token for row in ordered for token in row], vocab_size), counts)
@@ -128,7 +130,10 @@ def _sampling_mask(
 
 
 def _experts(meta: dict[str, Any], limits: Limits, given: int, made: int) -> Experts:
-    """Of the tokens given, and of those made but the last; empty when the request never ran."""
+    """Read the experts of the `given` tokens and of all made but the last.
+
+    They are empty when the request never ran.
+    """
     if limits.experts is None:
         raise ValueError("routed experts of a model without any")
     if made == 0:
@@ -137,7 +142,10 @@ def _experts(meta: dict[str, Any], limits: Limits, given: int, made: int) -> Exp
 
 
 def _spans(values: list[dict[str, Any]], made: int) -> tuple[VersionSpan, ...]:
-    """The versions are our own publication numbers: an engine that was given none says `default`."""
+    """Read the weight versions, which are our publication numbers.
+
+    An engine that was given no version says `default`, which is refused.
+    """
     spans = tuple(
         VersionSpan(int(v["version"]), v["start"], v["end"])
         for v in values

@@ -1,6 +1,7 @@
-"""From `rollout.engine` to the command line of an SGLang server. Names and values are checked by
-SGLang's own parser, in its process (entry.py); what rlcore decides itself is refused when a
-configuration is loaded.
+"""Turns `rollout.engine` into the command line of an SGLang server.
+
+SGLang's own parser checks names and values, in its process (entry.py). Arguments that rlcore sets
+itself are refused when a configuration is loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rlcore.config.sections.rollout import EngineConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
-# Under what a user's own `rollout.engine.server` says.
+# A user's own `rollout.engine.server` overrides these.
 DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}  # else a line for every request
 CPU_DEFAULTS: dict[str, Any] = {
     "attention_backend": "torch_native",
@@ -23,24 +24,31 @@ CPU_DEFAULTS: dict[str, Any] = {
     "grammar_backend": "none",
     "sleep_on_idle": True,  # else the scheduler burns a core that the trainer could use
     "max_total_tokens": 32768,  # bounds the KV cache
-    # Of the memory that was free before the start, a tenth must be free after it, whoever takes
-    # some meanwhile.
+    # After the start, a tenth of the memory that was free before it must still be free, even if
+    # other programs took some meanwhile.
     "mem_fraction_static": 0.9,
     "max_running_requests": 64,
 }
 
 
 def command_line(
-    config: EngineConfig, *, model_path: str, tokenizer: str | None, dtype: str, device: str, port: int, nccl_port: int,
+    config: EngineConfig,
+    *,
+    model_path: str,
+    tokenizer: str | None,
+    dtype: str,
+    device: str,
+    port: int,
+    nccl_port: int,
     arguments: Mapping[str, Any],
-) -> list[str]:  # fmt: skip
-    """The arguments of `sglang.launch_server`.
+) -> list[str]:
+    """Make the arguments of `sglang.launch_server`.
 
     Args:
         dtype: fp32 | bf16.
         device: cuda | cpu.
         port, nccl_port: held for the server until it listens on them.
-        arguments: more of sglang's own, by name, beside `config.server` and over it.
+        arguments: more of sglang's own arguments, by name; they override `config.server`.
     """
     given = {argument_name(name): value for name, value in config.server.items()}
     values = DEFAULTS | (CPU_DEFAULTS if device == "cpu" else {}) | given | dict(arguments)
@@ -58,8 +66,9 @@ def command_line(
 
 
 def option(name: str, value: Any) -> list[str]:
-    """One argument as words: true is a flag, false its opposite (entry.py knows whether sglang has
-    one), null nothing.
+    """Write one argument as words of the command line.
+
+    True is a flag, false its opposite (entry.py removes it where sglang has none), null nothing.
     """
     name = name.replace("_", "-")
     flag = f"--{name}"

@@ -1,17 +1,17 @@
-"""What SGLang makes of published tensors, so that the trainer can tell the checksums of a server's
-weights beforehand.
+"""Predicts the checksums of a server's weights from the tensors that were sent to it.
 
 A server stacks q on k on v, gate on up and the experts on one another, gives each tensor-parallel
-rank its part, pads the vocabulary, and reports one hash for each tensor of each rank. The same is
-done here with what was sent. So a tensor that came damaged, in the wrong place, or not at all has
-another hash, and its name is known.
+rank its part, pads the vocabulary, and reports one hash for each tensor of each rank. This module
+does the same with what was sent. A tensor that arrived damaged, in the wrong place, or not at all
+has another hash, so its name is known.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import ConfigError
-from rollout.engines.sglang.hashes import hash_on_cpu, hash_on_cuda
 from rollout.weight_sync.version_state import shorten
 
-# whose layers SGLang stacks as below
+# model types whose layers SGLang stacks as below
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-VOCAB_PADDING = 64  # rows; times the ranks where these do not divide it
+VOCAB_PADDING = 64  # rows; times the number of ranks, unless that divides the padded rows
 
 STACKED = {
     "q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
@@ -34,17 +33,26 @@ STACKED = {
 SIZES = {"qkv_proj": 3, "gate_up_proj": 2}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
+TILE = 8192  # words of 32 bits that make one partial hash
+TILES = 64  # hashed at a time, to bound the memory
+WORD = (1 << 32) - 1
+LONG = (1 << 64) - 1
+SEED = 0x243F6A88
+SEEDS = (SEED, (SEED * 0x9E3779B1 ^ 0xDEADBEEF) & WORD)
+# for each half: the factor and the rotation of an index
+PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))
+
 
 @dataclass
 class Stack:
-    """A tensor of the server while its parts come in."""
+    """A tensor of the server, while its parts come in."""
 
     size: int
     parts: dict[int, Tensor] = field(default_factory=dict)
 
 
 class FusedChecksums:
-    """`rlcore.interfaces.WeightExpectation` for one SGLang server.
+    """`rlcore.interfaces.WeightVerifier` for one SGLang server.
 
     Args:
         model: config.json of the model.
@@ -80,8 +88,9 @@ class FusedChecksums:
 
     @classmethod
     def of(cls, folder: str, *, ranks: int, dtype: str, device: str) -> FusedChecksums:
-        """For the Hugging Face model in `folder`, with the dtype and device that /server_info
-        tells.
+        """Make one for the Hugging Face model in `folder`.
+
+        `dtype` and `device` are those of /server_info.
         """
         model = json.loads((Path(folder) / "config.json").read_text())
         return cls(
@@ -92,9 +101,10 @@ class FusedChecksums:
         )
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Record a tensor that is sent."""
         target, place, size = self._target(name)
         stack = self._stacks.setdefault(target, Stack(size))
-        # A copy: the bucket's buffer is used again before a stack that straddles two is whole.
+        # A copy: the bucket's buffer is used again before a stack over two buckets is whole.
         stack.parts[place] = tensor.detach().to(self._dtype or tensor.dtype, copy=True)
         if len(stack.parts) == size:
             del self._stacks[target]
@@ -104,21 +114,19 @@ class FusedChecksums:
                     [self._shard(target, i, part, rank) for i, part in enumerate(parts)]
                 )
 
-    def problem(self, said: Any) -> str | None:
-        """`said`: `ranks` of the answer of /weights_checker."""
-        if not isinstance(said, list) or len(said) != self._ranks:
-            return (
-                f"checksums of {len(said) if isinstance(said, list) else 'no'} ranks, expected"
-                f" {self._ranks}"
-            )
+    def mismatch(self, reported: Any) -> str | None:
+        """Compare with `reported`, the `ranks` of the answer of /weights_checker."""
+        if not isinstance(reported, list) or len(reported) != self._ranks:
+            count = len(reported) if isinstance(reported, list) else "no"
+            return f"checksums of {count} ranks, expected {self._ranks}"
         if self._stacks:
             return f"parts were never sent of {shorten(sorted(self._stacks))}"
         wrong = set()
         try:
-            ranks = [answer["parallelism_info"][0]["tp_rank"] for answer in said]
+            ranks = [answer["parallelism_info"][0]["tp_rank"] for answer in reported]
             if sorted(ranks) != list(range(self._ranks)):
                 return f"checksums of ranks {ranks}, expected each of {self._ranks} once"
-            for rank, answer in zip(ranks, said):
+            for rank, answer in zip(ranks, reported):
                 expected = self._hashes[rank]
                 got = answer["checksums"]
                 wrong |= {
@@ -134,8 +142,9 @@ class FusedChecksums:
         return f"{len(wrong)} tensors differ: {shorten(sorted(wrong))}" if wrong else None
 
     def _target(self, name: str) -> tuple[str, int, int]:
-        """The server's tensor that a published one belongs to, its place in it, and how many there
-        are.
+        """Find the server's tensor that a published tensor is part of.
+
+        Returns its name, the index of the part, and how many parts there are.
         """
         if match := EXPERT.fullmatch(name):
             experts = match[1]
@@ -177,4 +186,70 @@ class FusedChecksums:
 
 
 def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below `number`."""
     return -(-number // multiple) * multiple
+
+
+# --- SGLang's hashes of a tensor, over the bytes of its parts -------------------------------------
+
+
+def hash_on_cpu(parts: Sequence[Tensor]) -> str:
+    """The beginning of the SHA-256 of all bytes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(as_bytes(part).cpu().numpy().data)
+    return digest.digest()[:8].hex()
+
+
+def hash_on_cuda(parts: Sequence[Tensor]) -> str:
+    """Hash as sglang.kernels.ops.memory.gpu_tensor_hash does, in torch, on the parts' device."""
+    data = torch.cat([as_bytes(part) for part in parts])
+    words = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
+    total = 0
+    for start in range(0, len(words), TILE * TILES):
+        total += sum(hash_tiles(words[start : start + TILE * TILES], start, len(words)))
+    return f"{split_mix(total & LONG) if len(words) else 0:016x}"
+
+
+def hash_tiles(words: Tensor, start: int, count: int) -> list[int]:
+    """Return a hash of 64 bits for each tile of `words`, int32 [w].
+
+    They begin at word `start` of `count`.
+    """
+    tiles = -(-len(words) // TILE)
+    index = torch.arange(start, start + len(words), device=words.device)
+    halves = []
+    for (factor, turn), seed in zip(PLACES, SEEDS):
+        low = index & WORD
+        place = (low * factor + seed & WORD) ^ (low << turn | low >> 32 - turn) & WORD
+        mixed = mix(words.long() & WORD ^ place)
+        sums = (
+            torch.nn.functional.pad(mixed, (0, tiles * TILE - len(mixed))).view(tiles, TILE).sum(1)
+            & WORD
+        )
+        halves.append(mix(sums ^ (count * 4 & WORD)).tolist())
+    return [high << 32 | low for high, low in zip(*halves)]
+
+
+def mix(x: Tensor) -> Tensor:
+    """MurmurHash3's finalizer of 32 bits, in int64.
+
+    The products wrap around, but their low halves are right.
+    """
+    x = x ^ x >> 16
+    x = x * 0x85EBCA6B & WORD
+    x = x ^ x >> 13
+    x = x * 0xC2B2AE35 & WORD
+    return x ^ x >> 16
+
+
+def split_mix(x: int) -> int:
+    """SplitMix64's finalizer."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & LONG
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & LONG
+    return x ^ x >> 31
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory as uint8 [bytes]."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,10 +1,10 @@
-"""One SGLang server as a `RolloutEngine`: the verbs of a publication on its real routes.
+"""One SGLang server as a `RolloutEngine`: each step of a publication calls a route of the server.
 
-What the server does on its own account is kept in mind here. Weights take effect bucket by bucket,
-and no route notices that one is missing: `WeightState` does. A flush of the cache is refused while
-requests run, so it comes last, and not in `in_place`: there the cache is keyed by the version under
-which a request began, so that old keys and values serve nobody who comes later. The version is set
-when all is done, since tokens are stamped with it from then on.
+The order of the calls follows from how the server behaves. Weights take effect bucket by bucket,
+and no route notices that one is missing: `WeightState` does. The server refuses to flush its cache
+while requests run, so that comes last. After an `in_place` pause there is no flush: the cache is
+keyed by the version under which a request began, so later requests do not use old keys and values.
+The version is set at the very end, since the server stamps tokens with it from then on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollout.weight_sync.version_state import WeightState
 UPDATE_KEY = "rollout.engine.update_timeout_s"
 HEALTH_KEY = "rollout.engine.health_timeout_s"
 DEATH_S = 0.5  # from a broken connection to the end of the process that held it
-# a request that was on its way when all were aborted is caught by the next time
+# a request that reached the server after one abort of all is ended by the next
 ABORT_AGAIN_S = 0.2
 
 
@@ -64,7 +64,7 @@ class SGLangEngine:
     """`rlcore.interfaces.RolloutEngine`. Use it from one event loop.
 
     Args:
-        server: what starts and ends the process, or knows somebody else's.
+        server: starts and ends the process, or knows one that runs already.
         model_path: the Hugging Face folder that the trainer started from.
     """
 
@@ -81,16 +81,16 @@ class SGLangEngine:
         self.group_ranks = config.tensor_parallel
         self.weights = WeightState(self.name)
         self._keys = keys
-        self._turnstile = PauseGate(self.name, timeout_s=config.request_timeout_s)
+        self._pause_gate = PauseGate(self.name, timeout_s=config.request_timeout_s)
         self._client: ServerClient | None = None
-        # what requests go through, where the user has one
+        # None unless requests go through a router of the user
         self._router: ServerClient | None = None
         self._generation: Generation | None = None
         # "cpu" | "cuda"; "auto" | "float32" | "bfloat16" | ...
         self._device = ""
         self._dtype = ""
         self._mode: PauseMode | None = None  # the pause in force
-        # the process group for weights that the server is in
+        # the name of the process group for weights that the server is in
         self.in_group: str | None = None
 
     # --- life -------------------------------------------------------------------------------------
@@ -100,8 +100,10 @@ class SGLangEngine:
         return self.server.ended
 
     async def start(self) -> None:
-        """Raises RunFailed or DeadlineExceeded with the last lines of the server's log,
-        EngineFailed for no sglang 0.5.23.
+        """Start the server, unless it runs, and connect to it.
+
+        Raises RunFailed or DeadlineExceeded with the last lines of the server's log, EngineFailed
+        for no sglang 0.5.23.
         """
         if self._client is not None:
             return
@@ -110,7 +112,7 @@ class SGLangEngine:
         self.weights = WeightState(self.name)
         self._mode = None
         self.in_group = None
-        self._turnstile.open()
+        self._pause_gate.open()
         self._client = client
         self._generation = await Generation.connect(client, self.model_path)
         if self.config.router_url is not None:
@@ -129,10 +131,12 @@ class SGLangEngine:
             raise no_sglang(self.name, error) from error
 
     async def kill(self) -> None:
+        """End the server at once. Calls in flight fail."""
         await self._leave()
         await self.server.kill()
 
     async def close(self) -> None:
+        """Ask the server to end. Calls in flight fail."""
         await self._leave()
         await self.server.stop()
 
@@ -144,11 +148,10 @@ class SGLangEngine:
                 await client.close()
 
     async def health(self) -> dict[str, Any]:
-        """name, version (None without whole weights), device, gpu (None on the CPU, and where it is
-        the trainer's too).
+        """Tell name, version (None without whole weights), device and gpu.
 
-        Asks what the scheduler itself must answer, paused or not: SGLang's /health would generate a
-            token.
+        `gpu` is None on the CPU, and if the trainer uses the same one. The route is one that the
+        scheduler itself must answer, paused or not: SGLang's /health would generate a token.
         """
         try:
             await self._get("/server_info")
@@ -160,8 +163,9 @@ class SGLangEngine:
         return {"name": self.name, "version": version, "device": self._device, "gpu": gpu}
 
     async def _explained(self, error: EngineFailed) -> EngineFailed:
-        """The end of its log, where the process has ended: it drops its connections a moment before
-        it is seen dead.
+        """Return the error, or the end of the server's log if its process has ended.
+
+        A process drops its connections a moment before it is seen dead.
         """
         ended = self.ended
         if ended is None or isinstance(error, EngineHangs):
@@ -176,7 +180,9 @@ class SGLangEngine:
     # --- generation -------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """Raises UserError for a request that cannot be served, EngineFailed when the engine is at
+        """Return `n` completions a request, in order.
+
+        Raises UserError for a request that cannot be served, EngineFailed when the engine is at
         fault.
         """
         try:
@@ -185,63 +191,65 @@ class SGLangEngine:
             raise await self._explained(error) from error
 
     async def _generated(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        async with self._turnstile:
+        async with self._pause_gate:
             version = self.weights.require_ready()
             if self._generation is None:
                 raise EngineFailed(f"engine {self.name} does not run; start it first")
             one = self._generation.one
             key = str(version)
-            # as the dispatcher asks: without tasks, which would cost half as much as the call
+            # The dispatcher sends one at a time: a task would cost half as much as the call.
             if len(requests) == 1:
                 return [await one(requests[0], cache_key=key)]
             return await gather_or_cancel(*(one(request, cache_key=key) for request in requests))
 
     async def abort(self) -> None:
+        """End all requests now."""
         await self._control("/abort_request", {"rid": "", "abort_all": True})
 
     # --- pause ------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns when no token is being made; requests that come wait until `resume`. A second
-        pause is a no-op.
+        """Stop generation and return when it has stopped. New requests wait until `resume`.
 
-        `drain` lets the requests in flight finish, `abort` ends them; `retract` has the server
-        compute their keys and values again after `resume`, `in_place` go on with the old ones.
+        `drain` lets the requests in flight finish, `abort` ends them. After `resume`, `retract` has
+        the server compute their keys and values again, and `in_place` goes on with the old ones. A
+        second pause does nothing.
         """
-        self._turnstile.close()
+        self._pause_gate.close()
         if mode == "drain":
-            await self._turnstile.emptied()
+            await self._pause_gate.emptied()
         elif mode == "abort":
             await self._abort_all()
-        # Where nothing of ours is left in flight, somebody else's requests may be.
+        # Requests of other clients may still be in flight.
         await self._control(
             "/pause_generation", {"mode": "in_place" if mode == "in_place" else "retract"}
         )
         self._mode = mode
 
     async def _abort_all(self) -> None:
-        """Raises EngineHangs when requests do not end."""
+        """Abort until no request is in flight. Raises EngineHangs when requests do not end."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.config.update_timeout_s
-        while self._turnstile.inside:
+        while self._pause_gate.inside:
             if loop.time() > deadline:
                 raise EngineHangs(
                     f"engine {self.name} did not end its requests within"
                     f" {self.config.update_timeout_s:g} s ({UPDATE_KEY})"
                 )
             await self.abort()
-            await self._turnstile.empties_within(ABORT_AGAIN_S)
+            await self._pause_gate.empties_within(ABORT_AGAIN_S)
 
     async def resume(self) -> None:
+        """Go on generating. Raises EngineFailed unless the weights have a version."""
         self.weights.require_ready()
         await self._control("/continue_generation", {})
         self._mode = None
-        self._turnstile.open()
+        self._pause_gate.open()
 
     # --- weights ----------------------------------------------------------------------------------
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
-        """Raises EngineFailed unless the engine is paused."""
+        """Open an update. Raises EngineFailed unless the engine is paused."""
         if self._mode is None:
             raise EngineFailed(
                 f"engine {self.name}: weights can be updated only while it is paused; call pause"
@@ -252,7 +260,7 @@ class SGLangEngine:
             await self._control("/begin_weight_update", {"selector": "all"})
         except EngineHangs:
             raise
-        except EngineFailed:  # recovery: a trainer that died has left its session open
+        except EngineFailed:  # recovery: a trainer that died has left its update open
             await self._control("/end_weight_update", {})
             await self._control("/begin_weight_update", {"selector": "all"})
 
@@ -274,9 +282,7 @@ class SGLangEngine:
         )
 
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
-        """Returns when the bucket came over the process group and is in the model; `flat` must be
-        None.
-        """
+        """Take bucket `index` over the process group, and load it; `flat` must be None."""
         if flat is not None:
             raise EngineFailed(
                 f"engine {self.name} is another process: it takes buckets over the process group"
@@ -297,7 +303,7 @@ class SGLangEngine:
         self.weights.received(index)
 
     async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:
-        """Take bucket `index` out of the request's body: one payload for each tensor-parallel rank."""
+        """Take bucket `index` in the request's body: one payload for each tensor-parallel rank."""
         self.weights.bucket(index)
         await self._control(
             "/update_weights_from_tensor",
@@ -311,10 +317,11 @@ class SGLangEngine:
         self.weights.received(index)
 
     async def load_folder(self, folder: Path) -> None:
-        """Take all weights out of a Hugging Face folder, which the server's machine has under the
-        same path.
+        """Load all weights from a Hugging Face folder.
+
+        The server's machine must have it under the same path.
         """
-        self.weights.open_buckets()  # raises outside an update
+        self.weights.open_buckets()  # raises if no update is open
         await self._control(
             "/update_weights_from_disk",
             {
@@ -327,12 +334,13 @@ class SGLangEngine:
         self.weights.received_all()
 
     async def end_update(self) -> None:
-        """Raises EngineFailed where a bucket is missing: the engine is stale then."""
+        """Close the update. Raises EngineFailed if a bucket is missing, which leaves it stale."""
         self.weights.check_whole()
         await self._control("/end_weight_update", {})
         self.weights.end()
 
     async def set_version(self, version: int) -> None:
+        """Stamp all further tokens with `version`, and flush the cache unless paused in_place."""
         self.weights.check_version(version)
         if self._mode != "in_place":
             await self._control("/flush_cache", {})
@@ -341,28 +349,30 @@ class SGLangEngine:
         )
         self.weights.set_version(version)
 
-    def expectation(self) -> FusedChecksums:
-        """Raises ConfigError for a model of which it is not known how SGLang lays it out."""
+    def verifier(self) -> FusedChecksums:
+        """Make a verifier. Raises ConfigError for a model whose layout in SGLang is not known."""
         return FusedChecksums.of(
             self.model_path, ranks=self.group_ranks, dtype=self._dtype, device=self._device
         )
 
     async def checksum(self) -> Any:
-        """A hash of every tensor of every rank, as the server keeps them."""
+        """A hash of every tensor of every rank, as the server holds them."""
         return (
             await self._control("/weights_checker", {"action": "checksum", "selector": "target"})
         )["ranks"]
 
     @property
     def url(self) -> str:
-        """Where the server is reached. Raises EngineFailed where it does not run."""
+        """The server's URL. Raises EngineFailed if it does not run."""
         return self._running.url
 
     # --- memory -----------------------------------------------------------------------------------
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Raises EngineFailed unless the engine is paused without requests: the server's scheduler
-        would end at one.
+        """Give device memory back.
+
+        Raises EngineFailed unless the engine is paused and has no requests: a request would end the
+        server's scheduler.
         """
         if self._mode in (None, "in_place"):
             raise EngineFailed(
@@ -374,11 +384,12 @@ class SGLangEngine:
             self.weights.release()
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Take device memory again. Released weights must be published again."""
         await self._control("/resume_memory_occupation", {"tags": list(tags)})
         if "weights" in tags:
             self.weights.restore()
 
-    # --- the wire ---------------------------------------------------------------------------------
+    # --- routes -----------------------------------------------------------------------------------
 
     @property
     def _running(self) -> ServerClient:
@@ -392,14 +403,12 @@ class SGLangEngine:
         )
 
     async def _control(self, route: str, body: dict[str, Any]) -> Any:
-        """The answer of a control route. Raises EngineFailed with the server's own words when it
-        refuses.
-        """
+        """Call a control route. Raises EngineFailed with the server's own words if it refuses."""
         try:
             answer = await self._running.post(
                 route, body, timeout_s=self.config.update_timeout_s, key=UPDATE_KEY, admin=True
             )
-        # a 4xx: here it is the engine's state that is wrong, and nobody's input
+        # A 4xx of a control route blames the engine's state, not the user's input.
         except UserError as error:
             raise EngineFailed(str(error)) from error
         if isinstance(answer, dict) and answer.get("success") is False:

@@ -1,13 +1,12 @@
-"""Stock SGLang, started by us: `PYTHON entry.py <arguments of sglang.launch_server>`, with JSON on
-its standard input.
+"""Starts stock SGLang: `PYTHON entry.py <arguments of sglang.launch_server>`, with JSON on stdin.
 
-Run by path in the engine's environment, which knows nothing of rlcore: imports nothing of ours but
-the stand-ins beside it. On the input: `api_key`, `admin_key`, `ready_fd`, `parent_pid`, each of
-which may be missing. When the server answers, one line of JSON goes to `ready_fd`: {"port": ...},
-or {"error": ...} where an argument is wrong.
+It is run by path in the engine's environment, which does not have rlcore: it imports nothing of
+ours but the stand-ins beside it. The JSON may have `api_key`, `admin_key`, `ready_fd` and
+`parent_pid`. When the server answers, one line of JSON goes to `ready_fd`: {"port": ...}, or
+{"error": ...} if an argument is wrong.
 
-Processes that SGLang spawns import this file again, as `__mp_main__`: what stands at its top level
-    happens there too.
+Processes that SGLang spawns import this file again, as `__mp_main__`: its top-level statements run
+there too.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 if __name__ == "__main__":
-    # The script's own folder is on the path: its http.py and the like would pass for modules of the
-    # standard library.
+    # The script's own folder is on the path: its http.py would be imported in place of the standard
+    # library's.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
 
 import argparse  # noqa: E402
@@ -40,8 +39,10 @@ POLL_S = 0.1
 
 
 def die_with_parent(is_there: Callable[[], bool]) -> None:
-    """The kernel ends this process with its parent. `is_there`: whether it had one, still, when the
-    kernel was told.
+    """Have the kernel end this process with its parent.
+
+    Args:
+        is_there: whether the parent is still there, asked once the kernel has been told.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -51,12 +52,12 @@ def die_with_parent(is_there: Callable[[], bool]) -> None:
 
 
 def in_our_group() -> bool:
-    """Whether the parent of a spawned process is of its process group: who inherits orphans is not."""
+    """Whether the parent is of our process group. A process that inherits orphans is not."""
     return os.getpgid(os.getppid()) == os.getpgrp()
 
 
 def stand_in() -> None:
-    """Put in place what the CPU lacks, in this process."""
+    """Install stand-ins, in this process, for modules that do not exist for the CPU."""
     folder = os.path.join(HERE, "cpu")
     if folder not in sys.path:
         sys.path.append(folder)  # last: a real package comes first
@@ -64,8 +65,9 @@ def stand_in() -> None:
 
 
 def without_idle(arguments: list[str], known: Collection[str]) -> list[str]:
-    """Without `--no-x` where SGLang knows but `--x`: a switch that is off anyway. Some have both,
-    and are on by themselves.
+    """Drop `--no-x` if SGLang knows only `--x`, which is off by default.
+
+    Switches that are on by default have both.
     """
     return [
         word
@@ -91,13 +93,13 @@ class Parser(argparse.ArgumentParser):
         raise BadArgument(message)
 
     def check(self, arguments: list[str]) -> list[str]:
-        """Those to start with. Raises BadArgument, for an unknown one with the nearest there is."""
+        """Return the arguments to start with. Raises BadArgument, with the nearest known name."""
         arguments = without_idle(arguments, self._option_string_actions)
         _, unknown = self.parse_known_args(arguments)
         for name in (
             argument.partition("=")[0] for argument in unknown if argument.startswith("--")
         ):
-            # as it was given: false for the rest
+            # false was written as --no-x
             name = f"--{name.removeprefix('--no-').removeprefix('--')}"
             near = difflib.get_close_matches(name, self._option_string_actions, n=1)
             hint = f"; did you mean {near[0][2:].replace('-', '_')}?" if near else ""
@@ -110,7 +112,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def serve(arguments: list[str], told: dict[str, Any]) -> None:
-    """Until SIGINT or SIGTERM."""
+    """Run the server until SIGINT or SIGTERM."""
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.runtime_context import get_context
@@ -119,8 +121,7 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
     args = prepare_server_args(arguments)
 
     def init_with_keys(*of: Any) -> Any:
-        # Not on the arguments, which SGLang writes into its log and shows to everyone who has the
-        # API key.
+        # Not in the arguments: SGLang logs them, and shows them to every holder of the API key.
         get_context().override(
             "rlcore", api_key=told.get("api_key"), admin_api_key=told.get("admin_key")
         )
@@ -136,8 +137,9 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
 
 
 def warm_up(url: str, key: str | None) -> bool:
-    """Ask for two tokens, by token ids: SGLang's own asks for a sentence in English, which not
-    every tokenizer can read.
+    """Ask for two tokens, by token ids.
+
+    SGLang's own warm-up is an English sentence, which not every tokenizer can read.
     """
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
@@ -147,7 +149,7 @@ def warm_up(url: str, key: str | None) -> bool:
         {"Authorization": f"Bearer {key}"} if key else {}
     )
     request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
-    while True:  # whoever started us has a deadline
+    while True:  # the parent has a deadline
         try:
             with urllib.request.urlopen(request) as answer:
                 answer.read()
@@ -166,6 +168,7 @@ def warm_up(url: str, key: str | None) -> bool:
 
 
 def report(told: dict[str, Any], line: dict[str, Any]) -> None:
+    """Write one line to the parent, if it gave us a descriptor and no line was written before."""
     if (fd := told.pop("ready_fd", None)) is not None:
         with os.fdopen(fd, "w") as ready:
             ready.write(json.dumps(line) + "\n")
@@ -178,7 +181,7 @@ def main() -> int:
         print(__version__)
         return 0
     given = sys.stdin.buffer.read()
-    if not given:  # whoever started us is gone already, or does not know what we expect
+    if not given:  # the parent is gone, or a person started us by hand
         print("expected JSON on the standard input: {} for a server without keys", file=sys.stderr)
         return EXIT_BAD_ARGUMENT
     told = json.loads(given)
@@ -200,14 +203,14 @@ def main() -> int:
         return EXIT_BAD_ARGUMENT
     try:
         serve(arguments, told)
-    except KeyboardInterrupt:  # how uvicorn passes SIGINT on, when it has ended what it had
+    except KeyboardInterrupt:  # uvicorn passes SIGINT on when it has ended its connections
         pass
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
     return 0
 
 
-# SGLang's own children do so too, but only when they have imported all they need
+# SGLang's own children do this too, but only after all their imports
 if __name__ == "__mp_main__":
     die_with_parent(in_our_group)
 if __name__ in ("__main__", "__mp_main__") and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":

@@ -1,6 +1,4 @@
-"""Which layers of a model have experts, and what SGLang says about the experts that its routers
-chose.
-"""
+"""Finds the layers of a model that have experts, and decodes SGLang's record of chosen experts."""
 
 from __future__ import annotations
 
@@ -13,22 +11,22 @@ import numpy as np
 from rlcore.data.routed_experts import Experts
 from rlcore.errors import ModelError
 
-# a module's name, as transformers has them
+# the name of a module in transformers
 EXPERTS = re.compile(r".*\.layers\.(\d+)\.(?:\w+\.)*experts")
 
 
 @dataclass(frozen=True)
 class ExpertLayers:
-    """Of a model with experts in some of its layers."""
+    """The layout of a model that has experts in some of its layers."""
 
     num_layers: int  # all of them: SGLang reports a row for each
-    places: tuple[int, ...]  # of those that have experts
+    places: tuple[int, ...]  # indices of the layers that have experts
     num_experts: int
     topk: int  # experts that a token passes through
 
     @classmethod
     def of(cls, folder: str) -> ExpertLayers | None:
-        """Of the Hugging Face model in `folder`, whose weights are not read; None for a dense one."""
+        """Read the Hugging Face model in `folder`, without its weights; None for a dense model."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -50,10 +48,16 @@ class ExpertLayers:
         return cls(int(config.num_hidden_layers), tuple(sorted(found)), int(count), int(topk))
 
     def decode(self, text: str, tokens: int) -> Experts:
-        """SGLang's record of the first `tokens` tokens of a sequence: base64 of little-endian int32
-        [tokens, layers, topk].
+        """Decode SGLang's record of the first `tokens` tokens of a sequence.
 
-        Returns int16 [tokens, layers with experts, topk]. Raises ValueError when it is none.
+        Args:
+            text: base64 of little-endian int32 [tokens, layers, topk].
+
+        Returns:
+            int16 [tokens, layers with experts, topk].
+
+        Raises:
+            ValueError: `text` is no such record.
         """
         flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
         if flat.size != tokens * self.num_layers * self.topk:

@@ -1,6 +1,4 @@
-"""An SGLang server that somebody else runs, found by its URL: what it is is looked at when we
-connect.
-"""
+"""An SGLang server that the user runs, found by its URL and checked when we connect."""
 
 from __future__ import annotations
 
@@ -21,14 +19,15 @@ from rollout.engines.vocabulary import folder_vocab_size
 POLL_S = 1.0
 START_KEY = "rollout.engine.start_timeout_s"
 PROBE_KEY = "rollout.engine.health_timeout_s"
-NO_TOKEN = (1 << 31) - 1  # is in no vocabulary: the refusal says what is
+NO_TOKEN = (1 << 31) - 1  # in no vocabulary: the server's refusal tells the vocabulary's size
 
 logger = logging.getLogger(__name__)
 
 
 class ExternalServer:
-    """Has the surface of `ManagedServer`, but is neither started nor ended by us. Use it from one
-    event loop.
+    """Has the methods of `ManagedServer`, but neither starts nor ends the server.
+
+    Use it from one event loop.
     """
 
     managed = False
@@ -41,19 +40,17 @@ class ExternalServer:
         self.model_path = model_path
         self.config = config
         self.keys = keys
-        self.ended: asyncio.Future[Any] | None = None  # nobody tells us
+        self.ended: asyncio.Future[Any] | None = None  # we cannot see the process
         self.pid: int | None = None
 
     async def start(self) -> str:
-        """The URL, once the server answers and turns out to be one that we can drive with our
-        model.
+        """Wait until the server answers, check it, and return its URL.
 
-        Compared are the version of sglang, the model's type, architecture and vocabulary (its
+        Checked are the version of sglang, the model's type, architecture and vocabulary (its
         weights come from us), the ranks of the server, and both keys.
 
         Raises:
-            ConfigError, UserError: it is another server than the configuration speaks of, or does
-                not take our keys.
+            ConfigError, UserError: the server is not the configured one, or refuses our keys.
             DeadlineExceeded: it did not answer within `rollout.engine.start_timeout_s`.
         """
         client = ServerClient(self.name, self.url, self.keys, config=self.config)
@@ -80,7 +77,7 @@ class ExternalServer:
                 return await client.get(
                     "/server_info", timeout_s=self.config.health_timeout_s, key=PROBE_KEY
                 )
-            except EngineFailed as error:  # it may just be starting, too
+            except EngineFailed as error:  # it may still be starting
                 if loop.time() + POLL_S > deadline:
                     raise DeadlineExceeded(
                         f"engine {self.name}: nothing answers at {self.url} ({START_KEY}: {limit:g}"
@@ -118,18 +115,22 @@ class ExternalServer:
                 )
 
     async def _wake(self, client: ServerClient) -> None:
-        """A trainer that died in a publication has left the server paused: it would not even refuse
-        a request.
+        """Resume a server that a trainer left paused when it died in a publication.
+
+        A paused server would not even refuse a request.
         """
         try:
             await client.get("/ready", timeout_s=self.config.health_timeout_s, key=PROBE_KEY)
             return
-        # recovery: below; one that is still starting says so, too, and takes no harm from it
+        # recovery: below. A server that is still starting fails, too, and takes no harm from it.
         except EngineFailed:
             logger.warning(
-                "engine %s at %s takes no requests; it is told to go on, as after a trainer that died in a publication. Is "
-                "another still at work with it?", self.name, self.url,
-            )  # fmt: skip
+                "engine %s at %s takes no requests; it is told to go on, as after a trainer that"
+                " died in a publication. Is "
+                "another still at work with it?",
+                self.name,
+                self.url,
+            )
         await client.post(
             "/continue_generation",
             {},
@@ -139,8 +140,9 @@ class ExternalServer:
         )
 
     async def _check_vocabulary(self, client: ServerClient) -> None:
-        """No route tells the vocabulary but the refusal of a token that is not in it, which
-        generates nothing.
+        """Compare the size of the vocabulary.
+
+        No route tells it. The refusal of a token outside it does, and generates nothing.
         """
         body = {
             "input_ids": [0],
@@ -175,9 +177,13 @@ class ExternalServer:
             if "without one (admin-api-key)" not in str(error):
                 raise
             logger.warning(
-                "engine %s at %s has no admin key: whoever reaches it can replace its weights. Start it with --admin-api-key "
-                "and set %s here", self.name, self.url, ADMIN_KEY,
-            )  # fmt: skip
+                "engine %s at %s has no admin key: whoever reaches it can replace its weights."
+                " Start it with --admin-api-key "
+                "and set %s here",
+                self.name,
+                self.url,
+                ADMIN_KEY,
+            )
 
     def _other(self, got: str, expected: str) -> ConfigError:
         return ConfigError(
@@ -185,12 +191,11 @@ class ExternalServer:
         )
 
     def describe_end(self) -> str:
+        """Where to look when the server is gone."""
         return f"{self.url} was not started by us: look at its own log"
 
     async def stop(self) -> None:
-        """It goes on for whoever runs it."""
+        """Do nothing: the server is the user's."""
 
     async def kill(self) -> None:
-        """It goes on for whoever runs it: an engine that does not answer is stale until somebody
-        restarts it.
-        """
+        """Do nothing: the server is the user's. If it does not answer, the user must restart it."""

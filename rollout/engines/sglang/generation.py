@@ -1,10 +1,9 @@
 """Requests to one SGLang server: token ids in, token ids out.
 
-The `n` samples of a prompt are requests of their own, in one call: each with its own id, by which
-    it can be aborted, and its
-own random numbers (which SGLang uses under `enable_deterministic_inference` alone). A prompt that
-is long enough is computed before them by a request without an answer, whose keys and values they
-then find in the server's cache.
+The `n` samples of a prompt are separate requests in one call: each has its own id, by which it can
+be aborted, and its own random numbers (which SGLang uses only under
+`enable_deterministic_inference`). A long prompt is computed once, by a request for no tokens before
+them: the samples then find its keys and values in the server's cache.
 """
 
 from __future__ import annotations
@@ -35,21 +34,24 @@ from rollout.engines.sglang.limits import (
 ROUTE = "/generate"
 LIMIT_KEY = "rollout.engine.request_timeout_s"
 PROBE_KEY = "rollout.engine.health_timeout_s"
-SHARED_PROMPT_TOKENS = 64  # a prompt of so many is computed once for all its samples
+SHARED_PROMPT_TOKENS = 64  # from this length on a prompt is computed once for all its samples
 
-# A server may have defaults of its own for these.
+# All are sent, as a server may have other defaults.
 NEUTRAL = {
-    "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
     "no_stop_trim": True,
-}  # fmt: skip
+}
 
 
 class Generation:
     """Generates at one server, over a client that the caller opens and closes.
 
-    Every attempt has ids of its own, so the same request may be sent again, here or to another
-        engine, at any time: what an
-    earlier attempt still brings about is answered to nobody.
+    Every attempt has ids of its own, so the same request may be sent again at any time, here or to
+    another engine. Tokens of an earlier attempt are dropped.
     """
 
     def __init__(
@@ -59,14 +61,15 @@ class Generation:
         self.limits = limits
         self.through_router = through_router
         self._timeout_s = client.config.request_timeout_s
-        # tells our requests from those of others, and of another life of ours
+        # tells our requests from those of other clients, and of this process before a restart
         self._life = secrets.token_hex(4)
         self._attempts = itertools.count()
 
     @classmethod
     async def connect(cls, client: ServerClient, model_path: str) -> Generation:
-        """To a server that is up and serves the model in `model_path`. Raises EngineFailed when it
-        is no sglang 0.5.23.
+        """Ask a running server, which serves the model in `model_path`, for its limits.
+
+        Raises EngineFailed when it is no sglang 0.5.23.
         """
         info = await client.get(
             "/server_info", timeout_s=client.config.health_timeout_s, key=PROBE_KEY
@@ -76,15 +79,16 @@ class Generation:
     async def one(
         self, request: GenerateRequest, *, cache_key: str | None = None
     ) -> list[Completion]:
-        """The `n` completions of a request, in order. Responses that are too long to go on here
-        count as aborted.
+        """Return the `n` completions of a request, in order.
+
+        Responses that are too long to go on here count as aborted.
 
         Args:
-            cache_key: keys and values are shared only among requests that have the same.
+            cache_key: requests share keys and values only if they have the same cache key.
 
         Raises:
-            UserError: the server cannot serve it; nothing was sent then, or it says so in its own
-                words.
+            UserError: the server cannot serve the request. Either nothing was sent, or the message
+                is the server's.
             EngineFailed: the server died, hangs, or answered what is no completion.
         """
         check_request(request, self.limits)
@@ -99,7 +103,7 @@ class Generation:
         return found
 
     async def _asked(self, request: GenerateRequest, cache_key: str | None) -> list[Completion]:
-        """Of a request that the server takes."""
+        """Send a request that is within the server's limits."""
         if self.through_router:
             return await self._each(request, cache_key)
         if (
@@ -112,7 +116,7 @@ class Generation:
         return decode(answer, request, self.limits, engine=self.client.name)
 
     async def _each(self, request: GenerateRequest, cache_key: str | None) -> list[Completion]:
-        """A call for each sample: sglang-router 0.3.2 takes no list of them."""
+        """Send a call for each sample: sglang-router 0.3.2 takes no list of them."""
 
         async def sample(index: int) -> Completion:
             one = request.alone(index)
@@ -125,7 +129,7 @@ class Generation:
         return await gather_or_cancel(*(sample(index) for index in range(request.n)))
 
     async def _prefill(self, request: GenerateRequest, cache_key: str | None) -> bool:
-        """Bring the prompt into the server's cache. Whether it was aborted."""
+        """Bring the prompt into the server's cache. Returns whether it was aborted."""
         answer = await self._post(
             {
                 "rid": rid(request, self._attempt()),
@@ -149,7 +153,7 @@ class Generation:
 
 
 def encode(request: GenerateRequest, attempt: str, cache_key: str | None = None) -> dict[str, Any]:
-    """The body of /generate for one attempt at the `n` samples of a request."""
+    """Make the body of /generate for one attempt at the `n` samples of a request."""
     sampling = request.sampling
     common = encode_sampling(sampling)
     made = [request.made(place) for place in range(request.n)]
@@ -175,8 +179,9 @@ def encode(request: GenerateRequest, attempt: str, cache_key: str | None = None)
 
 
 def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """SGLang's `sampling_params`. Without stop tokens of ours the server's own (its model's eos)
-    must not end a response.
+    """Make SGLang's `sampling_params`.
+
+    If we have no stop tokens, the server must ignore those of its model (eos), too.
     """
     greedy = sampling.temperature == 0
     return NEUTRAL | {
@@ -191,25 +196,26 @@ def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def tokens(*parts: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Prompt and prefix as one array, as orjson writes it."""
+    """Prompt and prefix as one array that orjson can write."""
     return np.ascontiguousarray(np.concatenate(parts), dtype=np.int32)
 
 
 def rid(request: GenerateRequest, attempt: str) -> str:
-    """An id that is no other's beginning: SGLang aborts all whose ids begin with the one that it is
-    told.
+    """Make an id that no other id begins with.
+
+    SGLang aborts all requests whose ids begin with the one that it is told.
     """
     return f"{request.rid}.{attempt}."
 
 
 def seed(request: GenerateRequest, sample: int) -> int:
-    """63 bits that are a function of the address alone."""
+    """63 bits that depend only on the run's seed and the sample's address."""
     address = f"{request.seed}-{request.draw}-{sample}-{request.turn}".encode()
     return int.from_bytes(hashlib.blake2b(address, digest_size=8).digest(), "little") >> 1
 
 
 def aborted(request: GenerateRequest) -> Completion:
-    """Of a request that was ended before its first token."""
+    """The completion of a request that was ended before its first token."""
     sampling = request.sampling
     return Completion(
         tokens=np.zeros(0, dtype=np.int32),

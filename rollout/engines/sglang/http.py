@@ -1,28 +1,38 @@
-"""The wire to one SGLang server: JSON both ways, a deadline for every call, errors that say who is
-to blame.
+"""The HTTP client of one SGLang server: JSON both ways, a deadline for every call, errors that say
+who is to blame.
+
+aiohttp does the HTTP. This module decides what aiohttp leaves open: nothing is sent twice, no
+redirect is followed, no cookie is kept, and an answer that nothing asked for is used for nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
+import io
+import ssl
 from typing import Any
 
+import aiohttp
 import orjson
+from yarl import URL
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs, UserError
-from rollout.engines.sglang.connections import Connections, DeadlinePassed
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
+# Below the 5 s after which SGLang closes an idle connection: a request must never be written into
+# one that just closes.
+KEEP_ALIVE_S = 3.0
+JOINED_BYTES = 1 << 16  # a larger body is sent in parts, as fast as the server takes them
 QUOTED = 500  # characters of a server's own words
 ANOTHER_MAY_SERVE = {408, 429}  # of the 4xx: the server's trouble, not the request's
 
 
 class ServerClient:
-    """Talks to the server at `url`. Use it from one event loop; what it may carry at a time is for
-    its caller to limit.
+    """Talks to the server at `url`. Use it from one event loop.
 
-    Cancelling a call closes its connection, by which the server learns that nobody waits for its
-    requests any more.
+    There are as many connections as there are calls at a time: the caller limits them. Cancelling a
+    call closes its connection, which tells the server that its answer is no longer wanted.
     """
 
     def __init__(self, name: str, url: str, keys: Keys, *, config: EngineConfig) -> None:
@@ -30,68 +40,70 @@ class ServerClient:
         self.url = url.rstrip("/")
         self.config = config
         self._keys = keys
-        # by method, route, admin: they are always the same
-        self._heads: dict[tuple[str, str, bool], bytes] = {}
-        self._connections: Connections | None = None
+        self._urls: dict[str, URL] = {}  # by route
+        self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
     async def post(
         self, route: str, body: dict[str, Any], *, timeout_s: float, key: str, admin: bool = False
     ) -> Any:
-        """The JSON value that the server answers, its text where it does not answer JSON, None
-        where it says nothing.
+        """Send `body` and return the JSON value that the server answers.
+
+        An answer that is not JSON is returned as text, an empty one as None.
 
         Args:
             body: JSON-able; numpy arrays are written as lists.
-            key: of the configuration, which sets `timeout_s`.
+            timeout_s: for connecting, sending and the whole answer.
+            key: the configuration key that sets `timeout_s`.
             admin: whether the route controls the server, rather than asking it for something.
 
         Raises:
             UserError: the request itself is bad: in the server's own words.
-            EngineFailed: the server is dead, in trouble, or answers what is no JSON; EngineHangs
+            EngineFailed: the server is dead, in trouble, or answers invalid JSON; EngineHangs
                 after `timeout_s`.
         """
-        return await self._call(
-            "POST",
-            route,
-            orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
-            timeout_s,
-            key,
-            admin,
-        )
+        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return await self._call("POST", route, data, timeout_s, key, admin)
 
     async def get(self, route: str, *, timeout_s: float, key: str, admin: bool = False) -> Any:
-        """As `post`."""
-        return await self._call("GET", route, b"", timeout_s, key, admin)
+        """Ask for `route` and return the answer as `post` does."""
+        return await self._call("GET", route, None, timeout_s, key, admin)
 
     async def close(self) -> None:
         """Calls in flight fail. May be called twice."""
         self._closed = True
-        if self._connections is not None:
-            await self._connections.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def _call(
-        self, method: str, route: str, body: bytes, timeout_s: float, key: str, admin: bool
+        self, method: str, route: str, body: bytes | None, timeout_s: float, key: str, admin: bool
     ) -> Any:
-        connections = self._open()
-        head = self._heads.get((method, route, admin)) or self._head(
-            connections, method, route, admin
-        )
+        session = self._open()
         try:
-            status, content_type, content = await connections.ask(
-                b"%b%d\r\n\r\n" % (head, len(body)), body, timeout_s
-            )
-        except DeadlinePassed:
+            async with session.request(
+                method,
+                self._urls.get(route) or self._url(route),
+                data=io.BytesIO(body) if body and len(body) > JOINED_BYTES else body,
+                headers=self._authorization(admin=True) if admin else None,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+                allow_redirects=False,
+                middlewares=(only_once,) if body is None else None,
+            ) as response:
+                content = await response.read()
+        except asyncio.TimeoutError:
             raise EngineHangs(
                 f"engine {self.name} did not answer {route} within {timeout_s:g} s ({key})"
             ) from None
-        except OSError as error:
+        # ValueError: the URL's host is no host's name
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineFailed(
                 f"engine {self.name} at {self.url} broke off {route}: {described(error)}"
             ) from error
-        if not 200 <= status < 300:
-            raise self._refusal(route, status, content)
-        if content_type != "application/json":
+        if self._closed:  # an answer without a length ends where we hung up
+            raise self._is_closed()
+        if not 200 <= response.status < 300:
+            raise self._refusal(route, response.status, content)
+        if response.content_type != "application/json":
             return content.decode(errors="replace") or None
         try:
             return orjson.loads(content)
@@ -100,28 +112,41 @@ class ServerClient:
                 f"engine {self.name} answered {route} with no JSON ({error}): {quoted(content)}"
             ) from error
 
-    def _open(self) -> Connections:
-        """Made in the event loop that uses them."""
+    def _open(self) -> aiohttp.ClientSession:
+        """The session, made in the event loop that uses it."""
         if self._closed:
-            raise EngineFailed(f"engine {self.name}: its client is closed")
-        if self._connections is None:
-            self._connections = Connections(self.url)
-        return self._connections
+            raise self._is_closed()
+        if self._session is None:
+            tls = ssl.create_default_context() if self.url.startswith("https:") else True
+            headers = {
+                "Content-Type": "application/json",
+                "Accept-Encoding": "identity",
+                "User-Agent": "rlcore",
+            }
+            self._session = aiohttp.ClientSession(
+                connector=Connector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=tls),
+                headers=headers | self._authorization(admin=False),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                response_class=AskedResponse,
+                auto_decompress=False,
+            )
+        return self._session
 
-    def _head(self, connections: Connections, method: str, route: str, admin: bool) -> bytes:
-        """All of a request's head up to the length of its body."""
+    def _url(self, route: str) -> URL:
+        url = URL(f"{self.url}{route}", encoded=True).with_user(None)
+        self._urls[route] = url
+        return url
+
+    def _authorization(self, *, admin: bool) -> dict[str, str]:
         secret, variable = (self._keys.admin, ADMIN_KEY) if admin else (self._keys.api, API_KEY)
         if not secret.isprintable():
             raise UserError(
                 f"{variable} has characters in it that HTTP cannot carry, like the end of a line"
             )
-        head = (
-            f"{method} {connections.path}{route} HTTP/1.1\r\nHost:"
-            f" {connections.authority}\r\nAccept: */*\r\nAuthorization: Bearer"
-            f" {secret}\r\nContent-Type: application/json\r\nContent-Length: "
-        ).encode()
-        self._heads[method, route, admin] = head
-        return head
+        return {"Authorization": f"Bearer {secret}"}
+
+    def _is_closed(self) -> EngineFailed:
+        return EngineFailed(f"engine {self.name}: its client is closed")
 
     def _refusal(self, route: str, status: int, content: bytes) -> UserError | EngineFailed:
         where = f"engine {self.name} at {self.url}"
@@ -136,8 +161,68 @@ class ServerClient:
         return kind(f"{where} refused {route} (HTTP {status}): {server_words(content)}")
 
 
+class Connector(aiohttp.TCPConnector):
+    """Gives up at once, when it is closed, the connections that it is still making.
+
+    aiohttp waits for them. The calls of an engine whose machine is gone would hang for minutes.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._making: set[asyncio.Task[Any]] = set()
+
+    async def _create_connection(self, *given: Any) -> Any:
+        making = asyncio.create_task(super()._create_connection(*given))
+        self._making.add(making)
+        making.add_done_callback(self._making.discard)
+        try:
+            await asyncio.wait({making})
+        except asyncio.CancelledError:
+            making.add_done_callback(close_unused)
+            making.cancel()
+            raise
+        if making.cancelled():
+            raise aiohttp.ClientConnectionError("the client was closed")
+        return making.result()
+
+    def close(self, **given: Any) -> Any:
+        for task in self._making:
+            task.cancel()
+        return super().close(**given)
+
+
+def close_unused(making: asyncio.Task[Any]) -> None:
+    """Close a connection that came to be in the moment in which its call was cancelled."""
+    if not making.cancelled() and making.exception() is None:
+        making.result().close()
+
+
+class AskedResponse(aiohttp.ClientResponse):
+    """Breaks off where bytes lay on the connection before the request was sent.
+
+    They answer an earlier request or none. aiohttp would take them for the answer.
+    """
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        if connection.protocol is None or connection.protocol.should_close:
+            raise aiohttp.ClientConnectionError("the connection carried an answer to no request")
+        return await super().start(connection)
+
+
+async def only_once(
+    request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """Keeps aiohttp from repeating a GET whose connection broke, which it does with two kinds of
+    errors.
+    """
+    try:
+        return await send(request)
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        raise aiohttp.ClientConnectionError(str(error)) from error
+
+
 def server_words(content: bytes) -> str:
-    """What the server gives as the reason, out of the forms that it has for that."""
+    """The reason that the server gives, in any of the forms that it has for one."""
     try:
         value = orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -149,9 +234,11 @@ def server_words(content: bytes) -> str:
 
 
 def quoted(content: bytes) -> str:
+    """The beginning of an answer, for a message."""
     text = content[:QUOTED].decode(errors="replace").strip()
     return text or "(nothing said)"
 
 
 def described(error: BaseException) -> str:
+    """The kind of the error, and its text if there is one."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,6 +1,7 @@
-"""What one server can serve. Requests beyond that are refused here, before they are sent: a token
-outside the vocabulary ends the server, what exceeds its memory is cut short without a word, and
-what it does not know it ignores.
+"""The limits of one server. A request beyond them is refused here, before it is sent.
+
+A token outside the vocabulary would end the server. A request that exceeds its memory would be cut
+short without a word. A setting that it does not know would be ignored.
 """
 
 from __future__ import annotations
@@ -16,27 +17,29 @@ from rollout.engines.requests import check_request as check_common
 from rollout.engines.sglang.experts import ExpertLayers
 from rollout.engines.vocabulary import folder_vocab_size
 
-LEAST_TEMPERATURE = 1e-6  # SGLang takes anything below for greedy
+LEAST_TEMPERATURE = 1e-6  # below it SGLang decodes greedily
 MOST_STOP_STRINGS = 32
 STOP_PATTERN_BYTES = 256
-# prompt and response may be so much longer together than the prompt that /server_info allows
+# prompt and response together may be so much longer than the longest prompt of /server_info
 ANSWER_RESERVE = 4
 
 
 @dataclass(frozen=True)
 class Limits:
+    """What one server takes and reports."""
+
     vocab_size: int
     prompt_tokens: int  # of the longest prompt
     total_tokens: int  # of prompt and response together
-    keep_set_tokens: int  # of the largest keep-set that it reports
-    experts: ExpertLayers | None = None  # where its model has experts and it reports them
+    sampling_mask_tokens: int  # of the largest sampling mask that it reports
+    experts: ExpertLayers | None = None  # None if it reports no experts
 
     @classmethod
     def of(cls, server_info: Any, model_path: str, engine: str) -> Limits:
-        """From the answer of /server_info and the model's folder, which may take seconds for a
-        model with experts.
+        """Read the limits from the answer of /server_info and the model's folder.
 
-        Raises EngineFailed when the server is no sglang 0.5.23.
+        That may take seconds for a model with experts. Raises EngineFailed when the server is no
+        sglang 0.5.23.
         """
         try:
             longest = int(server_info["max_req_input_len"])
@@ -51,7 +54,7 @@ class Limits:
 
 
 def no_sglang(engine: str, error: Exception) -> EngineFailed:
-    """`error` tells what its /server_info lacks."""
+    """The error for a server whose /server_info lacks what `error` tells."""
     return EngineFailed(
         f"engine {engine}: its /server_info is not that of sglang 0.5.23: {type(error).__name__}:"
         f" {error}"
@@ -59,9 +62,7 @@ def no_sglang(engine: str, error: Exception) -> EngineFailed:
 
 
 def check_request(request: GenerateRequest, limits: Limits) -> None:
-    """Raises UserError for a request that the server would refuse, die of, or answer otherwise than
-    asked.
-    """
+    """Raise UserError for a request that the server would refuse, die of, or misread."""
     check_common(
         request,
         vocab_size=limits.vocab_size,
@@ -81,7 +82,7 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
             " temperature 0"
         )
     if sampling.top_k == 1 and sampling.temperature not in (0, 1):
-        # Its log-probs are then those at temperature 1 or not, by who else is in the batch.
+        # Whether its log-probs are those at temperature 1 depends on the rest of the batch.
         raise UserError(
             f"{what}: top_k 1 at temperature {sampling.temperature:g} is greedy: say temperature 0"
         )
@@ -92,17 +93,18 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
             " report them: set rollout.engine.server.enable_return_routed_experts to true, or"
             " policy.routing_replay to none"
         )
-    if asks_sampling_mask(sampling) and not 1 < sampling.top_k <= limits.keep_set_tokens:
+    if asks_sampling_mask(sampling) and not 1 < sampling.top_k <= limits.sampling_mask_tokens:
         raise UserError(
-            f"{what}: SGLang reports keep-sets only for a top_k of 2 to {limits.keep_set_tokens},"
-            f" got {sampling.top_k}: set rollout.sampling.top_k, or policy.logprobs.keep_sets to"
-            " false"
+            f"{what}: SGLang reports keep-sets only for a top_k of 2 to"
+            f" {limits.sampling_mask_tokens}, got {sampling.top_k}: set rollout.sampling.top_k, or"
+            " policy.logprobs.keep_sets to false"
         )
 
 
 def that_fit(request: GenerateRequest, limits: Limits) -> list[int]:
-    """The places of the responses that can go on: what is cut within its last tokens may be too
-    long a prompt by then.
+    """The indices of the responses that can go on.
+
+    A response that was aborted close to its end may be too long a prompt to go on.
     """
     return [
         i
@@ -131,7 +133,7 @@ def _check_stops(what: str, sampling: SamplingParams, limits: Limits) -> None:
 
 
 def asks_sampling_mask(sampling: SamplingParams) -> bool:
-    """Whether there are sets smaller than the vocabulary to tell of."""
+    """Whether SGLang is asked for sampling masks: some may be smaller than the vocabulary."""
     return (
         sampling.sampling_mask
         and sampling.temperature > 0
@@ -140,11 +142,11 @@ def asks_sampling_mask(sampling: SamplingParams) -> bool:
 
 
 def stop_pattern(text: str) -> str:
-    """A stop string as a regular expression that SGLang searches for in enough of the last tokens.
+    """Write a stop string as a regular expression that SGLang finds in the last tokens.
 
-    SGLang decodes as many tokens as a pattern has characters at most, and as a plain stop string
-    has tokens in the tokenizer's
-    own spelling: one that the model spells out in smaller tokens would be missed. What follows the | never matches (nothing
-    comes behind the end), but widens the window to one token a byte.
+    For a plain stop string SGLang decodes as many tokens as it has in the tokenizer's own spelling,
+    and misses one that the model spells in smaller tokens. For a pattern it decodes as many tokens
+    as the pattern can have characters. The part behind the | never matches, as nothing follows the
+    end of the text, but it widens that window to one token a byte.
     """
     return f"{escape(text)}|\\Za{{{len(text.encode()) + EXTRA_TOKENS}}}"

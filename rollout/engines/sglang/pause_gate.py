@@ -1,4 +1,4 @@
-"""Lets calls through while it is open, and knows how many are inside. For one event loop."""
+"""Holds calls back while an engine is paused, and counts the calls in flight."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from rlcore.errors import EngineHangs
 
 
 class PauseGate:
+    """`async with` it around a call. Use it from one event loop."""
+
     def __init__(self, name: str, *, timeout_s: float) -> None:
         self.name = name
         self.timeout_s = timeout_s
@@ -18,11 +20,12 @@ class PauseGate:
         self._empty.set()
 
     async def __aenter__(self) -> None:
-        """Inside the block a call counts as in flight. Raises EngineHangs when it was not opened
-        for `timeout_s`.
+        """Wait until the gate is open; from then on the call counts as in flight.
+
+        Raises EngineHangs when the gate was not opened for `timeout_s`.
         """
         deadline = 0.0
-        # who waited is woken a moment later, when it may be closed again
+        # a call wakes a moment after the gate was opened, when it may be closed again
         while not self._open.is_set():
             now = asyncio.get_running_loop().time()
             deadline = deadline or now + self.timeout_s
@@ -37,17 +40,20 @@ class PauseGate:
             self._empty.set()
 
     def close(self) -> None:
+        """From now on calls wait."""
         self._open.clear()
 
     def open(self) -> None:
+        """Let calls through."""
         self._open.set()
 
     async def emptied(self) -> None:
-        """Returns once nobody is inside. Raises EngineHangs after the limit."""
+        """Wait until no call is in flight. Raises EngineHangs after `timeout_s`."""
         if not await self.empties_within(self.timeout_s):
             raise self._hangs(f"still had {self.inside} requests in flight")
 
     async def empties_within(self, seconds: float) -> bool:
+        """Wait up to `seconds`; return whether no call is in flight."""
         return await _happens(self._empty, seconds)
 
     def _hangs(self, what: str) -> EngineHangs:

@@ -23,39 +23,47 @@ from rollout.engines.vocabulary import folder_vocab_size
 
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
-LOG_LINES = 30  # a traceback of the scheduler, and what its parent says to it
-# The trainer's Python path and secrets are none of the engine's.
+LOG_LINES = 30  # room for a traceback of the scheduler and its parent's last words
+# The engine must not inherit the trainer's Python path and secrets.
 NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", API_KEY, ADMIN_KEY}
 
 
 class ManagedServer(ChildServer):
-    """One server process with its schedulers, from each start to its end. Use it from one event
-    loop.
+    """A server process and its children, from each start to its end.
 
-    The server listens on a port of `config.host`. It ends with this process, whatever ends that,
-    and with it ends everything it has started.
+    Use it from one event loop. The server listens on a port of `config.host`. It ends with this
+    process, however this process ends, and its children end with it.
 
     Args:
         name: for messages, as "engine-0".
         model_path: a Hugging Face folder; its weights are served until the first publication.
         dtype: fp32 | bf16, where `config.dtype` is not set.
         log: takes what the server prints; a restart appends.
-        gpus: names as in CUDA_VISIBLE_DEVICES, one for each tensor-parallel rank; empty: whatever
-            is visible.
+        gpus: names as in CUDA_VISIBLE_DEVICES, one for each tensor-parallel rank; if empty, all
+            visible ones.
         arguments: more of sglang's own arguments, by name, which `config.server` cannot override.
 
     Raises:
-        ConfigError: no engine environment; a device, host or argument in `config.server` with which
-            none can be started.
+        ConfigError: there is no engine environment, or no server can be started with the device,
+            host or arguments of the configuration.
         ModelError: `model_path` is no Hugging Face folder.
     """
 
     managed = True
 
     def __init__(
-        self, name: str, model_path: str, *, config: EngineConfig, dtype: str, tokenizer: str | None, log: Path, keys: Keys,
-        gpus: Sequence[str] = (), arguments: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        model_path: str,
+        *,
+        config: EngineConfig,
+        dtype: str,
+        tokenizer: str | None,
+        log: Path,
+        keys: Keys,
+        gpus: Sequence[str] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         for problem in cannot_start(config):
             raise ConfigError(str(problem))
         folder_vocab_size(model_path)  # the server would say so in a long log
@@ -69,25 +77,24 @@ class ManagedServer(ChildServer):
         self._gpus = tuple(gpus)
         self._arguments = dict(arguments or {})
         self._tokenizer = None if tokenizer is None else os.path.abspath(tokenizer)
-        # SIGINT is uvicorn's own word to stop; to SIGTERM SGLang waits for every request, and looks
-        # up every 5 s.
+        # uvicorn stops at SIGINT. At SIGTERM SGLang waits for every request, in steps of 5 s.
         super().__init__(
             Child(f"engine {name}", log, stop_signal=signal.SIGINT, log_lines=LOG_LINES)
         )
 
     async def start(self, port: int = 0) -> str:
-        """The server's URL, once it has answered a request of its own. Called again it ends what is
-        left, and starts anew.
+        """Start the server, and return its URL once it has answered a first request.
 
-        Call it from a thread that lives as long as the server shall.
+        Call it from a thread that lives as long as the server shall. A second call ends what is
+        left of the first server.
 
         Args:
-            port: where it listens; 0: one that the kernel chooses.
+            port: where it listens; 0 stands for a free port.
 
         Raises:
             ConfigError: `rollout.engine.host` is no address of this machine.
             UserError: an argument in `rollout.engine.server` that sglang does not know or take.
-            RunFailed, DeadlineExceeded: it ended, or was not ready within
+            RunFailed, DeadlineExceeded: the server ended, or was not ready within
                 `rollout.engine.start_timeout_s`; with the last lines of its log.
         """
         await self._child.kill()
@@ -112,7 +119,7 @@ class ManagedServer(ChildServer):
         return f"http://{host}:{port}"
 
     def _told(self, ready_fd: int) -> bytes:
-        """What entry.py reads: the keys go this way, where no other user of the machine sees them."""
+        """Make entry.py's standard input. Other users of the machine cannot see the keys there."""
         return orjson.dumps(
             {
                 "api_key": self.keys.api,
@@ -128,7 +135,7 @@ class ManagedServer(ChildServer):
         }
         if self.device == "cpu":
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
-            # SGLang by itself gives each rank a NUMA node, if there are so many
+            # by default SGLang gives each rank a NUMA node, and fails if there are too few
             if self.config.tensor_parallel > 1:
                 variables.setdefault(
                     "SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(self.config.tensor_parallel)
@@ -141,7 +148,7 @@ class ManagedServer(ChildServer):
 
 
 def engine_python(config: EngineConfig) -> str:
-    """`rollout.engine.python`, or that of the checkout's engine environment.
+    """Return `rollout.engine.python`, or the Python of the checkout's engine environment.
 
     Raises:
         ConfigError: there is no such file.
@@ -152,12 +159,12 @@ def engine_python(config: EngineConfig) -> str:
             f"rollout.engine.python: there is no {python}; run scripts/install_sglang.sh, or give"
             " the interpreter of an environment with sglang"
         )
-    # not resolved: a link into an environment is what makes it that environment's
+    # not resolved: Python finds its environment by the link
     return os.path.abspath(python)
 
 
 def cores_of_ranks(ranks: int) -> str:
-    """This process's cores shared out, as "0,1|2,3" for two ranks; where there are too few, ranks share one."""
+    """Share this process's cores out, as "0,1|2,3". If there are too few, ranks share one."""
     cores = sorted(os.sched_getaffinity(0))
     parts = [
         cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
@@ -171,14 +178,13 @@ def cores_of_ranks(ranks: int) -> str:
 
 @contextmanager
 def held_ports(host: str, *ports: int) -> Iterator[list[int]]:
-    """These ports, a free one for each 0, which nobody else is given while the context lasts; who
-    names one may listen on it.
+    """Reserve these ports while the context lasts, a free one for each 0.
 
-    They are bound with SO_REUSEADDR and never listen: the kernel hands them out to no one, and lets
-        a server bind them too.
+    They are bound with SO_REUSEADDR and never listen: the kernel gives them to no other program as
+    a free port, but a server that names one may bind it and listen.
 
     Raises:
-        ConfigError: `host` is no address of this machine, or somebody else listens on one of
+        ConfigError: `host` is no address of this machine, or another program listens on one of
             `ports`.
     """
     with ExitStack() as stack:

@@ -23,7 +23,8 @@ from rlcore.errors import DeadlineExceeded, ModelError, PublicationFailed, RunFa
 from rlcore.weights import digest
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.weight_sync.publication import StaticParticipants, WeightPublication
+from rollout.weight_sync.publication import WeightPublication
+from tests.static_participants import StaticParticipants
 
 LIMITS = {
     "verify_every": 1,

@@ -91,10 +91,10 @@ def test_who_hangs_is_named_and_the_others_have_the_bucket(folder, tmp_path):
             assert await transport.send(bucket, flatten(bucket, model)) == {}
         for engine in others:
             await engine.end_update()
-            expectation = engine.expectation()
+            verifier = engine.verifier()
             for name, tensor in model.named_parameters():
-                expectation.add(name, tensor.detach())
-            assert expectation.problem(await engine.checksum()) is None
+                verifier.add(name, tensor.detach())
+            assert verifier.mismatch(await engine.checksum()) is None
         await transport.close()
 
     with_engines(folder, tmp_path, use)

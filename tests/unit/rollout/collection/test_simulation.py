@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.async_world import Outcome, Setting, Simulation
+from benchmarks.simulation.async_world import Outcome, Setting, Simulation
 
 # 64 responses a step on 32 slots, of a minute at most; an engine dies every quarter of an hour.
 SMALL = Setting(

@@ -1,4 +1,4 @@
-"""Weights in buckets, a model folder to go with them, and an engine that reads folders of weights."""
+"""Weights in buckets, a model folder for them, and an engine that reads folders of weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def make_weights(seed: int = 0) -> Weights:
         return torch.randn(shape, generator=generator)
 
     return {
-        "embed": normal(31, 16).bfloat16(), "norm": normal(16).bfloat16(), "down": normal(16, 24).bfloat16(),
+        "embed": normal(31, 16).bfloat16(),
+        "norm": normal(16).bfloat16(),
+        "down": normal(16, 24).bfloat16(),
         "router.bias": normal(4),
-    }  # fmt: skip
+    }
 
 
 def nudge(weights: Weights, names: Sequence[str], seed: int = 1) -> Weights:

@@ -1,5 +1,6 @@
-"""What is chosen where there are GPUs. None of it runs here: asserted is the choice, and what the
-code beneath is handed.
+"""The choices that depend on GPUs.
+
+No GPU code runs here: the tests look at the choice and at the arguments that it leads to.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def test_colocated_engines_take_weights_from_memory_to_memory() -> None:
 def test_handles_are_sent_where_both_are_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, trainer: str, engine: str | None, by: str
 ) -> None:
-    """One for each tensor-parallel rank, since a handle counts who reads it; bytes are packed once."""
+    """Each tensor-parallel rank needs a handle of its own; bytes are packed once."""
     counts = {"handle": 0, "value": 0}
 
     def payload(kind: str) -> str:

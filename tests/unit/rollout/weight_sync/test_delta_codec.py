@@ -1,4 +1,4 @@
-"""What changed between two tensors, there and back."""
+"""The difference of two tensors, encoded and applied."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Changes through the shared folder: every follower ends with the trainer's bytes, or with an error
-that names the reason.
-"""
+"""The delta transport: every follower ends with the trainer's bytes, or a reason why not."""
 
 from __future__ import annotations
 
@@ -212,7 +210,7 @@ def test_a_disk_that_refuses_is_told(folders: WeightFolders) -> None:
         publish_all(folders, make_weights())
 
 
-# --- engines that somebody else runs --------------------------------------------------------------
+# --- engines that the user runs -------------------------------------------------------------------
 
 
 def test_engines_elsewhere_read_the_folder_of_their_own_follower(folders: WeightFolders) -> None:

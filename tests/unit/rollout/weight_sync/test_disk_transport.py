@@ -1,6 +1,4 @@
-"""Weights in a shared folder: whole or absent, removed when nobody needs them, and a disk that
-refuses.
-"""
+"""Weights in a shared folder: whole or absent, and removed when no engine needs them."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ def test_an_earlier_runs_folders_are_counted_on_and_its_rest_removed(
 ) -> None:
     asyncio.run(publish(DiskTransport(folders, timeout_s=5), [Reader()], make_weights(0)))
     (folders.root / ".update_000002.partial").mkdir()  # killed while it wrote
-    (folders.root / "notes.txt").touch()  # of somebody else
+    (folders.root / "notes.txt").touch()  # not ours
     again = WeightFolders(folders.root, model=folders.root.parent / "model")
     engine = Reader()
     asyncio.run(publish(DiskTransport(again, timeout_s=5), [engine], make_weights(1)))

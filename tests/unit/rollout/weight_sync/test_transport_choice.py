@@ -1,4 +1,4 @@
-"""Which way weights take, which back end a group has, and what a request's body holds."""
+"""The choice of transport and of a group's back end, and the payload of a request."""
 
 from __future__ import annotations
 
@@ -42,10 +42,16 @@ def test_a_way_that_an_engine_does_not_have_is_refused():
         choose_name(EngineConfig(), [("copy",), SGLANG])
 
 
-@pytest.mark.parametrize(("trainer", "engine", "backend"), [
-    ("GPU-1", "GPU-2", "nccl"), ("GPU-1", "GPU-1", "gloo"), ("GPU-1", None, "gloo"), (None, "GPU-2", "gloo"),
-    (None, None, "gloo"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("trainer", "engine", "backend"),
+    [
+        ("GPU-1", "GPU-2", "nccl"),
+        ("GPU-1", "GPU-1", "gloo"),
+        ("GPU-1", None, "gloo"),
+        (None, "GPU-2", "gloo"),
+        (None, None, "gloo"),
+    ],
+)
 def test_nccl_between_different_gpus_alone(trainer, engine, backend):
     assert choose_backend(trainer, engine) == backend
 

@@ -1,6 +1,4 @@
-"""Meeting an engine for weights, without one: where it is told that we are, and what becomes of
-errors in threads.
-"""
+"""Links without an engine: the address that an engine is told, and errors in threads."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from rlcore.data.sample import VersionSpan
 from rlcore.errors import PublicationFailed, RunFailed
 from rlcore.weights import digest
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.weight_sync.publication import StaticParticipants, WeightPublication
+from rollout.weight_sync.publication import WeightPublication
+from tests.static_participants import StaticParticipants
 
 
 def make_config(folder, **engine):
@@ -61,25 +62,25 @@ def engines(folder, loop):
         run(loop, engine.close())
 
 
-def publish_once(sink, model, version):
+def publish_once(publication, model, version):
     buckets = layout(model)
-    sink.prepare(buckets)
+    publication.prepare(buckets)
     for bucket in buckets:
-        sink.send(bucket, flatten(bucket, model))
-    sink.finish(version)
+        publication.send(bucket, flatten(bucket, model))
+    publication.finish(version)
 
 
 def test_every_engine_gets_the_weights_and_the_version(model, folder, loop, engines):
-    roster = StaticParticipants(engines)
-    sink = WeightPublication(make_config(folder, verify_every=1), roster, loop)
-    publish_once(sink, model, 7)
+    participants = StaticParticipants(engines)
+    publication = WeightPublication(make_config(folder, verify_every=1), participants, loop)
+    publish_once(publication, model, 7)
     for engine in engines:
         assert run(loop, engine.checksum()) == digest(model.named_parameters())
         [[completion]] = run(loop, engine.generate([request([1, 2])]))
         assert completion.versions == (VersionSpan(7, 0, 8),)
-    publish_once(sink, tiny_qwen3(seed=1), 8)
+    publish_once(publication, tiny_qwen3(seed=1), 8)
     assert {engine.version for engine in engines} == {8}
-    sink.close()
+    publication.close()
 
 
 @pytest.mark.parametrize(
@@ -92,11 +93,11 @@ def test_an_engine_that_fails_a_step_is_dropped_and_the_others_go_on(
         raise RuntimeError("no such luck")
 
     monkeypatch.setattr(engines[1], step, fail)
-    roster = StaticParticipants(engines)
-    sink = WeightPublication(make_config(folder, verify_every=1), roster, loop)
-    publish_once(sink, model, 1)
-    assert [engine.name for engine in roster.engines] == ["engine-0", "engine-2"]
-    assert roster.dropped == {"engine-1": "RuntimeError: no such luck"}
+    participants = StaticParticipants(engines)
+    publication = WeightPublication(make_config(folder, verify_every=1), participants, loop)
+    publish_once(publication, model, 1)
+    assert [engine.name for engine in participants.engines] == ["engine-0", "engine-2"]
+    assert participants.dropped == {"engine-1": "RuntimeError: no such luck"}
     assert engines[0].version == engines[2].version == 1
     # it takes no traffic
     with pytest.raises(RunFailed, match="engine-1: the engine is closed"):
@@ -114,14 +115,14 @@ def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(
         await whole(index, flat)
 
     monkeypatch.setattr(engines[2], "receive_bucket", fail)
-    roster = StaticParticipants(engines)
-    sink = WeightPublication(make_config(folder), roster, loop)
+    participants = StaticParticipants(engines)
+    publication = WeightPublication(make_config(folder), participants, loop)
     with pytest.raises(PublicationFailed, match=r"bucket 1 .* out of memory"):
-        publish_once(sink, model, 1)
-    sink.cancel()
+        publish_once(publication, model, 1)
+    publication.cancel()
     assert engines[0].version is None  # paused, and stale until the whole update
-    publish_once(sink, model, 2)
-    assert [engine.version for engine in roster.engines] == [2, 2]
+    publish_once(publication, model, 2)
+    assert [engine.version for engine in participants.engines] == [2, 2]
 
 
 def test_an_engine_that_fails_costs_the_others_no_connection(
@@ -136,21 +137,23 @@ def test_an_engine_that_fails_costs_the_others_no_connection(
     async def fail(*_):
         raise RuntimeError("out of memory")
 
-    sink = WeightPublication(make_config(folder), Late(engines), loop)
-    publish_once(sink, model, 1)
+    publication = WeightPublication(make_config(folder), Late(engines), loop)
+    publish_once(publication, model, 1)
     closed = []
-    monkeypatch.setattr(sink._transport, "close", lambda: closed.append(True) or asyncio.sleep(0))
+    monkeypatch.setattr(
+        publication._transport, "close", lambda: closed.append(True) or asyncio.sleep(0)
+    )
     monkeypatch.setattr(engines[2], "receive_bucket", fail)
-    sink.prepare(layout(model), only_stale=True)
+    publication.prepare(layout(model), only_stale=True)
     with pytest.raises(PublicationFailed, match="out of memory"):
-        sink.send(layout(model)[0], flatten(layout(model)[0], model))
-    sink.cancel()
+        publication.send(layout(model)[0], flatten(layout(model)[0], model))
+    publication.cancel()
     assert not closed
-    publish_once(sink, model, 2)
+    publish_once(publication, model, 2)
     assert [engine.version for engine in engines[:2]] == [2, 2]
 
 
-def test_members_are_told_before_a_pause_and_after_a_whole_version(
+def test_participants_are_told_before_a_pause_and_after_a_whole_version(
     model, folder, loop, engines, monkeypatch
 ):
     said = []
@@ -172,15 +175,17 @@ def test_members_are_told_before_a_pause_and_after_a_whole_version(
     monkeypatch.setattr(
         engines[2], "pause", lambda mode: said.append(("pause", "engine-2")) or pause(mode)
     )
-    sink = WeightPublication(make_config(folder), Noted(engines), loop)
-    publish_once(sink, model, 3)
+    publication = WeightPublication(make_config(folder), Noted(engines), loop)
+    publish_once(publication, model, 3)
     names = [engine.name for engine in engines]
     assert said == [
-        *(("draining", name) for name in names), ("pause", "engine-2"), *(("published", name, 3, 3) for name in names)
-    ]  # fmt: skip
+        *(("draining", name) for name in names),
+        ("pause", "engine-2"),
+        *(("published", name, 3, 3) for name in names),
+    ]
     said.clear()
-    sink.prepare(layout(model), only_stale=True)
-    sink.cancel()
+    publication.prepare(layout(model), only_stale=True)
+    publication.cancel()
     assert said == [("draining", "engine-2"), ("pause", "engine-2"), ("missed", "engine-2")]
 
 
@@ -190,11 +195,11 @@ def test_checksums_are_compared_as_often_as_asked(model, folder, loop, engines, 
     monkeypatch.setattr(
         engines[0], "checksum", lambda: compared.append(engines[0].version) or checksum()
     )
-    sink = WeightPublication(
+    publication = WeightPublication(
         make_config(folder, verify_every=2), StaticParticipants(engines[:1]), loop
     )
     for version in range(1, 5):
-        publish_once(sink, model, version)
+        publish_once(publication, model, version)
     assert len(compared) == 2, "the first and the third"
 
 
@@ -207,19 +212,19 @@ def test_weights_that_arrive_damaged_are_noticed(model, folder, loop, engines, m
         await whole(index, flat)
 
     monkeypatch.setattr(engines[0], "receive_bucket", damage)
-    roster = StaticParticipants(engines)
-    sink = WeightPublication(make_config(folder, verify_every=1), roster, loop)
-    publish_once(sink, model, 1)
-    assert roster.dropped["engine-0"].startswith("its weights differ from what was sent")
-    assert len(roster.engines) == 2
+    participants = StaticParticipants(engines)
+    publication = WeightPublication(make_config(folder, verify_every=1), participants, loop)
+    publish_once(publication, model, 1)
+    assert participants.dropped["engine-0"].startswith("its weights differ from what was sent")
+    assert len(participants.engines) == 2
 
 
 def test_no_engine_left_ends_the_run_with_every_reason(model, folder, loop, engines):
-    sink = WeightPublication(make_config(folder), StaticParticipants(engines[:2]), loop)
+    publication = WeightPublication(make_config(folder), StaticParticipants(engines[:2]), loop)
     with pytest.raises(
         RunFailed, match=r"no engine is left.*engine-0: .*missing model.*engine-1: "
     ) as caught:
-        sink.prepare(layout(model)[1:])
+        publication.prepare(layout(model)[1:])
     assert "model.embed_tokens.weight" in str(caught.value)
 
 
@@ -229,10 +234,10 @@ def test_an_engine_that_hangs_is_dropped_at_its_deadline(model, folder, loop, en
 
     monkeypatch.setattr(engines[0], "begin_update", hang)
     monkeypatch.setattr("rollout.weight_sync.base.GRACE_S", 0.1)
-    roster = StaticParticipants(engines)
-    sink = WeightPublication(make_config(folder, update_timeout_s=0.5), roster, loop)
-    publish_once(sink, model, 1)
-    assert roster.dropped == {
+    participants = StaticParticipants(engines)
+    publication = WeightPublication(make_config(folder, update_timeout_s=0.5), participants, loop)
+    publish_once(publication, model, 1)
+    assert participants.dropped == {
         "engine-0": "engine engine-0 did not answer begin_update within 0.5 s"
     }
 
@@ -241,11 +246,11 @@ def test_closing_does_not_wait_for_a_loop_that_is_stuck(
     model, folder, loop, engines, monkeypatch, caplog
 ):
     monkeypatch.setattr("rollout.weight_sync.publication.CLOSE_S", 0.2)
-    sink = WeightPublication(make_config(folder), StaticParticipants(engines), loop)
-    publish_once(sink, model, 1)
+    publication = WeightPublication(make_config(folder), StaticParticipants(engines), loop)
+    publish_once(publication, model, 1)
     freed = threading.Event()
     loop.call_soon_threadsafe(freed.wait, 20)
-    sink.close()
+    publication.close()
     assert not freed.is_set()
     freed.set()
     assert "the engines' event loop did nothing for 0.2 s" in caplog.text

@@ -1,4 +1,4 @@
-"""Answers of an SGLang server: what is understood, and that nothing else is taken for an answer."""
+"""Answers of an SGLang server: the valid ones are decoded, all others are refused."""
 
 from __future__ import annotations
 
@@ -18,17 +18,30 @@ from rollout.engines.sglang.experts import ExpertLayers
 from rollout.engines.sglang.limits import Limits
 
 EXPERTS = ExpertLayers(num_layers=3, places=(0, 2), num_experts=8, topk=2)
-LIMITS = Limits(VOCAB, prompt_tokens=20, total_tokens=30, keep_set_tokens=16, experts=EXPERTS)
+LIMITS = Limits(VOCAB, prompt_tokens=20, total_tokens=30, sampling_mask_tokens=16, experts=EXPERTS)
 
 
 def one(tokens=(5, 6, 7), reason=None, versions=((4, 0, 3),), **meta):
     """One completion as the server writes it."""
-    return {"text": "abc", "output_ids": list(tokens), "meta_info": {
-        "id": "x", "finish_reason": reason or {"type": "length", "length": 3}, "prompt_tokens": 2,
-        "completion_tokens": len(tokens), "cached_tokens": 0, "weight_version": "4",
-        "weight_versions": [{"version": str(v), "start": start, "end": end} for v, start, end in versions],
-        "output_token_logprobs": [[-0.5 * (i + 1), token, None] for i, token in enumerate(tokens)], **meta,
-    }}  # fmt: skip
+    return {
+        "text": "abc",
+        "output_ids": list(tokens),
+        "meta_info": {
+            "id": "x",
+            "finish_reason": reason or {"type": "length", "length": 3},
+            "prompt_tokens": 2,
+            "completion_tokens": len(tokens),
+            "cached_tokens": 0,
+            "weight_version": "4",
+            "weight_versions": [
+                {"version": str(v), "start": start, "end": end} for v, start, end in versions
+            ],
+            "output_token_logprobs": [
+                [-0.5 * (i + 1), token, None] for i, token in enumerate(tokens)
+            ],
+            **meta,
+        },
+    }
 
 
 def read(answer, asked=None):
@@ -164,17 +177,26 @@ CORRUPT = {
     "fractions": ([one((5, 6, 7.5))], "float.* cannot be interpreted as an integer"),
     "tokens as text": ([one(("5", "6", "7"))], "str.* cannot be interpreted as an integer"),
     "a token of 64 bits": ([one((5, 6, 2**63))], "too large"),
-    "another stop": ([one(reason={"type": "stop", "matched": 6})], "stopped at token 6, but the last one is 7"),
+    "another stop": (
+        [one(reason={"type": "stop", "matched": 6})],
+        "stopped at token 6, but the last one is 7",
+    ),
     "NaN": ([one(output_token_logprobs=rows(-1.0, float("nan"), -1.0))], "NoneType"),
-    "positive": ([one(output_token_logprobs=rows(-1.0, 0.5, -1.0))], r"log-probs from -1\.0 to 0\.5, expected finite"),
+    "positive": (
+        [one(output_token_logprobs=rows(-1.0, 0.5, -1.0))],
+        r"log-probs from -1\.0 to 0\.5, expected finite",
+    ),
     "too few log-probs": ([one(output_token_logprobs=rows(-1.0, -1.0))], "log-probs of 2 tokens"),
-    "log-probs of others": ([one(output_token_logprobs=[[-1.0, 9, None]] * 3)], "not the 3 of the response"),
+    "log-probs of others": (
+        [one(output_token_logprobs=[[-1.0, 9, None]] * 3)],
+        "not the 3 of the response",
+    ),
     "log-probs as text": ([one(output_token_logprobs=rows("a", "b", "c"))], "unsupported operand"),
     "never published": ([one(versions=(("default", 0, 3),))], "invalid literal for int.*default"),
     "a gap": ([one(versions=((4, 0, 1), (5, 2, 3)))], "do not cover 3 tokens"),
     "too short": ([one(versions=((4, 0, 2),))], "do not cover 3 tokens"),
     "beyond the end": ([one(versions=((4, 0, 4),))], "do not cover 3 tokens"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CORRUPT)

@@ -44,11 +44,18 @@ def attention():
 def test_queries_keys_and_values_are_one_tensor_in_parts_for_each_rank(attention):
     q, k, v = attention.values()
     checksums = told(FusedChecksums(DENSE, ranks=2, dtype=None), attention)
-    whole = [{"a.self_attn.qkv_proj.weight": hash_of(q[r * 4 : r * 4 + 4], k[r * 2 : r * 2 + 2], v[r * 2 : r * 2 + 2])}
-             for r in range(2)]  # fmt: skip
-    assert checksums.problem(said(*whole)) is None
+    whole = [
+        {
+            "a.self_attn.qkv_proj.weight": hash_of(
+                q[r * 4 : r * 4 + 4], k[r * 2 : r * 2 + 2], v[r * 2 : r * 2 + 2]
+            )
+        }
+        for r in range(2)
+    ]
+    assert checksums.mismatch(said(*whole)) is None
     assert (
-        checksums.problem(said(*reversed(whole))) == "1 tensors differ: a.self_attn.qkv_proj.weight"
+        checksums.mismatch(said(*reversed(whole)))
+        == "1 tensors differ: a.self_attn.qkv_proj.weight"
     )
 
 
@@ -60,7 +67,7 @@ def test_more_ranks_than_key_heads_share_them(attention):
         for r in range(4)
     ]
     assert (
-        checksums.problem(
+        checksums.mismatch(
             said(*({"a.self_attn.qkv_proj.weight": hash_of(*parts)} for parts in held))
         )
         is None
@@ -81,13 +88,18 @@ def test_what_is_cut_along_its_columns_and_what_every_rank_has():
         }
         for r in range(2)
     ]
-    assert checksums.problem(said(*ranks)) is None
+    assert checksums.mismatch(said(*ranks)) is None
 
 
-@pytest.mark.parametrize(("rows", "ranks", "held"), [
-    (31, 1, [(0, 31, 64)]), (31, 2, [(0, 31, 32), (31, 31, 32)]), (100, 2, [(0, 64, 64), (64, 100, 64)]),
-    (100, 3, [(0, 64, 64), (64, 100, 64), (100, 100, 64)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "ranks", "held"),
+    [
+        (31, 1, [(0, 31, 64)]),
+        (31, 2, [(0, 31, 32), (31, 31, 32)]),
+        (100, 2, [(0, 64, 64), (64, 100, 64)]),
+        (100, 3, [(0, 64, 64), (64, 100, 64), (100, 100, 64)]),
+    ],
+)
 def test_the_vocabulary_is_padded_with_zeros(rows, ranks, held):
     table = torch.randn(rows, 4)
     checksums = told(
@@ -98,7 +110,7 @@ def test_the_vocabulary_is_padded_with_zeros(rows, ranks, held):
         for start, end, size in held
     ]
     assert (
-        checksums.problem(said(*({"model.embed_tokens.weight": hash_of(part)} for part in padded)))
+        checksums.mismatch(said(*({"model.embed_tokens.weight": hash_of(part)} for part in padded)))
         is None
     )
 
@@ -107,8 +119,13 @@ def test_the_vocabulary_is_padded_with_zeros(rows, ranks, held):
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 def test_experts_lie_on_one_another_whatever_the_order_in_which_they_come(key):
     torch.manual_seed(0)
-    experts = {f"m.mlp.experts.{e}.{kind}_proj.weight": torch.randn(*((4, 6) if kind != "down" else (6, 4)))
-               for e in (1, 0, 2) for kind in ("down", "up", "gate")}  # fmt: skip
+    experts = {
+        f"m.mlp.experts.{e}.{kind}_proj.weight": torch.randn(
+            *((4, 6) if kind != "down" else (6, 4))
+        )
+        for e in (1, 0, 2)
+        for kind in ("down", "up", "gate")
+    }
     checksums = told(
         FusedChecksums(DENSE | {"model_type": "qwen3_moe", key: 3}, ranks=2, dtype=None), experts
     )
@@ -117,17 +134,22 @@ def test_experts_lie_on_one_another_whatever_the_order_in_which_they_come(key):
         tensor = experts[f"m.mlp.experts.{e}.{kind}_proj.weight"]
         return tensor.chunk(2, dim=int(kind == "down"))[r]
 
-    ranks = [{
-        "m.mlp.experts.w13_weight": hash_of(*(part(e, kind, r) for e in range(3) for kind in ("gate", "up"))),
-        "m.mlp.experts.w2_weight": hash_of(*(part(e, "down", r) for e in range(3))),
-    } for r in range(2)]  # fmt: skip
-    assert checksums.problem(said(*ranks)) is None
+    ranks = [
+        {
+            "m.mlp.experts.w13_weight": hash_of(
+                *(part(e, kind, r) for e in range(3) for kind in ("gate", "up"))
+            ),
+            "m.mlp.experts.w2_weight": hash_of(*(part(e, "down", r) for e in range(3))),
+        }
+        for r in range(2)
+    ]
+    assert checksums.mismatch(said(*ranks)) is None
 
 
 def test_the_servers_dtype_counts():
     norm = torch.randn(6)
     checksums = told(FusedChecksums(DENSE, ranks=1, dtype=torch.float16), {"a.norm.weight": norm})
-    assert checksums.problem(said({"a.norm.weight": hash_of(norm.half())})) is None
+    assert checksums.mismatch(said({"a.norm.weight": hash_of(norm.half())})) is None
 
 
 def test_a_buffer_that_is_used_again_does_not_matter(attention):
@@ -137,7 +159,7 @@ def test_a_buffer_that_is_used_again_does_not_matter(attention):
     for name, tensor in attention.items():
         buffer[: len(tensor)] = tensor
         checksums.add(name, buffer[: len(tensor)])
-    assert checksums.problem(said(expected)) is None
+    assert checksums.mismatch(said(expected)) is None
 
 
 def test_what_was_not_sent_and_what_the_server_has_besides(attention):
@@ -145,11 +167,11 @@ def test_what_was_not_sent_and_what_the_server_has_besides(attention):
     checksums = told(
         FusedChecksums(DENSE, ranks=1, dtype=None), attention | {"a.norm.weight": torch.ones(3)}
     )
-    assert checksums.problem(said({})) == "parts were never sent of a.self_attn.qkv_proj.weight"
+    assert checksums.mismatch(said({})) == "parts were never sent of a.self_attn.qkv_proj.weight"
     checksums = told(FusedChecksums(DENSE, ranks=1, dtype=None), {"a.norm.weight": torch.ones(3)})
     other = {"a.norm.weight": hash_of(torch.ones(3)), "b.norm.weight": "0"}
-    assert checksums.problem(said(other)) == "1 tensors differ: b.norm.weight"
-    assert checksums.problem(said(other, other)) == "checksums of 2 ranks, expected 1"
+    assert checksums.mismatch(said(other)) == "1 tensors differ: b.norm.weight"
+    assert checksums.mismatch(said(other, other)) == "checksums of 2 ranks, expected 1"
 
 
 @pytest.mark.parametrize("ranks", [[0, 0], [0, -1], [0, 2]])
@@ -160,7 +182,7 @@ def test_each_rank_tells_its_own(ranks):
         {"checksums": {"a.norm.weight": hash_of(norm)}, "parallelism_info": [{"tp_rank": rank}]}
         for rank in ranks
     ]
-    assert checksums.problem(answers) == f"checksums of ranks {ranks}, expected each of 2 once"
+    assert checksums.mismatch(answers) == f"checksums of ranks {ranks}, expected each of 2 once"
 
 
 def test_a_family_whose_layout_is_not_known_is_refused():
@@ -176,4 +198,4 @@ def test_a_family_whose_layout_is_not_known_is_refused():
 )
 def test_an_answer_that_is_none_is_told_of_the_engine_and_raises_nothing(nonsense):
     checksums = told(FusedChecksums(DENSE, ranks=1, dtype=None), {"b.norm.weight": torch.zeros(2)})
-    assert "not told as SGLang tells them" in checksums.problem([nonsense])
+    assert "not told as SGLang tells them" in checksums.mismatch([nonsense])

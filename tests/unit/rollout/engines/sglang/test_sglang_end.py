@@ -25,8 +25,8 @@ class Server:
         return "killed by SIGKILL; the end of its log: out of memory"
 
 
-def illness(after_s: float | None) -> str:
-    """What a probe says of a server that does not answer, whose process ends after so many seconds."""
+def probe_error(after_s: float | None) -> str:
+    """Probe a server that does not answer, and whose process ends after so many seconds."""
 
     async def main() -> str:
         server = Server()
@@ -45,7 +45,7 @@ def illness(after_s: float | None) -> str:
 @pytest.mark.parametrize("after_s", [0.0, 0.1])
 def test_the_end_of_the_log_is_the_reason(after_s: float) -> None:
     assert (
-        illness(after_s)
+        probe_error(after_s)
         == "engine engine-3 died: killed by SIGKILL; the end of its log: out of memory"
     )
 
@@ -54,4 +54,4 @@ def test_a_server_that_still_runs_is_ill_for_its_own_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollout.engines.sglang.engine.DEATH_S", 0.05)
-    assert "died" not in illness(None)
+    assert "died" not in probe_error(None)

@@ -1,5 +1,6 @@
-"""What is looked at in a server that somebody else runs. The server here is scripted; tests/sglang
-has a real one.
+"""The checks of a server that the user runs. The server here is scripted.
+
+tests/sglang has a real one.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ def connect(folder: Path, *, ready: bool = True, **answers: Any) -> list[tuple[s
     asked: list[tuple[str, bool]] = []
     model = json.loads((folder / "config.json").read_text())
     said = {
-        "server_info": INFO, "model_info": {name: model.get(name) for name in ("model_type", "architectures")},
+        "server_info": INFO,
+        "model_info": {name: model.get(name) for name in ("model_type", "architectures")},
         "generate": {"error": {"message": f"valid range is [0, {VOCAB})"}},
-    } | answers  # fmt: skip
+    } | answers
     status = {"generate": 400, "ready": 200 if ready else 503}
 
     async def handler(request: web.Request) -> web.Response:
@@ -61,16 +63,28 @@ def test_a_server_is_told_to_go_on_only_where_it_takes_no_requests(
     ) is not ready
 
 
-@pytest.mark.parametrize(("answers", "message"), [
-    ({"server_info": INFO | {"version": "0.5.22"}}, r"runs sglang 0\.5\.22, expected 0\.5\.23"),
-    ({"server_info": "nginx"}, "runs sglang None"),
-    ({"server_info": INFO | {"tp_size": 2}}, r"has tp_size 2, expected 1; set rollout\.engine\.tensor_parallel"),
-    ({"server_info": INFO | {"dp_size": 2}}, "has dp_size 2, expected 1; give each replica's URL"),
-    ({"model_info": {"model_type": "llama"}}, "serves a model of model_type 'llama'"),
-    ({"model_info": "nginx"}, "serves a model of model_type None"),
-    ({"generate": {"error": "valid range is [0, 99)"}}, f"has a vocabulary of 99, expected {VOCAB}"),
-    ({"generate": "no such thing"}, "does not tell its vocabulary"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"server_info": INFO | {"version": "0.5.22"}}, r"runs sglang 0\.5\.22, expected 0\.5\.23"),
+        ({"server_info": "nginx"}, "runs sglang None"),
+        (
+            {"server_info": INFO | {"tp_size": 2}},
+            r"has tp_size 2, expected 1; set rollout\.engine\.tensor_parallel",
+        ),
+        (
+            {"server_info": INFO | {"dp_size": 2}},
+            "has dp_size 2, expected 1; give each replica's URL",
+        ),
+        ({"model_info": {"model_type": "llama"}}, "serves a model of model_type 'llama'"),
+        ({"model_info": "nginx"}, "serves a model of model_type None"),
+        (
+            {"generate": {"error": "valid range is [0, 99)"}},
+            f"has a vocabulary of 99, expected {VOCAB}",
+        ),
+        ({"generate": "no such thing"}, "does not tell its vocabulary"),
+    ],
+)
 def test_another_server_than_the_configuration_speaks_of(
     folder: Path, answers: dict[str, Any], message: str
 ) -> None:

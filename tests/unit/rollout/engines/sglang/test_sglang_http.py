@@ -1,4 +1,4 @@
-"""The client of one server: what its answers and its troubles are taken for."""
+"""The client of one server: how its answers and errors are read."""
 
 from __future__ import annotations
 
@@ -52,9 +52,14 @@ def test_bodies_go_as_json_under_the_key_that_the_route_needs():
     assert seen[2][:2] == ("GET", "Bearer the-api-key")
 
 
-@pytest.mark.parametrize(("body", "content_type", "expected"), [
-    ("", "text/html", None), ("Cache flushed.\n", "text/plain", "Cache flushed.\n"), ("null", "application/json", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "content_type", "expected"),
+    [
+        ("", "text/html", None),
+        ("Cache flushed.\n", "text/plain", "Cache flushed.\n"),
+        ("null", "application/json", None),
+    ],
+)
 def test_answers_that_are_no_json(body, content_type, expected):
     async def use(client):
         return await post(client)
@@ -62,18 +67,31 @@ def test_answers_that_are_no_json(body, content_type, expected):
     assert with_client(answering(body=body, content_type=content_type), use) == expected
 
 
-@pytest.mark.parametrize(("status", "body", "kind", "why"), [
-    (400, '{"error": {"message": "top_p must be in (0, 1]"}}', UserError, r"HTTP 400\): top_p must be in \(0, 1\]$"),
-    (400, '{"error": "unknown field `foo`"}', UserError, "unknown field `foo`$"),
-    (400, '{"success": false, "message": "no session"}', UserError, "no session$"),
-    (422, '{"detail": [{"loc": ["body"]}]}', UserError, "loc"),
-    (404, '{"detail": "Not Found"}', UserError, "HTTP 404"),
-    (401, '{"error": "Unauthorized"}', UserError, "refused our key .* set RLCORE_ENGINE_API_KEY and RLCORE"),
-    (429, "", EngineFailed, "nothing said"),
-    (500, "Internal Server Error", EngineFailed, r"HTTP 500\): Internal Server Error"),
-    (503, '{"detail": "The request queue is full."}', EngineFailed, "queue is full"),
-    (302, "", EngineFailed, "HTTP 302"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "why"),
+    [
+        (
+            400,
+            '{"error": {"message": "top_p must be in (0, 1]"}}',
+            UserError,
+            r"HTTP 400\): top_p must be in \(0, 1\]$",
+        ),
+        (400, '{"error": "unknown field `foo`"}', UserError, "unknown field `foo`$"),
+        (400, '{"success": false, "message": "no session"}', UserError, "no session$"),
+        (422, '{"detail": [{"loc": ["body"]}]}', UserError, "loc"),
+        (404, '{"detail": "Not Found"}', UserError, "HTTP 404"),
+        (
+            401,
+            '{"error": "Unauthorized"}',
+            UserError,
+            "refused our key .* set RLCORE_ENGINE_API_KEY and RLCORE",
+        ),
+        (429, "", EngineFailed, "nothing said"),
+        (500, "Internal Server Error", EngineFailed, r"HTTP 500\): Internal Server Error"),
+        (503, '{"detail": "The request queue is full."}', EngineFailed, "queue is full"),
+        (302, "", EngineFailed, "HTTP 302"),
+    ],
+)
 def test_who_is_to_blame(status, body, kind, why):
     with pytest.raises(kind, match=f"engine engine-3 at http://.*{why}"):
         with_client(answering(status, body), post)
@@ -219,7 +237,7 @@ def test_calls_in_flight_fail_when_the_client_closes():
 
 # --- generation over it ---------------------------------------------------------------------------
 
-LIMITS = Limits(vocab_size=31, prompt_tokens=500, total_tokens=600, keep_set_tokens=16)
+LIMITS = Limits(vocab_size=31, prompt_tokens=500, total_tokens=600, sampling_mask_tokens=16)
 
 
 def completion_of(tokens, reason="length"):
@@ -234,7 +252,7 @@ def completion_of(tokens, reason="length"):
 
 
 class Recorder:
-    """Answers every sample with its number among all, and keeps what it was asked."""
+    """Answers every sample with its index, and records the requests."""
 
     def __init__(self, prefill_reason: str = "length") -> None:
         self.bodies: list[dict] = []

@@ -1,4 +1,4 @@
-"""What is sent to an SGLang server, and what is refused before."""
+"""The requests that are sent to an SGLang server, and those that are refused before."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rollout.engines.sglang.experts import ExpertLayers
 from rollout.engines.sglang.generation import encode, encode_sampling, rid, seed
 from rollout.engines.sglang.limits import Limits, check_request, stop_pattern
 
-LIMITS = Limits(vocab_size=VOCAB, prompt_tokens=20, total_tokens=30, keep_set_tokens=16)
+LIMITS = Limits(vocab_size=VOCAB, prompt_tokens=20, total_tokens=30, sampling_mask_tokens=16)
 
 
 def body_of(asked: GenerateRequest, attempt: str = "0", cache_key: str | None = None) -> dict:
-    """As the server reads it."""
+    """The body as the server reads it."""
     return orjson.loads(
         orjson.dumps(encode(asked, attempt, cache_key), option=orjson.OPT_SERIALIZE_NUMPY)
     )
@@ -69,21 +69,52 @@ def test_what_goes_on_is_asked_for_behind_its_prefix():
 
 
 def test_no_id_is_the_beginning_of_another():
-    ids = [rid(request([1], draw=draw, first_sample=first), f"{attempt}.{sample}")
-           for draw in (1, 11) for first in (0, 1) for attempt in ("a", "ab") for sample in (1, 10, 100)]  # fmt: skip
+    ids = [
+        rid(request([1], draw=draw, first_sample=first), f"{attempt}.{sample}")
+        for draw in (1, 11)
+        for first in (0, 1)
+        for attempt in ("a", "ab")
+        for sample in (1, 10, 100)
+    ]
     assert len(set(ids)) == len(ids)
     assert not [(a, b) for a in ids for b in ids if a != b and b.startswith(a)]
 
 
-@pytest.mark.parametrize(("given", "expected"), [
-    ({}, {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True, "stop_token_ids": ()}),
-    ({"temperature": 0.7, "top_p": 0.9, "top_k": 5}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}),
-    ({"temperature": 0.0, "top_p": 0.9, "top_k": 5}, {"temperature": 0.0, "top_p": 1.0, "top_k": -1}),
-    ({"top_k": 0}, {"top_k": -1}),
-    ({"stop_token_ids": (4, 5)}, {"stop_token_ids": (4, 5), "ignore_eos": False}),
-    ({"stop": ("a.b",)}, {"stop_regex": [stop_pattern("a.b")], "ignore_eos": True}),
-    ({"max_new_tokens": 9}, {"max_new_tokens": 9, "min_new_tokens": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {},
+            {
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": -1,
+                "ignore_eos": True,
+                "stop_token_ids": (),
+            },
+        ),
+        (
+            {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+            {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+        ),
+        (
+            {"temperature": 0.0, "top_p": 0.9, "top_k": 5},
+            {"temperature": 0.0, "top_p": 1.0, "top_k": -1},
+        ),
+        ({"top_k": 0}, {"top_k": -1}),
+        ({"stop_token_ids": (4, 5)}, {"stop_token_ids": (4, 5), "ignore_eos": False}),
+        ({"stop": ("a.b",)}, {"stop_regex": [stop_pattern("a.b")], "ignore_eos": True}),
+        (
+            {"max_new_tokens": 9},
+            {
+                "max_new_tokens": 9,
+                "min_new_tokens": 0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+            },
+        ),
+    ],
+)
 def test_sampling_parameters(given, expected):
     params = encode_sampling(SamplingParams(**{"max_new_tokens": 8, **given}))
     assert {name: params[name] for name in expected} == expected
@@ -120,39 +151,62 @@ def test_a_stop_pattern_matches_the_string_alone_and_looks_far_enough_back(text)
     assert window == len(text.encode()) + EXTRA_TOKENS
 
 
-@pytest.mark.parametrize(("asked", "why"), [
-    (request([]), "at least one token"),
-    (request([1, VOCAB]), "a prompt token lies outside the model's vocabulary of 31"),
-    (request([-1]), "outside"),
-    (request([1], max_new_tokens=0), "max_new_tokens is 0"),
-    (request([1], max_new_tokens=2).going_on([Prefix(0, np.array([1, 2], np.int32))]), "a prefix has all of max_new_tokens 2"),
-    (request([1] * 20, max_new_tokens=11), "20 tokens and max_new_tokens 11 exceed what the server takes .* of 30"),
-    (request([1] * 21, max_new_tokens=1), "the prompt has 21 tokens, the server takes 20"),
-    (request([1], top_p=0.0), "top_p"),
-    (request([1], top_p=1.5), "top_p"),
-    (request([1], temperature=-1.0), "temperature"),
-    (request([1], temperature=float("nan")), "temperature"),
-    (request([1], temperature=float("inf")), "temperature"),
-    (request([1], temperature=1e-7), "say temperature 0"),
-    (request([1], temperature=0.7, top_k=1), "top_k 1 at temperature 0.7 is greedy: say temperature 0"),
-    (request([1], stop_token_ids=(3, 31)), "stop token 31 lies outside"),
-    (request([1], stop=("a",) * 33), "32 stop strings, got 33"),
-    (request([1], stop=("",)), "stop string '' is empty"),
-    (request([1], stop=("x" * 250,)), "longer than SGLang takes"),
-    (request([1], routed_experts=True), "rollout.engine.server.enable_return_routed_experts"),
-    (request([1], sampling_mask=True, top_p=0.9), r"top_k of 2 to 16, got -1: set rollout\.sampling\.top_k"),
-    (request([1], sampling_mask=True, top_k=17), "of 2 to 16, got 17"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (request([]), "at least one token"),
+        (request([1, VOCAB]), "a prompt token lies outside the model's vocabulary of 31"),
+        (request([-1]), "outside"),
+        (request([1], max_new_tokens=0), "max_new_tokens is 0"),
+        (
+            request([1], max_new_tokens=2).going_on([Prefix(0, np.array([1, 2], np.int32))]),
+            "a prefix has all of max_new_tokens 2",
+        ),
+        (
+            request([1] * 20, max_new_tokens=11),
+            "20 tokens and max_new_tokens 11 exceed what the server takes .* of 30",
+        ),
+        (request([1] * 21, max_new_tokens=1), "the prompt has 21 tokens, the server takes 20"),
+        (request([1], top_p=0.0), "top_p"),
+        (request([1], top_p=1.5), "top_p"),
+        (request([1], temperature=-1.0), "temperature"),
+        (request([1], temperature=float("nan")), "temperature"),
+        (request([1], temperature=float("inf")), "temperature"),
+        (request([1], temperature=1e-7), "say temperature 0"),
+        (
+            request([1], temperature=0.7, top_k=1),
+            "top_k 1 at temperature 0.7 is greedy: say temperature 0",
+        ),
+        (request([1], stop_token_ids=(3, 31)), "stop token 31 lies outside"),
+        (request([1], stop=("a",) * 33), "32 stop strings, got 33"),
+        (request([1], stop=("",)), "stop string '' is empty"),
+        (request([1], stop=("x" * 250,)), "longer than SGLang takes"),
+        (request([1], routed_experts=True), "rollout.engine.server.enable_return_routed_experts"),
+        (
+            request([1], sampling_mask=True, top_p=0.9),
+            r"top_k of 2 to 16, got -1: set rollout\.sampling\.top_k",
+        ),
+        (request([1], sampling_mask=True, top_k=17), "of 2 to 16, got 17"),
+    ],
+)
 def test_what_cannot_be_served_is_refused(asked, why):
     with pytest.raises(UserError, match=why):
         check_request(asked, LIMITS)
 
 
-@pytest.mark.parametrize("asked", [
-    request([0, 30], max_new_tokens=28), request([1] * 20, max_new_tokens=10), request([1], temperature=0.0, top_k=1),
-    request([1], top_k=1), request([1], sampling_mask=True), request([1], sampling_mask=True, temperature=0.0, top_p=0.5),
-    request([1], sampling_mask=True, top_k=16, top_p=0.5), request([1], stop=("a",) * 32, stop_token_ids=(0, 30)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request([0, 30], max_new_tokens=28),
+        request([1] * 20, max_new_tokens=10),
+        request([1], temperature=0.0, top_k=1),
+        request([1], top_k=1),
+        request([1], sampling_mask=True),
+        request([1], sampling_mask=True, temperature=0.0, top_p=0.5),
+        request([1], sampling_mask=True, top_k=16, top_p=0.5),
+        request([1], stop=("a",) * 32, stop_token_ids=(0, 30)),
+    ],
+)
 def test_what_can_be_served_is_not(asked):
     check_request(asked, LIMITS)
 
@@ -188,9 +242,18 @@ def test_layers_with_experts(tmp_path, settings, places):
     from transformers import Qwen3MoeConfig
 
     Qwen3MoeConfig(
-        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=8, intermediate_size=16,
-        moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, vocab_size=VOCAB, **settings,
-    ).save_pretrained(tmp_path)  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=VOCAB,
+        **settings,
+    ).save_pretrained(tmp_path)
     assert ExpertLayers.of(str(tmp_path)) == ExpertLayers(3, places, 4, 2)
 
 

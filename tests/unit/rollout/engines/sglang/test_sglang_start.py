@@ -1,4 +1,4 @@
-"""What an SGLang server is told, and where its process and ports come from. Nothing is started."""
+"""The command line, environment and ports of an SGLang server. No server is started."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_ranks_on_the_cpu_share_out_the_cores(
 def test_a_server_whose_parent_is_gone_already_does_not_start(
     given: str, code: int, message: str
 ) -> None:
-    """By the way: what stands beside the script (http.py) does not pass for the standard library's."""
+    """Besides, the http.py beside the script must not be imported for the standard library's."""
     ended = subprocess.run(
         [sys.executable, str(ENTRY)], input=given, capture_output=True, text=True, timeout=30
     )

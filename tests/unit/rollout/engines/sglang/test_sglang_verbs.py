@@ -1,5 +1,6 @@
-"""What an SGLang engine asks of its server, in which order, and what becomes of a refusal. The
-server here is scripted.
+"""The calls of an SGLang engine to its server, their order, and refusals.
+
+The server here is scripted.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from rollout.engines.sglang.keys import Keys
 from rollout.weight_sync.process_group import GroupAddress
 
 INFO = {
-    "max_req_input_len": 500, "sampling_mask_max_tokens": 10, "enable_return_routed_experts": False, "device": "cpu",
+    "max_req_input_len": 500,
+    "sampling_mask_max_tokens": 10,
+    "enable_return_routed_experts": False,
+    "device": "cpu",
     "dtype": "float32",
-}  # fmt: skip
+}
 BUCKETS = layout(tiny_qwen3())[:2]
 
 
 class Scripted:
-    """A server that remembers what it was asked; `answers[route]` are (status, value) to give, the
-    last one for ever.
+    """A server that records its requests.
+
+    `answers[route]` are the (status, value) that it gives in turn; the last is repeated.
     """
 
     def __init__(self, info):
@@ -115,14 +120,20 @@ async def publish(engine, mode="drain", version=1):
 
 
 def completion(*tokens, version="1"):
-    return {"output_ids": list(tokens), "meta_info": {
-        "finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, token, None] for token in tokens],
-        "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
-    }}  # fmt: skip
+    return {
+        "output_ids": list(tokens),
+        "meta_info": {
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+            "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+        },
+    }
 
 
-@pytest.mark.parametrize(("mode", "pause"), [("drain", "retract"), ("retract", "retract"), ("abort", "retract"),
-                                             ("in_place", "in_place")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "pause"),
+    [("drain", "retract"), ("retract", "retract"), ("abort", "retract"), ("in_place", "in_place")],
+)
 def test_the_order_of_a_publication(folder, mode, pause):
     """The cache is flushed once, at the end, with the old version still in force; not where
     requests go on with it.
@@ -220,8 +231,9 @@ def test_requests_that_do_not_end_have_a_limit(folder):
 def test_a_session_left_open_is_closed_first(folder):
     async def use(engine, scripted):
         scripted.answers["/begin_weight_update"] = [
-            (400, {"success": False, "message": "a weight-update session is already open"}), (200, {"success": True}),
-        ]  # fmt: skip
+            (400, {"success": False, "message": "a weight-update session is already open"}),
+            (200, {"success": True}),
+        ]
         await publish(engine)
         assert scripted.routes[1:4] == [
             "/begin_weight_update",
@@ -273,9 +285,13 @@ def test_a_bucket_over_the_group_is_described_and_a_group_left_before_the_next(f
             await engine.join_group(GroupAddress("127.0.0.1", 1234, 3, "gloo", 5.0, name), 2)
         await engine.receive_bucket(1, None)
         assert scripted.bodies("/init_weights_update_group")[1] == {
-            "master_address": "127.0.0.1", "master_port": 1234, "rank_offset": 2, "world_size": 3, "group_name": "second",
+            "master_address": "127.0.0.1",
+            "master_port": 1234,
+            "rank_offset": 2,
+            "world_size": 3,
+            "group_name": "second",
             "backend": "gloo",
-        }  # fmt: skip
+        }
         assert scripted.bodies("/destroy_weights_update_group") == [{"group_name": "first"}]
         [body] = scripted.bodies("/update_weights_from_distributed")
         assert body["names"] == [spec.name for spec in BUCKETS[1].tensors]
