@@ -12,6 +12,56 @@ import torch
 from rlcore import cli
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [
+    *sorted(DOCS.glob("*.md")),
+    *(DOCS.parent / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+]
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that the headings of `page` get."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
+        if link.startswith("http"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file) if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_index_names_every_page() -> None:
+    linked = set(re.findall(r"\]\((\w[\w-]*)\.md", (DOCS / "index.md").read_text()))
+    assert linked == {page.stem for page in DOCS.glob("*.md")} - {"index"}
+
+
+def test_the_page_of_commands_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    commands = re.findall(r"^    ([a-z-]+) ", capsys.readouterr().out, re.MULTILINE)
+    assert {"train", "ledger"} <= set(commands)
+    page = (DOCS / "commands.md").read_text()
+    assert [name for name in commands if f"    rlcore {name}" not in page] == []
+
+
+def test_the_page_of_errors_shows_both_trees() -> None:
+    import rlcore.algorithms.errors
+    import rlcore.errors
+
+    page = (DOCS / "errors.md").read_text()
+    for module in (rlcore.errors, rlcore.algorithms.errors):
+        for name, value in vars(module).items():
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                assert re.search(rf"\b{name}\b", page), name
 
 
 @pytest.mark.parametrize(
