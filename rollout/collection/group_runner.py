@@ -16,6 +16,7 @@ from rlcore.interfaces import Workflow
 from rollout.asyncio_utils import asked_to_end, gather_or_cancel
 from rollout.collection.lockstep_batcher import LockstepBatcher
 from rollout.collection.partial import PartialRollouts
+from rollout.engines.registry import kind_of
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.rewards.scorer import FailureCounts, Scorer
 
@@ -294,6 +295,6 @@ class Runners:
             scorer=self.scorer,
             tokenizer=self.tokenizer,
             partial=PartialRollouts(self.tokenizer),
-            batched=self.config.rollout.engine.kind == "embedded",
+            batched=kind_of(self.config.rollout.engine.kind).batches,
             greedy=greedy,
         )

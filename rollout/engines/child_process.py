@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Protocol
 
 import orjson
 import psutil
@@ -179,8 +180,48 @@ class Child:
             await asyncio.sleep(POLL_S)
 
 
+class Server(Protocol):
+    """A server process of an engine: started by us on this machine, by a launcher elsewhere, or by
+    somebody else.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def managed(self) -> bool:
+        """Whether `start` and `kill` start and end it; else they connect and leave."""
+        ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None:
+        """Done once the process has ended; None before the first start, and where nobody tells."""
+        ...
+
+    async def start(self) -> str:
+        """Return its URL. May be called again after `kill`."""
+        ...
+
+    def describe_end(self) -> str:
+        """How the process ended, and the last lines of its log."""
+        ...
+
+    async def stop(self) -> None:
+        """Ask the process to end, then end it."""
+        ...
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        ...
+
+
 class ChildServer:
-    """A server whose process is a `Child`: everything of it but its start."""
+    """A `Server` whose process is a `Child`, but for its start."""
+
+    managed = True
 
     def __init__(self, child: Child) -> None:
         self._child = child

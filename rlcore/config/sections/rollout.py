@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from rlcore.config.engine_kinds import check_name
 from rlcore.config.sections.base import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -35,7 +36,8 @@ class RestartConfig(Section):
 
 
 class EngineConfig(Section):
-    kind: Literal["embedded", "sglang"] = "embedded"
+    # a row of rlcore.config.engine_kinds.KINDS, or the import path of an engine's class
+    kind: Annotated[str, AfterValidator(check_name)] = "embedded"
     count: PositiveInt = 1  # engines that the run starts
     # embedded: default true where the run has one process and one engine
     in_process: bool | None = None
@@ -58,7 +60,7 @@ class EngineConfig(Section):
     gpus: list[NonNegativeInt] = Field(default_factory=list)
     # the address that engines listen on, and are reached at
     host: str = "127.0.0.1"
-    # any argument of `python -m sglang.launch_server`
+    # any argument of `python -m sglang.launch_server`; the options of another package's engine
     server: dict[str, Any] = Field(default_factory=dict)
     # an sglang-router in front of the engines, for generation
     router_url: str | None = None

@@ -30,11 +30,12 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
         RunFailed: an engine did not start, or none could be kept up; all have been ended. With the
             last lines of a log.
     """
-    from rlcore.launch.engines import managed_servers
+    from rlcore.launch.engines import engine_site
+    from rollout.engines.registry import factory_of, kind_of
     from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
     engine = config.rollout.engine
-    if engine.kind != "sglang":
+    if not kind_of(engine.kind).standalone:
         raise ConfigError(
             f"rollout.engine.kind: got {engine.kind!r}, expected 'sglang': other engines are the"
             " trainer's own"
@@ -60,14 +61,13 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     # Beside the run's own folder, which the trainer will want to be the first to make; several
     # machines may share it.
     logs = Path(config.run.dir) / f"{config.run.name}-engines" / socket.gethostname()
-    servers = managed_servers(config, keys, ranks=0, logs=logs)
+    site = engine_site(config, world_size=0, local_ranks=0, logs=logs)
+    servers = factory_of(engine.kind).build_servers(site, keys)
     print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
 
     def announce(urls: Sequence[str]) -> None:
         exports = [f"export {name}={key}" for name, key in generated.items()]
-        told = (
-            f"rollout.engine.kind=sglang rollout.engine.urls='{orjson.dumps(list(urls)).decode()}'"
-        )
+        told = f"rollout.engine.kind={engine.kind} rollout.engine.urls='{orjson.dumps(list(urls)).decode()}'"
         print(
             "ready. For the trainer:", *exports, f"rlcore train ... {told}", sep="\n  ", flush=True
         )

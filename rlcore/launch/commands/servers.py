@@ -9,33 +9,21 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rlcore.config.sections.rollout import RestartConfig
 from rlcore.errors import RlcoreError, RunFailed
 from rollout.fleet.health import pause_before
 
+if TYPE_CHECKING:
+    from rollout.engines.sglang.server_process import ManagedServer
+
 Follow = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
 
 
-class Server(Protocol):
-    """Of `rollout.engines.sglang.server_process.ManagedServer`, what is needed here."""
-
-    name: str
-
-    async def start(self, port: int = 0) -> str: ...
-
-    @property
-    def ended(self) -> asyncio.Future[Any] | None: ...
-
-    def describe_end(self) -> str: ...
-
-    async def stop(self) -> None: ...
-
-
 async def run_servers(
-    servers: Sequence[Server],
+    servers: Sequence[ManagedServer],
     announce: Callable[[Sequence[str]], None],
     follow: Follow | None = None,
     *,
@@ -82,26 +70,26 @@ async def run_servers(
         await asyncio.gather(*(server.stop() for server in servers))
 
 
-async def _keep(server: Server, url: str, restart: RestartConfig) -> str:
+async def _keep(server: ManagedServer, url: str, restart: RestartConfig) -> str:
     """Start it again at `url`, where its users look for it, whenever it ends. Returns what it met
     at last.
     """
     port = urlsplit(url).port or 0
-    barren = 0
+    failed_starts = 0
     why = ""
     for number in range(1, restart.limit + 1):
         began = time.monotonic()
         why = why or await _end(server)
         if time.monotonic() - began > restart.max_backoff_s:
-            barren = 0
-        pause_s = pause_before(restart, barren)
+            failed_starts = 0
+        pause_s = pause_before(restart, failed_starts)
         _say(why)
         _say(
             f"{server.name} is started again in {pause_s:g} s: {number} of {restart.limit}"
             " (rollout.engine.restart.limit)"
         )
         await asyncio.sleep(pause_s)
-        barren += 1
+        failed_starts += 1
         try:
             await server.start(port)
         except RlcoreError as error:  # recovery: the next start, or it is left alone
@@ -115,7 +103,7 @@ async def _keep(server: Server, url: str, restart: RestartConfig) -> str:
     return why
 
 
-async def _end(server: Server) -> str:
+async def _end(server: ManagedServer) -> str:
     if server.ended is not None:
         await asyncio.wait({server.ended})
     return f"{server.name} ended: {server.describe_end()}"

@@ -5,10 +5,11 @@ notices its death.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import orjson
@@ -26,6 +27,7 @@ from rlcore.errors import (
     UserError,
 )
 from rlcore.weights import DTYPES, Bucket
+from rollout.engines.child_process import Server
 from rollout.engines.embedded.codec import decode_completion, encode_buckets, encode_request
 from rollout.engines.embedded.server_process import EmbeddedServer
 from rollout.weight_sync.process_group import GroupAddress
@@ -40,40 +42,14 @@ ERRORS: dict[str, type[RlcoreError]] = {
 GRACE_S = 5.0
 
 
-class EngineProcess(Protocol):
-    """Who starts the server process and ends it: we ourselves (`EmbeddedServer`), or a launcher on
-    another machine.
-    """
-
-    name: str
-    key: str  # every request carries it
-
-    async def start(self) -> str:
-        """Its URL. Again after `kill`."""
-        ...
-
-    @property
-    def ended(self) -> asyncio.Future[Any] | None:
-        """Done once it has ended; None before the first start."""
-        ...
-
-    @property
-    def pid(self) -> int | None: ...
-
-    def describe_end(self) -> str: ...
-
-    async def stop(self) -> None: ...
-
-    async def kill(self) -> None: ...
-
-
 class RemoteEngine:
     """`rlcore.interfaces.RolloutEngine` over a server process. Use it from one event loop.
 
     Args:
         model_path, dtype, tokenizer: as for `EmbeddedEngine`.
-        log: file for the process's output.
-        process: who starts it; default: we do, on this machine.
+        log: file for the output of a child process.
+        server: the server process, which takes `key`; default: a child of this process.
+        key: every request carries it; default: a new one.
     """
 
     group_ranks = 1
@@ -87,16 +63,27 @@ class RemoteEngine:
         dtype: str = "bf16",
         tokenizer: str | None = None,
         name: str = "engine-0",
-        log: Path,
-        process: EngineProcess | None = None,
+        log: Path | None = None,
+        server: Server | None = None,
+        key: str | None = None,
     ) -> None:
         self.name = name
         self.config = config
         self.managed = True
         self._dtype = dtype
-        self._process = process or EmbeddedServer(
-            name, model_path, config=config, dtype=dtype, tokenizer=tokenizer, log=log
-        )
+        self._key = key or secrets.token_urlsafe(32)
+        if server is None:
+            assert log is not None, "a server of our own has a log"
+            server = EmbeddedServer(
+                name,
+                model_path,
+                config=config,
+                dtype=dtype,
+                tokenizer=tokenizer,
+                log=log,
+                key=self._key,
+            )
+        self._server = server
         self._session: aiohttp.ClientSession | None = None
         self._url = ""
         # the process group for weights that the server is in
@@ -108,22 +95,20 @@ class RemoteEngine:
         """Raises RunFailed or DeadlineExceeded with the last lines of the process's log."""
         if self._session is not None:
             return
-        self._url = await self._process.start()
+        self._url = await self._server.start()
         self.in_group = None
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self._process.key}"}
-        )
+        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"})
         await self.health()
 
     async def close(self) -> None:
         """Ask the process to end, then end it."""
         await self._hang_up()
-        await self._process.stop()
+        await self._server.stop()
 
     async def kill(self) -> None:
         """End the process at once: for one that does not answer."""
         await self._hang_up()
-        await self._process.kill()
+        await self._server.kill()
 
     async def _hang_up(self) -> None:
         session = self._session
@@ -134,7 +119,7 @@ class RemoteEngine:
     @property
     def ended(self) -> asyncio.Future[Any] | None:
         """Done once the process has ended; None before the first start."""
-        return self._process.ended
+        return self._server.ended
 
     @property
     def url(self) -> str:
@@ -143,7 +128,7 @@ class RemoteEngine:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid
+        return self._server.pid
 
     # --- the verbs --------------------------------------------------------------------------------
 
@@ -239,7 +224,7 @@ class RemoteEngine:
         nonsense, EngineHangs.
         """
         session = self._session
-        ended = self._process.ended
+        ended = self._server.ended
         if session is None or session.closed or ended is None:
             raise EngineFailed(f"engine {self.name} does not run (asked to {verb}); start it first")
         request = asyncio.ensure_future(self._post(session, verb, body))
@@ -273,7 +258,7 @@ class RemoteEngine:
     def _death(self, verb: str) -> EngineFailed:
         return EngineFailed(
             f"engine {self.name} (pid {self.pid}) died during /{verb}:"
-            f" {self._process.describe_end()}"
+            f" {self._server.describe_end()}"
         )
 
     async def _post(self, session: aiohttp.ClientSession, verb: str, body: dict[str, Any]) -> Any:

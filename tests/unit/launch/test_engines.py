@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlcore.config import Config
 from rlcore.config.load import load_config
 from rlcore.errors import ConfigError
-from rlcore.launch import engines
 from rlcore.launch.engines import build_engines
 from rollout.engines.embedded import client as remote
 from rollout.engines.embedded.client import RemoteEngine
@@ -126,7 +126,7 @@ def test_a_server_is_told_what_the_trainer_needs_of_it(
     replay = "policy.routing_replay=engine"
     managed(*python)
     managed(*python, replay, colocated)
-    monkeypatch.setattr(engines.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     managed(*python, colocated)
     managed(*python, "rollout.engine.count=2", "rollout.engine.gpus=[3,1]")
