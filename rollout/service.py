@@ -141,7 +141,7 @@ class RolloutService:
         ahead = Collector(
             *parts, self._versions, steps=steps, busy_s=lambda: self._dispatcher.busy_s
         )
-        self.fleet.on_room = ahead.room_changed
+        self.fleet.router.on_room = ahead.room_changed
         return ahead
 
     async def _start(self, again: bool) -> None:
@@ -230,7 +230,7 @@ class RolloutService:
             self._errand = Errand(self.thread, work(), limit_s=limit, what=what, stuck=stuck)
         errand = self._errand
         try:
-            if not errand.done_before(self.fleet.someone_waits):
+            if not errand.done_before(self.fleet.wait_for_stale):
                 return None
         except BaseException:
             self._errand = None

@@ -1,6 +1,4 @@
-"""An embedded engine in a process of its own, as a `RolloutEngine`: has it started, talks to it,
-notices its death.
-"""
+"""An embedded engine in a process of its own, as a `RolloutEngine` over HTTP."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ ERRORS: dict[str, type[RlcoreError]] = {
     UserError.__name__: UserError,
     ModelError.__name__: ModelError,
     DeadlineExceeded.__name__: EngineHangs,
-}  # what else goes wrong there is EngineFailed
+}  # any other error there is EngineFailed here
 # the server keeps its own deadlines; ours comes a little later, for a server that hangs
 GRACE_S = 5.0
 
@@ -92,7 +90,7 @@ class RemoteEngine:
     # --- life -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Raises RunFailed or DeadlineExceeded with the last lines of the process's log."""
+        """Start the process. Raises RunFailed or DeadlineExceeded with the end of its log."""
         if self._session is not None:
             return
         self._url = await self._server.start()
@@ -106,7 +104,7 @@ class RemoteEngine:
         await self._server.stop()
 
     async def kill(self) -> None:
-        """End the process at once: for one that does not answer."""
+        """End the process at once, even one that does not answer."""
         await self._hang_up()
         await self._server.kill()
 
@@ -118,12 +116,12 @@ class RemoteEngine:
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:
-        """Done once the process has ended; None before the first start."""
+        """See `RolloutEngine.ended`."""
         return self._server.ended
 
     @property
     def url(self) -> str:
-        """Where the process is reached; "" before the first start."""
+        """The address of the process; "" before the first start."""
         return self._url
 
     @property
@@ -133,6 +131,7 @@ class RemoteEngine:
     # --- the verbs --------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        """See `RolloutEngine.generate`."""
         body = {"requests": [encode_request(request) for request in requests]}
         results = await self._call(
             "generate", body, self.config.request_timeout_s, "rollout.engine.request_timeout_s"
@@ -145,6 +144,7 @@ class RemoteEngine:
             ) from error
 
     async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
         await self._call(
             "pause",
             {"mode": mode},
@@ -153,24 +153,26 @@ class RemoteEngine:
         )
 
     async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
         await self._update("resume")
 
     async def abort(self) -> None:
+        """See `RolloutEngine.abort`."""
         await self._update("abort")
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
-        """Enter the process group that weights come over, leaving the one before. Returns when all
-        members are there.
-        """
+        """Enter a process group for weights, leaving the last one. Returns when it is complete."""
         await self._update("join_group", {"address": asdict(address), "rank": rank})
         self.in_group = address.name
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
+        """See `RolloutEngine.begin_update`."""
         await self._update("begin_update", {"buckets": encode_buckets(buckets)})
 
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
-        """Returns when the bucket came over the process group and is in the model; `flat` must be
-        None.
+        """Receive a bucket over the process group; `flat` must be None.
+
+        Returns when the bucket is in the model.
         """
         if flat is not None:
             raise RunFailed(
@@ -179,32 +181,38 @@ class RemoteEngine:
         await self._update("receive_bucket", {"index": index})
 
     async def end_update(self) -> None:
+        """See `RolloutEngine.end_update`."""
         await self._update("end_update")
 
     async def set_version(self, version: int) -> None:
+        """See `RolloutEngine.set_version`."""
         await self._update("set_version", {"version": version})
 
     def expectation(self) -> FingerprintVerifier:
+        """See `RolloutEngine.expectation`."""
         return FingerprintVerifier(DTYPES[self.config.dtype or self._dtype])
 
     async def checksum(self) -> str:
+        """See `RolloutEngine.checksum`."""
         return str(await self._update("checksum"))
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """See `RolloutEngine.release_memory`."""
         await self._update("release_memory", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """See `RolloutEngine.resume_memory`."""
         await self._update("resume_memory", {"tags": list(tags)})
 
     async def health(self) -> dict[str, Any]:
-        """name, pid, device, gpu (its identity, or None) and version (None without whole weights)."""
+        """See `RolloutEngine.health`; here with pid, device and gpu (its identity, or None) too."""
         limit_s = self.config.health_timeout_s
         health: dict[str, Any] = await self._call(
             "health", {}, limit_s, "rollout.engine.health_timeout_s", grace_s=0.0
         )
         return health
 
-    # --- the wire ---------------------------------------------------------------------------------
+    # --- HTTP -------------------------------------------------------------------------------------
 
     async def _update(self, verb: str, body: dict[str, Any] | None = None) -> Any:
         return await self._call(
@@ -220,8 +228,9 @@ class RemoteEngine:
         *,
         grace_s: float | None = None,
     ) -> Any:
-        """The verb's result. Raises what the server raised, EngineFailed when it died or talks
-        nonsense, EngineHangs.
+        """The result of a verb.
+
+        Raises the server's own error, EngineFailed where it died or answers nonsense, EngineHangs.
         """
         session = self._session
         ended = self._server.ended
@@ -253,7 +262,7 @@ class RemoteEngine:
             if not request.done():
                 request.cancel()
             elif not request.cancelled():
-                request.exception()  # seen: where the process died, that is the error to report
+                request.exception()  # retrieved; a death is reported instead
 
     def _death(self, verb: str) -> EngineFailed:
         return EngineFailed(

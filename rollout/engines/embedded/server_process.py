@@ -1,4 +1,4 @@
-"""The server process of an embedded engine, started and ended by us on this machine."""
+"""The server process of an embedded engine, a child of this process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EmbeddedServer(ChildServer):
         super().__init__(Child(f"engine {name}", log))
 
     async def start(self) -> str:
-        """Raises RunFailed or DeadlineExceeded with the last lines of the process's log."""
+        """Return its URL. Raises RunFailed or DeadlineExceeded with the last lines of its log."""
 
         def config(ready_fd: int) -> bytes:
             return config_json(ServerConfig(**asdict(self._settings) | {"ready_fd": ready_fd}))

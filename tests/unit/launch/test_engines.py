@@ -32,8 +32,15 @@ def python(tmp_path: Path, tiny_model: Path) -> tuple[str, str]:
 
 
 def config_of(*overrides: str) -> Config:
-    given = ("run.name=x", "run.dir=runs", "model.path=m", "model.dtype=fp32", "data.paths=d.jsonl", "training.steps=1",
-             "reward.parts.a.function=exact_match")  # fmt: skip
+    given = (
+        "run.name=x",
+        "run.dir=runs",
+        "model.path=m",
+        "model.dtype=fp32",
+        "data.paths=d.jsonl",
+        "training.steps=1",
+        "reward.parts.a.function=exact_match",
+    )
     return load_config([], [*given, *overrides]).config
 
 
@@ -60,7 +67,7 @@ def managed(*overrides: str) -> list[ManagedServer]:
         (["rollout.engine.in_process=true"], 2, [EmbeddedEngine]),
     ],
 )
-def test_embedded_engines_are_in_this_process_where_it_is_alone_and_so_are_they(
+def test_one_embedded_engine_of_one_process_is_in_it_and_others_are_processes(
     overrides: list[str], world_size: int, kinds: list[type]
 ) -> None:
     made = built(*overrides, world_size=world_size)

@@ -85,7 +85,7 @@ def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, 
         if fault == "dies":
             await site.fleet.failed(a, "killed")
         if fault == "sick":
-            a.illness = EngineFailed("engine a is ill")
+            a.probe_error = EngineFailed("engine a is ill")
         answers = await asyncio.gather(*calls)
         assert [len(answer) for answer in answers] == [2] * 20
         assert tokens(answers) == tokens(

@@ -154,7 +154,7 @@ def test_where_none_can_come_back_the_next_publication_says_so(shared: Shared) -
     for engine in shared.engines:
         engine.fails_at = "release"
     for member in shared.fleet.members:
-        member.health.lives = CONFIG.restart.limit + 1
+        member.health.starts = CONFIG.restart.limit + 1
     shared.memory.release(CACHES)
     shared.memory.restore(CACHES)
     assert not shared.memory.anyone()

@@ -26,11 +26,11 @@ def test_an_engine_serves_only_after_a_publication(on_site):
 def test_a_probe_that_fails_means_a_restart(on_site):
     async def use(site):
         a = site.engines[0]
-        a.illness = EngineFailed("engine a feels ill")
+        a.probe_error = EngineFailed("engine a feels ill")
         await site.until("dead serving")
-        a.illness = None
+        a.probe_error = None
         await site.until("stale serving")
-        assert (a.lives, site.fleet.restarts) == (2, 1)
+        assert (a.starts, site.fleet.restarts) == (2, 1)
         assert site.fleet.members[0].health.why == "engine a feels ill"
         assert site.fleet.members[0].version is None
         await site.publish(1, only_stale=True)
@@ -73,13 +73,13 @@ def test_an_engine_in_a_publication_is_not_probed(on_site):
 
         async def count(self):
             probes.append(self.name)
-            if self.illness is not None:
-                raise self.illness
+            if self.probe_error is not None:
+                raise self.probe_error
 
         for engine in site.engines:
             engine.health = count.__get__(engine)
         site.fleet.draining(site.engines[0])
-        site.engines[0].illness = EngineFailed("busy with weights")
+        site.engines[0].probe_error = EngineFailed("busy with weights")
         await asyncio.sleep(0.3)
         assert site.states() == "draining serving"
         assert set(probes) == {"b"}
@@ -104,7 +104,7 @@ def test_a_failure_is_declared_once(on_site, caplog):
 
 def test_what_is_said_of_an_earlier_life_does_not_harm_the_next(on_site):
     async def use(site):
-        lease = await site.fleet.lease("x", room=9)
+        lease = await site.fleet.router.lease("x", room=9)
         await site.fleet.failed(lease.member.engine, "first")
         await site.until("stale serving")
         site.fleet.lost(lease, "late news of the first")
@@ -140,7 +140,7 @@ def test_a_step_that_failed_in_an_earlier_life_does_not_harm_the_next(on_site):
         await site.until("stale draining")
         await site.fleet.out(a, "it did not answer begin_update: killed")
         assert site.states() == "stale draining"
-        assert (a.lives, site.fleet.restarts) == (2, 1)
+        assert (a.starts, site.fleet.restarts) == (2, 1)
         await site.fleet.out(b, "it did not answer begin_update")
         assert site.states() == "stale dead"
 
@@ -186,12 +186,12 @@ def test_what_no_engine_should_raise_is_a_failure_too(on_site, monkeypatch):
 
         monkeypatch.setattr(FakeEngine, "start", broken)
         monkeypatch.setattr(FakeEngine, "kill", broken)
-        site.engines[0].illness = ZeroDivisionError("a probe")
+        site.engines[0].probe_error = ZeroDivisionError("a probe")
         await site.until("dead serving")
         assert site.fleet.members[0].health.why == "ZeroDivisionError: a probe"
-        site.engines[0].illness = None
+        site.engines[0].probe_error = None
         await site.until("stale serving")
-        assert site.fleet.members[0].health.lives == 3
+        assert site.fleet.members[0].health.starts == 3
 
     on_site("ab", use)
 
@@ -229,7 +229,7 @@ def test_a_hold_returns_when_nobody_is_starting_any_more(on_site, monkeypatch):
         monkeypatch.setattr(FakeEngine, "start", lambda self: may_start.wait())
         await site.fleet.failed(site.engines[0], "first")
         await site.until("starting serving")
-        holding = asyncio.ensure_future(site.fleet.hold())
+        holding = asyncio.ensure_future(site.fleet.pause_starts())
         await asyncio.sleep(0.05)
         assert not holding.done(), "its memory is on the way"
         may_start.set()
@@ -244,7 +244,7 @@ def test_on_a_shared_device_an_engine_waits_for_weights_until_no_other_serves(on
         a, b = site.engines
         await site.fleet.failed(a, "first")
         await site.until("stale serving")
-        waiting = asyncio.ensure_future(site.fleet.someone_waits())
+        waiting = asyncio.ensure_future(site.fleet.wait_for_stale())
         await asyncio.sleep(0.05)
         assert not waiting.done(), "b would lose its requests"
         await site.fleet.failed(b, "second")

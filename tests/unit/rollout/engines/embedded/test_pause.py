@@ -233,7 +233,7 @@ def test_the_event_loop_stays_responsive_while_it_generates(model, folder, in_th
 
 
 def test_a_pause_that_cannot_take_effect_names_the_engine():
-    gate = PauseGate("engine-7", park_timeout_s=1)
+    gate = PauseGate("engine-7", hold_timeout_s=1)
     gate.enter()  # a call that never reaches the gate
     with pytest.raises(DeadlineExceeded, match=r"engine-7: pause \(drain\) did not take effect"):
         gate.pause("drain", timeout_s=0.05)

@@ -100,7 +100,7 @@ def test_a_log_of_rows_that_come_and_go():
     log.add(torch.cat([mask[:1], everything, mask[:1]]), alive, None)
     log.add(None, alive[:2], torch.tensor([0, 1]))
     log.add(mask[:1], alive[:1], torch.tensor([1]))
-    first, second, third = log.sets([2, 3, 0])
+    first, second, third = log.masks([2, 3, 0])
     assert (first.counts.tolist(), first.tokens.tolist()) == ([2, 0], [0, 2])
     assert (second.counts.tolist(), second.tokens.tolist()) == ([0, 0, 2], [0, 2])
     assert (third.counts.tolist(), third.tokens.tolist()) == ([], [])
