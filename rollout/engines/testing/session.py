@@ -175,7 +175,7 @@ class Session:
         """Open an update, and send its first `count` buckets."""
         await self.call("begin_update", self.engine.begin_update(self.buckets))
         if self._transport is None:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            device = next(iter(self.weights.values())).device
             self._transport = choose_transport(self.config, [self.engine], device=device)
         await self._took("opening the transport", self._transport.open([self.engine], self.buckets))
         for bucket in self.buckets[:count]:

@@ -24,7 +24,7 @@ from rollout.engines.fake import FakeEngine, random_reply
 from rollout.engines.testing import ContractError, check_engine, session
 from rollout.engines.testing.check import RULES
 
-LONG = 400
+LONG = 500
 NO_MODEL = "the fake has no model: it holds no weights, and answers at once"
 FAKE_SKIPS = (
     "no-weights",
