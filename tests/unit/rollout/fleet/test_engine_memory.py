@@ -140,7 +140,9 @@ def test_an_engine_that_cannot_take_its_memory_again_is_out(shared: Shared) -> N
     assert shared.engines[1].asked == ["pause abort", "release", "restore", "start"]
 
 
-def test_when_none_is_left_one_is_waited_for_where_the_trainer_is_parked(shared: Shared) -> None:
+def test_without_an_engine_a_restart_is_waited_for_while_the_trainer_is_offloaded(
+    shared: Shared,
+) -> None:
     for engine in shared.engines:
         engine.fails_at = "release"
     shared.memory.release((*CACHES, "weights"))

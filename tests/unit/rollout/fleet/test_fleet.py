@@ -26,12 +26,12 @@ def test_an_engine_serves_only_after_a_publication(on_site):
 def test_a_probe_that_fails_means_a_restart(on_site):
     async def use(site):
         a = site.engines[0]
-        a.probe_error = EngineFailed("engine a feels ill")
+        a.probe_error = EngineFailed("engine a does not answer")
         await site.until("dead serving")
         a.probe_error = None
         await site.until("stale serving")
         assert (a.starts, site.fleet.restarts) == (2, 1)
-        assert site.fleet.members[0].health.why == "engine a feels ill"
+        assert site.fleet.members[0].health.why == "engine a does not answer"
         assert site.fleet.members[0].version is None
         await site.publish(1, only_stale=True)
         assert site.states() == "serving serving"
@@ -102,7 +102,7 @@ def test_a_failure_is_declared_once(on_site, caplog):
     on_site("ab", use)
 
 
-def test_what_is_said_of_an_earlier_life_does_not_harm_the_next(on_site):
+def test_a_failure_before_a_restart_does_not_harm_the_engine_after_it(on_site):
     async def use(site):
         lease = await site.fleet.router.lease("x", room=9)
         await site.fleet.failed(lease.member.engine, "first")
@@ -114,7 +114,7 @@ def test_what_is_said_of_an_earlier_life_does_not_harm_the_next(on_site):
     on_site("ab", use)
 
 
-def test_a_publication_that_ends_after_the_engine_failed_does_not_revive_it(on_site):
+def test_a_publication_that_ends_after_the_engine_failed_leaves_it_dead(on_site):
     async def use(site):
         site.fleet.draining(site.engines[0])
         await site.fleet.failed(site.engines[0], "in the middle")
@@ -127,7 +127,7 @@ def test_a_publication_that_ends_after_the_engine_failed_does_not_revive_it(on_s
     on_site("ab", use)
 
 
-def test_a_step_that_failed_in_an_earlier_life_does_not_harm_the_next(on_site):
+def test_a_step_that_failed_before_a_restart_does_not_harm_the_engine_after_it(on_site):
     """The others of a publication may take their time: until all have answered, one that died can
     be back.
     """
@@ -223,7 +223,7 @@ def test_an_engine_that_does_not_end_is_started_again_all_the_same(on_site, monk
     on_site("a", use)
 
 
-def test_a_hold_returns_when_nobody_is_starting_any_more(on_site, monkeypatch):
+def test_pause_starts_returns_when_no_engine_is_starting(on_site, monkeypatch):
     async def use(site):
         may_start = asyncio.Event()
         monkeypatch.setattr(FakeEngine, "start", lambda self: may_start.wait())
