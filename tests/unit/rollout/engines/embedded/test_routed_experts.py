@@ -66,7 +66,7 @@ def expected(model: Any, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("mode", ["whole", "retract"])
 def test_prompt_and_response_but_the_last_token_are_recorded(moe_folder, routed, mode):
-    """Rows end at different times; a retraction computes all keys again, and records nothing twice."""
+    """Rows end at different times; a retraction computes all keys again, and records each once."""
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     settings = {"max_new_tokens": 12, "stop_token_ids": (0, 1, 2, 3), "routed_experts": True}
     asked = [request(prompt, draw=i, n=3, **settings) for i, prompt in enumerate(prompts)]
