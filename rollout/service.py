@@ -130,7 +130,7 @@ class RolloutService:
             steps=total_steps(config, len(self.prompts)),
             busy_s=lambda: self._dispatcher.busy_s,
         )
-        self.fleet.on_room = self._collector.wake
+        self.fleet.router.on_room = self._collector.wake
         self._snapshot = self._collector.snapshot()  # of the newest step that the trainer has
         self._restored_step = 0  # the last step that was handed over before `restore`
         self._pending: PendingWork[Any] | None = None
@@ -254,7 +254,7 @@ class RolloutService:
 
     async def _done_before_catch_up(self, task: asyncio.Task[Any]) -> bool:
         """Whether `task` is done; waits for that, or until an engine waits for weights."""
-        waiting = asyncio.ensure_future(self.fleet.someone_waits())
+        waiting = asyncio.ensure_future(self.fleet.wait_for_stale())
         try:
             await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
         finally:

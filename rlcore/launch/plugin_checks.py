@@ -22,15 +22,19 @@ from rlcore.algorithms import (
 from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, POLICY_LOSS_OPTIONAL
 from rlcore.algorithms.keywords import check_keywords
 from rlcore.algorithms.plugins import import_plugin
+from rlcore.config import Config
 from rlcore.config.checks.algorithm import coefficient_ignored
+from rlcore.config.checks.engine import fits_kind, kind_notes
 from rlcore.config.checks.training import one_sample
 from rlcore.config.derived import (
     COEFFICIENTS,
     coefficients,
     estimator_options,
+    generates,
     needs_critic,
     needs_teacher,
 )
+from rlcore.config.engine_kinds import EngineKind, is_import_path
 from rlcore.config.load import Loaded
 from rlcore.config.messages import Problem
 from rlcore.config.sections.base import Plugin
@@ -57,6 +61,7 @@ def check_plugins(loaded: Loaded) -> list[str]:
     notes: list[Problem] = []
     if not loaded.config.is_sft:
         problems += _estimator_problems(loaded, notes)
+        problems += _engine_problems(loaded.config, notes)
     if problems:
         raise ConfigError(
             "\n".join(problem.at(loaded.origin(problem.path)) for problem in problems)
@@ -108,6 +113,27 @@ def _loss_problems(loaded: Loaded) -> list[Problem]:
     except (ValueError, TypeError) as error:
         return [Problem(path, str(error))]
     return []
+
+
+def _engine_problems(config: Config, notes: list[Problem]) -> list[Problem]:
+    """What is wrong with an engine of another package, and with what is asked of it."""
+    path = "rollout.engine.kind"
+    name = config.rollout.engine.kind
+    if not generates(config) or not is_import_path(name):
+        return []
+    try:
+        factory = import_plugin(name, "engine")
+    except (AlgorithmError, ImportError) as error:
+        return [Problem(path, str(error))]
+    kind = getattr(factory, "kind", None)
+    if not isinstance(kind, EngineKind) or not callable(getattr(factory, "build", None)):
+        message = (
+            f"{name} is {factory!r}, expected a class with `kind`, an EngineKind, and the class"
+            " method `build(site)`: see docs/engines.md"
+        )
+        return [Problem(path, message)]
+    notes += kind_notes(config, kind)
+    return [*fits_kind(config, kind), *getattr(factory, "check", lambda _: ())(config)]
 
 
 def _keyword_problems(path: str, section: Plugin, keywords: Mapping[str, Keyword]) -> list[Problem]:

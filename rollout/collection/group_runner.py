@@ -18,6 +18,7 @@ from rlcore.interfaces import Workflow
 from rollout.asyncio_utils import asked_to_end, gather_or_cancel
 from rollout.collection.lockstep_batcher import LockstepBatcher
 from rollout.collection.partial import PartialRollouts
+from rollout.engines.registry import kind_of
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.rewards.scorer import FailureCounts, Scorer
 from rollout.workflows import WorkflowContext, build_workflow
@@ -304,5 +305,5 @@ def _runner(
         scorer=scorer,
         tokenizer=context.tokenizer,
         partial=PartialRollouts(context.tokenizer),
-        batched=config.rollout.engine.kind == "embedded",
+        batched=kind_of(config.rollout.engine.kind).batches,
     )

@@ -1,4 +1,4 @@
-"""A server process that we started: its port, its log, its death, its end. Linux and macOS."""
+"""The server process of an engine: its start, port, log and end. Linux and macOS."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Protocol
 
 import orjson
 import psutil
@@ -17,20 +18,20 @@ from rlcore.errors import DeadlineExceeded, RunFailed, UserError
 
 TERMINATE_S = 5.0  # from the signal to stop to SIGKILL
 KILL_S = 10.0  # for the kernel to take it away
-LINE_LENGTH = 500  # of the log, shown: SGLang prints its whole configuration as one
-END_BYTES = 1 << 20  # of the log, read for that
-POLL_S = 0.02  # from one look at who is left to the next
+# characters of a log line that are shown: SGLang prints its whole configuration as one line
+LINE_LENGTH = 500
+END_BYTES = 1 << 20  # of the end of a log that are read for that
+POLL_S = 0.02  # between two looks at the processes that are left
 
 
 class Child:
-    """One process, from its start to its end, in a process group of its own. Its output and errors
-    go to `log`.
+    """One process in a process group of its own, with its output and errors in `log`.
 
-    Whatever ends the process, what it has started in its group ends with it.
+    Whatever ends the process, the rest of its group ends with it.
 
     Args:
-        stop_signal: asks it to end.
-        log_lines: are shown when it fails.
+        stop_signal: the signal that asks it to end.
+        log_lines: the number of last lines of the log that are shown when it fails.
     """
 
     def __init__(
@@ -56,18 +57,17 @@ class Child:
         timeout_s: float,
         environment: Mapping[str, str] | None = None,
     ) -> int:
-        """Run `command`, give it `config(ready_fd)` on its input; the port that it reports as
-        {"port": ...}.
+        """Run `command` with `config(ready_fd)` on its input; return the port that it reports.
 
-        Call it from a thread that lives as long as the process shall: Linux ends the process with
-            the *thread* that made it.
-        May be called again after the process has ended.
+        It reports {"port": ...} on `ready_fd`. Call `start` from a thread that lives as long as the
+        process shall: Linux ends the process with the *thread* that made it. It may be called again
+        after the process has ended.
 
         Args:
             environment: its variables; default: `own_environment()`.
 
         Raises:
-            UserError: it reported {"error": ...} instead: what it was told is wrong.
+            UserError: it reported {"error": ...} instead: its configuration is wrong.
             RunFailed: it cannot be run, or ended before it was ready; then the message holds the
                 last lines of its log.
             DeadlineExceeded: it was not ready within `timeout_s` and was killed.
@@ -134,14 +134,16 @@ class Child:
 
     @property
     def ended(self) -> asyncio.Task[int] | None:
-        """Done once the process has ended; its exit code."""
+        """A future of the exit code, done once the process has ended."""
         return self._exit
 
     @property
     def alive(self) -> bool:
+        """Whether the process runs."""
         return self._exit is not None and not self._exit.done()
 
     def describe_end(self) -> str:
+        """How the process ended, and the last lines of its log."""
         code = self.process.returncode if self.process is not None else None
         if code is None:
             how = "it still runs"
@@ -152,6 +154,7 @@ class Child:
         return f"{how}; {self.last_words()}"
 
     def last_words(self) -> str:
+        """The last lines of its log."""
         lines = _end_of(self.log).splitlines()[-self._log_lines :] if self.log.exists() else []
         lines = [
             line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]} ..." for line in lines
@@ -161,14 +164,14 @@ class Child:
         return f"the end of its log {self.log}:\n  " + "\n  ".join(lines)
 
     async def terminate(self) -> None:
-        """Ask it to end, then end it."""
+        """Ask the process to end, then end it."""
         if self.process is not None and self._exit is not None and self.alive:
             self.process.send_signal(self._stop_signal)
             await asyncio.wait({self._exit}, timeout=TERMINATE_S)
         await self.kill()
 
     async def kill(self) -> None:
-        """End it at once with all of its group, stopped ones too; returns when none of them runs."""
+        """End the whole group at once, stopped processes too. Returns when none of them runs."""
         if self.process is None or self._exit is None:
             return
         if self.alive:
@@ -179,8 +182,48 @@ class Child:
             await asyncio.sleep(POLL_S)
 
 
+class Server(Protocol):
+    """A server process of an engine: started by us on this machine, by a launcher elsewhere, or by
+    somebody else.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def managed(self) -> bool:
+        """Whether `start` and `kill` start and end it; else they connect and leave."""
+        ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None:
+        """Done once the process has ended; None before the first start, and where nobody tells."""
+        ...
+
+    async def start(self) -> str:
+        """Return its URL. May be called again after `kill`."""
+        ...
+
+    def describe_end(self) -> str:
+        """How the process ended, and the last lines of its log."""
+        ...
+
+    async def stop(self) -> None:
+        """Ask the process to end, then end it."""
+        ...
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        ...
+
+
 class ChildServer:
-    """A server whose process is a `Child`: everything of it but its start."""
+    """A `Server` whose process is a `Child`, but for its start."""
+
+    managed = True
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -192,23 +235,24 @@ class ChildServer:
 
     @property
     def pid(self) -> int | None:
+        """The number of the process; None before the first start."""
         return None if self._child.process is None else self._child.process.pid
 
     def describe_end(self) -> str:
-        """How it ended, and the last lines of its log."""
+        """See `Server.describe_end`."""
         return self._child.describe_end()
 
     async def stop(self) -> None:
-        """Ask it to end, then end it; nothing that it has started in its group is left."""
+        """Ask the process to end, then end it; nothing of its group is left."""
         await self._child.terminate()
 
     async def kill(self) -> None:
-        """End it at once with all that it started, stopped processes too."""
+        """End the process at once with its whole group, stopped processes too."""
         await self._child.kill()
 
 
 def _end_of(log: Path) -> str:
-    """Whole lines: a log of days is not read for the sake of its last ones."""
+    """The last lines of a log. Only its end is read: it may be a log of days."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - END_BYTES))
@@ -218,19 +262,17 @@ def _end_of(log: Path) -> str:
 
 async def _until_ended(process: asyncio.subprocess.Process) -> int:
     code = await process.wait()
-    _kill_group(process.pid)  # at once, before its number can be another's
+    _kill_group(process.pid)  # at once, before another process can have its number
     return code
 
 
 def _kill_group(group: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # nobody is left (macOS: but zombies)
+    with suppress(ProcessLookupError, PermissionError):  # none is left (macOS: only zombies)
         os.killpg(group, signal.SIGKILL)
 
 
 def members(group: int) -> list[int]:
-    """The processes of a process group that run, or are stopped; not those that only wait to be
-    reaped.
-    """
+    """The running and stopped processes of a process group, without zombies."""
     found = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
@@ -252,7 +294,7 @@ RANK = {
 
 
 def without_rank() -> dict[str, str]:
-    """Our environment without the trainer's rank, which is none of an engine's business."""
+    """Our environment without the trainer's rank, which would mislead an engine."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -261,7 +303,7 @@ def without_rank() -> dict[str, str]:
 
 
 def own_environment() -> dict[str, str]:
-    """As `without_rank`, with this checkout importable."""
+    """Our environment as `without_rank`, with this checkout importable."""
     root = str(Path(__file__).resolve().parents[2])
     return without_rank() | {
         "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

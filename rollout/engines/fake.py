@@ -22,7 +22,7 @@ Reply = Callable[[GenerateRequest, int], Sequence[int]]
 
 
 def random_reply(vocab_size: int) -> Reply:
-    """Tokens that are a pure function of the request's address; the first stop token ends them."""
+    """A reply of tokens that depend on the request's address alone, up to the first stop token."""
 
     def reply(request: GenerateRequest, sample: int) -> list[int]:
         address = [request.seed, request.draw, sample, request.turn]
@@ -39,32 +39,32 @@ def random_reply(vocab_size: int) -> Reply:
 
 @dataclass(eq=False)
 class FakeEngine:
-    """Answers each call with `reply` after `delay_s`; raises `failure` instead when there is one.
-    Keeps every call.
-    """
+    """Answers each call with `reply` after `delay_s`, or raises `failure`; records every call."""
 
     reply: Reply
     name: str = "fake"
     delay_s: float = 0.0
     failure: Exception | None = None
-    # so many calls end half-way, with finish reason "abort"
+    # the number of calls that end half-way, with finish reason "abort"
     abort_next: int = 0
     version: int = 0
     transports: tuple[str, ...] = ("copy",)
     managed: bool = True
     ended: asyncio.Future[Any] | None = None
-    illness: Exception | None = None  # what a probe meets
-    lives: int = 0
+    probe_error: Exception | None = None  # raised by `health`
+    starts: int = 0
     released: set[MemoryTag] = field(default_factory=set)
     calls: list[list[GenerateRequest]] = field(default_factory=list)
     started: bool = False
     closed: bool = False
 
     async def start(self) -> None:
+        """See `RolloutEngine.start`."""
         self.started = True
-        self.lives += 1
+        self.starts += 1
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        """See `RolloutEngine.generate`."""
         self.calls.append(list(requests))
         if self.released:
             raise RunFailed(
@@ -94,23 +94,30 @@ class FakeEngine:
             versions=spans,
         )
 
-    async def pause(self, mode: PauseMode) -> None: ...
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
 
-    async def abort(self) -> None: ...
+    async def abort(self) -> None:
+        """See `RolloutEngine.abort`."""
 
-    async def begin_update(self, buckets: Sequence[Bucket]) -> None: ...
+    async def begin_update(self, buckets: Sequence[Bucket]) -> None:
+        """See `RolloutEngine.begin_update`."""
 
-    async def receive_bucket(self, index: int, flat: Tensor | None) -> None: ...
+    async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
+        """See `RolloutEngine.receive_bucket`."""
 
-    async def end_update(self) -> None: ...
+    async def end_update(self) -> None:
+        """See `RolloutEngine.end_update`."""
 
     async def set_version(self, version: int) -> None:
+        """See `RolloutEngine.set_version`."""
         self.version = version
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Raises RunFailed for what is released already: whoever does that has lost count."""
+        """Raise RunFailed for a tag that is released already: the caller has lost count."""
         if self.released & set(tags):
             raise RunFailed(
                 f"{self.name}: {sorted(self.released & set(tags))} are released already"
@@ -118,24 +125,29 @@ class FakeEngine:
         self.released |= set(tags)
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Raises RunFailed for what is not released."""
+        """Raise RunFailed for a tag that is not released."""
         if set(tags) - self.released:
             raise RunFailed(f"{self.name}: {sorted(set(tags) - self.released)} are not released")
         self.released -= set(tags)
 
     def verifier(self) -> FingerprintVerifier:
+        """See `RolloutEngine.verifier`."""
         return FingerprintVerifier(torch.float32)
 
     async def checksum(self) -> str:
+        """See `RolloutEngine.checksum`."""
         return f"fake-{self.version}"
 
     async def health(self) -> dict[str, Any]:
-        if self.illness is not None:
-            raise self.illness
+        """See `RolloutEngine.health`."""
+        if self.probe_error is not None:
+            raise self.probe_error
         return {"name": self.name, "version": self.version}
 
     async def kill(self) -> None:
+        """See `RolloutEngine.kill`."""
         self.closed = True
 
     async def close(self) -> None:
+        """See `RolloutEngine.close`."""
         self.closed = True

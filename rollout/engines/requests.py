@@ -1,4 +1,4 @@
-"""What every engine asks of a request before it starts on it."""
+"""The check of a request that every engine makes before it starts on it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from rlcore.errors import UserError
 def check_request(
     request: GenerateRequest, *, vocab_size: int, total_tokens: int, limit: str
 ) -> None:
-    """Raises UserError for what would otherwise fail deep inside the model.
+    """Raise UserError for a request that would otherwise fail deep inside the model.
 
     Args:
-        total_tokens: of prompt and response together; `limit` says what sets this.
+        total_tokens: the most tokens of prompt and response together.
+        limit: what sets `total_tokens`, for the message.
     """
     what = f"draw {request.draw}"
     sampling = request.sampling

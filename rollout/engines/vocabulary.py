@@ -1,4 +1,4 @@
-"""Models and tokenizer must agree on what a token id means."""
+"""The check that model and tokenizer agree on what a token id means."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Which engine answers which request, under `rollout.engine.request_timeout_s`; who answers when an
-engine fails.
+"""Requests to engines, under `rollout.engine.request_timeout_s`, and again where an engine fails.
 
-A request has one future, that of the caller. When its engine fails, whatever that engine may still
-say is dropped and the request goes to another (or the same, started again), at most
+A request has one future, its caller's. When its engine fails, a later answer of that engine is
+dropped and the request goes to another one (or the same, restarted), at most
 `rollout.engine.retries` times: it is answered exactly once.
 """
 
@@ -29,13 +28,14 @@ class Dispatcher:
         self.fleet = fleet
         self.config = config
         self.retried = 0  # requests that were sent again, so far
-        self._calls = 0  # running
+        self._calls = 0  # in progress
         self._busy_since = 0.0
         self._busy_s = 0.0  # up to the last time that none was
 
     async def one(self, request: GenerateRequest) -> list[Completion]:
-        """To the least loaded engine, or where the conversation was before: for engines that batch
-        continuously.
+        """Send a request to the least loaded engine, or the one that had its conversation before.
+
+        For engines that batch continuously.
         """
         return (
             await self._answer(
@@ -44,16 +44,16 @@ class Dispatcher:
         )[0]
 
     async def batch(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """In calls of at most `max_batch` sequences, request i in share i mod n of n engines.
+        """Send requests in calls of at most `max_batch` sequences, request i in share i mod n of n.
 
-        The calls are the same for the same requests, whoever is alive: so are the results of an
-            engine that goes by them.
+        The calls depend on the requests alone, whichever engines are alive: so do the results of an
+        engine that decodes call by call.
         """
         n = len(self.fleet.members)
         results: list[list[Completion]] = [[] for _ in requests]
 
         async def serve(share: int) -> None:
-            for part in self._cut(range(share, len(requests), n), requests):
+            for part in self._calls_of(range(share, len(requests), n), requests):
                 answers = await self._answer([requests[i] for i in part], ("share", share), room=1)
                 for i, completions in zip(part, answers):
                     results[i] = completions
@@ -61,7 +61,7 @@ class Dispatcher:
         await gather_or_cancel(*(serve(share) for share in range(min(n, len(requests)))))
         return results
 
-    def _cut(
+    def _calls_of(
         self, share: Sequence[int], requests: Sequence[GenerateRequest]
     ) -> Iterator[list[int]]:
         part: list[int] = []
@@ -78,7 +78,7 @@ class Dispatcher:
     async def _answer(
         self, requests: Sequence[GenerateRequest], key: Hashable, *, room: int
     ) -> list[list[Completion]]:
-        """From the first engine that gives it.
+        """The answer of the first engine that does not fail.
 
         Raises:
             UserError: a request is bad; no other engine is asked.
@@ -86,7 +86,7 @@ class Dispatcher:
                 ask.
         """
         for attempts_left in range(self.config.retries, -1, -1):
-            lease = await self.fleet.lease(key, room=room)
+            lease = await self.fleet.router.lease(key, room=room)
             try:
                 return await self._call(lease, requests)
             except EngineFailed as error:
@@ -95,7 +95,7 @@ class Dispatcher:
                     raise
                 self.retried += len(requests)
             finally:
-                self.fleet.release(lease)
+                self.fleet.router.release(lease)
         raise AssertionError("the last attempt returns or raises")
 
     async def _call(
@@ -105,16 +105,15 @@ class Dispatcher:
             raise EngineFailed(lease.lost)
         engine = lease.member.engine
         limit = self.config.request_timeout_s
-        # A task and a `wait` for each request would cost as much as the rest of its way through
-        # here.
+        # A task and a `wait` for each request would cost as much as all the rest here.
         lease.caller = asyncio.current_task()
-        alarm = asyncio.get_running_loop().call_later(limit, lease.cut_call)
+        alarm = asyncio.get_running_loop().call_later(limit, lease.cancel_call)
         self._begin(lease, len(requests))
         answers: list[list[Completion]] | None = None
         try:
             answers = await engine.generate(requests)
         except asyncio.CancelledError:
-            if not lease.cut or cancelled_besides(lease.caller):
+            if not lease.cancelled or cancelled_besides(lease.caller):
                 raise
         except RlcoreError:
             if lease.lost is None:  # else that is why
@@ -154,41 +153,33 @@ class Dispatcher:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which any engine had work, so far."""
+        """Seconds so far in which any engine had work."""
         return self._busy_s + (time.perf_counter() - self._busy_since if self._calls else 0.0)
 
     @property
     def free_calls(self) -> int:
-        """That engines which batch continuously would take at once; those that wait are counted
-        off.
-        """
-        return self.fleet.free(self.config.max_in_flight)
+        """Calls that engines which batch continuously would take at once, less waiting ones."""
+        return self.fleet.router.free(self.config.max_in_flight)
 
     @property
     def free_sequences(self) -> int:
-        """That engines which batch call by call would take at once: none while one of them is at
-        work.
-        """
+        """Sequences that engines which batch call by call would take at once; 0 while one works."""
         return 0 if self.fleet.busy else self.fleet.serving * self.config.max_batch
 
     def engines_of(self, seed: int, draws: Iterable[int]) -> dict[int, str]:
-        """Who answered each draw last, as far as that is known: whole batches and routers do not
-        tell.
-        """
+        """The engine that answered each draw last, where known: batches and routers do not tell."""
         if self.config.router_url is not None:
             return {}
-        found = {draw: self.fleet.home((seed, draw)) for draw in draws}
+        found = {draw: self.fleet.router.home((seed, draw)) for draw in draws}
         return {draw: name for draw, name in found.items() if name is not None}
 
     def waiting_for(self) -> str:
-        """See `Fleet.waiting_for`."""
+        """What is waited for; see `Fleet.waiting_for`."""
         return self.fleet.waiting_for()
 
 
 def cancelled_besides(task: asyncio.Task[Any] | None) -> bool:
-    """Take our own cancellation of the running task back; whether somebody else wants it cancelled
-    too.
-    """
+    """Take back our cancellation of the running task; whether somebody else cancelled it too."""
     if task is None or sys.version_info < (3, 11):
         return False  # Python 3.10 cannot tell
     return task.uncancel() > 0

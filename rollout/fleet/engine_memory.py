@@ -1,10 +1,10 @@
-"""`rlcore.interfaces.EngineMemory`: engines give the device that they share with the trainer back,
-and take it again.
+"""`rlcore.interfaces.EngineMemory`: engines release the memory of the device that they share.
 
-    release     nobody is started any more; requests that are left end; the memory is given back
-    restore     it is taken again; once nothing is released, engines generate, and those that died are started again
+    release     no engine is started; requests in flight end; the memory is released
+    restore     the memory is taken again; once nothing is released, engines generate,
+                and failed engines are started again
 
-An engine that fails is ended, and with it goes its memory.
+A failed engine is ended, which frees its memory.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class FleetMemory:
-    """For the trainer's thread, which blocks; everything happens on the engines' loop.
+    """The engines' memory, for the trainer's thread, which blocks meanwhile.
 
     Args:
-        thread: where the fleet lives.
+        thread: the thread of the fleet's event loop.
     """
 
     def __init__(self, fleet: Fleet, config: EngineConfig, thread: LoopThread) -> None:
@@ -39,17 +39,20 @@ class FleetMemory:
         self._limit = config.update_timeout_s
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
+        """See `EngineMemory.release`."""
         self._call(self._release(tags), "releasing the engines' memory")
 
     def restore(self, tags: Sequence[MemoryTag]) -> None:
+        """See `EngineMemory.restore`."""
         self._call(self._restore(tags), "restoring the engines' memory")
 
     def any_running(self) -> bool:
+        """See `EngineMemory.any_running`."""
         return bool(self._fleet.running)
 
     async def _release(self, tags: Sequence[MemoryTag]) -> None:
-        await self._fleet.hold()
-        # The rollouts are in: what is still in flight nobody waits for any more.
+        await self._fleet.pause_starts()
+        # The rollouts are in: nothing waits for a request that is still in flight.
         await self._step("pause", lambda engine: engine.pause("abort"))
         await self._step("release_memory", lambda engine: engine.release_memory(tags))
         self._released |= set(tags)
@@ -60,10 +63,10 @@ class FleetMemory:
         if self._released:
             return
         await self._step("resume", lambda engine: engine.resume(), self._fleet.in_service)
-        self._fleet.let_go()
+        self._fleet.resume_starts()
         try:
             await self._fleet.candidates()
-        # recovery: whoever needs one next says so, where the trainer can still save
+        # recovery: the next call that needs an engine raises, where the trainer can still save
         except NoEngineLeft as error:
             logger.warning("%s", error)
 

@@ -1,9 +1,8 @@
-"""The engines of a run and what becomes of them: watched, declared failed once, started again,
-served again.
+"""The engines of a run: started, watched, declared failed once, restarted, and in service again.
 
-`rollout/fleet/health.py` says which state follows from what. A failed engine is ended and, after a
-pause, started again; then it is stale until a publication brings it a whole version. Everything
-happens on one event loop.
+`rollout/fleet/health.py` says which state follows from which event. A failed engine is ended and,
+after a pause, started again; it is then stale until a publication brings it a whole version.
+Everything happens on one event loop.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from rlcore.config.derived import comeback_s
@@ -31,10 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 class Fleet:
-    """All engines of a run, which it starts.
+    """All engines of a run. `router` leases them to callers.
 
     Args:
-        place_s: that one may need before its start; `start_timeout_s` counts from then.
+        place_s: seconds that an engine may need before its start; `start_timeout_s` counts from
+            then.
     """
 
     def __init__(
@@ -44,23 +44,21 @@ class Fleet:
         self._config = config
         self._place_s = place_s
         self.comeback_s = comeback_s(config, place_s)
-        self._router = Router(self.members, self._hopeless)
+        self.router = Router(self.members, self._no_engine_error)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()  # renewed at each change of a state
         self._may_start = asyncio.Event()  # restarts wait for it
         self._may_start.set()
-        # called when an engine may have room that it had not before
-        self.on_room: Callable[[], None] = lambda: None
 
-    # --- life -------------------------------------------------------------------------------------
+    # --- start and end ----------------------------------------------------------------------------
 
     async def start(self, *, again: bool = False) -> None:
-        """Every engine answers, and is stale. Raises what the first one that does not start raised.
+        """Start every engine; they are stale then. Raises the error of the first failed start.
 
         Args:
-            again: in the place of a fleet that may have gone on without some. One that answers is
-                enough, the others come as those that failed do; raises as `candidates` where none
-                does.
+            again: this fleet replaces one that may have lost some of its engines. One engine that
+                answers is enough, the others are restarted as failed engines are; where none
+                answers, raises as `candidates` does.
         """
         if not again:
             await gather_or_cancel(*(self._bring_up(member) for member in self.members))
@@ -71,7 +69,7 @@ class Fleet:
         await self.candidates()
 
     async def close(self) -> None:
-        """Stop watching and restarting; the engines are closed by whoever made them."""
+        """Stop watching and restarting. The service closes the engines."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -80,44 +78,26 @@ class Fleet:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    async def lease(self, key: Hashable, *, room: int) -> Lease:
-        """See `Router.lease`."""
-        return await self._router.lease(key, room=room)
-
-    def release(self, lease: Lease) -> None:
-        """The call has ended, however it did."""
-        self._router.release(lease)
-        self.on_room()
-
-    def free(self, room: int) -> int:
-        """See `Router.free`."""
-        return self._router.free(room)
-
     @property
     def busy(self) -> bool:
         """Whether an engine has a call, or a call waits for one."""
-        return self._router.waiting > 0 or any(member.leases for member in self.members)
-
-    def home(self, key: Hashable) -> str | None:
-        """See `Router.home`."""
-        return self._router.home(key)
+        return self.router.waiting > 0 or any(member.leases for member in self.members)
 
     def lost(self, lease: Lease, why: str) -> None:
-        """The engine failed the call that the lease was for."""
-        if lease.life == lease.member.health.lives:
+        """Report that the engine failed the call of this lease."""
+        if lease.start == lease.member.health.starts:
             self._fail(lease.member, why)
 
     # --- publication ------------------------------------------------------------------------------
 
     async def candidates(self) -> list[RolloutEngine]:
-        """All engines that run, to take a whole publication. Where none does, waits for one that
-        comes back.
+        """All running engines, to take a whole publication. Waits for a restart where none runs.
 
-        Raises NoEngineLeft when none can, or does in time.
+        Raises NoEngineLeft when no engine can be restarted, or none is in time.
         """
         deadline = time.monotonic() + self.comeback_s
         while not (running := self._in(*RUNNING)):
-            if (error := self._hopeless()) is not None:
+            if (error := self._no_engine_error()) is not None:
                 raise error
             if not self._may_start.is_set():
                 raise NoEngineLeft(
@@ -125,48 +105,49 @@ class Fleet:
                     f" {self._ends()}"
                 )
             if not await self._change(deadline - time.monotonic()):
-                keys = f"{'cluster.start_timeout_s, ' if self._place_s else ''}rollout.engine.start_timeout_s"
+                place = "cluster.start_timeout_s, " if self._place_s else ""
+                keys = f"{place}rollout.engine.start_timeout_s"
                 raise NoEngineLeft(
                     f"no engine came back within {self.comeback_s:g} s ({keys}): {self._ends()}"
                 )
         return running
 
     async def stale(self) -> list[RolloutEngine]:
-        """Those that run and wait for weights."""
+        """The engines that run and wait for weights."""
         return self._in(State.STALE)
 
-    async def someone_waits(self) -> None:
-        """Returns once an engine waits for weights; on a shared device, where no other serves: its
-        requests would be lost.
+    async def wait_for_stale(self) -> None:
+        """Return once an engine waits for weights.
+
+        On a shared device also wait until no other engine serves: its requests would be lost.
         """
         while not self._in(State.STALE) or (self._config.colocated and self._in(State.SERVING)):
             await self._change(None)
 
     def draining(self, engine: RolloutEngine) -> None:
-        """It takes part in a publication: no more requests from now on. Say it before it is paused."""
+        """Send an engine no more requests: it takes part in a publication, and is paused next."""
         self._on(engine, Event.DRAIN)
 
     def published(self, engine: RolloutEngine, version: int) -> None:
-        """It has the whole `version` and was resumed. One that failed in the meantime stays dead."""
+        """Put an engine that took `version` into service. If it failed meanwhile it stays dead."""
         if self._on(engine, Event.PUBLISHED):
             self._member(engine).version = version
 
     def missed(self, engine: RolloutEngine) -> None:
-        """The publication was given up while it took part."""
+        """Note that the publication was given up while the engine took part."""
         self._on(engine, Event.MISSED)
 
     async def out(self, engine: RolloutEngine, why: str) -> None:
-        """It failed a step of a publication. Returns when it is ended, and holds up nobody any
-        more.
+        """End an engine that failed a step of a publication. Returns when it is ended.
 
-        Where it died in the middle and runs again by now, that was said of its last life, and the
-        new one goes on.
+        An engine that died in the middle and runs again by now failed before its restart: it goes
+        on.
         """
         if self._member(engine).health.state in (State.DRAINING, State.DEAD):
             await self.failed(engine, why)
 
     async def failed(self, engine: RolloutEngine, why: str) -> None:
-        """It failed what it was asked for in its present life; once is enough. Returns when it is
+        """End an engine that failed since its last start; once is enough. Returns when it is
         ended.
         """
         member = self._member(engine)
@@ -176,16 +157,14 @@ class Fleet:
 
     # --- a shared device --------------------------------------------------------------------------
 
-    async def hold(self) -> None:
-        """Start nobody any more until `let_go`, for want of memory; returns when nobody is
-        starting.
-        """
+    async def pause_starts(self) -> None:
+        """Start no engine until `resume_starts`. Returns when no engine is starting."""
         self._may_start.clear()
         while self._in(State.STARTING):
             await self._change(None)
 
-    def let_go(self) -> None:
-        """Engines that died are started again."""
+    def resume_starts(self) -> None:
+        """Start failed engines again."""
         self._may_start.set()
 
     @property
@@ -208,18 +187,16 @@ class Fleet:
 
     @property
     def restarts(self) -> int:
-        """Of all engines, so far."""
+        """Restarts of all engines so far."""
         return sum(member.health.restarts for member in self.members)
 
     def waiting_for(self) -> str:
-        """ "engine a (3 requests), engine b (1 request)", then what is missing, or "" when nothing
-        is asked of anybody.
-        """
+        """What is waited for, as "engine a (3 requests), engine b (1 request)"; "" for nothing."""
         counts = [
             (member.name, sum(lease.requests for lease in member.leases)) for member in self.members
         ]
         parts = [f"engine {name} ({n} request{'s' * (n != 1)})" for name, n in counts if n]
-        if self._router.waiting:
+        if self.router.waiting:
             states = ", ".join(f"{member.name} is {member.health.state}" for member in self.members)
             parts.append(f"an engine with room ({states})")
         return ", ".join(parts)
@@ -230,7 +207,7 @@ class Fleet:
     def _member(self, engine: RolloutEngine) -> Member:
         return next(member for member in self.members if member.engine is engine)
 
-    def _hopeless(self) -> NoEngineLeft | None:
+    def _no_engine_error(self) -> NoEngineLeft | None:
         if any(member.health.can_come_back for member in self.members):
             return None
         return NoEngineLeft(
@@ -239,7 +216,7 @@ class Fleet:
         )
 
     def _ends(self) -> str:
-        """Of those that do not run, and why not."""
+        """Why each engine that does not run does not."""
         words = {State.DEAD: "", State.STARTING: "it is starting; before, "}
         return "; ".join(
             f"engine {m.name}: {words[m.health.state]}{m.health.why}"
@@ -250,7 +227,7 @@ class Fleet:
     # --- changes of state -------------------------------------------------------------------------
 
     def _on(self, engine: RolloutEngine, event: Event) -> bool:
-        """An event of a publication; False where it comes too late, the engine having failed since."""
+        """Apply an event of a publication. Returns False where the engine has failed since."""
         member = self._member(engine)
         if not member.health.accepts(event):
             return False
@@ -260,9 +237,9 @@ class Fleet:
 
     def _fail(self, member: Member, why: str) -> None:
         if member.health.state in RUNNING:  # else it is said already
-            self._bury(member, why)
+            self._mark_dead(member, why)
 
-    def _bury(self, member: Member, why: str) -> None:
+    def _mark_dead(self, member: Member, why: str) -> None:
         health = member.health
         health.on(Event.FAIL, why)
         member.version = None
@@ -278,17 +255,16 @@ class Fleet:
         if member.down is not None and not member.down.done():
             member.down.set_result(why)
         member.ending = self._spawn(self._end(member))
-        self._spawn(self._revive(member, member.ending))
+        self._spawn(self._restart(member, member.ending))
         self._tell()
 
     def _tell(self) -> None:
-        self._router.grant()
-        self.on_room()
+        self.router.grant()
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _change(self, seconds: float | None) -> bool:
-        """Wait for the next change of a state; False when none came in time."""
+        """Wait for the next change of a state. Returns False when none came in time."""
         waiting = asyncio.ensure_future(self._changed.wait())
         try:
             done, _ = await asyncio.wait(
@@ -324,11 +300,11 @@ class Fleet:
                 member.engine.kill(),
                 lambda: f"engine {member.name} could not be ended within {KILL_S:g} s",
             )
-        except Exception as error:  # noqa: BLE001 - recovery: a new life does not need the end of the old one
+        except Exception as error:  # noqa: BLE001 - recovery: a new process does not need the old one's end
             logger.warning("%s", describe(error))
 
-    async def _revive(self, member: Member, ending: asyncio.Task[None]) -> None:
-        """Once its last life has ended: wait, and start it again."""
+    async def _restart(self, member: Member, ending: asyncio.Task[None]) -> None:
+        """Start a dead engine again, after its end and a pause."""
         await asyncio.wait({ending})
         if not member.health.can_come_back:
             return
@@ -340,7 +316,7 @@ class Fleet:
         try:
             await self._bring_up(member)
         except Exception as error:  # noqa: BLE001 - recovery: another restart, or it is given up
-            self._bury(
+            self._mark_dead(
                 member,
                 f"it did not start{' again' * bool(member.health.restarts)}: {describe(error)}",
             )

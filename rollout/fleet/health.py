@@ -21,7 +21,9 @@ DOUBLINGS = 30  # of the pause before a restart; the float would overflow at a t
 
 
 class State(str, Enum):
-    STARTING = "starting"  # its process comes up, or a server of somebody else's is looked at
+    """The states of an engine."""
+
+    STARTING = "starting"  # its process comes up, or a server of somebody else is checked
     STALE = "stale"  # it answers, and waits for a whole version of the weights
     SERVING = "serving"
     DRAINING = "draining"  # in a publication: it gets no requests until that has ended well
@@ -32,6 +34,8 @@ class State(str, Enum):
 
 
 class Event(str, Enum):
+    """The events in the life of an engine."""
+
     START = "start"
     UP = "up"
     DRAIN = "drain"
@@ -55,22 +59,23 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 
 @dataclass
 class Health:
-    """Where one engine is in the table, and what is left of its restarts."""
+    """The state of one engine, and what is left of its restarts."""
 
     restart: RestartConfig
     state: State = State.DEAD
     why: str = "it was not started"  # it is dead
-    lives: int = 0  # times that it was started
-    barren: int = 0  # lives, up to the last, that never came to serve
+    starts: int = 0
+    failed_starts: int = 0  # starts, up to the last, that never came to serve
 
     def accepts(self, event: Event) -> bool:
+        """Whether the table has this event in the present state."""
         return event in TRANSITIONS[self.state]
 
     def on(self, event: Event, why: str = "") -> None:
-        """Raises ValueError for an event that the state does not know: a defect of ours.
+        """Apply an event. Raises ValueError for one that the state does not have: a defect of ours.
 
         Args:
-            why: it failed.
+            why: the reason of a failure.
         """
         if not self.accepts(event):
             known = ", ".join(TRANSITIONS[self.state])
@@ -79,29 +84,29 @@ class Health:
             )
         self.state = TRANSITIONS[self.state][event]
         if event is Event.START:
-            self.lives += 1
-            self.barren += 1
+            self.starts += 1
+            self.failed_starts += 1
         elif event is Event.PUBLISHED:
-            self.barren = 0
+            self.failed_starts = 0
         elif event is Event.FAIL:
             self.why = why
 
     @property
     def restarts(self) -> int:
-        """That were made so far."""
-        return max(0, self.lives - 1)
+        """Restarts so far."""
+        return max(0, self.starts - 1)
 
     @property
     def can_come_back(self) -> bool:
-        """False for one that is dead for good."""
+        """False for an engine that is dead for good."""
         return self.state is not State.DEAD or self.restarts < self.restart.limit
 
     @property
     def pause_s(self) -> float:
-        """Before the next restart: it doubles with each life that never came to serve."""
-        return pause_before(self.restart, self.barren)
+        """Seconds before the next restart: they double with each start that came to nothing."""
+        return pause_before(self.restart, self.failed_starts)
 
 
-def pause_before(restart: RestartConfig, barren: int) -> float:
-    """Seconds to wait before a restart, behind so many lives that were of no use."""
-    return min(restart.backoff_s * 2.0 ** min(barren, DOUBLINGS), restart.max_backoff_s)
+def pause_before(restart: RestartConfig, failed_starts: int) -> float:
+    """Seconds to wait before a restart, behind so many failed starts."""
+    return min(restart.backoff_s * 2.0 ** min(failed_starts, DOUBLINGS), restart.max_backoff_s)

@@ -1,6 +1,4 @@
-"""One engine under watch: asked from time to time how it is; the end of its process is seen at
-once.
-"""
+"""Watches one engine: probes its health from time to time, and sees the end of its process."""
 
 from __future__ import annotations
 
@@ -21,11 +19,10 @@ async def watch(
     config: EngineConfig,
     fail: Callable[[Member, str], None],
 ) -> None:
-    """Until `down` is done, the present life of `member` being over. Calls `fail` with what is
-    wrong, once.
+    """Watch an engine until `down` is done; call `fail` once, with what is wrong.
 
-    In a publication only the end of its process counts: that keeps an engine busy, and has
-        deadlines of its own.
+    During a publication only the end of its process counts: a publication keeps an engine busy, and
+    has deadlines of its own.
     """
     ended = member.engine.ended
     signs: set[asyncio.Future[Any]] = {down} if ended is None else {down, ended}
@@ -36,12 +33,12 @@ async def watch(
         gone = ended is not None and ended.done()
         if down.done() or (member.health.state is State.DRAINING and not gone):
             continue
-        why = await _illness(member, config.health_timeout_s)
+        why = await _probe_error(member, config.health_timeout_s)
         if not down.done() and (gone or (why and member.health.state is not State.DRAINING)):
             fail(member, why or "its process ended")
 
 
-async def _illness(member: Member, limit_s: float) -> str | None:
+async def _probe_error(member: Member, limit_s: float) -> str | None:
     try:
         await within(
             limit_s,
@@ -51,6 +48,6 @@ async def _illness(member: Member, limit_s: float) -> str | None:
                 " (rollout.engine.health_timeout_s)"
             ),
         )
-    except Exception as error:  # noqa: BLE001 - whatever a probe meets, the engine is not well and the watch goes on
+    except Exception as error:  # noqa: BLE001 - any error of a probe is a failure of the engine
         return describe(error)
     return None

@@ -1,7 +1,6 @@
-"""Which engine a request goes to: one that serves and has room, the least loaded, or the one that
-knows its prefix.
+"""Routing of requests: to the least loaded engine that serves, or to the one that knows the prefix.
 
-Requests that find no room wait in line. Everything here happens on one event loop.
+Requests that find no room wait in their order. Everything here happens on one event loop.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Member:
     health: Health
     version: int | None = None  # of the weights that it serves
     leases: set[Lease] = field(default_factory=set)
-    down: asyncio.Future[str] | None = None  # done when its present life has ended; the reason
-    ending: asyncio.Task[None] | None = None  # what ends its last life
+    down: asyncio.Future[str] | None = None  # done when it failed since its last start; the reason
+    ending: asyncio.Task[None] | None = None  # ends it after its last failure
 
     @property
     def name(self) -> str:
@@ -43,21 +42,21 @@ class Lease:
     """The right to give `member` one call. It is lost when the engine fails."""
 
     member: Member
-    # of the member; what is lost in one says nothing about the next
-    life: int
+    start: int  # the member's number of starts; a failure says nothing about the next start
     requests: int = 1  # in the call
     lost: str | None = None  # why
-    caller: asyncio.Task[Any] | None = None  # who awaits the call
-    cut: bool = False  # we ended that
+    caller: asyncio.Task[Any] | None = None  # the task that awaits the call
+    cancelled: bool = False  # by us
 
     def lose(self, why: str) -> None:
+        """Take the lease back, because its engine failed."""
         self.lost = why
-        self.cut_call()
+        self.cancel_call()
 
-    def cut_call(self) -> None:
-        """End the call; whatever the engine still says is nobody's."""
-        if self.caller is not None and not self.cut:
-            self.cut = True
+    def cancel_call(self) -> None:
+        """Cancel the call; a later answer of the engine is dropped."""
+        if self.caller is not None and not self.cancelled:
+            self.cancelled = True
             self.caller.cancel()
 
 
@@ -69,31 +68,31 @@ class _Waiting:
 
 
 class Router:
-    """Leases of engines.
+    """Leases engines to callers.
 
     Args:
-        members: looked at each time; their states change behind our back, and `grant` is called
-            then.
-        hopeless: the error to raise where no member serves or ever will again, else None.
+        members: the engines; the fleet changes their states, and calls `grant` then.
+        no_engine_error: the error to raise where no member serves or ever will again, else None.
     """
 
     def __init__(
-        self, members: Sequence[Member], hopeless: Callable[[], RlcoreError | None]
+        self, members: Sequence[Member], no_engine_error: Callable[[], RlcoreError | None]
     ) -> None:
         self._members = members
-        self._hopeless = hopeless
+        self._no_engine_error = no_engine_error
         self._waiting: deque[_Waiting] = deque()
         self._homes: dict[Hashable, Member] = {}
+        # called when an engine may have room that it had not before
+        self.on_room: Callable[[], None] = lambda: None
 
     async def lease(self, key: Hashable, *, room: int) -> Lease:
-        """A serving engine with fewer than `room` calls; waits for one. Calls of one `key` share a
-        prefix.
+        """Wait for a serving engine with room for a call. Calls of one `key` share a prefix.
 
-        Waits without a limit of its own: the caller has one. Raises NoEngineLeft.
+        There is no limit to the wait: the caller has one. Raises NoEngineLeft.
         """
         if not self._waiting and (member := self._pick(key, room)) is not None:
             return self._give(member, key)
-        if (error := self._hopeless()) is not None:
+        if (error := self._no_engine_error()) is not None:
             raise error
         waiting = _Waiting(key, room, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
@@ -102,15 +101,16 @@ class Router:
         except asyncio.CancelledError:
             granted = waiting.granted
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self.release(granted.result())  # it came when nobody wanted it any more
+                self.release(granted.result())  # granted while it was cancelled
             raise
 
     def release(self, lease: Lease) -> None:
+        """Give a lease back: its call has ended, however it did."""
         lease.member.leases.discard(lease)
         self.grant()
 
     def grant(self) -> None:
-        """Serve those who wait, in their order, as far as there is room."""
+        """Lease engines to waiting callers, in their order, as far as there is room."""
         while self._waiting:
             first = self._waiting[0]
             if first.granted.done():  # cancelled
@@ -119,30 +119,32 @@ class Router:
             member = self._pick(first.key, first.room)
             if member is not None:
                 first.granted.set_result(self._give(member, first.key))
-            elif (error := self._hopeless()) is not None:
+            elif (error := self._no_engine_error()) is not None:
                 first.granted.set_exception(error)
             else:
-                return
+                break
             self._waiting.popleft()
+        self.on_room()
 
     @property
     def waiting(self) -> int:
+        """Callers that wait for a lease."""
         return sum(not waiting.granted.done() for waiting in self._waiting)
 
     def free(self, room: int) -> int:
-        """Calls that would be granted at once, up to `room` a member."""
+        """The number of calls that would be granted at once, with up to `room` a member."""
         free = sum(
             max(0, room - len(m.leases)) for m in self._members if m.health.state is State.SERVING
         )
         return max(0, free - self.waiting)
 
     def home(self, key: Hashable) -> str | None:
-        """The engine that the newest call of `key` went to."""
+        """The name of the engine that the newest call of `key` went to."""
         member = self._homes.get(key)
         return None if member is None else member.name
 
     def _give(self, member: Member, key: Hashable) -> Lease:
-        lease = Lease(member, member.health.lives)
+        lease = Lease(member, member.health.starts)
         member.leases.add(lease)
         self._homes.pop(key, None)  # to the end: the oldest are forgotten first
         self._homes[key] = member

@@ -170,7 +170,7 @@ class Handle:
 
 def hosted(host: Any, place_timeout_s: float = 20.0) -> tuple[HostedServer, Handle]:
     handle = Handle(host)
-    return HostedServer(handle, "e", "key", place_timeout_s=place_timeout_s), handle
+    return HostedServer(handle, "e", place_timeout_s=place_timeout_s), handle
 
 
 def test_a_server_that_is_still_starting_is_ended_when_it_is_given_up(server: Loading) -> None:

@@ -5,25 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
-from rlcore.config.derived import generates, truncates, world_size
+from rlcore.config.derived import generates, recorded_fields, truncates, world_size
+from rlcore.config.engine_kinds import KINDS, EngineKind, is_import_path
 from rlcore.config.messages import Problem
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
 
 ENGINE = "rollout.engine"
-EMBEDDED_ONLY = ("in_process", "max_batch")
-SGLANG_ONLY = (
-    "python",
-    "urls",
-    "tensor_parallel",
-    "gpus",
-    "host",
-    "server",
-    "router_url",
-    "transport",
-    "weights_dir",
-    "max_in_flight",
-)
 # time beyond the limit to give up an engine that does not answer, and end it
 ENDING_S = 45.0
 # set by the user who starts the engines
@@ -33,19 +21,37 @@ MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device"
 def engine_kind(config: Config) -> Iterator[Problem]:
     """Every key of the engine is one that its kind reads."""
     engine = config.rollout.engine
-    if engine.kind == "embedded":
-        yield from _given(
-            engine,
-            SGLANG_ONLY,
-            "only SGLang engines read it: set rollout.engine.kind=sglang, or leave it out",
+    # rlcore/launch/plugin_checks.py imports an engine of another package, and asks the same of it
+    if (kind := KINDS.get(engine.kind)) is not None:
+        yield from fits_kind(config, kind)
+    if engine.in_process and engine.count > 1 and engine.kind == "embedded":
+        yield Problem(
+            f"{ENGINE}.count",
+            f"got {engine.count}, but one engine runs in this process: leave it out",
         )
-        if engine.in_process and engine.count > 1:
-            yield Problem(
-                f"{ENGINE}.count",
-                f"got {engine.count}, but one engine runs in this process: leave it out",
+
+
+def fits_kind(config: Config, kind: EngineKind) -> Iterator[Problem]:
+    """Find what the configuration gives to, or asks of, an engine that is not of a kind for it."""
+    engine = config.rollout.engine
+    foreign = is_import_path(engine.kind)
+    for name, other in KINDS.items():
+        reason = f"{kind.title} does not read it: leave it out" if foreign else other.not_read
+        if name != engine.kind:
+            yield from _given(
+                engine, [key for key in other.own_keys if key not in kind.own_keys], reason
             )
-    else:
-        yield from _given(engine, EMBEDDED_ONLY, "only the embedded engine reads it: leave it out")
+    unserved = {
+        key: f"does not report {field.replace('_', ' ')}"
+        for field, key in recorded_fields(config).items()
+        if field not in kind.records
+    }
+    if config.rollout.sampling.stop and not kind.stop_strings:
+        unserved["rollout.sampling.stop"] = "knows no stop strings"
+    if engine.colocated and not kind.colocated:
+        unserved[f"{ENGINE}.colocated"] = "cannot give its memory back"
+    for key, why in unserved.items():
+        yield Problem(key, f"{kind.title} {why}: leave it out, or use another rollout.engine.kind")
 
 
 def engine_servers(config: Config) -> Iterator[Problem]:
@@ -56,7 +62,9 @@ def engine_servers(config: Config) -> Iterator[Problem]:
             "engines given by rollout.engine.urls are started by somebody else: leave it out, or to"
             " `rlcore engine`"
         )
-        yield from _given(engine, MANAGED_ONLY, why)
+        # options of another package's engine are not those of a server
+        options = ("server",) if is_import_path(engine.kind) else ()
+        yield from _given(engine, [key for key in MANAGED_ONLY if key not in options], why)
         yield from (_bad_url(f"{ENGINE}.urls", url) for url in engine.urls if not _is_url(url))
         if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
             yield Problem(f"{ENGINE}.urls", "one engine is named twice")
@@ -108,7 +116,6 @@ def engine_notes(config: Config) -> Iterator[Problem]:
     if not generates(config):
         return
     rollout = config.rollout
-    sglang = config.rollout.engine.kind == "sglang"
     if rollout.on_update != "drain" and rollout.max_staleness == 0:
         message = (
             "changes nothing: with max_staleness 0 no response is unfinished when weights change"
@@ -123,10 +130,16 @@ def engine_notes(config: Config) -> Iterator[Problem]:
         )
         message += f"leave cluster.collective_timeout_s at least {ENDING_S:g} s more than this"
         yield Problem(f"{ENGINE}.update_timeout_s", message)
-    if sglang and config.run.deterministic:
+    if (kind := KINDS.get(rollout.engine.kind)) is not None:
+        yield from kind_notes(config, kind)
+
+
+def kind_notes(config: Config, kind: EngineKind) -> Iterator[Problem]:
+    """Find what has another effect with this kind of engine than one may think."""
+    if config.run.deterministic and not kind.repeatable:
         yield Problem(
             "run.deterministic",
-            "covers the trainer alone: what SGLang samples differs from run to run",
+            f"covers the trainer alone: what {kind.title} samples differs from run to run",
         )
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from rlcore.config.derived import generates, gpus_of_a_node
+from rlcore.config.engine_kinds import is_import_path
 from rlcore.config.messages import Problem
 from rlcore.config.sections.root import Config
 from rlcore.config.sections.training import RayConfig
@@ -28,6 +29,12 @@ def ray_launcher(config: Config) -> Iterator[Problem]:
         yield Problem(
             "rollout.engine.in_process",
             "got true, but under Ray every engine is an actor: leave it out",
+        )
+    if engine.colocated and is_import_path(engine.kind):
+        yield Problem(
+            "rollout.engine.colocated",
+            "under Ray an engine of another package runs in the rollout service's process, which"
+            " has no GPU: turn it off, or use another cluster.launcher",
         )
     if engine.gpus:
         yield Problem(

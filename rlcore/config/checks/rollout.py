@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlcore.config.derived import generates, truncates
+from rlcore.config.engine_kinds import KINDS
 from rlcore.config.messages import Problem
 from rlcore.config.sections.root import Config
 
@@ -40,12 +41,13 @@ def sampling_masks(config: Config) -> Iterator[Problem]:
         return
     path = "policy.logprobs.keep_sets"
     top_k = config.rollout.sampling.top_k
-    sglang = config.rollout.engine.kind == "sglang" and generates(config)
+    kind = KINDS.get(config.rollout.engine.kind)
+    bounded = kind is not None and kind.masks_need_top_k and generates(config)
     if config.is_sft:
         yield Problem(
             path, "supervised fine-tuning draws no tokens, its labels have no sets: turn it off"
         )
-    elif sglang and truncates(config) and top_k < 2:
+    elif bounded and truncates(config) and top_k < 2:
         message = (
             f"SGLang reports only sets that rollout.sampling.top_k bounds, got {top_k}: set it to 2"
             " or more, "

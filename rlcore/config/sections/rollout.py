@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from rlcore.config.engine_kinds import check_name
 from rlcore.config.sections.base import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -46,8 +47,8 @@ class RestartConfig(Section):
 class EngineConfig(Section):
     """The engines that generate: which, how many, and how they are reached and updated."""
 
-    kind: Literal["embedded", "sglang"] = "embedded"
-    """rlcore's own engine on torch, or SGLang."""
+    kind: Annotated[str, AfterValidator(check_name)] = "embedded"
+    """`embedded` (rlcore's own, on torch), `sglang`, or `package.module:Class` of an engine."""
     count: PositiveInt = 1
     """Engines that the run starts."""
     in_process: bool | None = None
@@ -81,7 +82,7 @@ class EngineConfig(Section):
     host: str = "127.0.0.1"
     """SGLang: address that engines listen on, and are reached at."""
     server: dict[str, Any] = Field(default_factory=dict)
-    """SGLang: any argument of `python -m sglang.launch_server`."""
+    """Any argument of `python -m sglang.launch_server`; the options of another engine."""
     router_url: str | None = None
     """SGLang: an sglang-router in front of the engines, for generation."""
     max_in_flight: PositiveInt = 256

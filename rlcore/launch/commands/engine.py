@@ -39,9 +39,11 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
         RunFailed: an engine did not start, or none is left; all have been ended. Shows the last
             lines of a log.
     """
-    from rlcore.launch.engines import managed_servers
+    from rlcore.launch.engines import engine_site
+    from rollout.engines.registry import factory_of
     from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
+    engine = config.rollout.engine
     _check(config, urls_file)
     follow = follower(config)
     keys = Keys.from_environment()
@@ -53,14 +55,14 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     # Beside the run's own folder, which the trainer must be the first to make. Several machines may
     # share it.
     logs = Path(config.run.dir) / f"{config.run.name}-engines" / socket.gethostname()
-    servers = managed_servers(config, keys, ranks=0, logs=logs)
+    site = engine_site(config, world_size=0, local_ranks=0, logs=logs)
+    servers = factory_of(engine.kind).build_servers(site, keys)
     print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
 
     def announce(urls: Sequence[str]) -> None:
         exports = [f"export {name}={key}" for name, key in generated.items()]
-        told = (
-            f"rollout.engine.kind=sglang rollout.engine.urls='{orjson.dumps(list(urls)).decode()}'"
-        )
+        listed = orjson.dumps(list(urls)).decode()
+        told = f"rollout.engine.kind={engine.kind} rollout.engine.urls='{listed}'"
         print(
             "ready. For the trainer:", *exports, f"rlcore train ... {told}", sep="\n  ", flush=True
         )
@@ -70,7 +72,7 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     if urls_file is not None:
         urls_file.unlink(missing_ok=True)  # left by engines that were killed
     try:
-        asyncio.run(run_servers(servers, announce, follow, restart=config.rollout.engine.restart))
+        asyncio.run(run_servers(servers, announce, follow, restart=engine.restart))
     finally:
         if urls_file is not None:
             urls_file.unlink(missing_ok=True)
@@ -78,8 +80,10 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
 
 
 def _check(config: Config, urls_file: Path | None) -> None:
+    from rollout.engines.registry import kind_of
+
     engine = config.rollout.engine
-    if engine.kind != "sglang":
+    if not kind_of(engine.kind).standalone:
         raise ConfigError(
             f"rollout.engine.kind: got {engine.kind!r}, expected 'sglang': other engines are the"
             " trainer's own"

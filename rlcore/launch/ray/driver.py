@@ -29,7 +29,6 @@ from rlcore.config.derived import generates, world_size
 from rlcore.config.load import Loaded
 from rlcore.errors import INTERRUPTED, RlcoreError, UserError
 from rlcore.launch.compose import check_input
-from rlcore.launch.engines import engine_name
 from rlcore.launch.ray.actor_env import ActorEnv, LogRelay
 from rlcore.launch.ray.calls import NAMESPACE, actor_name, end_named
 from rlcore.launch.ray.cluster import Cluster, Reservation, connected, reserve
@@ -44,6 +43,7 @@ from rlcore.launch.run_folder import conclude_unless_written
 from rlcore.runs.directory import RunDirectory, wait_until_free
 from rlcore.trainer.rank0 import FINISHED
 from rlcore.trainer.rank_sync import Failure
+from rollout.engines.registry import engine_name
 from rollout.engines.sglang.keys import Keys
 
 # For the service to end its engines, before they are ended with their actors.

@@ -10,25 +10,25 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
 from rlcore.config import Config
-from rlcore.errors import DeadlineExceeded, RlcoreError
+from rlcore.config.derived import world_size
+from rlcore.errors import ConfigError, DeadlineExceeded, RlcoreError
 from rlcore.interfaces import RolloutEngine
-from rlcore.launch.engines import engine_log, engine_name, external_engines, managed_server
+from rlcore.launch.engines import engine_site
 from rlcore.launch.logs import log_folder
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import answer, answer_when_up
 from rollout.asyncio_utils import within
+from rollout.engines.child_process import Server
+from rollout.engines.registry import HostedFactory, engine_name, factory_of
 from rollout.engines.sglang.keys import Keys
 
-if TYPE_CHECKING:
-    from rollout.engines.embedded.server_process import EmbeddedServer
-    from rollout.engines.sglang.server_process import ManagedServer
-
 LOOPBACK = "127.0.0.1"
+IN_PROCESS = "copy"  # the transport that hands tensors over inside one process
 KILL_S = 15.0  # for an actor to end its server, before it is ended with it
 
 logger = logging.getLogger(__name__)
@@ -88,9 +88,7 @@ class EngineHost:
             await asyncio.wait({self._starting})
 
 
-def _server(
-    config: Config, index: int, keys: Keys, gpus: Sequence[str]
-) -> ManagedServer | EmbeddedServer:
+def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Server:
     """Make a server, not started, that listens where other nodes reach it."""
     engine = config.rollout.engine.model_copy()
     if engine.host == LOOPBACK:
@@ -98,30 +96,14 @@ def _server(
     config = config.model_copy(deep=True)
     config.rollout.engine = engine
     logs = log_folder(config.run)
-    if engine.kind == "sglang":
-        import torch
-
-        return managed_server(
-            config, keys, index, logs=logs, gpus=gpus, on_gpu=torch.cuda.is_available()
-        )
-    from rollout.engines.embedded.server_process import EmbeddedServer
-
-    return EmbeddedServer(
-        engine_name(index),
-        config.model.path,
-        config=engine,
-        dtype=config.model.dtype,
-        tokenizer=config.model.tokenizer,
-        log=engine_log(logs, index),
-        key=keys.api,
-        host=engine.host,
-    )
+    factory: HostedFactory = factory_of(engine.kind)
+    return factory.build_server(config, index, logs=logs, gpus=gpus, keys=keys)
 
 
 class HostedServer:
     """The server of an `EngineHost`, as the service uses it, from one event loop.
 
-    `RemoteEngine` takes it for its process, and `SGLangEngine` for a managed server.
+    Implements `rollout.engines.child_process.Server`.
 
     Args:
         place_timeout_s: for the actor to be up, before the server's own deadline begins: Ray may
@@ -130,10 +112,9 @@ class HostedServer:
 
     managed = True
 
-    def __init__(self, host: Any, name: str, key: str, *, place_timeout_s: float) -> None:
+    def __init__(self, host: Any, name: str, *, place_timeout_s: float) -> None:
         self._host = host
         self.name = name
-        self.key = key
         self._place_s = place_timeout_s
         self._begun = False  # the host was asked to start it
         # for the newest start; None while it is starting
@@ -212,35 +193,28 @@ def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[Ro
     """Make the engines of a run on a cluster, without starting them.
 
     Args:
-        hosts: the handles of their actors; none where engines are given by URL.
+        hosts: the handles of their actors; none where they are given by URL, or are engines of
+            another package, which are built here, in the process of the rollout service.
+
+    Raises:
+        ConfigError: no transport reaches such an engine from the trainer's process.
     """
-    engine = config.rollout.engine
-    if engine.urls:
-        return [*external_engines(config)]
-    servers = [
-        HostedServer(
-            host, engine_name(index), keys.api, place_timeout_s=config.cluster.start_timeout_s
+    factory = factory_of(config.rollout.engine.kind)
+    if not hosts:
+        site = engine_site(
+            config, world_size=world_size(config), local_ranks=0, logs=log_folder(config.run)
         )
+        engines = list(factory.build(site))
+        for engine in engines:
+            if engine.transports == (IN_PROCESS,):
+                raise ConfigError(
+                    f"rollout.engine.kind: {config.rollout.engine.kind} takes weights in its own"
+                    " process alone, and under Ray the trainer is in another one: use another"
+                    " cluster.launcher"
+                )
+        return engines
+    servers = [
+        HostedServer(host, engine_name(index), place_timeout_s=config.cluster.start_timeout_s)
         for index, host in enumerate(hosts)
     ]
-    if engine.kind == "sglang":
-        from rollout.engines.sglang.engine import SGLangEngine
-
-        return [
-            SGLangEngine(server, config=engine, keys=keys, model_path=config.model.path)
-            for server in servers
-        ]
-    from rollout.engines.embedded.client import RemoteEngine
-
-    return [
-        RemoteEngine(
-            config.model.path,
-            config=engine,
-            dtype=config.model.dtype,
-            tokenizer=config.model.tokenizer,
-            name=server.name,
-            log=engine_log(log_folder(config.run), index),
-            process=server,
-        )
-        for index, server in enumerate(servers)
-    ]
+    return list(factory.build_clients(config, servers, keys=keys))

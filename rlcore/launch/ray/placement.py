@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rlcore.config import Config
 from rlcore.config.derived import generates, gpus_of_a_node
+from rlcore.config.engine_kinds import is_import_path
 
 Resources = dict[str, float]
 
@@ -55,7 +56,9 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
     engine = config.rollout.engine
     asked = config.cluster.ray
     on_gpu = has_gpus and engine.device != "cpu"
-    count = engine.count if generates(config) and not engine.urls else 0
+    # an engine of another package runs in the service's process
+    has_hosts = generates(config) and not engine.urls and not is_import_path(engine.kind)
+    count = engine.count if has_hosts else 0
     rank = _resources(asked.rank_cpus, asked.rank_gpus if has_gpus else 0.0)
     one_engine = _resources(
         asked.engine_cpus, asked.engine_gpus * engine.tensor_parallel if on_gpu else 0.0

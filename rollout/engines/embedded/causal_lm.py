@@ -1,5 +1,4 @@
-"""The Hugging Face model as the embedded engine runs it: transformers does the layers, the KV cache
-is ours.
+"""The Hugging Face model of the embedded engine: transformers' layers over a KV cache of ours.
 
 The cache never passes through transformers' cache classes (which concatenate on every token, and
 change between versions): the model runs with an attention function of ours, which gets the cache as
@@ -26,11 +25,10 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
 class KVCache:
-    """Keys and values of R rows, `[R, KV heads, positions, head size]` for each layer, of which
-    `length` are valid.
+    """Keys and values of R rows: [R, KV heads, positions, head size] a layer, `length` valid.
 
-    With latent attention the two have other head sizes.
-    Columns are aligned: position column c of every row was computed in the same forward pass.
+    With latent attention keys and values have different head sizes. Columns are aligned: position
+    column c of every row was computed in the same forward pass.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,9 +37,7 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new columns `[R, KV heads, Q, head size]` of a layer; views of all its columns,
-        the new included.
-        """
+        """Store new columns [R, KV heads, Q, head size] of a layer; return views of all columns."""
         end = self.length + keys.shape[2]
         if layer not in self._layers:
             empty = [
@@ -54,7 +50,7 @@ class KVCache:
         return all_keys[:, :, :end], all_values[:, :, :end]
 
     def reserve(self, length: int, most: int) -> None:
-        """Room for `length` columns; grows by half, never beyond `most`."""
+        """Make room for `length` columns; grow by half, never beyond `most`."""
         if length <= self.capacity:
             return
         self.capacity = min(most, max(length, self.capacity + BLOCK, self.capacity * 3 // 2))
@@ -72,9 +68,7 @@ class KVCache:
             self._layers[layer] = keys.index_select(0, rows), values.index_select(0, rows)
 
     def fill(self, pieces: list[KVCache]) -> None:
-        """Become the rows of all pieces, one after the other; the pieces have the same length and
-        are emptied.
-        """
+        """Take the rows of all pieces, which have one length, in order; the pieces are emptied."""
         self.length = pieces[0].length
         for layer in list(pieces[0]._layers):
             parts = [piece._layers.pop(layer) for piece in pieces]
@@ -197,9 +191,7 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
 
 
 def restore_buffers(module: nn.Module, device: torch.device) -> None:
-    """Compute again what no weight file holds (rotary frequencies), by building their owners once
-    more.
-    """
+    """Restore the buffers that no file holds (rotary frequencies): build their owners again."""
     for name, owner in list(module.named_modules()):
         lost = owner._non_persistent_buffers_set
         if not lost:

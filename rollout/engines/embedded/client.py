@@ -1,14 +1,13 @@
-"""An embedded engine in a process of its own, as a `RolloutEngine`: has it started, talks to it,
-notices its death.
-"""
+"""An embedded engine in a process of its own, as a `RolloutEngine` over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import orjson
@@ -26,6 +25,7 @@ from rlcore.errors import (
     UserError,
 )
 from rlcore.weights import DTYPES, Bucket
+from rollout.engines.child_process import Server
 from rollout.engines.embedded.codec import decode_completion, encode_buckets, encode_request
 from rollout.engines.embedded.server_process import EmbeddedServer
 from rollout.weight_sync.process_group import GroupAddress
@@ -35,36 +35,9 @@ ERRORS: dict[str, type[RlcoreError]] = {
     UserError.__name__: UserError,
     ModelError.__name__: ModelError,
     DeadlineExceeded.__name__: EngineHangs,
-}  # what else goes wrong there is EngineFailed
+}  # any other error there is EngineFailed here
 # the server keeps its own deadlines; ours comes a little later, for a server that hangs
 GRACE_S = 5.0
-
-
-class EngineProcess(Protocol):
-    """Who starts the server process and ends it: we ourselves (`EmbeddedServer`), or a launcher on
-    another machine.
-    """
-
-    name: str
-    key: str  # every request carries it
-
-    async def start(self) -> str:
-        """Its URL. Again after `kill`."""
-        ...
-
-    @property
-    def ended(self) -> asyncio.Future[Any] | None:
-        """Done once it has ended; None before the first start."""
-        ...
-
-    @property
-    def pid(self) -> int | None: ...
-
-    def describe_end(self) -> str: ...
-
-    async def stop(self) -> None: ...
-
-    async def kill(self) -> None: ...
 
 
 class RemoteEngine:
@@ -72,8 +45,9 @@ class RemoteEngine:
 
     Args:
         model_path, dtype, tokenizer: as for `EmbeddedEngine`.
-        log: file for the process's output.
-        process: who starts it; default: we do, on this machine.
+        log: file for the output of a child process.
+        server: the server process, which takes `key`; default: a child of this process.
+        key: every request carries it; default: a new one.
     """
 
     group_ranks = 1
@@ -87,16 +61,27 @@ class RemoteEngine:
         dtype: str = "bf16",
         tokenizer: str | None = None,
         name: str = "engine-0",
-        log: Path,
-        process: EngineProcess | None = None,
+        log: Path | None = None,
+        server: Server | None = None,
+        key: str | None = None,
     ) -> None:
         self.name = name
         self.config = config
         self.managed = True
         self._dtype = dtype
-        self._process = process or EmbeddedServer(
-            name, model_path, config=config, dtype=dtype, tokenizer=tokenizer, log=log
-        )
+        self._key = key or secrets.token_urlsafe(32)
+        if server is None:
+            assert log is not None, "a server of our own has a log"
+            server = EmbeddedServer(
+                name,
+                model_path,
+                config=config,
+                dtype=dtype,
+                tokenizer=tokenizer,
+                log=log,
+                key=self._key,
+            )
+        self._server = server
         self._session: aiohttp.ClientSession | None = None
         self._url = ""
         # the process group for weights that the server is in
@@ -105,25 +90,23 @@ class RemoteEngine:
     # --- life -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Raises RunFailed or DeadlineExceeded with the last lines of the process's log."""
+        """Start the process. Raises RunFailed or DeadlineExceeded with the end of its log."""
         if self._session is not None:
             return
-        self._url = await self._process.start()
+        self._url = await self._server.start()
         self.in_group = None
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self._process.key}"}
-        )
+        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"})
         await self.health()
 
     async def close(self) -> None:
         """Ask the process to end, then end it."""
         await self._hang_up()
-        await self._process.stop()
+        await self._server.stop()
 
     async def kill(self) -> None:
-        """End the process at once: for one that does not answer."""
+        """End the process at once, even one that does not answer."""
         await self._hang_up()
-        await self._process.kill()
+        await self._server.kill()
 
     async def _hang_up(self) -> None:
         session = self._session
@@ -133,21 +116,22 @@ class RemoteEngine:
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:
-        """Done once the process has ended; None before the first start."""
-        return self._process.ended
+        """See `RolloutEngine.ended`."""
+        return self._server.ended
 
     @property
     def url(self) -> str:
-        """Where the process is reached; "" before the first start."""
+        """The address of the process; "" before the first start."""
         return self._url
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid
+        return self._server.pid
 
     # --- the verbs --------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        """See `RolloutEngine.generate`."""
         body = {"requests": [encode_request(request) for request in requests]}
         results = await self._call(
             "generate", body, self.config.request_timeout_s, "rollout.engine.request_timeout_s"
@@ -160,6 +144,7 @@ class RemoteEngine:
             ) from error
 
     async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
         await self._call(
             "pause",
             {"mode": mode},
@@ -168,24 +153,26 @@ class RemoteEngine:
         )
 
     async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
         await self._update("resume")
 
     async def abort(self) -> None:
+        """See `RolloutEngine.abort`."""
         await self._update("abort")
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
-        """Enter the process group that weights come over, leaving the one before. Returns when all
-        members are there.
-        """
+        """Enter a process group for weights, leaving the last one. Returns when it is complete."""
         await self._update("join_group", {"address": asdict(address), "rank": rank})
         self.in_group = address.name
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
+        """See `RolloutEngine.begin_update`."""
         await self._update("begin_update", {"buckets": encode_buckets(buckets)})
 
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
-        """Returns when the bucket came over the process group and is in the model; `flat` must be
-        None.
+        """Receive a bucket over the process group; `flat` must be None.
+
+        Returns when the bucket is in the model.
         """
         if flat is not None:
             raise RunFailed(
@@ -194,32 +181,38 @@ class RemoteEngine:
         await self._update("receive_bucket", {"index": index})
 
     async def end_update(self) -> None:
+        """See `RolloutEngine.end_update`."""
         await self._update("end_update")
 
     async def set_version(self, version: int) -> None:
+        """See `RolloutEngine.set_version`."""
         await self._update("set_version", {"version": version})
 
     def verifier(self) -> FingerprintVerifier:
+        """See `RolloutEngine.verifier`."""
         return FingerprintVerifier(DTYPES[self.config.dtype or self._dtype])
 
     async def checksum(self) -> str:
+        """See `RolloutEngine.checksum`."""
         return str(await self._update("checksum"))
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """See `RolloutEngine.release_memory`."""
         await self._update("release_memory", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """See `RolloutEngine.resume_memory`."""
         await self._update("resume_memory", {"tags": list(tags)})
 
     async def health(self) -> dict[str, Any]:
-        """name, pid, device, gpu (its identity, or None) and version (None without whole weights)."""
+        """See `RolloutEngine.health`; here with pid, device and gpu (its identity, or None) too."""
         limit_s = self.config.health_timeout_s
         health: dict[str, Any] = await self._call(
             "health", {}, limit_s, "rollout.engine.health_timeout_s", grace_s=0.0
         )
         return health
 
-    # --- the wire ---------------------------------------------------------------------------------
+    # --- HTTP -------------------------------------------------------------------------------------
 
     async def _update(self, verb: str, body: dict[str, Any] | None = None) -> Any:
         return await self._call(
@@ -235,11 +228,12 @@ class RemoteEngine:
         *,
         grace_s: float | None = None,
     ) -> Any:
-        """The verb's result. Raises what the server raised, EngineFailed when it died or talks
-        nonsense, EngineHangs.
+        """The result of a verb.
+
+        Raises the server's own error, EngineFailed where it died or answers nonsense, EngineHangs.
         """
         session = self._session
-        ended = self._process.ended
+        ended = self._server.ended
         if session is None or session.closed or ended is None:
             raise EngineFailed(f"engine {self.name} does not run (asked to {verb}); start it first")
         request = asyncio.ensure_future(self._post(session, verb, body))
@@ -268,12 +262,12 @@ class RemoteEngine:
             if not request.done():
                 request.cancel()
             elif not request.cancelled():
-                request.exception()  # seen: where the process died, that is the error to report
+                request.exception()  # retrieved; a death is reported instead
 
     def _death(self, verb: str) -> EngineFailed:
         return EngineFailed(
             f"engine {self.name} (pid {self.pid}) died during /{verb}:"
-            f" {self._process.describe_end()}"
+            f" {self._server.describe_end()}"
         )
 
     async def _post(self, session: aiohttp.ClientSession, verb: str, body: dict[str, Any]) -> Any:

@@ -1,6 +1,4 @@
-"""What travels between a `RemoteEngine` and its server, as JSON-able values. Arrays are base64 of
-little-endian bytes.
-"""
+"""Requests and answers of a `RemoteEngine` as JSON; arrays are base64, little-endian."""
 
 from __future__ import annotations
 
@@ -20,14 +18,17 @@ from rlcore.weights import Bucket, TensorSpec
 
 
 def encode_array(array: NDArray[Any], dtype: str) -> str:
+    """Encode an array as text."""
     return base64.b64encode(np.ascontiguousarray(array, dtype=dtype).tobytes()).decode()
 
 
 def decode_array(text: str, dtype: str) -> NDArray[Any]:
+    """Decode the text of `encode_array`."""
     return np.frombuffer(base64.b64decode(text), dtype=dtype).astype(dtype[1:], copy=True)
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
+    """Encode a request."""
     prefixes = [[prefix.sample, encode_array(prefix.tokens, "<i4")] for prefix in request.prefixes]
     return asdict(replace(request, prefixes=())) | {
         "prompt": encode_array(request.prompt, "<i4"),
@@ -36,11 +37,10 @@ def encode_request(request: GenerateRequest) -> dict[str, Any]:
 
 
 def decode_request(value: dict[str, Any]) -> GenerateRequest:
+    """Decode the value of `encode_request`."""
     sampling = dict(value["sampling"])
-    sampling["stop_token_ids"], sampling["stop"] = (
-        tuple(sampling["stop_token_ids"]),
-        tuple(sampling["stop"]),
-    )
+    sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+    sampling["stop"] = tuple(sampling["stop"])
     prefixes = tuple(
         Prefix(sample, decode_array(tokens, "<i4")) for sample, tokens in value["prefixes"]
     )
@@ -51,7 +51,8 @@ def decode_request(value: dict[str, Any]) -> GenerateRequest:
 
 
 def encode_completion(completion: Completion) -> dict[str, Any]:
-    sets = completion.sampling_mask
+    """Encode a completion."""
+    mask = completion.sampling_mask
     routed = completion.routed_experts
     return {
         "tokens": encode_array(completion.tokens, "<i4"),
@@ -59,10 +60,10 @@ def encode_completion(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "versions": [[span.version, span.start, span.end] for span in completion.versions],
         "keep_sets": (
-            sets
+            mask
             and {
-                "tokens": encode_array(sets.tokens, "<i4"),
-                "counts": encode_array(sets.counts, "<i4"),
+                "tokens": encode_array(mask.tokens, "<i4"),
+                "counts": encode_array(mask.counts, "<i4"),
             }
         ),
         "routed_experts": None if routed is None else encode_experts(routed),
@@ -70,20 +71,22 @@ def encode_completion(completion: Completion) -> dict[str, Any]:
 
 
 def decode_completion(value: dict[str, Any]) -> Completion:
-    sets = value["keep_sets"]
+    """Decode the value of `encode_completion`."""
+    mask = value["keep_sets"]
     routed = value["routed_experts"]
     return Completion(
         decode_array(value["tokens"], "<i4"),
         decode_array(value["logprobs"], "<f4"),
         value["finish_reason"],
         tuple(VersionSpan(*span) for span in value["versions"]),
-        sets
-        and SamplingMasks(decode_array(sets["tokens"], "<i4"), decode_array(sets["counts"], "<i4")),
+        mask
+        and SamplingMasks(decode_array(mask["tokens"], "<i4"), decode_array(mask["counts"], "<i4")),
         routed and decode_experts(routed),
     )
 
 
 def encode_buckets(buckets: Sequence[Bucket]) -> list[Any]:
+    """Encode the layout of an update."""
     return [
         [bucket.index, [[spec.name, spec.shape, spec.dtype] for spec in bucket.tensors]]
         for bucket in buckets
@@ -91,6 +94,7 @@ def encode_buckets(buckets: Sequence[Bucket]) -> list[Any]:
 
 
 def decode_buckets(value: list[Any]) -> list[Bucket]:
+    """Decode the value of `encode_buckets`."""
     return [
         Bucket(index, tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs))
         for index, specs in value

@@ -7,8 +7,8 @@ Prompts are padded on the left, so that every row's newest token is in the same 
     row 1       c d e f | z w v         pad 0
 
 Each prompt is run through the model once; its keys and values are then copied to its samples. A
-response that goes on from a prefix has its own text to run: prompt and prefix, and its tokens are
-those behind it.
+response that goes on from a prefix has a text of its own, prompt and prefix; its tokens are the new
+ones.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ COMPACT_BELOW = 0.75  # finished rows leave when fewer than this share is alive
 
 @dataclass(frozen=True)
 class Slot:
-    """One response to be made: number `place` of the `n` of request number `request` of the call."""
+    """One response to make: number `place` of the `n` of request number `request` of the call."""
 
     request: int
     place: int
 
 
 class Decoding:
-    """R responses in the making. `step` makes one token of each; `completions` cuts the result out."""
+    """R responses in progress. `step` makes one token of each; `completions` returns the result."""
 
     def __init__(
         self,
@@ -114,10 +114,11 @@ class Decoding:
 
     @property
     def finished(self) -> bool:
+        """Whether no row needs another token."""
         return self.num_alive == 0 or self.aborted
 
     def step(self, version: int) -> None:
-        """One token for every row that is alive, made by policy `version`."""
+        """Make one token for every row that is alive, by policy `version`."""
         if not self.starts or self.starts[-1][0] != version:
             self.starts.append((version, self.made))
         logits = self._prefill() if self._cache is None else self._advance(self._cache)
@@ -133,6 +134,7 @@ class Decoding:
         self._cache = None
 
     def abort(self) -> None:
+        """End all rows as they are."""
         self.aborted = True
 
     def _store(self, tokens: Tensor, logprobs: Tensor) -> None:
@@ -151,7 +153,7 @@ class Decoding:
         self.made += 1
 
     def _retire(self, tokens: Tensor) -> None:
-        """Find the rows that this token ended, and let finished rows leave when enough of them are."""
+        """Mark the rows that this token ended, and drop finished rows when they are many."""
         rows = self.active
         hit = (tokens[:, None] == (self.stop_ids if rows is None else self.stop_ids[rows])).any(1)
         if self.strings:
@@ -191,7 +193,7 @@ class Decoding:
                 self._key_mask = self._key_mask[staying]
 
     def _uniform(self) -> Tensor:
-        """float64 [A]: the random number of each row's next token."""
+        """The random number of each row's next token: float64 [A]."""
         column = self.made % UNIFORM_BLOCK
         if column == 0:
             positions = np.arange(self.made, min(self.made + UNIFORM_BLOCK, self.most_new))
@@ -213,7 +215,7 @@ class Decoding:
     # --- the model --------------------------------------------------------------------------------
 
     def _prefill(self) -> Tensor:
-        """Keys and values of everything so far; logits `[A, V]` of what comes next."""
+        """Compute keys and values of all tokens so far; return the next tokens' logits [A, V]."""
         rows = list(range(len(self.slots))) if self.active is None else self.active.tolist()
         if self.made == 0:  # every text once; samples of one request are next to each other
             own = [self.texts[row] for row in rows]
@@ -278,7 +280,7 @@ class Decoding:
         return self._forward(tokens, positions, mask[:, None], cache)
 
     def _left_mask(self, pads: Tensor, columns: int) -> Tensor:
-        """[A, 1, 1, columns]: -inf over each row's padding."""
+        """A mask [A, 1, 1, columns], -inf over each row's padding."""
         hidden = torch.arange(columns, device=pads.device)[None, :] < pads[:, None]
         return torch.zeros_like(hidden, dtype=self.model.dtype).masked_fill_(hidden, -torch.inf)[
             :, None, None
@@ -316,13 +318,13 @@ class Decoding:
     # --- the result -------------------------------------------------------------------------------
 
     def completions(self) -> list[Completion]:
-        """One a slot, in order."""
+        """Return one completion a slot, in order."""
         tokens = self.tokens.cpu().numpy().astype(np.int32)
         logprobs = self.logprobs.cpu().numpy()
         lengths = self.lengths.tolist()
         stopped = self.stopped.tolist()
         limits = self.max_new.tolist()
-        sets = None if self.sampling_mask is None else self.sampling_mask.sets(lengths)
+        masks = None if self.sampling_mask is None else self.sampling_mask.masks(lengths)
         routed = None if self.experts is None else self.experts.records(lengths)
         result = []
         for row, length in enumerate(lengths):
@@ -335,13 +337,20 @@ class Decoding:
                     f"the model's log-probs for draw {request.draw} are not finite: its weights are"
                     " broken"
                 )
-            kept = sets[row] if sets is not None and request.sampling.sampling_mask else None
+            mask = masks[row] if masks is not None and request.sampling.sampling_mask else None
             experts = (
                 routed[row] if routed is not None and request.sampling.routed_experts else None
             )
-            result.append(Completion(
-                tokens[row, :length].copy(), logprobs[row, :length].copy(), reason, self._spans(length), kept, experts
-            ))  # fmt: skip
+            result.append(
+                Completion(
+                    tokens[row, :length].copy(),
+                    logprobs[row, :length].copy(),
+                    reason,
+                    self._spans(length),
+                    mask,
+                    experts,
+                )
+            )
         return result
 
     def _spans(self, length: int) -> tuple[VersionSpan, ...]:

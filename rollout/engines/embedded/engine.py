@@ -7,7 +7,7 @@ order. So the batches, and with them every last bit of the result, depend on wha
 call and never on timing: hand over a whole step in one call.
 
 Threads. The event loop only waits. Decoding runs on the worker thread; weights are copied on
-another, while the worker is idle or parked at the gate.
+another, while the worker is idle or held at the pause gate.
 """
 
 from __future__ import annotations
@@ -78,10 +78,11 @@ class EmbeddedEngine:
     # --- life -------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._gate = PauseGate(self.name, park_timeout_s=self.config.request_timeout_s)
+        self._gate = PauseGate(self.name, hold_timeout_s=self.config.request_timeout_s)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=self.name)
 
     async def start(self) -> None:
+        """See `RolloutEngine.start`."""
         if self._gate.closed:
             self._open()
         if self._model is None:
@@ -92,8 +93,9 @@ class EmbeddedEngine:
         self._weights = ModelWeights(self.name, self._model.module)
 
     async def close(self) -> None:
-        """Requests in flight fail with RunFailed at their next token. Raises DeadlineExceeded when
-        none comes.
+        """Fail requests in flight with RunFailed at their next token, and end the worker.
+
+        Raises DeadlineExceeded when the next token does not come.
         """
         self._gate.close()
         stopping = asyncio.to_thread(self._worker.shutdown)
@@ -104,19 +106,19 @@ class EmbeddedEngine:
         )
 
     async def kill(self) -> None:
-        """Leave the worker behind with whatever it does; its model is freed when it is done."""
+        """Leave the worker behind; its model is freed when its current work is done."""
         self._gate.close()
         self._worker.shutdown(wait=False)
         self._model = self._weights = None
 
     async def health(self) -> dict[str, Any]:
-        """name and version (None without whole weights)."""
+        """See `RolloutEngine.health`."""
         return {"name": self.name, "version": self.version}
 
     # --- generation -------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """`n` completions a request, in order.
+        """See `RolloutEngine.generate`.
 
         Raises UserError for a request that cannot be served, RunFailed when there is no whole
         version of weights.
@@ -177,25 +179,28 @@ class EmbeddedEngine:
         return StopStrings(strings, self._tokenizer)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns when no token is being made any more.
+        """Return when no token is being made any more.
 
         `drain` lets the calls that were accepted finish, `abort` ends them; `retract` and
-        `in_place` park them between two tokens, and after `resume` the first computes keys and
+        `in_place` hold them between two tokens, and after `resume` the first computes keys and
         values again, the second goes on with the old ones. Calls made during the pause wait.
         """
         await asyncio.to_thread(self._gate.pause, mode, self.config.request_timeout_s)
 
     async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
         self._gate.resume()
 
     async def abort(self) -> None:
+        """See `RolloutEngine.abort`."""
         self._gate.abort()
 
     # --- weights ----------------------------------------------------------------------------------
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
-        """Raises RunFailed unless the engine is paused, ModelError when the names or shapes are not
-        the model's.
+        """Open an update. Raises RunFailed unless the engine is paused.
+
+        Raises ModelError when the names or shapes are not the model's.
         """
         if self._gate.mode is None:
             raise RunFailed(
@@ -205,12 +210,11 @@ class EmbeddedEngine:
         self._started()[1].begin(buckets)
 
     def landing(self, index: int) -> Tensor | None:
-        """Where bucket `index` of the update at hand may be received to need no copying: uint8
-        [num_bytes].
-        """
+        """The memory that bucket `index` may be received into without a copy: uint8 [bytes]."""
         return self._started()[1].landing(index)
 
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
+        """See `RolloutEngine.receive_bucket`."""
         if flat is None:
             raise RunFailed(
                 f"{self.name}: an engine in this process takes buckets by copy, not over a process"
@@ -219,20 +223,25 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._started()[1].copy, index, flat)
 
     async def end_update(self) -> None:
+        """See `RolloutEngine.end_update`."""
         self._started()[1].end()
 
     async def set_version(self, version: int) -> None:
+        """See `RolloutEngine.set_version`."""
         self._started()[1].set_version(version)
 
     def verifier(self) -> FingerprintVerifier:
+        """See `RolloutEngine.verifier`."""
         return FingerprintVerifier(DTYPES[self.dtype])
 
     async def checksum(self) -> str:
+        """See `RolloutEngine.checksum`."""
         return await asyncio.to_thread(self._started()[1].checksum)
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Keys and values live no longer than a call anyway. Raises RunFailed unless the engine is
-        paused.
+        """Release the weights; keys and values live no longer than a call.
+
+        Raises RunFailed unless the engine is paused.
         """
         if self._gate.mode is None:
             raise RunFailed(
@@ -245,12 +254,13 @@ class EmbeddedEngine:
             torch.cuda.empty_cache()
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """See `RolloutEngine.resume_memory`."""
         if "weights" in tags:
             self._started()[1].restore()
 
     @property
     def version(self) -> int | None:
-        """The version in force, None without a whole one."""
+        """The version in force; None without a whole version."""
         weights = self._weights
         return weights.version if weights is not None and weights.state == "ready" else None
 
@@ -265,7 +275,7 @@ class EmbeddedEngine:
 
 
 def plan_slots(requests: Sequence[GenerateRequest]) -> list[Slot]:
-    """All responses of a call in the order in which they are decoded."""
+    """Return the responses of a call, in the order in which they are decoded."""
 
     def address(index: int) -> tuple[int, int, int, int]:
         request = requests[index]
@@ -276,7 +286,7 @@ def plan_slots(requests: Sequence[GenerateRequest]) -> list[Slot]:
 
 
 def check_request(request: GenerateRequest, model: CausalLM) -> None:
-    """Raises UserError for what would otherwise fail deep inside the model."""
+    """Raise UserError for a request that would otherwise fail deep inside the model."""
     check_common(
         request,
         vocab_size=model.vocab_size,

@@ -27,14 +27,15 @@ class ModelWeights(WeightState):
         self._sizes: dict[UntypedStorage, int] = {}  # bytes of what is released
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._views = {name for name, tensor in self.tensors.items() if id(tensor) not in own}
-        # after which the memory is laid out ...
+        # the layout that the memory follows ...
         self._layout: tuple[Bucket, ...] | None = None
         # ... bucket by bucket, uint8 [num_bytes]
         self._landings: dict[int, Tensor] = {}
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Raises ModelError when the names or shapes are not exactly the model's; the engine is
-        stale then, too.
+        """Open an update; the engine is stale from here on.
+
+        Raises ModelError when the names or shapes are not exactly the model's.
         """
         super().begin(buckets)
         self._buckets = None
@@ -42,12 +43,11 @@ class ModelWeights(WeightState):
         self._buckets = tuple(buckets)
 
     def landing(self, index: int) -> Tensor | None:
-        """The memory of bucket `index`, uint8 [num_bytes]: what is received there needs no copying.
+        """The memory of bucket `index`, uint8 [num_bytes]: bytes received there need no copy.
 
         From the first call on the weights of a bucket lie in it one after another. None where that
-            cannot be: a dtype that is
-        not the engine's, experts that the model keeps stacked, a tensor that would not be aligned,
-        another layout than before.
+        is not possible: a dtype that is not the engine's, experts that the model keeps stacked, a
+        tensor that would not be aligned, another layout than before.
         """
         bucket = self.bucket(index)
         if self._layout is None:
@@ -76,9 +76,7 @@ class ModelWeights(WeightState):
         self.received(index)
 
     def release(self) -> None:
-        """Give the memory back, the weights with it; storages shrink in place, so that every view
-        of them stays one.
-        """
+        """Release the memory of the weights. Storages shrink in place, so that views stay views."""
         if self.state != "released":
             self._sizes = {
                 t.untyped_storage(): t.untyped_storage().nbytes() for t in self.tensors.values()
@@ -95,6 +93,7 @@ class ModelWeights(WeightState):
         super().restore()
 
     def checksum(self) -> str:
+        """A digest of all weights."""
         return digest(self.tensors.items())
 
     def _can_land(self, bucket: Bucket) -> bool:
@@ -132,8 +131,9 @@ class ModelWeights(WeightState):
 
 
 def as_published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of a Hugging Face folder: transformers stacks experts, and gate
-    on up; here are views.
+    """Yield the weights under the names of a Hugging Face folder.
+
+    transformers stacks experts, and gate on up; the weights of experts are views of these.
     """
     mixtral = getattr(getattr(module, "config", None), "model_type", None) == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -153,7 +153,7 @@ def as_published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
-    """{other name of a tied parameter: the name it is known by}."""
+    """Return {other name of a tied parameter: the name it is published under}."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}

@@ -1,6 +1,6 @@
-"""Where the thread that decodes meets pause, resume and abort: between two tokens.
+"""The point between two tokens where the decoding thread meets pause, resume and abort.
 
-Calls carry tickets in the order in which they were accepted. A pause parks the calls that it does
+Calls carry tickets in the order in which they were accepted. A pause holds the calls that it does
 not let finish; an abort ends every call accepted so far. The control side runs in other threads.
 """
 
@@ -15,24 +15,30 @@ from rlcore.errors import DeadlineExceeded, RunFailed
 
 
 class PauseGate:
-    def __init__(self, name: str, *, park_timeout_s: float) -> None:
+    """Holds, ends or lets through the calls of one engine.
+
+    Args:
+        hold_timeout_s: the longest that a call is held; it fails then.
+    """
+
+    def __init__(self, name: str, *, hold_timeout_s: float) -> None:
         self.name = name
-        self.park_timeout_s = park_timeout_s
+        self.hold_timeout_s = hold_timeout_s
         self.closed = False
         self.mode: PauseMode | None = None  # the pause in force
         self._changed = threading.Condition()
         self._next_ticket = 0
         self._open_tickets: set[int] = set()
-        # the ticket of the call that waits in `pass_through`
-        self._parked: int | None = None
-        self._held_from = 0  # while paused, tickets from this on are parked
+        # the ticket of the call that is held in `pass_through`
+        self._held_ticket: int | None = None
+        self._held_from = 0  # while paused, tickets from this on are held
         self._aborted_before = 0
         self._abandoned: set[int] = set()
 
     # --- calls ------------------------------------------------------------------------------------
 
     def enter(self) -> int:
-        """A ticket for a call that was just accepted."""
+        """Return a ticket for a call that was just accepted."""
         with self._changed:
             ticket = self._next_ticket
             self._next_ticket += 1
@@ -40,41 +46,45 @@ class PauseGate:
             return ticket
 
     def leave(self, ticket: int) -> None:
+        """End a call: it has returned or failed."""
         with self._changed:
             self._open_tickets.discard(ticket)
             self._abandoned.discard(ticket)
             self._changed.notify_all()
 
     def aborted(self, ticket: int) -> bool:
+        """Whether a call shall end at its next token."""
         return ticket < self._aborted_before or ticket in self._abandoned
 
     def abandon(self, ticket: int) -> None:
-        """Nobody waits for this call any more: end it at its next token."""
+        """End a call at its next token: its caller has gone."""
         with self._changed:
             if ticket in self._open_tickets:
                 self._abandoned.add(ticket)
                 self._changed.notify_all()
 
     def pass_through(self, ticket: int, on_retract: Callable[[], None]) -> None:
-        """Between two tokens: wait here while the engine is paused. Raises RunFailed when it was
-        closed meanwhile.
+        """Wait, between two tokens, while the engine is paused.
+
+        Raises RunFailed when the engine was closed meanwhile, DeadlineExceeded when it is not
+        resumed in time.
         """
         if self.mode is None and not self.closed:  # the common case takes no lock
             return
-        deadline = time.monotonic() + self.park_timeout_s
+        deadline = time.monotonic() + self.hold_timeout_s
         with self._changed:
             while self._holds(ticket):
                 if self.mode == "retract":
                     on_retract()
-                self._parked = ticket
+                self._held_ticket = ticket
                 self._changed.notify_all()
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    self._parked = None
+                    self._held_ticket = None
                     raise DeadlineExceeded(
                         f"{self.name}: generation was paused and not resumed for"
-                        f" {self.park_timeout_s:.0f} s (rollout.engine.request_timeout_s)"
+                        f" {self.hold_timeout_s:.0f} s (rollout.engine.request_timeout_s)"
                     )
-            self._parked = None
+            self._held_ticket = None
             if self.closed:
                 raise RunFailed(f"{self.name}: the engine was closed during a request")
 
@@ -89,9 +99,7 @@ class PauseGate:
     # --- control ----------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Returns once no token is being made. A second pause keeps parked what the first one
-        parked.
-        """
+        """Return once no token is being made. A second pause goes on holding held calls."""
         with self._changed:
             if self.mode is None:
                 self._held_from = self._next_ticket if mode in ("drain", "abort") else 0
@@ -105,16 +113,18 @@ class PauseGate:
                 )
 
     def _quiet(self) -> bool:
-        """Calls run one after the other, so when one is parked all that were accepted later are
-        waiting too.
+        """Whether no token is being made.
+
+        Calls run one after the other: when a call is held, all that were accepted later wait too.
         """
         if any(
             ticket < max(self._held_from, self._aborted_before) for ticket in self._open_tickets
         ):
             return False
-        return not self._open_tickets or self._parked is not None
+        return not self._open_tickets or self._held_ticket is not None
 
     def resume(self) -> None:
+        """Let the calls go on."""
         with self._changed:
             self.mode = None
             self._changed.notify_all()
@@ -126,6 +136,7 @@ class PauseGate:
             self._changed.notify_all()
 
     def close(self) -> None:
+        """End every call, now and from now on."""
         with self._changed:
             self.closed = True
             self._aborted_before = self._next_ticket

@@ -1,6 +1,4 @@
-"""Which experts the routers chose for each token that was fed to the model, while responses are
-being made.
-"""
+"""Records the experts that routers choose for each token that is fed to the model."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from rlcore.data.routed_experts import Experts
 
 
 class ExpertTap:
-    """Listens to what a model's layers with experts are asked for: transformers calls
+    """Records the arguments of a model's expert layers: transformers calls
     `experts(hidden, chosen, weights)`.
     """
 
@@ -33,9 +31,7 @@ class ExpertTap:
 
     @contextmanager
     def listening(self) -> Iterator[list[Tensor]]:
-        """Around a forward of [R, Q] tokens: afterwards the list holds int64 [R * Q, k] of each
-        layer with experts.
-        """
+        """Record a forward of [R, Q] tokens: the list then holds int64 [R * Q, k] a layer."""
         heard: list[Tensor] = []
         self._heard = heard
         try:
@@ -45,30 +41,26 @@ class ExpertTap:
 
 
 class ExpertLog:
-    """The records of R responses. A token keeps what it was first computed with, though its keys be
-    computed again.
-    """
+    """The records of R responses. A token keeps its first experts, even if recomputed later."""
 
     def __init__(self) -> None:
-        # of each row; samples of a prompt share one
+        # the record of each row's prompt; samples of a prompt share it
         self._prompts: list[Experts] = []
-        # of each response token that was fed: (rows, [A, L, k])
+        # (rows, [A, L, k]) of each response token that was fed
         self._steps: list[tuple[NDArray[np.int64], Experts]] = []
 
     def add_prompts(self, chosen: Tensor, pads: Sequence[int], copies: Sequence[int]) -> None:
-        """int16 [texts, columns, L, k] of the prompts, padded on the left; row r has the prompt
-        number copies[r].
-        """
+        """Record prompts: int16 [texts, columns, L, k], padded on the left; row r has copies[r]."""
         texts = [text[pad:] for text, pad in zip(chosen.cpu().numpy(), pads)]
         self._prompts = [texts[copy] for copy in copies]
 
     def add_token(self, chosen: Tensor, active: Tensor | None) -> None:
-        """int16 [A, L, k] of each row's newest token."""
+        """Record each row's newest token: int16 [A, L, k]."""
         rows = np.arange(len(chosen)) if active is None else active.cpu().numpy()
         self._steps.append((rows, chosen.cpu().numpy()))
 
     def records(self, lengths: Sequence[int]) -> list[Experts]:
-        """Of each row, whose response has `lengths` tokens; the last of them was not fed."""
+        """The record of each row; the last of its `lengths` response tokens was not fed."""
         if not self._prompts:
             return [np.zeros((0, 0, 0), dtype=np.int16) for _ in lengths]
         fed = np.full(
@@ -76,11 +68,13 @@ class ExpertLog:
         )
         for step, (rows, chosen) in enumerate(self._steps):
             fed[rows, step] = chosen
-        return [np.concatenate([prompt, response[: max(length - 1, 0)]])
-                for prompt, response, length in zip(self._prompts, fed, lengths)]  # fmt: skip
+        return [
+            np.concatenate([prompt, response[: max(length - 1, 0)]])
+            for prompt, response, length in zip(self._prompts, fed, lengths)
+        ]
 
 
 def stacked(heard: Sequence[Tensor], rows: int) -> Tensor:
-    """What was heard in a forward of [rows, Q] tokens, as int16 [rows, Q, L, k]."""
+    """The record of a forward of [rows, Q] tokens, as int16 [rows, Q, L, k]."""
     layers = torch.stack([one.to(torch.int16) for one in heard], dim=1)
     return layers.view(rows, -1, *layers.shape[1:])

@@ -1,5 +1,4 @@
-"""Drawing tokens. Every random number has an address, so a draw depends neither on its batch nor on
-what was drawn before.
+"""Sampling of tokens. Every random number has an address: it depends on no batch and no history.
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
 2011): a bijection of a 128-bit counter under a 64-bit key. Here the key is the seed and the counter
@@ -30,9 +29,7 @@ HALF = np.uint64(32)
 def philox4x32(
     counter: Sequence[ArrayLike], key: tuple[int, int]
 ) -> tuple[NDArray[np.uint64], ...]:
-    """Philox4x32-10: four 32-bit words for each 4 x 32-bit counter, as uint64 arrays of the
-    counters' common shape.
-    """
+    """Return Philox4x32-10's four 32-bit words for each counter, as uint64 of their shape."""
     c0, c1, c2, c3 = np.broadcast_arrays(
         *(np.asarray(word, dtype=np.uint64) & LOW for word in counter)
     )
@@ -52,10 +49,9 @@ def philox4x32(
 def uniforms(
     seed: int, draw: ArrayLike, sample: ArrayLike, turn: ArrayLike, position: ArrayLike
 ) -> NDArray[np.float64]:
-    """One number in [0, 1) for each address, a multiple of 2^-52; the arguments broadcast.
+    """Return a number in [0, 1) for each address, a multiple of 2^-52; the arguments broadcast.
 
-    52 bits and not 53: `u * total` then stays strictly below `total` in float64, whatever the
-        total.
+    52 bits and not 53: `u * total` then stays strictly below `total` in float64, for any total.
     """
     high, low, _, _ = philox4x32(
         (draw, sample, turn, position), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
@@ -66,13 +62,13 @@ def uniforms(
 
 @dataclass(frozen=True)
 class SamplingTable:
-    """How each of R rows is drawn. A field is None when no row needs it."""
+    """The sampling parameters of R rows. A field is None when no row needs it."""
 
     temperature: Tensor | None  # float32 [R], 1 where the row is greedy
     greedy: Tensor | None  # bool [R]
     top_p: Tensor | None  # float64 [R]
     top_k: Tensor | None  # int64 [R], the vocabulary size where it is off
-    # bool [R]: log-probs are those of the truncated distribution, and the kept are told
+    # bool [R]: log-probs are those of the truncated distribution, and the mask is reported
     truncated: Tensor | None
 
     @classmethod
@@ -104,7 +100,7 @@ class SamplingTable:
 
 
 def keep_mask(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """bool [R, V]: the tokens that top-k, then top-p on what top-k left, allow.
+    """Return the tokens that top-k, then top-p on the rest, allow: bool [R, V].
 
     Top-p keeps the smallest set of most probable tokens whose mass reaches `top_p`; the most
     probable one always stays. Equally probable tokens stay in the order of their ids.
@@ -124,7 +120,7 @@ class Drawn(NamedTuple):
 
     tokens: Tensor  # int64 [R]
     logprobs: Tensor  # float32 [R]
-    # bool [R, V]: what the tokens were drawn from; None where no row shall tell
+    # bool [R, V]: the tokens that could be drawn; None where no row reports its mask
     kept: Tensor | None = None
 
 

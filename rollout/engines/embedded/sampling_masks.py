@@ -1,4 +1,4 @@
-"""What top-k and top-p left of the vocabulary, token by token, while responses are being made."""
+"""Records sampling masks: the tokens that top-k and top-p left, while responses are being made."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from rlcore.data.sampling_masks import SamplingMasks
 
 
 class SamplingMaskRecorder:
-    """The keep-sets of R responses that grow by one token a step. They are in host memory from the
-    start.
-    """
+    """The sampling masks, in host memory, of R responses that grow by one token a step."""
 
     def __init__(self) -> None:
-        self._rows: list[NDArray[np.int64]] = []  # of each step: whose sets they are, ascending
+        self._rows: list[
+            NDArray[np.int64]
+        ] = []  # of each step: the rows that have a mask, ascending
         self._counts: list[NDArray[np.int64]] = []
         self._tokens: list[NDArray[np.int32]] = []
 
     def add(self, kept: Tensor | None, alive: Tensor, active: Tensor | None) -> None:
-        """The sets of one step.
+        """Record the masks of one step.
 
         Args:
             kept: bool [A, V]; None: no row was truncated.
             alive: bool [A]: rows whose response has not ended.
-            active: int64 [A]: which of the R rows they are; None: all of them, in order.
+            active: int64 [A]: the rows' numbers among the R; None: all of them, in order.
         """
         if kept is None:
             rows = alive.new_zeros(0)
             counts = alive.new_zeros(0)
             tokens = alive.new_zeros(0)
         else:
-            told = alive & ~kept.all(-1)  # the whole vocabulary is not written out
-            places = told.nonzero()[:, 0]
+            masked = alive & ~kept.all(-1)  # the whole vocabulary is not written out
+            places = masked.nonzero()[:, 0]
             some = kept[places]
             rows = places if active is None else active[places]
             counts = some.sum(-1)
@@ -45,8 +45,8 @@ class SamplingMaskRecorder:
         self._counts.append(counts.cpu().numpy())
         self._tokens.append(tokens.to(torch.int32).cpu().numpy())
 
-    def sets(self, lengths: Sequence[int]) -> list[SamplingMasks]:
-        """Of each of the R responses, `lengths` tokens long."""
+    def masks(self, lengths: Sequence[int]) -> list[SamplingMasks]:
+        """The masks of each of the R responses, which are `lengths` tokens long."""
         counts = np.zeros((len(lengths), len(self._rows)), dtype=np.int32)
         pieces: list[list[NDArray[np.int32]]] = [[] for _ in lengths]
         for step, (rows, sizes, tokens) in enumerate(zip(self._rows, self._counts, self._tokens)):
@@ -54,5 +54,7 @@ class SamplingMaskRecorder:
             for row, piece in zip(rows.tolist(), np.split(tokens, sizes.cumsum()[:-1])):
                 pieces[row].append(piece)
         nothing = np.zeros(0, dtype=np.int32)
-        return [SamplingMasks(np.concatenate([nothing, *piece]), row[:length].copy())
-                for piece, row, length in zip(pieces, counts, lengths)]  # fmt: skip
+        return [
+            SamplingMasks(np.concatenate([nothing, *piece]), row[:length].copy())
+            for piece, row, length in zip(pieces, counts, lengths)
+        ]

@@ -1,12 +1,11 @@
-"""The embedded engine as a process of its own: `python -m rollout.engines.embedded.server <
-config.json`.
+"""The embedded engine as a process: `python -m rollout.engines.embedded.server < config.json`.
 
 A small HTTP server, JSON both ways, one route for each verb of `rlcore.interfaces.RolloutEngine`,
 and `join_group`. Weights do not come over HTTP: `receive_bucket` takes them from the process group
 (process_group.py) that `join_group` entered.
 
 The process ends when its parent does. It reports its port on a pipe: only the kernel can pick a
-    free one without a race.
+free port without a race.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Verb = Callable[[dict[str, Any]], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Everything a server process is told, as JSON on its standard input."""
+    """The configuration of a server process, JSON on its standard input."""
 
     name: str
     model_path: str
@@ -61,7 +60,7 @@ class ServerConfig:
     key: str  # every request must carry it
     host: str = "127.0.0.1"
     port: int = 0  # 0: a free one
-    ready_fd: int | None = None  # where to write {"port": ...} once it serves
+    ready_fd: int | None = None  # takes {"port": ...} once it serves
     parent_pid: int | None = None  # end when this process does
 
 
@@ -73,9 +72,9 @@ class EngineServer:
         self._key = f"Bearer {key}"
         self._group: WeightGroup | None = None
         self._sizes: dict[int, int] = {}  # bucket index -> bytes
-        # the bucket that comes, or came last
+        # the newest bucket: it is being received, or was received last
         self._receiving: asyncio.Future[Tensor] | None = None
-        # the bucket that came last goes into the model
+        # the newest bucket is being copied into the model
         self._applying: asyncio.Future[None] | None = None
         self.verbs: dict[str, Verb] = {
             "generate": self._generate,
@@ -94,6 +93,7 @@ class EngineServer:
         }
 
     def app(self) -> web.Application:
+        """Return the application with one route for all verbs."""
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post("/{verb}", self._serve)
         return app
@@ -120,7 +120,7 @@ class EngineServer:
             return reply(
                 {"error": f"bad request: {type(error).__name__}: {error}", "type": "UserError"}, 400
             )
-        # torch: out of memory, a device error; the caller decides what becomes of it
+        # torch: out of memory, a device error; the caller decides what follows
         except RuntimeError as error:
             logger.exception("/%s", request.match_info["verb"])
             return reply({"error": f"{type(error).__name__}: {error}", "type": "RunFailed"}, 500)
@@ -135,7 +135,7 @@ class EngineServer:
 
     async def _begin_update(self, body: dict[str, Any]) -> None:
         buckets = decode_buckets(body["buckets"])
-        # of an update that was given up
+        # a bucket of an update that was given up
         await asyncio.gather(self._applied(), return_exceptions=True)
         await self.engine.begin_update(buckets)
         self._sizes = {bucket.index: bucket.num_bytes for bucket in buckets}
@@ -150,9 +150,9 @@ class EngineServer:
         )
 
     async def _receive_bucket(self, body: dict[str, Any]) -> None:
-        """Answers when the bucket is here: in the model, or aside.
+        """Answer when the bucket was received, in the model's memory or beside it.
 
-        From there it is copied while the next comes, which tells of its failure.
+        It is copied into the model while the next one comes; that call reports a failure of it.
         """
         if self._group is None:
             raise RunFailed(f"{self.engine.name}: is in no weight group; call join_group first")
@@ -180,7 +180,7 @@ class EngineServer:
 
     async def _release_memory(self, body: dict[str, Any]) -> None:
         if self._receiving is not None and self._group is not None and not self._receiving.done():
-            # Of an update that was given up: it would go on writing where no memory is any more.
+            # The receive of an update that was given up would go on writing into freed memory.
             await asyncio.to_thread(self._group.close)
             await asyncio.wait([self._receiving])
         await self.engine.release_memory(body["tags"])
@@ -197,13 +197,12 @@ class EngineServer:
 
 
 def reply(body: Any, status: int = 200) -> web.Response:
+    """Return a JSON response."""
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
 def follow_parent(pid: int) -> None:
-    """End with the parent: by a signal of the kernel on Linux, and by looking at it from time to
-    time everywhere.
-    """
+    """End with the parent: by a signal of the kernel on Linux, and by polling everywhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -216,7 +215,7 @@ def follow_parent(pid: int) -> None:
 
 
 async def serve(config: ServerConfig) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
@@ -252,17 +251,19 @@ async def serve(config: ServerConfig) -> None:
 
 
 def main() -> None:
+    """Read the configuration from standard input, and serve."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     config = ServerConfig(**orjson.loads(sys.stdin.buffer.read()))
     if config.parent_pid is not None:
         follow_parent(config.parent_pid)
-    # Before the model is built: a torch thread pool keeps the size that it was born with.
+    # Before the model is built: torch's thread pool keeps the size that it has at first use.
     if (threads := config.engine.get("threads")) is not None:
         torch.set_num_threads(threads)
     asyncio.run(serve(config))
 
 
 def config_json(config: ServerConfig) -> bytes:
+    """Return what `main` reads."""
     return orjson.dumps(asdict(config))
 
 

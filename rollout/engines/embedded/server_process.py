@@ -1,9 +1,8 @@
-"""The server process of an embedded engine, started and ended by us on this machine."""
+"""The server process of an embedded engine, a child of this process."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,40 +15,48 @@ MODULE = "rollout.engines.embedded.server"
 
 
 class EmbeddedServer(ChildServer):
-    """`rollout.engines.embedded.client.EngineProcess`. Use it from one event loop, whose thread
-    lives as long as the process shall.
+    """The `Server` of an embedded engine.
+
+    Use it from one event loop, whose thread lives as long as the process shall.
 
     Args:
-        key: every request must carry it; default: a new one.
+        key: every request must carry it.
         host: the address that it listens on.
     """
 
     def __init__(
-        self, name: str, model_path: str, *, config: EngineConfig, dtype: str, tokenizer: str | None, log: Path,
-        key: str | None = None, host: str = "127.0.0.1",
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        model_path: str,
+        *,
+        config: EngineConfig,
+        dtype: str,
+        tokenizer: str | None,
+        log: Path,
+        key: str,
+        host: str = "127.0.0.1",
+    ) -> None:
         self.name = name
         self.config = config
-        self.key = key or secrets.token_urlsafe(32)
-        self._told = ServerConfig(
+        self._settings = ServerConfig(
             name,
             model_path,
             tokenizer,
             dtype,
             config.model_dump(mode="json"),
-            key=self.key,
+            key=key,
             host=host,
             parent_pid=os.getpid(),
         )
         super().__init__(Child(f"engine {name}", log))
 
     async def start(self) -> str:
-        """Raises RunFailed or DeadlineExceeded with the last lines of the process's log."""
+        """Return its URL. Raises RunFailed or DeadlineExceeded with the last lines of its log."""
 
         def config(ready_fd: int) -> bytes:
-            return config_json(ServerConfig(**asdict(self._told) | {"ready_fd": ready_fd}))
+            return config_json(ServerConfig(**asdict(self._settings) | {"ready_fd": ready_fd}))
 
         port = await self._child.start(
             [sys.executable, "-m", MODULE], config, timeout_s=self.config.start_timeout_s
         )
-        return f"http://{self._told.host}:{port}"
+        return f"http://{self._settings.host}:{port}"

@@ -1,4 +1,4 @@
-"""Where a response ends: stop token ids for whole batches at once, stop strings row by row."""
+"""The end of a response: stop token ids for whole batches at once, stop strings row by row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXTRA_TOKENS = 4
 
 
 def stop_id_table(stop_ids: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """int64 [R, S]: each row's stop ids, filled up with -1, which is no token."""
+    """Return each row's stop ids, int64 [R, S], filled up with -1, which is no token."""
     width = max(1, max(map(len, stop_ids)))
     return torch.tensor(
         [[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], dtype=torch.int64, device=device
@@ -33,9 +33,7 @@ class StopStrings:
         self.window = max(len(text.encode()) for text in strings) + EXTRA_TOKENS
 
     def hit(self, tail: list[int]) -> bool:
-        """Whether the response that ends with `tail` (its last `window` tokens) holds a stop
-        string.
-        """
+        """Whether a response whose last `window` tokens are `tail` holds a stop string."""
         text = self.tokenizer.decode(
             tail, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

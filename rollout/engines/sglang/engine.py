@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, Pause
 from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import gather_or_cancel
+from rollout.engines.child_process import Server
 from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
@@ -35,29 +36,6 @@ HEALTH_KEY = "rollout.engine.health_timeout_s"
 DEATH_S = 0.5  # from a broken connection to the end of the process that held it
 # a request that reached the server after one abort of all is ended by the next
 ABORT_AGAIN_S = 0.2
-
-
-class Server(Protocol):
-    """Who starts and ends the server: `ManagedServer`, `ExternalServer`, or a launcher on another
-    machine.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def managed(self) -> bool: ...
-
-    @property
-    def ended(self) -> asyncio.Future[Any] | None: ...
-
-    async def start(self) -> str: ...
-
-    def describe_end(self) -> str: ...
-
-    async def stop(self) -> None: ...
-
-    async def kill(self) -> None: ...
 
 
 class SGLangEngine:

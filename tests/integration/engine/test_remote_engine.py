@@ -208,7 +208,7 @@ def test_the_server_wants_its_key(loop, pair):
             return answer.status
 
     assert run(loop, ask("guess")) == 401
-    assert run(loop, ask(pair[0]._process.key)) == 200
+    assert run(loop, ask(pair[0]._key)) == 200
 
 
 @pytest.mark.full  # a run in which they do: tests/integration/test_chaos.py

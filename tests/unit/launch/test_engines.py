@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlcore.config import Config
 from rlcore.config.load import load_config
 from rlcore.errors import ConfigError
-from rlcore.launch import engines
 from rlcore.launch.engines import build_engines
 from rollout.engines.embedded import client as remote
 from rollout.engines.embedded.client import RemoteEngine
@@ -67,7 +67,7 @@ def managed(*overrides: str) -> list[ManagedServer]:
         (["rollout.engine.in_process=true"], 2, [EmbeddedEngine]),
     ],
 )
-def test_embedded_engines_are_in_this_process_where_it_is_alone_and_so_are_they(
+def test_one_embedded_engine_of_one_process_is_in_it_and_others_are_processes(
     overrides: list[str], world_size: int, kinds: list[type]
 ) -> None:
     made = built(*overrides, world_size=world_size)
@@ -133,7 +133,7 @@ def test_a_server_is_told_what_the_trainer_needs_of_it(
     replay = "policy.routing_replay=engine"
     managed(*python)
     managed(*python, replay, colocated)
-    monkeypatch.setattr(engines.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     managed(*python, colocated)
     managed(*python, "rollout.engine.count=2", "rollout.engine.gpus=[3,1]")

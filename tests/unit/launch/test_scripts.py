@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rlcore.config import Config
-from rlcore.config.checks.engine import SGLANG_ONLY
+from rlcore.config.engine_kinds import KINDS
 from rlcore.config.load import load_config, split_arguments
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.config.sections.rollout import EngineConfig
@@ -241,7 +241,7 @@ def debugged(stage: Stage, *given: str) -> Config:
 @pytest.mark.parametrize("name", ["mine.yaml", "MINE.yml"])
 def test_any_file_becomes_one_process(stage: Stage, name: str) -> None:
     """Whatever it says of servers, GPUs and layout; and its own run is left alone."""
-    assert set(SERVERS) == set(SGLANG_ONLY)
+    assert set(SERVERS) == set(KINDS["sglang"].own_keys)
     engine = {"kind": "sglang", "count": 2, "device": "cuda", **SERVERS}
     layout = {
         "tensor": 2,

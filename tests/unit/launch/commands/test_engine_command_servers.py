@@ -19,9 +19,10 @@ import pytest
 from rlcore.config import Config
 from rlcore.config.sections.rollout import RestartConfig
 from rlcore.errors import ConfigError, RunFailed
-from rlcore.launch import engines
 from rlcore.launch.commands import engine as serve
 from rlcore.launch.commands.engine import follower, run_servers, serve_engines
+from rollout.engines.registry import EngineSite
+from rollout.engines.sglang.factory import SGLangFactory
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
 QUICK = RestartConfig(limit=2, backoff_s=0.01)
@@ -253,14 +254,14 @@ def test_keys_that_were_given_are_not_printed_and_made_ones_are(
     config = served(tmp_path)
     made: list[Keys] = []
 
-    def servers(config: Config, keys: Keys, **_: object) -> list[FakeServer]:
+    def servers(site: EngineSite, keys: Keys) -> list[FakeServer]:
         made.append(keys)
         return [FakeServer("a")]
 
     async def announced(servers, announce, follow, *, restart) -> None:
         announce(["http://a:1"])
 
-    monkeypatch.setattr(engines, "managed_servers", servers)
+    monkeypatch.setattr(SGLangFactory, "build_servers", servers)
     monkeypatch.setattr(serve, "run_servers", announced)
     monkeypatch.setenv(API_KEY, "a-key-of-mine")
     monkeypatch.delenv(ADMIN_KEY, raising=False)
@@ -286,9 +287,9 @@ def test_the_file_with_the_urls_is_there_only_while_the_engines_are_ready(
         raise RunFailed("a ended")
 
     monkeypatch.setattr(
-        engines,
-        "managed_servers",
-        lambda config, keys, *, ranks, logs: told.append((ranks, logs)) or [],
+        SGLangFactory,
+        "build_servers",
+        lambda site, keys: told.append((site.local_ranks, site.logs)) or [],
     )
     monkeypatch.setattr(serve, "run_servers", run_both)
     told: list[tuple[int, Path]] = []

@@ -26,7 +26,8 @@ STUBBORN = (
     + """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+subprocess.Popen([sys.executable, "-c", child])
 ready('{"port": 7}\\n')
 time.sleep(60)
 """

@@ -43,7 +43,7 @@ class Site:
 
     async def catch_up_forever(self, version: int = 1) -> None:
         while True:
-            await self.fleet.someone_waits()
+            await self.fleet.wait_for_stale()
             await self.publish(version, only_stale=True)
 
     def states(self) -> str:

@@ -85,7 +85,7 @@ def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, 
         if fault == "dies":
             await site.fleet.failed(a, "killed")
         if fault == "sick":
-            a.illness = EngineFailed("engine a is ill")
+            a.probe_error = EngineFailed("engine a does not answer")
         answers = await asyncio.gather(*calls)
         assert [len(answer) for answer in answers] == [2] * 20
         assert tokens(answers) == tokens(
@@ -101,7 +101,7 @@ def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, 
     )
 
 
-def test_an_answer_that_comes_too_late_is_nobodys(on_site, request_of):
+def test_an_answer_that_comes_too_late_is_dropped(on_site, request_of):
     """The engine is declared dead while its answer is under way: the request counts once,
     elsewhere.
     """
@@ -218,7 +218,7 @@ def test_where_none_can_come_everybody_hears_why(on_site, request_of):
     on_site("ab", use, max_in_flight=2, restart={"limit": 0})
 
 
-def test_requests_that_nobody_wants_any_more_leave_no_lease(on_site, request_of):
+def test_cancelled_requests_leave_no_lease(on_site, request_of):
     async def use(site):
         site.engines[0].delay_s = 0.05
         calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(6)]
@@ -234,7 +234,7 @@ def test_requests_that_nobody_wants_any_more_leave_no_lease(on_site, request_of)
     on_site("a", use, max_in_flight=1)
 
 
-def test_who_gives_up_while_the_engine_fails_has_given_up(on_site, request_of):
+def test_a_caller_cancelled_while_the_engine_fails_is_cancelled(on_site, request_of):
     async def use(site):
         site.engines[0].delay_s = 60
         call = asyncio.ensure_future(site.dispatcher.one(request_of(0)))
@@ -248,7 +248,7 @@ def test_who_gives_up_while_the_engine_fails_has_given_up(on_site, request_of):
     on_site("ab", use)
 
 
-def test_who_gives_up_while_the_last_engine_ends_has_given_up(on_site, request_of):
+def test_a_caller_cancelled_while_the_last_engine_ends_is_cancelled(on_site, request_of):
     async def use(site):
         site.engines[0].delay_s = 60
         calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(2)]
@@ -308,7 +308,7 @@ def test_a_lease_that_is_granted_in_the_moment_when(on_site, request_of, then):
     on_site("a", use, max_in_flight=1, retries=0, restart={"limit": 0})
 
 
-def test_batches_are_the_same_whoever_is_alive(on_site, request_of):
+def test_batches_are_the_same_whichever_engines_are_alive(on_site, request_of):
     async def use(site):
         requests = [request_of(i, n=2) for i in range(11)]
         whole = await site.dispatcher.batch(requests)
@@ -334,7 +334,7 @@ def test_a_batch_that_fails_is_made_whole_again(on_site, request_of):
     on_site("ab", use, restart={"backoff_s": 30.0})
 
 
-def test_who_is_waited_for(on_site, request_of):
+def test_the_engine_that_is_waited_for_is_named(on_site, request_of):
     async def use(site):
         for engine in site.engines:
             engine.delay_s = 0.1

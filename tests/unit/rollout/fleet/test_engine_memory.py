@@ -140,7 +140,9 @@ def test_an_engine_that_cannot_take_its_memory_again_is_out(shared: Shared) -> N
     assert shared.engines[1].asked == ["pause abort", "release", "restore", "start"]
 
 
-def test_when_none_is_left_one_is_waited_for_where_the_trainer_is_parked(shared: Shared) -> None:
+def test_without_an_engine_a_restart_is_waited_for_while_the_trainer_is_offloaded(
+    shared: Shared,
+) -> None:
     for engine in shared.engines:
         engine.fails_at = "release"
     shared.memory.release((*CACHES, "weights"))
@@ -154,7 +156,7 @@ def test_where_none_can_come_back_the_next_publication_says_so(shared: Shared) -
     for engine in shared.engines:
         engine.fails_at = "release"
     for member in shared.fleet.members:
-        member.health.lives = CONFIG.restart.limit + 1
+        member.health.starts = CONFIG.restart.limit + 1
     shared.memory.release(CACHES)
     shared.memory.restore(CACHES)
     assert not shared.memory.any_running()

@@ -26,12 +26,12 @@ def test_an_engine_serves_only_after_a_publication(on_site):
 def test_a_probe_that_fails_means_a_restart(on_site):
     async def use(site):
         a = site.engines[0]
-        a.illness = EngineFailed("engine a feels ill")
+        a.probe_error = EngineFailed("engine a does not answer")
         await site.until("dead serving")
-        a.illness = None
+        a.probe_error = None
         await site.until("stale serving")
-        assert (a.lives, site.fleet.restarts) == (2, 1)
-        assert site.fleet.members[0].health.why == "engine a feels ill"
+        assert (a.starts, site.fleet.restarts) == (2, 1)
+        assert site.fleet.members[0].health.why == "engine a does not answer"
         assert site.fleet.members[0].version is None
         await site.publish(1, only_stale=True)
         assert site.states() == "serving serving"
@@ -73,13 +73,13 @@ def test_an_engine_in_a_publication_is_not_probed(on_site):
 
         async def count(self):
             probes.append(self.name)
-            if self.illness is not None:
-                raise self.illness
+            if self.probe_error is not None:
+                raise self.probe_error
 
         for engine in site.engines:
             engine.health = count.__get__(engine)
         site.fleet.draining(site.engines[0])
-        site.engines[0].illness = EngineFailed("busy with weights")
+        site.engines[0].probe_error = EngineFailed("busy with weights")
         await asyncio.sleep(0.3)
         assert site.states() == "draining serving"
         assert set(probes) == {"b"}
@@ -102,9 +102,9 @@ def test_a_failure_is_declared_once(on_site, caplog):
     on_site("ab", use)
 
 
-def test_what_is_said_of_an_earlier_life_does_not_harm_the_next(on_site):
+def test_a_failure_before_a_restart_does_not_harm_the_engine_after_it(on_site):
     async def use(site):
-        lease = await site.fleet.lease("x", room=9)
+        lease = await site.fleet.router.lease("x", room=9)
         await site.fleet.failed(lease.member.engine, "first")
         await site.until("stale serving")
         site.fleet.lost(lease, "late news of the first")
@@ -114,7 +114,7 @@ def test_what_is_said_of_an_earlier_life_does_not_harm_the_next(on_site):
     on_site("ab", use)
 
 
-def test_a_publication_that_ends_after_the_engine_failed_does_not_revive_it(on_site):
+def test_a_publication_that_ends_after_the_engine_failed_leaves_it_dead(on_site):
     async def use(site):
         site.fleet.draining(site.engines[0])
         await site.fleet.failed(site.engines[0], "in the middle")
@@ -127,7 +127,7 @@ def test_a_publication_that_ends_after_the_engine_failed_does_not_revive_it(on_s
     on_site("ab", use)
 
 
-def test_a_step_that_failed_in_an_earlier_life_does_not_harm_the_next(on_site):
+def test_a_step_that_failed_before_a_restart_does_not_harm_the_engine_after_it(on_site):
     """The others of a publication may take their time: until all have answered, one that died can
     be back.
     """
@@ -140,7 +140,7 @@ def test_a_step_that_failed_in_an_earlier_life_does_not_harm_the_next(on_site):
         await site.until("stale draining")
         await site.fleet.out(a, "it did not answer begin_update: killed")
         assert site.states() == "stale draining"
-        assert (a.lives, site.fleet.restarts) == (2, 1)
+        assert (a.starts, site.fleet.restarts) == (2, 1)
         await site.fleet.out(b, "it did not answer begin_update")
         assert site.states() == "stale dead"
 
@@ -186,12 +186,12 @@ def test_what_no_engine_should_raise_is_a_failure_too(on_site, monkeypatch):
 
         monkeypatch.setattr(FakeEngine, "start", broken)
         monkeypatch.setattr(FakeEngine, "kill", broken)
-        site.engines[0].illness = ZeroDivisionError("a probe")
+        site.engines[0].probe_error = ZeroDivisionError("a probe")
         await site.until("dead serving")
         assert site.fleet.members[0].health.why == "ZeroDivisionError: a probe"
-        site.engines[0].illness = None
+        site.engines[0].probe_error = None
         await site.until("stale serving")
-        assert site.fleet.members[0].health.lives == 3
+        assert site.fleet.members[0].health.starts == 3
 
     on_site("ab", use)
 
@@ -223,13 +223,13 @@ def test_an_engine_that_does_not_end_is_started_again_all_the_same(on_site, monk
     on_site("a", use)
 
 
-def test_a_hold_returns_when_nobody_is_starting_any_more(on_site, monkeypatch):
+def test_pause_starts_returns_when_no_engine_is_starting(on_site, monkeypatch):
     async def use(site):
         may_start = asyncio.Event()
         monkeypatch.setattr(FakeEngine, "start", lambda self: may_start.wait())
         await site.fleet.failed(site.engines[0], "first")
         await site.until("starting serving")
-        holding = asyncio.ensure_future(site.fleet.hold())
+        holding = asyncio.ensure_future(site.fleet.pause_starts())
         await asyncio.sleep(0.05)
         assert not holding.done(), "its memory is on the way"
         may_start.set()
@@ -244,7 +244,7 @@ def test_on_a_shared_device_an_engine_waits_for_weights_until_no_other_serves(on
         a, b = site.engines
         await site.fleet.failed(a, "first")
         await site.until("stale serving")
-        waiting = asyncio.ensure_future(site.fleet.someone_waits())
+        waiting = asyncio.ensure_future(site.fleet.wait_for_stale())
         await asyncio.sleep(0.05)
         assert not waiting.done(), "b would lose its requests"
         await site.fleet.failed(b, "second")

@@ -43,7 +43,7 @@ def test_every_state_with_every_event(state: State, event: Event) -> None:
 
 
 def test_a_served_engine_had_a_whole_publication() -> None:
-    """Whatever happens, the event before serving is PUBLISHED, and only a publication takes that."""
+    """The event before serving is always PUBLISHED, which only a publication leads to."""
     assert [
         (state, event)
         for state, row in TRANSITIONS.items()
@@ -69,7 +69,7 @@ def test_the_pause_doubles_until_it_serves_again() -> None:
     assert pauses == [0.5, 1.0, 2.0, 3.0, 3.0]
     live(health, serves=True)
     assert health.pause_s == 0.5
-    health.barren = 10_000
+    health.failed_starts = 10_000
     assert health.pause_s == 3.0
 
 

@@ -71,10 +71,19 @@ def test_other_families(make, tmp_path):
     # keys of 12, values of 10; a choice that the bias of the router changes
     elif make == "deepseek_v3":
         config = DeepseekV3Config(
-            **{**sizes, "num_key_value_heads": 4}, kv_lora_rank=12, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
-            v_head_dim=10, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16,
+            **{**sizes, "num_key_value_heads": 4},
+            kv_lora_rank=12,
+            q_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=10,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            moe_intermediate_size=16,
             first_k_dense_replace=1,
-        )  # fmt: skip
+        )
         other = DeepseekV3ForCausalLM(config).eval()
         other.model.layers[1].mlp.gate.e_score_correction_bias.normal_(0.0, 0.3)
     else:

@@ -223,8 +223,16 @@ def test_the_digest_sees_names_types_shapes_and_every_byte():
 @pytest.mark.parametrize("config", ["Qwen3MoeConfig", "MixtralConfig", "DeepseekV3Config"])
 def test_experts_are_known_one_by_one_as_a_folder_names_them(config, tmp_path):
     """transformers stacks them when it reads a folder; an update must reach the stack."""
-    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-             "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2}  # fmt: skip
+    sizes = {
+        "vocab_size": 31,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+    }
     if config == "DeepseekV3Config":  # whose routers have a buffer, too
         sizes |= {
             "first_k_dense_replace": 0,

@@ -206,7 +206,7 @@ def test_a_cancelled_call_stops_at_its_next_token(model, folder, in_the_middle):
     assert {c.finish_reason for row in with_engine(folder, model, use) for c in row} == {"length"}
 
 
-def test_a_pause_that_nobody_ends_is_an_error_within_its_deadline(model, folder, in_the_middle):
+def test_a_pause_without_resume_is_an_error_within_its_deadline(model, folder, in_the_middle):
     async def use(engine):
         running = asyncio.create_task(engine.generate(requests_of()))
         await in_the_middle()
@@ -233,7 +233,7 @@ def test_the_event_loop_stays_responsive_while_it_generates(model, folder, in_th
 
 
 def test_a_pause_that_cannot_take_effect_names_the_engine():
-    gate = PauseGate("engine-7", park_timeout_s=1)
+    gate = PauseGate("engine-7", hold_timeout_s=1)
     gate.enter()  # a call that never reaches the gate
     with pytest.raises(DeadlineExceeded, match=r"engine-7: pause \(drain\) did not take effect"):
         gate.pause("drain", timeout_s=0.05)

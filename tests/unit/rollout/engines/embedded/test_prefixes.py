@@ -46,10 +46,16 @@ def rest_of(whole: GenerateRequest, completions, cut) -> GenerateRequest | None:
     return whole.going_on(prefixes) if prefixes else None
 
 
-@pytest.mark.parametrize(("cut", "retracts"), [
-    (lambda _: 0, False), (lambda _: 1, False), (lambda place: 3 * place, False), (lambda place: 3 * place, True),
-    (lambda _: 23, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cut", "retracts"),
+    [
+        (lambda _: 0, False),
+        (lambda _: 1, False),
+        (lambda place: 3 * place, False),
+        (lambda place: 3 * place, True),
+        (lambda _: 23, False),
+    ],
+)
 def test_what_comes_behind_a_prefix_is_what_came_there_before(model, folder, cut, retracts):
     """The same random numbers at the same positions, prefixes of many lengths in one batch,
     log-probs to round-off.
@@ -187,8 +193,12 @@ def test_responses_go_on_through_two_publications_that_abort(model, folder, reac
         async def generate(one):
             return (await engine.generate([one]))[0]
 
-        running = [asyncio.ensure_future(partial.whole(generate, request(prompt, draw=i, n=3, max_new_tokens=long)))
-                   for i, prompt in enumerate(PROMPTS)]  # fmt: skip
+        running = [
+            asyncio.ensure_future(
+                partial.whole(generate, request(prompt, draw=i, n=3, max_new_tokens=long))
+            )
+            for i, prompt in enumerate(PROMPTS)
+        ]
         for version in (2, 3):
             await reaches(20)
             await publish(engine, versions[version], version, "abort")
@@ -234,8 +244,10 @@ def test_an_abort_under_the_same_weights_changes_no_token(model, folder, reaches
         async def generate(one):
             return (await engine.generate([one]))[0]
 
-        running = [asyncio.ensure_future(partial.whole(generate, request(prompt, draw=i, n=4, **settings)))
-                   for i, prompt in enumerate(prompts)]  # fmt: skip
+        running = [
+            asyncio.ensure_future(partial.whole(generate, request(prompt, draw=i, n=4, **settings)))
+            for i, prompt in enumerate(prompts)
+        ]
         for _ in range(cuts):
             await reaches(9)
             await engine.abort()

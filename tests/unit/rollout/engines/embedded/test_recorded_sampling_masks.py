@@ -1,6 +1,4 @@
-"""The keep-sets that the embedded engine records: what each token was drawn from, and nothing that
-was not.
-"""
+"""The sampling masks that the embedded engine records, of what each token was drawn from."""
 
 from __future__ import annotations
 
@@ -32,8 +30,11 @@ def expected(model, prompt, tokens, settings) -> tuple[list[list[int]], list[flo
     """By one forward pass over the whole response."""
     text = torch.tensor([[*prompt, *tokens]])
     logits = model(text).logits[0, len(prompt) - 1 : -1].detach() / settings["temperature"]
-    mask = keep_mask(logits.softmax(-1), torch.full((len(tokens),), settings["top_p"]).double(),
-                     torch.full((len(tokens),), settings["top_k"]))  # fmt: skip
+    mask = keep_mask(
+        logits.softmax(-1),
+        torch.full((len(tokens),), settings["top_p"]).double(),
+        torch.full((len(tokens),), settings["top_k"]),
+    )
     log_p = logits.masked_fill(~mask, -torch.inf).log_softmax(-1)
     sets = [row.nonzero()[:, 0].tolist() for row in mask]
     return sets, [float(log_p[i, token]) for i, token in enumerate(tokens)]
@@ -61,11 +62,15 @@ def test_every_token_comes_with_what_it_was_drawn_from(folder, model):
     assert len(lengths) > 2
 
 
-def test_only_those_who_ask_get_them_and_the_whole_vocabulary_takes_no_room(folder, model):
+def test_only_requests_that_ask_get_masks_and_the_whole_vocabulary_takes_no_room(folder, model):
     truncated = {**KEPT, "sampling_mask": False}
     whole = {"temperature": 0.7, "sampling_mask": True}
-    asked = [request([1, 2], draw=0, **KEPT), request([1, 2], draw=1, **truncated), request([1, 2], draw=2, **whole),
-             request([1, 2], draw=3, temperature=0.0, top_p=0.5, sampling_mask=True)]  # fmt: skip
+    asked = [
+        request([1, 2], draw=0, **KEPT),
+        request([1, 2], draw=1, **truncated),
+        request([1, 2], draw=2, **whole),
+        request([1, 2], draw=3, temperature=0.0, top_p=0.5, sampling_mask=True),
+    ]
     (kept,), (plain,), (full,), (greedy,) = generate(folder, model, asked)
     assert 0 < kept.sampling_mask.counts.min() <= kept.sampling_mask.counts.max() <= 9
     assert plain.sampling_mask is None
@@ -100,7 +105,7 @@ def test_a_log_of_rows_that_come_and_go():
     log.add(torch.cat([mask[:1], everything, mask[:1]]), alive, None)
     log.add(None, alive[:2], torch.tensor([0, 1]))
     log.add(mask[:1], alive[:1], torch.tensor([1]))
-    first, second, third = log.sets([2, 3, 0])
+    first, second, third = log.masks([2, 3, 0])
     assert (first.counts.tolist(), first.tokens.tolist()) == ([2, 0], [0, 2])
     assert (second.counts.tolist(), second.tokens.tolist()) == ([0, 0, 2], [0, 2])
     assert (third.counts.tolist(), third.tokens.tolist()) == ([], [])

@@ -23,11 +23,23 @@ TOPK = 2
 def routed() -> Qwen3MoeForCausalLM:
     """Three layers, the second of them dense."""
     torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, num_experts=5, num_experts_per_tok=TOPK, mlp_only_layers=[1],
-        initializer_range=0.3, max_position_embeddings=128,
-    )).eval()  # fmt: skip
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_hidden_layers=3,
+            head_dim=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_experts=5,
+            num_experts_per_tok=TOPK,
+            mlp_only_layers=[1],
+            initializer_range=0.3,
+            max_position_embeddings=128,
+        )
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +52,11 @@ def moe_folder(routed: Qwen3MoeForCausalLM, tmp_path_factory: pytest.TempPathFac
 def expected(model: Any, tokens: list[int]) -> np.ndarray:
     """By one forward pass over all tokens: [t, layers, k]."""
     heard: list[torch.Tensor] = []
-    hooks = [part.register_forward_pre_hook(lambda _, args: heard.append(args[1]))
-             for name, part in model.named_modules() if name.endswith(".experts")]  # fmt: skip
+    hooks = [
+        part.register_forward_pre_hook(lambda _, args: heard.append(args[1]))
+        for name, part in model.named_modules()
+        if name.endswith(".experts")
+    ]
     with torch.no_grad():
         model(torch.tensor([tokens]))
     for hook in hooks:
@@ -51,7 +66,7 @@ def expected(model: Any, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("mode", ["whole", "retract"])
 def test_prompt_and_response_but_the_last_token_are_recorded(moe_folder, routed, mode):
-    """Rows end at different times; a retraction computes all keys again, and records nothing twice."""
+    """Rows end at different times; a retraction computes all keys again, and records each once."""
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     settings = {"max_new_tokens": 12, "stop_token_ids": (0, 1, 2, 3), "routed_experts": True}
     asked = [request(prompt, draw=i, n=3, **settings) for i, prompt in enumerate(prompts)]
@@ -78,7 +93,7 @@ def test_prompt_and_response_but_the_last_token_are_recorded(moe_folder, routed,
     assert len(lengths) > 2
 
 
-def test_only_those_who_ask_get_them_and_they_cross_borders(moe_folder, routed):
+def test_only_requests_that_ask_get_experts_and_they_cross_processes(moe_folder, routed):
     asked = [request([1, 2], draw=0, routed_experts=True), request([1, 2], draw=1)]
     (told,), (plain,) = with_engine(moe_folder, routed, lambda engine: engine.generate(asked))
     assert plain.routed_experts is None

@@ -143,7 +143,7 @@ def test_logprobs_are_of_the_tempered_unfiltered_distribution():
             assert tokens[row] == logits[row].argmax()
 
 
-def test_with_keep_sets_logprobs_are_of_what_was_drawn_from():
+def test_with_sampling_masks_logprobs_are_of_the_truncated_distribution():
     logits = torch.randn(6, 31, generator=torch.Generator().manual_seed(2))
     settings = [(1, 1, -1), (0.5, 0.6, -1), (2, 1, 5), (0.8, 0.5, 9), (0, 0.5, 3), (1, 1e-6, -1)]
     params = [

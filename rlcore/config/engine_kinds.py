@@ -1,0 +1,99 @@
+"""The kinds of engines: what configuration and launchers must know of each without importing it.
+
+An engine of this repository is a folder under `rollout/engines/` and a row of `KINDS`. The class of
+an engine of another package, named by its import path, has the same facts in its attribute `kind`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+RECORDS = ("sampling_mask", "routed_experts")
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """What must be known about a kind; the defaults suit an engine of another package.
+
+    Which transports reach an engine stands in its own `transports`: the engines of a kind differ.
+
+    Attributes:
+        factory: import path of its `rollout.engines.registry.EngineFactory`; "" where the class
+            that has these facts is the factory.
+        title: its name in messages.
+        own_keys: the keys of `rollout.engine` that this kind reads and not every kind does. With
+            "urls" among them it takes engines that somebody else runs.
+        not_read: what is said about such a key that is given to another kind.
+        standalone: `rlcore engine` starts engines of this kind without a trainer.
+        batches: the engine decodes one call at a time, so a step's requests go out as few calls.
+        repeatable: the address of a token fixes its random number.
+        masks_need_top_k: it reports a sampling mask only where `top_k` bounds it.
+        records: what it can report with a completion: "sampling_mask", "routed_experts".
+        stop_strings: it ends responses at `rollout.sampling.stop`.
+        colocated: it can release its memory, for `rollout.engine.colocated`.
+    """
+
+    factory: str = ""
+    title: str = "this engine"
+    own_keys: tuple[str, ...] = ("server",)
+    not_read: str = ""
+    standalone: bool = False
+    batches: bool = False
+    repeatable: bool = False
+    masks_need_top_k: bool = False
+    records: tuple[str, ...] = ()
+    stop_strings: bool = False
+    colocated: bool = False
+
+
+KINDS = {
+    "embedded": EngineKind(
+        factory="rollout.engines.embedded.factory:EmbeddedFactory",
+        title="the embedded engine",
+        own_keys=("in_process", "max_batch"),
+        not_read="only the embedded engine reads it: leave it out",
+        batches=True,
+        repeatable=True,
+        records=RECORDS,
+        stop_strings=True,
+        colocated=True,
+    ),
+    "sglang": EngineKind(
+        factory="rollout.engines.sglang.factory:SGLangFactory",
+        title="SGLang",
+        own_keys=(
+            "python",
+            "urls",
+            "tensor_parallel",
+            "gpus",
+            "host",
+            "server",
+            "router_url",
+            "transport",
+            "weights_dir",
+            "max_in_flight",
+        ),
+        not_read="only SGLang engines read it: set rollout.engine.kind=sglang, or leave it out",
+        standalone=True,
+        masks_need_top_k=True,
+        records=RECORDS,
+        stop_strings=True,
+        colocated=True,
+    ),
+}
+
+
+def is_import_path(name: str) -> bool:
+    """Whether `rollout.engine.kind` names the class of another package."""
+    return ":" in name
+
+
+def check_name(name: str) -> str:
+    """Return `name`. Raises ValueError unless it is a known kind or an import path."""
+    if name in KINDS or is_import_path(name):
+        return name
+    near = difflib.get_close_matches(name, KINDS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    known = " or ".join(map(repr, KINDS))
+    raise ValueError(f"one of {known}, or the import path 'package.module:Class'{hint}")

@@ -1,0 +1,96 @@
+"""From `rollout.engine.kind` to the engines of a run.
+
+A kind of engine has facts (`rlcore.config.engine_kinds.EngineKind`), which code asks for instead of
+its name, and a factory, which builds the engines. For an engine of another package, named by its
+import path, one class is both: it has the facts in its attribute `kind`, and the class method
+`build`. `rollout.engines.testing.check_engine` tells whether its engines keep the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from rlcore.config import Config
+from rlcore.config.engine_kinds import KINDS, EngineKind
+from rlcore.interfaces import RolloutEngine
+from rollout.plugins import load_object
+
+if TYPE_CHECKING:
+    from rollout.engines.child_process import Server
+    from rollout.engines.sglang.keys import Keys
+
+KEY = "rollout.engine.kind"
+
+
+@dataclass(frozen=True)
+class EngineSite:
+    """Where the engines of a run are built, and for which configuration.
+
+    Attributes:
+        world_size: the trainer processes of the run.
+        local_ranks: the trainer processes on this machine, which have its first GPUs; 0: none.
+        logs: the folder for the engines' logs.
+        assign_gpus: returns the names of each engine's GPUs, as CUDA_VISIBLE_DEVICES takes them;
+            no names where engines are on the CPU. Raises ConfigError where there are too few.
+    """
+
+    config: Config
+    world_size: int
+    local_ranks: int
+    logs: Path
+    assign_gpus: Callable[[], list[list[str]]]
+
+
+class EngineFactory(Protocol):
+    """Builds the engines of a run."""
+
+    def build(self, site: EngineSite) -> Sequence[RolloutEngine]:
+        """Return the engines of the run, built and not started; a class method, as a rule.
+
+        Raises ConfigError for what the configuration asks of them in vain.
+        """
+        ...
+
+
+class HostedFactory(EngineFactory, Protocol):
+    """Builds engines whose server processes a launcher starts on other machines, too."""
+
+    def build_server(
+        self, config: Config, index: int, *, logs: Path, gpus: Sequence[str], keys: Keys
+    ) -> Server:
+        """Return the server of engine `index`, not started; without `gpus` it sees all of them."""
+        ...
+
+    def build_clients(
+        self, config: Config, servers: Sequence[Server], *, keys: Keys
+    ) -> Sequence[RolloutEngine]:
+        """Return the engines of these servers."""
+        ...
+
+
+def kind_of(name: str) -> EngineKind:
+    """The facts about a kind of engine. Raises ConfigError where there is none of that name."""
+    if name in KINDS:
+        return KINDS[name]
+    return cast(EngineKind, load_object(name, {}, key=KEY).kind)
+
+
+def factory_of(name: str) -> Any:
+    """The `EngineFactory` of a kind of engine; of this repository's kinds a `HostedFactory`.
+
+    Raises ConfigError where there is none of that name.
+    """
+    return load_object(KINDS[name].factory if name in KINDS else name, {}, key=KEY)
+
+
+def engine_name(index: int) -> str:
+    """The name of an engine that we start."""
+    return f"engine-{index}"
+
+
+def engine_log(logs: Path, index: int) -> Path:
+    """The file for what an engine that we start prints."""
+    return logs / f"engine_{index}.log"

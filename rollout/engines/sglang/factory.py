@@ -1,0 +1,94 @@
+"""Builds SGLang engines: servers that the run starts, or servers that somebody else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlcore.config import Config
+from rollout.engines.child_process import Server
+from rollout.engines.registry import EngineSite, engine_log, engine_name
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.external import ExternalServer
+from rollout.engines.sglang.keys import Keys
+from rollout.engines.sglang.server_process import ManagedServer
+
+
+class SGLangFactory:
+    """`rollout.engines.registry.HostedFactory` of SGLang engines."""
+
+    @classmethod
+    def build(cls, site: EngineSite) -> list[SGLangEngine]:
+        """Return the engines of `rollout.engine.urls`, or as many as the run starts itself.
+
+        Raises ConfigError: no environment for SGLang, too few GPUs, or a server argument that is
+        not the user's to set.
+        """
+        config = site.config
+        engine = config.rollout.engine
+        keys = Keys.from_environment()  # one pair for all
+        if not engine.urls:
+            return cls.build_clients(config, cls.build_servers(site, keys), keys=keys)
+        servers = [
+            ExternalServer(engine_name(index), url, config.model.path, config=engine, keys=keys)
+            for index, url in enumerate(engine.urls)
+        ]
+        return cls.build_clients(config, servers, keys=keys)
+
+    @classmethod
+    def build_servers(cls, site: EngineSite, keys: Keys) -> list[ManagedServer]:
+        """Return `rollout.engine.count` servers, not started."""
+        return [
+            _managed_server(
+                site.config, index, logs=site.logs, gpus=gpus, on_gpu=bool(gpus), keys=keys
+            )
+            for index, gpus in enumerate(site.assign_gpus())
+        ]
+
+    @classmethod
+    def build_server(
+        cls, config: Config, index: int, *, logs: Path, gpus: Sequence[str], keys: Keys
+    ) -> ManagedServer:
+        """See `HostedFactory`."""
+        on_gpu = torch.cuda.is_available()
+        return _managed_server(config, index, logs=logs, gpus=gpus, on_gpu=on_gpu, keys=keys)
+
+    @classmethod
+    def build_clients(
+        cls, config: Config, servers: Sequence[Server], *, keys: Keys
+    ) -> list[SGLangEngine]:
+        """See `HostedFactory`."""
+        engine = config.rollout.engine
+        return [
+            SGLangEngine(server, config=engine, keys=keys, model_path=config.model.path)
+            for server in servers
+        ]
+
+
+def _managed_server(
+    config: Config, index: int, *, logs: Path, gpus: Sequence[str], on_gpu: bool, keys: Keys
+) -> ManagedServer:
+    return ManagedServer(
+        engine_name(index),
+        config.model.path,
+        config=config.rollout.engine,
+        dtype=config.model.dtype,
+        tokenizer=config.model.tokenizer,
+        log=engine_log(logs, index),
+        keys=keys,
+        gpus=gpus,
+        arguments=_arguments(config, on_gpu=on_gpu),
+    )
+
+
+def _arguments(config: Config, *, on_gpu: bool) -> dict[str, Any]:
+    """Arguments of SGLang without which it does not do what the rest of the configuration asks."""
+    needed = {
+        "enable_return_routed_experts": config.policy.routing_replay == "engine",
+        # on a CPU there is nothing to release
+        "enable_memory_saver": config.rollout.engine.colocated and on_gpu,
+    }
+    return {name: True for name, is_needed in needed.items() if is_needed}

@@ -1,0 +1,203 @@
+"""One engine under test: calls with deadlines, requests, publications, and how a failure reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlcore.algorithms.testing import ContractError
+from rlcore.algorithms.testing.contract import Rule
+from rlcore.config import Config
+from rlcore.config.engine_kinds import EngineKind
+from rlcore.data.generation import Completion, GenerateRequest, PauseMode, Prefix, SamplingParams
+from rlcore.errors import RlcoreError, RunFailed
+from rlcore.interfaces import RolloutEngine
+from rlcore.weights import TensorSpec, cut_buckets
+from rollout.weight_sync.base import GRACE_S, describe
+from rollout.weight_sync.choose import choose_transport
+
+T = TypeVar("T")
+SPECS_A_BUCKET = 3  # so that every update has several buckets
+
+DEADLINES = Rule(
+    "deadlines",
+    "every call ends within its limit in rollout.engine, with an error if need be",
+    "give up after start_timeout_s, request_timeout_s or update_timeout_s, and raise EngineHangs",
+)
+
+
+class Session:
+    """An engine, and what a trainer and a rollout service do with it.
+
+    Args:
+        weights: a whole set of the model's weights, by Hugging Face name.
+        long: tokens of a response that is still being made when the engine is paused.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        config: Config,
+        kind: EngineKind,
+        weights: Mapping[str, Tensor],
+        *,
+        vocab_size: int,
+        long: int,
+    ) -> None:
+        self.engine = engine
+        self.config = config
+        self.kind = kind
+        self.weights = dict(weights)
+        self.vocab_size = vocab_size
+        self.long = long
+        self.version = 0  # the newest that was published
+        self.rule = DEADLINES  # the rule that is being checked
+        self.buckets = cut_buckets(
+            (
+                TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                for name, tensor in weights.items()
+            ),
+            max(1, sum(tensor.nbytes for tensor in weights.values()) // SPECS_A_BUCKET),
+        )
+        self._transport: Any = None
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def broken(self, got: object, expected: str, *, rule: Rule | None = None) -> ContractError:
+        """The error of an engine that breaks the current rule."""
+        example = f"got {got}\nexpected {expected}"
+        return ContractError(f"engine {self.engine.name!r}", rule or self.rule, example)
+
+    def expect(self, holds: bool, got: object, expected: str) -> None:
+        """Raise ContractError unless it holds."""
+        if not holds:
+            raise self.broken(got, expected)
+
+    async def call(self, what: str, work: Awaitable[T], seconds: float | None = None) -> T:
+        """Await a call that must succeed, within its limit."""
+        try:
+            return await self._within(what, work, seconds)
+        except RlcoreError as error:
+            raise self.broken(f"{what} raised {name_of(error)}", f"{what} to succeed") from error
+
+    async def refused(
+        self, what: str, work: Awaitable[Any], error_type: type[RlcoreError] = RunFailed
+    ) -> None:
+        """Await a call that must raise an error of this type."""
+        expected = (
+            f"{what} to raise {'EngineFailed' if error_type is RunFailed else error_type.__name__}"
+        )
+        try:
+            result = await self._within(what, work)
+        except error_type:
+            return
+        except ContractError:
+            raise
+        except Exception as error:
+            raise self.broken(f"{what} raised {name_of(error)}", expected) from error
+        raise self.broken(f"{what} returned {result!r}", expected)
+
+    async def _within(self, what: str, work: Awaitable[T], seconds: float | None = None) -> T:
+        limits = self.config.rollout.engine
+        seconds = (
+            max(limits.request_timeout_s, limits.update_timeout_s) if seconds is None else seconds
+        )
+        task = asyncio.ensure_future(work)
+        done, _ = await asyncio.wait({task}, timeout=seconds + GRACE_S)
+        if done:
+            return task.result()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({task}, timeout=1.0)
+        expected = f"an answer, or an error, within {seconds:g} s"
+        raise self.broken(f"{what} still runs", expected, rule=DEADLINES)
+
+    # --- life -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the engine."""
+        await self.call("start", self.engine.start(), self.config.rollout.engine.start_timeout_s)
+
+    async def health(self) -> dict[str, Any]:
+        """What the engine says of itself."""
+        return await self.call("health", self.engine.health())
+
+    # --- generation -------------------------------------------------------------------------------
+
+    def request(
+        self,
+        draw: int = 0,
+        *,
+        n: int = 1,
+        first: int = 0,
+        prefixes: Sequence[Prefix] = (),
+        **sampling: Any,
+    ) -> GenerateRequest:
+        """A request for `n` responses to a prompt of its own."""
+        prompt = np.array([(3 + 7 * draw + k) % self.vocab_size for k in range(5)], dtype=np.int32)
+        settings = SamplingParams(**{"max_new_tokens": 6, **sampling})
+        return GenerateRequest(prompt, settings, draw, n, first, prefixes=tuple(prefixes))
+
+    def long_request(self, draw: int = 50) -> GenerateRequest:
+        """A request that takes long enough to be paused."""
+        return self.request(draw, max_new_tokens=self.long)
+
+    async def generate(self, *requests: GenerateRequest) -> list[list[Completion]]:
+        """The completions of requests that can be served, made in one call."""
+        answers = await self.call("generate", self.engine.generate(requests))
+        lengths = [len(completions) for completions in answers]
+        wanted = [request.n for request in requests]
+        self.expect(lengths == wanted, f"{lengths} completions", f"{wanted}, n a request, in order")
+        return answers
+
+    async def one(self, request: GenerateRequest) -> Completion:
+        """The completion of a request for one."""
+        return (await self.generate(request))[0][0]
+
+    # --- publication ------------------------------------------------------------------------------
+
+    async def publish(self, mode: PauseMode = "drain") -> None:
+        """Bring a whole version, and resume."""
+        await self.call("pause", self.engine.pause(mode))
+        await self.bring(len(self.buckets))
+        await self.call("end_update", self.engine.end_update())
+        self.version += 1
+        await self.call("set_version", self.engine.set_version(self.version))
+        await self.call("resume", self.engine.resume())
+
+    async def bring(self, count: int) -> None:
+        """Open an update, and send its first `count` buckets."""
+        await self.call("begin_update", self.engine.begin_update(self.buckets))
+        if self._transport is None:
+            device = next(iter(self.weights.values())).device
+            self._transport = choose_transport(self.config, [self.engine], device=device)
+        await self._took("opening the transport", self._transport.open([self.engine], self.buckets))
+        for bucket in self.buckets[:count]:
+            parts = [
+                self.weights[spec.name].reshape(-1).view(torch.uint8) for spec in bucket.tensors
+            ]
+            sent = self._transport.send(bucket, torch.cat(parts))
+            await self._took(f"receiving bucket {bucket.index}", sent)
+        if count == len(self.buckets):
+            await self._took("completing the transport", self._transport.complete())
+
+    async def _took(self, what: str, work: Awaitable[dict[Any, str]]) -> None:
+        failed = await self.call(what, work)
+        self.expect(not failed, f"{what} failed: {'; '.join(failed.values())}", "no failure")
+
+    async def close(self) -> None:
+        """Leave nothing behind, whatever state the engine is in."""
+        if self._transport is not None:
+            await self._transport.close()
+        await self.call("close", self.engine.close())
+
+
+def name_of(error: BaseException) -> str:
+    """How a report shows an error."""
+    return f"{type(error).__name__}: {describe(error)}"

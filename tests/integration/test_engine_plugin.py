@@ -1,0 +1,104 @@
+"""An engine of another package, named by its import path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lab import LEARNING, Lab
+
+ENGINE = """\
+from rlcore.config.engine_kinds import EngineKind
+from rollout.engines.embedded.engine import EmbeddedEngine
+
+
+class MyEngine(EmbeddedEngine):
+    kind = EngineKind(title="my engine", batches=True, repeatable=True)
+    calls = 0
+
+    @classmethod
+    def build(cls, site):
+        config = site.config
+        assert config.rollout.engine.server == {"greeting": "hello"}
+        engine = config.rollout.engine
+        return [cls(config.model.path, config=engine, dtype=config.model.dtype, name="mine")]
+
+    @classmethod
+    def check(cls, config):
+        from rlcore.config.messages import Problem
+
+        if "greeting" not in config.rollout.engine.server:
+            yield Problem("rollout.engine.server.greeting", "missing: say hello")
+
+    async def generate(self, requests):
+        type(self).calls += len(requests)
+        return await super().generate(requests)
+
+
+def no_engine():
+    pass
+"""
+MINE = ("rollout.engine.kind=my_pkg:MyEngine", "rollout.engine.server={greeting: hello}")
+
+
+@pytest.fixture
+def my_pkg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_pkg.py").write_text(ENGINE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("my_pkg")
+def test_a_run_trains_with_it_and_gets_the_same_numbers_as_with_ours(lab: Lab) -> None:
+    import my_pkg
+
+    mine = lab.train("my engine", *LEARNING, *MINE)
+    assert mine.code == 0, mine.out + mine.err
+    assert my_pkg.MyEngine.calls == 3 * 4
+    ours = lab.train("our engine", *LEARNING)
+    for step in (1, 2, 3):
+        for name in ("train/grad_norm", "rollout/train_rollout_logprob_diff"):
+            if name in ours.rows[step]:
+                assert mine.rows[step][name] == ours.rows[step][name]
+    assert mine.rows[3]["train/grad_norm"] > 0
+
+
+@pytest.mark.usefixtures("my_pkg")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["rollout.engine.kind=my_pkg:MyEngine"], "rollout.engine.server.greeting: missing"),
+        (["rollout.engine.kind=my_pkg:Mine"], "rollout.engine.kind (override): engine"),
+        (["rollout.engine.kind=my_pkg:no_engine"], "expected a class with `kind`, an EngineKind"),
+        (["rollout.engine.kind=other_pkg:MyEngine"], "no module 'other_pkg'"),
+        (
+            ["rollout.engine.kind=sglan"],
+            "got 'sglan', expected one of 'embedded' or 'sglang', or the import path"
+            " 'package.module:Class'; did you mean 'sglang'?",
+        ),
+        ([*MINE, "rollout.engine.max_batch=4"], "max_batch (override): got 4, but my engine does"),
+        ([*MINE, "rollout.sampling.stop=[x]"], "rollout.sampling.stop (override): my engine knows"),
+        ([*MINE, "rollout.engine.colocated=true"], "my engine cannot give its memory back"),
+        ([*MINE, "policy.routing_replay=engine"], "my engine does not report routed experts"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(lab: Lab, given: list[str], said: str) -> None:
+    refused = lab.train("refused engine", *given)
+    assert refused.code == 2
+    assert said in refused.err
+    assert "Traceback" not in refused.err
+    assert not refused.folder.exists()
+
+
+def test_under_ray_it_needs_a_way_for_weights_to_another_process(lab: Lab, my_pkg: None) -> None:
+    pytest.importorskip("ray")
+    from rlcore.config.load import load_config
+    from rlcore.errors import ConfigError
+    from rlcore.launch.ray.engine_hosts import cluster_engines
+    from rlcore.launch.ray.placement import place
+    from rollout.engines.sglang.keys import Keys
+
+    given = ("run.name=x", "cluster.launcher=ray", *MINE)
+    config = load_config([lab.base], given).config
+    assert place(config, has_gpus=False).hosts == (), "it runs in the service's process"
+    with pytest.raises(ConfigError, match="takes weights in its own process alone"):
+        cluster_engines(config, [], Keys("api", "admin"))

@@ -1,0 +1,258 @@
+"""The contract test of engines: our engines keep it, and each broken engine fails at its rule."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import Qwen3ForCausalLM
+
+from rlcore.config import Config
+from rlcore.config.engine_kinds import EngineKind
+from rlcore.data.generation import Completion, GenerateRequest
+from rlcore.data.sample import VersionSpan
+from rlcore.errors import EngineFailed
+from rollout.engines.embedded.client import RemoteEngine
+from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.engines.embedded.model_weights import as_published
+from rollout.engines.fake import FakeEngine, random_reply
+from rollout.engines.testing import ContractError, check_engine, session
+from rollout.engines.testing.check import RULES
+
+LONG = 500
+NO_MODEL = "the fake has no model: it holds no weights, and answers at once"
+FAKE_SKIPS = (
+    "no-weights",
+    "requests-wait",
+    "pause-drain",
+    "pause-hold",
+    "abort",
+    "update-unpaused",
+    "partial-update",
+    "version-order",
+    "checksum",
+    "kill",
+    "bad-request",
+)
+
+
+@pytest.fixture
+def config(folder: Path) -> Config:
+    limits = {"request_timeout_s": 20.0, "update_timeout_s": 5.0, "start_timeout_s": 60.0}
+    return Config.model_validate(
+        {
+            "run": {"name": "test"},
+            "model": {"path": str(folder), "dtype": "fp32"},
+            "data": {"paths": "none.jsonl"},
+            "training": {"steps": 1},
+            "rollout": {"engine": {"device": "cpu", "threads": 1, **limits}},
+        }
+    )
+
+
+@pytest.fixture
+def check(config: Config, model: Qwen3ForCausalLM) -> Callable[..., Any]:
+    def check(engine: Any, **options: Any) -> Any:
+        weights = {name: tensor.detach() for name, tensor in as_published(model)}
+        return check_engine(engine, config=config, weights=weights, long=LONG, **options)
+
+    return check
+
+
+def embedded(config: Config, cls: type[EmbeddedEngine] = EmbeddedEngine) -> EmbeddedEngine:
+    return cls(config.model.path, config=config.rollout.engine, dtype="fp32")
+
+
+def test_the_embedded_engine_keeps_it(check: Callable[..., Any], config: Config) -> None:
+    report = check(lambda: embedded(config))
+    assert len(report.kept) == len(RULES) + 1
+    assert "keeps 22 rules, 0 skipped" in str(report)
+
+
+def test_the_embedded_engine_in_its_own_process_keeps_it(
+    check: Callable[..., Any], config: Config, tmp_path: Path
+) -> None:
+    report = check(
+        lambda: RemoteEngine(
+            config.model.path, config=config.rollout.engine, dtype="fp32", log=tmp_path / "log"
+        )
+    )
+    assert report.skipped == {}
+
+
+def test_the_fake_keeps_what_needs_no_model(check: Callable[..., Any], config: Config) -> None:
+    class Fake(FakeEngine):
+        async def health(self) -> dict[str, Any]:
+            health = await super().health()
+            return health | {"version": self.version or None}
+
+        async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+            assert self.version > 0
+            return await super().generate(requests)
+
+    skip = dict.fromkeys(FAKE_SKIPS, NO_MODEL)
+    report = check(lambda: Fake(random_reply(31)), skip=skip)
+    assert {rule.name for rule in report.skipped} == set(FAKE_SKIPS)
+
+
+def each(engine: type[EmbeddedEngine], change: Callable[[Completion], Completion]) -> Any:
+    """An engine that changes every completion."""
+
+    class Changed(engine):
+        async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+            answers = await super().generate(requests)
+            return [[change(completion) for completion in made] for made in answers]
+
+    return Changed
+
+
+class OutOfOrder(EmbeddedEngine):
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        return (await super().generate(requests))[::-1]
+
+
+class DropsStopToken(EmbeddedEngine):
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        def change(one: Completion) -> Completion:
+            end = -1 if one.finish_reason == "stop" else None
+            return replace(one, tokens=one.tokens[:end], logprobs=one.logprobs[:end])
+
+        return [[change(one) for one in made] for made in await super().generate(requests)]
+
+
+class AnswersWithoutWeights(EmbeddedEngine):
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        if self.version is None:
+            nothing = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "length", ())
+            return [[nothing] * request.n for request in requests]
+        return await super().generate(requests)
+
+
+class TakesUpdatesUnpaused(EmbeddedEngine):
+    async def begin_update(self, buckets: Any) -> None:
+        self._started()[1].begin(buckets)
+
+
+class CountsNoBuckets(EmbeddedEngine):
+    async def end_update(self) -> None:
+        self._started()[1].received_all()
+        await super().end_update()
+
+
+class DoesNotDrain(EmbeddedEngine):
+    async def pause(self, mode: Any) -> None:
+        await super().pause("in_place" if mode == "drain" else mode)
+
+
+class DoesNotAbort(EmbeddedEngine):
+    async def pause(self, mode: Any) -> None:
+        await super().pause("drain" if mode == "abort" else mode)
+
+
+class RefusesWhilePaused(EmbeddedEngine):
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        if self._gate.mode is not None:
+            raise EngineFailed(f"{self.name} is paused")
+        return await super().generate(requests)
+
+
+class KeepsItsWeights(EmbeddedEngine):
+    async def kill(self) -> None:
+        pass
+
+
+class Promises(EmbeddedEngine):
+    async def checksum(self) -> str:
+        return "all is well"
+
+
+class Forgets(EmbeddedEngine):
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        return await super().generate([replace(request, prefixes=()) for request in requests])
+
+
+class Random(EmbeddedEngine):
+    calls = 0
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        self.calls += 1
+        return await super().generate([replace(one, seed=self.calls) for one in requests])
+
+
+class BlamesItself(EmbeddedEngine):
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        try:
+            return await super().generate(requests)
+        except ValueError as error:
+            raise EngineFailed(str(error)) from error
+
+
+class Hangs(EmbeddedEngine):
+    async def resume(self) -> None:
+        await asyncio.Event().wait()
+
+
+WIDE = each(EmbeddedEngine, lambda one: replace(one, logprobs=one.logprobs.astype(np.float64)))
+LONG_TOKENS = each(EmbeddedEngine, lambda one: replace(one, tokens=one.tokens.astype(np.int64)))
+NEXT_VERSION = each(
+    EmbeddedEngine,
+    lambda one: replace(one, versions=(VersionSpan(99, 0, len(one.tokens)),)),
+)
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        (AnswersWithoutWeights, "no-weights"),
+        (OutOfOrder, "completions"),
+        (LONG_TOKENS, "tokens"),
+        (WIDE, "logprobs"),
+        (DropsStopToken, "finish-reasons"),
+        (NEXT_VERSION, "versions"),
+        (Forgets, "prefixes"),
+        (Random, "repeatable"),
+        (BlamesItself, "bad-request"),
+        (RefusesWhilePaused, "requests-wait"),
+        (DoesNotDrain, "pause-drain"),
+        (DoesNotAbort, "abort"),
+        (TakesUpdatesUnpaused, "update-unpaused"),
+        (CountsNoBuckets, "partial-update"),
+        (Promises, "checksum"),
+        (KeepsItsWeights, "kill"),
+    ],
+)
+def test_a_broken_engine_fails_at_its_rule(
+    broken: type[EmbeddedEngine], rule: str, check: Callable[..., Any], config: Config
+) -> None:
+    with pytest.raises(ContractError) as raised:
+        check(lambda: embedded(config, broken))
+    assert raised.value.rule.name == rule, str(raised.value)
+    lines = str(raised.value).splitlines()
+    assert "'engine-0' breaks the rule" in lines[0]
+    assert lines[1].startswith("  got ")
+    assert any(line.startswith("  expected ") for line in lines)
+    assert lines[-1].startswith("  to do: ")
+
+
+def test_a_call_that_hangs_breaks_the_deadlines(
+    check: Callable[..., Any], config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "GRACE_S", 0.1)
+    config.rollout.engine.request_timeout_s = 0.5
+    config.rollout.engine.update_timeout_s = 0.5
+    with pytest.raises(ContractError, match="resume still runs") as raised:
+        check(lambda: embedded(config, Hangs))
+    assert raised.value.rule.name == "deadlines"
+
+
+def test_rules_that_do_not_apply_are_told(check: Callable[..., Any], config: Config) -> None:
+    all_but_start = {rule.name: "not today" for rule in RULES if rule.name != "start"}
+    report = check(lambda: embedded(config), kind=EngineKind(), skip=all_but_start)
+    assert [rule.name for rule in report.kept] == ["start", "deadlines"]
+    with pytest.raises(ValueError, match="no rule 'strat'"):
+        check(lambda: embedded(config), skip={"strat": "misspelled"})
