@@ -4,12 +4,12 @@ An inner wait must end before the wait around it does, so that the error names t
 blame. Each row waits for the row below it. Keys are set in the configuration; names stand here.
 
     who waits            for what                        at most
-    -------------------  ------------------------------  --------------------------------------------
+    -------------------  ------------------------------  -----------------------------------------
     launcher             a sign of life of a rank        cluster.heartbeat_timeout_s
     every rank           a collective, rank 0's work     cluster.collective_timeout_s
     rank 0's peers       the rollouts of a step          rollout.timeout_s + STEP_GRACE_S
     rank 0               the rollout service's thread    rollout.timeout_s + LOOP_GRACE_S
-    rollout service      an engine that comes back       rollout.engine.start_timeout_s and its pauses
+    rollout service      an engine that comes back       rollout.engine.start_timeout_s, pauses
     weight publication   one bucket at an engine         update_timeout_s + TRANSPORT_GRACE_S
     dispatcher           one request                     rollout.engine.request_timeout_s
     engine client        a control call                  its limit + ENGINE_GRACE_S

@@ -34,7 +34,17 @@ ROOT = Path(__file__).resolve().parents[1]
 ALGORITHM_TESTS = "tests/unit/algorithms/"
 DEADLINE_S = 120
 # half of a short run
-PLUGINS = ("-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:faulthandler")
+# Without pytest-timeout its option in pyproject.toml is a warning.
+WARNINGS = ("-W", "ignore::pytest.PytestConfigWarning")
+PLUGINS = (
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:unraisableexception",
+    "-p",
+    "no:faulthandler",
+    *WARNINGS,
+)
 NOT_IMPORTED = 90  # exit code of a child whose tests never imported the mutated file
 
 
