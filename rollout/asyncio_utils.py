@@ -10,14 +10,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
+from rlcore.deadlines import CANCEL_S, LOOP_GRACE_S
 from rlcore.errors import DeadlineExceeded
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-CANCEL_S = 5.0  # how long a cancelled task may clean up
-# how long after the inner deadline the loop itself counts as stuck
-GRACE_S = 15.0
 
 
 async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]) -> T:
@@ -106,7 +103,7 @@ class LoopThread:
         Raises:
             DeadlineExceeded: the loop did not answer, because something blocks its thread.
         """
-        limit = seconds + GRACE_S
+        limit = seconds + LOOP_GRACE_S
         late = (
             f"{what}: no answer after {limit:.0f} s; an engine, workflow or filter blocks the"
             " rollout thread"
@@ -118,7 +115,9 @@ class LoopThread:
         if self.loop.is_closed():
             return
         try:
-            asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result(CANCEL_S + GRACE_S)
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result(
+                CANCEL_S + LOOP_GRACE_S
+            )
         except FutureTimeout:
             logger.warning("the thread %s is blocked and is left behind", self._thread.name)
             return

@@ -19,6 +19,8 @@ from rlcore.config.derived import engine_place_s, total_steps
 from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.sample import Sample
 from rlcore.data.step import StepRollouts
+from rlcore.deadlines import CLOSE_ENGINES_S, GIVE_UP_S
+from rlcore.deadlines import REWARD_START_S as REWARD_START_TIMEOUT_S
 from rlcore.errors import ConfigError, DeadlineExceeded
 from rlcore.interfaces import RolloutEngine
 from rollout.accounting.prompt_queue import PromptQueue
@@ -34,16 +36,12 @@ from rollout.engines.vocabulary import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 from rollout.rewards.build import build_scorer, check_labels
-from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-CLOSE_S = 30.0
-DROP_S = 30.0
 
 
 @dataclass
@@ -214,7 +212,7 @@ class RolloutService:
             self._versions.add(Publication(version, step, incarnation))
             self._collector.published(step)
 
-        self._call(published(), CLOSE_S, f"the news of version {version}")
+        self._call(published(), CLOSE_ENGINES_S, f"the news of version {version}")
 
     def _wait_for(
         self,
@@ -266,11 +264,11 @@ class RolloutService:
         pending = self._pending
         self._pending = None
         if pending is not None and not pending.task.done():
-            self._call(_cancelled(pending.task), DROP_S, f"giving up {pending.what}")
+            self._call(_cancelled(pending.task), GIVE_UP_S, f"giving up {pending.what}")
 
     def halt(self) -> None:
         """End what is in flight, and begin nothing before the next publication."""
-        self._call(self._collector.halt(), CLOSE_S, "ending what is in flight")
+        self._call(self._collector.halt(), CLOSE_ENGINES_S, "ending what is in flight")
 
     def _dropped(self, done: StepGroups) -> dict[str, float]:
         """How many draws the step was not trained on, and why."""
@@ -339,7 +337,7 @@ class RolloutService:
         state = self._queue.beginning() if state is None else state
         # decoded in this thread, since a large buffer would hold up the loop
         groups = decode(state.get("ahead", {}).get("groups", ()))
-        self._call(self._restore(state, groups), CLOSE_S, "restoring the rollout service")
+        self._call(self._restore(state, groups), CLOSE_ENGINES_S, "restoring the rollout service")
 
     async def _restore(self, state: Mapping[str, Any], groups: Sequence[BufferedGroup]) -> None:
         await self._collector.halt()
@@ -356,7 +354,7 @@ class RolloutService:
         if self.loop.is_closed():
             return
         try:
-            self._call(self._stop(), CLOSE_S, "closing the rollout service")
+            self._call(self._stop(), CLOSE_ENGINES_S, "closing the rollout service")
         except DeadlineExceeded as error:
             logger.warning("%s", error)  # the daemon thread ends with the process
         finally:
@@ -371,17 +369,17 @@ class RolloutService:
             for engine in self.fleet.engines
         }
         closing[asyncio.ensure_future(self._scorer.close())] = "the reward"
-        done, _ = await asyncio.wait(closing, timeout=CLOSE_S)
+        done, _ = await asyncio.wait(closing, timeout=CLOSE_ENGINES_S)
         for task, party in closing.items():
             if task not in done:
-                logger.warning("%s did not close within %g s", party, CLOSE_S)
+                logger.warning("%s did not close within %g s", party, CLOSE_ENGINES_S)
             elif task.exception() is not None:
                 logger.warning("%s failed to close: %s", party, task.exception())
 
 
 async def _cancelled(task: asyncio.Task[Any]) -> None:
     task.cancel()
-    await asyncio.wait({task}, timeout=DROP_S)
+    await asyncio.wait({task}, timeout=GIVE_UP_S)
 
 
 def _load_prompts(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-SPEAKER_S = 10.0
+from rlcore.deadlines import SPEAKER_S
+
 # The process id of our own supervisor, which tells the user how its ranks ended.
 SUPERVISED = "RLCORE_SUPERVISOR"
 

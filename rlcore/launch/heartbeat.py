@@ -16,17 +16,11 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from rlcore.deadlines import LEAVE_S, NOTICE_S, SIGNALLED_S, STALL_S
 from rlcore.launch.environment import here_key
 from rlcore.trainer.rank_sync import Failure, RankSync, Store, post_failure, read_failure
 
 BEAT_S = 1.0
-# From a failure of the run to the end of a rank that has not noticed it ...
-NOTICE_S = 5.0
-# ... and of a rank that has, but does not finish closing what is open.
-LEAVE_S = 45.0
-# The silence that counts once this process was asked to end: torchrun asks when another one died.
-SIGNALLED_S = 5.0
-STALL_S = 10.0  # between two checks: the monitor itself was stopped
 _LEFT = "left"
 _STUCK = "stuck"
 logger = logging.getLogger(__name__)

@@ -21,9 +21,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rlcore.config import Config
+from rlcore.deadlines import END_RANK_S, LEAVE_S, NOTICE_S, STACKS_S
 from rlcore.errors import BAD_INPUT, INTERRUPTED, RunFailed
 from rlcore.launch.environment import SUPERVISED, store_prefix
-from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, read_stuck, stuck_failure
+from rlcore.launch.heartbeat import HeartbeatMonitor, read_stuck, stuck_failure
 from rlcore.launch.logs import (
     LAST_LINES,
     LAST_LINES_OF_A_STACK,
@@ -36,8 +37,6 @@ from rlcore.launch.signals import handling_stop_signals
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
-DUMP_S = 1.0  # for a stuck process to write its stacks
-END_S = 10.0  # from SIGTERM to SIGKILL, where we end it ourselves
 
 
 def supervise(config: Config, arguments: Sequence[str]) -> int:
@@ -157,13 +156,13 @@ class _LocalRanks:
         for worker in self.workers:
             if worker.poll() is None:
                 worker.terminate()
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + END_RANK_S
         for worker in self.workers:
             try:
                 worker.wait(timeout=max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 worker.kill()
-                worker.wait(timeout=END_S)
+                worker.wait(timeout=END_RANK_S)
 
     def _died(self, codes: Sequence[int | None]) -> Failure | None:
         """The failure of a rank that was killed, or that ended without posting its error."""
@@ -187,7 +186,7 @@ class _LocalRanks:
         if rank_log_path(log_folder(self.config.run), rank).exists():
             self.workers[rank].send_signal(signal.SIGUSR1)
             self.lines = LAST_LINES_OF_A_STACK
-            time.sleep(DUMP_S)
+            time.sleep(STACKS_S)
 
 
 def _start(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rlcore.config import Config
 from rlcore.config.sections.run import RunConfig
+from rlcore.deadlines import STORE_S
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.launch.attempts import FIRST, Attempt, join_attempt
 from rlcore.launch.environment import orphaned, supervised, under_torchrun
@@ -26,7 +27,6 @@ from rlcore.launch.signals import handling_stop_signals
 from rlcore.runs.rng import seed_rng
 from rlcore.trainer.rank_sync import Failure, LocalStore, RankSync
 
-STORE_S = 60.0  # to reach a store that is known to be there
 # Libraries read these when they are first used on a GPU, so they are set before that.
 DETERMINISTIC_LIBRARIES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS refuses

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from rlcore.config.sections.training import WandbConfig
 from rlcore.data.sample import Sample
+from rlcore.deadlines import UPLOAD_S
 from rlcore.errors import UserError
 from rlcore.runs.files import write_atomic
 from rlcore.tracking.base import BaseTracker
 
 ID_FILE = "wandb_run_id"
 TABLE_ROWS = 200  # newest samples in the table
-UPLOAD_TIMEOUT_S = 300.0  # at the end of a run; the rest stays on the disk
 COLUMNS = ("step", "prompt", "response", "reward", "finish_reason", "tokens", "label")
 
 
@@ -49,7 +49,7 @@ class WandbTracker(BaseTracker):
         self.id: str = known or uuid.uuid4().hex[:12]
         options: dict[str, Any] = {"console": "off", "silent": self._offline}
         if "finish_timeout" in wandb.Settings.model_fields:
-            options["finish_timeout"] = UPLOAD_TIMEOUT_S
+            options["finish_timeout"] = UPLOAD_S
         try:
             self.run = wandb.init(
                 project=config.project,

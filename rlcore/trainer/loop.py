@@ -18,6 +18,7 @@ from torch import Tensor
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.step import UpdateResult
+from rlcore.deadlines import STEP_GRACE_S
 from rlcore.errors import RunFailed
 from rlcore.interfaces import PolicyBackend
 from rlcore.runs.directory import Status
@@ -30,9 +31,6 @@ from rlcore.trainer.rank_sync import RankSync, on_rank0
 from rlcore.trainer.weight_publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
-
-# Added for the other ranks: rank 0 keeps the limit itself, and can name the engine that is late.
-GRACE_S = 60.0
 
 
 @dataclass
@@ -192,7 +190,7 @@ class Trainer:
             wait: answers `READY`, `CATCH_UP` if a restarted engine needs the weights, or why no
                 engine is left.
         """
-        limit = self.config.rollout.timeout_s + GRACE_S
+        limit = self.config.rollout.timeout_s + STEP_GRACE_S
         while (answer := self.sync.broadcast(what, wait, timeout_s=limit)) == CATCH_UP:
             assert self.publisher is not None
             self.switch_to(GpuPhase.HANDOVER)

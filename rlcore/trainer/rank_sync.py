@@ -21,13 +21,12 @@ from typing import Protocol, TypeVar
 
 from torch.distributed import DistError
 
+from rlcore.deadlines import BLAME_S
 from rlcore.errors import DeadlineExceeded, FailedElsewhere, RlcoreError, RunFailed, UserError
 
 T = TypeVar("T")
 POLL_S = 0.002
 POLL_MAX_S = 0.05
-# After a collective broke, a peer's failure may take this long to appear in the store.
-BLAME_S = 3.0
 _FAILED = "failed"
 
 

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from rlcore.config import Config
+from rlcore.deadlines import CANCEL_S
 from rlcore.errors import EmptyBatch
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.buffer import STALE, BufferedGroup, GroupBuffer, Snapshot, settle
@@ -34,7 +35,6 @@ from rollout.collection.step_groups import DropCounts, StepGroups
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 5.0
 DRAWS_PER_GROUP = 16  # a step gives up after so many draws for each group that it needs
 
 
@@ -396,7 +396,7 @@ class Collector:
         for task in tasks:
             self._give_up(task)
         if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_S)
+            await asyncio.wait(tasks, timeout=CANCEL_S)
         self._tasks.clear()  # a task that does not end is ignored from here on
 
     def _tell(self) -> None:

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 import orjson
 import psutil
 
+from rlcore.deadlines import REAP_S, TERMINATE_S
 from rlcore.errors import DeadlineExceeded, RunFailed, UserError
 
-TERMINATE_S = 5.0  # from the signal to stop to SIGKILL
-KILL_S = 10.0  # for the kernel to take it away
 # characters of a log line that are shown: SGLang prints its whole configuration as one line
 LINE_LENGTH = 500
 END_BYTES = 1 << 20  # of the end of a log that are read for that
@@ -176,8 +175,8 @@ class Child:
             return
         if self.alive:
             _kill_group(self.process.pid)
-            await asyncio.wait({self._exit}, timeout=KILL_S)
-        deadline = time.monotonic() + KILL_S
+            await asyncio.wait({self._exit}, timeout=REAP_S)
+        deadline = time.monotonic() + REAP_S
         while members(self.process.pid) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
 

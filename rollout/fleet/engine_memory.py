@@ -16,11 +16,12 @@ from typing import Any
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import MemoryTag
+from rlcore.deadlines import TRANSPORT_GRACE_S
 from rlcore.errors import NoEngineLeft
 from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import LoopThread
 from rollout.fleet.fleet import Fleet
-from rollout.weight_sync.base import GRACE_S, ask
+from rollout.weight_sync.base import ask
 
 logger = logging.getLogger(__name__)
 
@@ -85,5 +86,5 @@ class FleetMemory:
 
     def _call(self, work: Coroutine[Any, Any, None], what: str) -> None:
         # Every step keeps its own limit; an engine may have to start, or to come back, meanwhile.
-        seconds = self._fleet.comeback_s + 3 * (self._limit + GRACE_S)
+        seconds = self._fleet.comeback_s + 3 * (self._limit + TRANSPORT_GRACE_S)
         self._thread.call(work, seconds=seconds, what=what)

@@ -15,15 +15,15 @@ from typing import Any
 
 from rlcore.config.derived import comeback_s
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.deadlines import KILL_ENGINE_S, TRANSPORT_GRACE_S
 from rlcore.errors import NoEngineLeft
 from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.fleet.health import Event, Health, State
 from rollout.fleet.restarts import watch
 from rollout.fleet.router import Lease, Member, Router
-from rollout.weight_sync.base import GRACE_S, describe
+from rollout.weight_sync.base import describe
 
-KILL_S = 30.0
 RUNNING = (State.STALE, State.DRAINING, State.SERVING)
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Fleet:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=KILL_S)
+            await asyncio.wait(tasks, timeout=KILL_ENGINE_S)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Fleet:
         engine = member.engine
         member.health.on(Event.START)
         await within(
-            self._place_s + limit + GRACE_S,
+            self._place_s + limit + TRANSPORT_GRACE_S,
             engine.start(),
             lambda: (
                 f"engine {engine.name} was not ready after {limit:g} s"
@@ -296,9 +296,9 @@ class Fleet:
     async def _end(self, member: Member) -> None:
         try:
             await within(
-                KILL_S,
+                KILL_ENGINE_S,
                 member.engine.kill(),
-                lambda: f"engine {member.name} could not be ended within {KILL_S:g} s",
+                lambda: f"engine {member.name} could not be ended within {KILL_ENGINE_S:g} s",
             )
         except Exception as error:  # noqa: BLE001 - recovery: a new process does not need the old one's end
             logger.warning("%s", describe(error))

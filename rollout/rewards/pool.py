@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlcore.data.sample import Sample
+from rlcore.deadlines import CANCEL_S, REWARD_START_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
-from rollout.asyncio_utils import CANCEL_S, within
+from rollout.asyncio_utils import within
 from rollout.rewards.base import RewardFailure, Score
 from rollout.rewards.worker import HEADER, pack
 
-START_TIMEOUT_S = 120.0  # imports of the user's modules
 STREAM_LIMIT = 1 << 24
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -62,11 +62,11 @@ class Worker:
         worker = cls(process)
         try:
             problem = await within(
-                START_TIMEOUT_S,
+                REWARD_START_S,
                 worker._exchange({"functions": dict(functions), "sys_path": list(sys.path)}),
                 lambda: (
                     f"a reward worker has not imported {', '.join(functions.values())} in"
-                    f" {START_TIMEOUT_S:.0f} s"
+                    f" {REWARD_START_S:.0f} s"
                 ),
             )
         except (EOFError, ConnectionError) as error:

@@ -21,11 +21,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from rlcore.deadlines import TRANSPORT_GRACE_S
 from rlcore.errors import RlcoreError
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
-
-GRACE_S = 10.0  # engines have deadlines of their own; ours come a little later
 
 # an `rlcore.interfaces.RolloutEngine` with the methods that the transport needs
 Engine = Any
@@ -71,13 +70,13 @@ async def ask(
 ) -> Answers:
     """Await `call(engine)` for all engines at once.
 
-    Each has `seconds`, and `GRACE_S` more so that its own deadline passes first.
+    Each has `seconds`, and `TRANSPORT_GRACE_S` more so that its own deadline passes first.
     """
     answers = Answers()
 
     async def one(engine: Engine) -> None:
         late = f"engine {engine.name} did not answer {what} within {seconds:g} s"
-        work = within(seconds + GRACE_S, call(engine), lambda: late)
+        work = within(seconds + TRANSPORT_GRACE_S, call(engine), lambda: late)
         outcomes: Any = await asyncio.gather(work, return_exceptions=True)
         [outcome] = outcomes
         if isinstance(outcome, BaseException):

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlcore.deadlines import GROUP_JOIN_S
 from rlcore.errors import DeadlineExceeded, EngineFailed, RunFailed
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, ask
 
-JOIN_S = 60.0  # for both sides to meet, at most
 POLL_S = 0.001
 WATCHDOG_FACTOR = 4  # NCCL's own watchdog ends the process: it must come well after our deadline
 
@@ -157,7 +157,7 @@ class Link:
         """Make the group unless it is whole."""
         if self.is_whole:
             return None
-        limit = min(self._timeout_s, JOIN_S)
+        limit = min(self._timeout_s, GROUP_JOIN_S)
         try:
             host, store, port = await asyncio.to_thread(self._meeting_place)
         # recovery: without this engine, by the caller

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from rlcore.config import Config
 from rlcore.config.derived import comeback_s, engine_place_s
+from rlcore.deadlines import CLOSE_ENGINES_S, TRANSPORT_GRACE_S
 from rlcore.errors import DeadlineExceeded, PublicationFailed
 from rlcore.interfaces import RolloutEngine, WeightVerifier
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import call_on
-from rollout.weight_sync.base import GRACE_S, Failures, Transport, ask
+from rollout.weight_sync.base import Failures, Transport, ask
 from rollout.weight_sync.choose import choose_transport
 
-CLOSE_S = 30.0
 LAST_RESORT = 6  # times the longest limit: then the loop itself is stuck
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class WeightPublication:
         """
         if self._transport is not None:
             try:
-                self._call(self._transport.close(), CLOSE_S)
+                self._call(self._transport.close(), CLOSE_ENGINES_S)
             except DeadlineExceeded as error:  # recovery: connections end with the process
                 logger.warning("%s", error)
 
@@ -249,7 +249,9 @@ class WeightPublication:
         Every step has its own limit; this one is for a loop that does not run.
         """
         if limit is None:
-            limit = LAST_RESORT * (max(self._limit, self._pause_limit, self._comeback) + GRACE_S)
+            limit = LAST_RESORT * (
+                max(self._limit, self._pause_limit, self._comeback) + TRANSPORT_GRACE_S
+            )
         return call_on(
             self._loop,
             work,

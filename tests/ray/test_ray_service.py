@@ -15,13 +15,14 @@ import pytest
 from ray.exceptions import RayActorError
 from torch.distributed import HashStore
 
+from rlcore.deadlines import SERVICE_ANSWER_S
 from rlcore.errors import PartLost
 from rlcore.launch.ray import service_actor
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost
 from rlcore.launch.ray.remote_service import RemoteParticipants
 from rlcore.launch.ray.service_actor import ServiceActor
-from rlcore.launch.ray.service_client import WORD_S, ServiceClient
+from rlcore.launch.ray.service_client import ServiceClient
 from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.rank_sync import RankSync
 from rlcore.trainer.weight_publisher import WeightPublisher
@@ -174,7 +175,11 @@ def test_a_new_service_has_time_for_a_long_journal_and_a_large_buffer(
     asked: dict[Any, float] = {}
 
     def call(
-        client: ServiceClient, part: str, *given: Any, limit_s: float = WORD_S, key: str = ""
+        client: ServiceClient,
+        part: str,
+        *given: Any,
+        limit_s: float = SERVICE_ANSWER_S,
+        key: str = "",
     ) -> None:
         asked[given[0] if given else part] = limit_s
 
@@ -186,11 +191,11 @@ def test_a_new_service_has_time_for_a_long_journal_and_a_large_buffer(
     client.remember("restore", {})
     client.reopen()
     start_s = client.config.cluster.start_timeout_s
-    assert start_s > WORD_S
+    assert start_s > SERVICE_ANSWER_S
     assert list(asked.items()) == [
         ("restore", start_s),
         ("keep_ledger", start_s),
-        ("published", WORD_S),
+        ("published", SERVICE_ANSWER_S),
     ]
 
 

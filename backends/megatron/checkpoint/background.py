@@ -9,8 +9,7 @@ from pathlib import Path
 
 from backends.megatron.checkpoint.errors import write_errors
 from backends.megatron.checkpoint.shards import PlannedShards
-
-_FAREWELL_S = 30.0  # for the tensor at hand, where a run ends in the middle of a checkpoint
+from rlcore.deadlines import CHECKPOINT_TENSOR_S
 
 
 class PendingCheckpoint:
@@ -65,4 +64,4 @@ class PendingCheckpoint:
     def cancel(self) -> None:
         """Stop writing after the current tensor, and wait for that."""
         self._cancelled.set()
-        self._thread.join(_FAREWELL_S)
+        self._thread.join(CHECKPOINT_TENSOR_S)

@@ -10,10 +10,9 @@ from rlcore.config.engine_kinds import KINDS, EngineKind, is_import_path
 from rlcore.config.messages import Problem
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
+from rlcore.deadlines import ENGINE_ENDING_S
 
 ENGINE = "rollout.engine"
-# time beyond the limit to give up an engine that does not answer, and end it
-ENDING_S = 45.0
 # set by the user who starts the engines
 MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device")
 
@@ -123,12 +122,14 @@ def engine_notes(config: Config) -> Iterator[Problem]:
         yield Problem("rollout.on_update", message)
     update_s = rollout.engine.update_timeout_s
     collective_s = config.cluster.collective_timeout_s
-    if world_size(config) > 1 and update_s + ENDING_S > collective_s:
+    if world_size(config) > 1 and update_s + ENGINE_ENDING_S > collective_s:
         message = (
             f"got {update_s:g}, but while an engine hangs the other ranks wait in a collective, for"
             f" {collective_s:g} s at most: "
         )
-        message += f"leave cluster.collective_timeout_s at least {ENDING_S:g} s more than this"
+        message += (
+            f"leave cluster.collective_timeout_s at least {ENGINE_ENDING_S:g} s more than this"
+        )
         yield Problem(f"{ENGINE}.update_timeout_s", message)
     if (kind := KINDS.get(rollout.engine.kind)) is not None:
         yield from kind_notes(config, kind)

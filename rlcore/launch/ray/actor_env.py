@@ -14,12 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlcore.deadlines import STORE_S
 from rlcore.errors import RunFailed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-CONNECT_S = 60.0
 # For the text of a line that is counted: its process may have been killed in between.
 HALF_SAID_S = 2.0
 _COUNT = "lines"
@@ -48,7 +48,7 @@ class ActorEnv:
         import torch.distributed as dist
 
         lines = dist.TCPStore(
-            self.host, self.port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False
+            self.host, self.port, None, False, timedelta(seconds=STORE_S), wait_for_workers=False
         )
         sys.stdout = RemoteStdout(lines, "out")
         sys.stderr = RemoteStdout(lines, "err")
@@ -99,7 +99,7 @@ class LogRelay:
         import torch.distributed as dist
 
         self._store = dist.TCPStore(
-            host, 0, None, True, timedelta(seconds=CONNECT_S), wait_for_workers=False
+            host, 0, None, True, timedelta(seconds=STORE_S), wait_for_workers=False
         )
         self.port = self._store.port
         self._next = 1

@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from rlcore.deadlines import ACTOR_END_S
 from rlcore.errors import DeadlineExceeded, PartLost, RlcoreError, RunFailed
 
 NAMESPACE = "rlcore"  # of all named actors
-END_S = 10.0
 POLL_S = 0.2  # between two calls of an actor that is being started
 
 
@@ -112,9 +112,9 @@ def actor_name(run: str, part: str) -> str:
 
 
 def end_named(names: Iterable[str]) -> None:
-    """End actors for good, by name; return when the names are free again, or after END_S."""
+    """End actors for good, by name; return when the names are free again, or after ACTOR_END_S."""
     left = set(names)
-    deadline = time.monotonic() + END_S
+    deadline = time.monotonic() + ACTOR_END_S
     while left and time.monotonic() < deadline:
         for name in sorted(left):
             try:

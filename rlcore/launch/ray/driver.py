@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import (
 
 from rlcore.config.derived import generates, world_size
 from rlcore.config.load import Loaded
+from rlcore.deadlines import CLOSE_SERVICE_S
 from rlcore.errors import INTERRUPTED, RlcoreError, UserError
 from rlcore.launch.compose import check_input
 from rlcore.launch.ray.actor_env import ActorEnv, LogRelay
@@ -46,8 +47,6 @@ from rlcore.trainer.rank_sync import Failure
 from rollout.engines.registry import engine_name
 from rollout.engines.sglang.keys import Keys
 
-# For the service to end its engines, before they are ended with their actors.
-CLOSE_S = 20.0
 CONCURRENT = 1000  # calls of an actor at a time
 
 
@@ -288,7 +287,7 @@ class Driver:
         self._hang_detector = None
         if self._service is not None:
             with suppress(RayError):
-                ray.get(self._service.close.remote(), timeout=CLOSE_S)
+                ray.get(self._service.close.remote(), timeout=CLOSE_SERVICE_S)
         name = self.config.run.name
         end_named(
             [

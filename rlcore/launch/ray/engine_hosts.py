@@ -16,6 +16,7 @@ import ray
 
 from rlcore.config import Config
 from rlcore.config.derived import world_size
+from rlcore.deadlines import END_SERVER_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RlcoreError
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.engines import engine_site
@@ -29,7 +30,6 @@ from rollout.engines.sglang.keys import Keys
 
 LOOPBACK = "127.0.0.1"
 IN_PROCESS = "copy"  # the transport that hands tensors over inside one process
-KILL_S = 15.0  # for an actor to end its server, before it is ended with it
 
 logger = logging.getLogger(__name__)
 
@@ -179,14 +179,16 @@ class HostedServer:
             return
         try:
             call = answer(getattr(self._host, how).remote(), what=f"engine {self.name}")
-            await within(KILL_S, call, lambda: f"the actor of engine {self.name} does not answer")
+            await within(
+                END_SERVER_S, call, lambda: f"the actor of engine {self.name} does not answer"
+            )
         except DeadlineExceeded as error:
             logger.warning("%s; it is killed", error)
             ray.kill(self._host, no_restart=False)
         except RlcoreError as error:  # recovery: none is needed, it is gone
             logger.info("%s", error)
         if self._ended is not None:
-            await asyncio.wait({self._ended}, timeout=KILL_S)
+            await asyncio.wait({self._ended}, timeout=END_SERVER_S)
 
 
 def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[RolloutEngine]:

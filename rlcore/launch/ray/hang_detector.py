@@ -8,8 +8,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from rlcore.deadlines import STALL_S
+
 BEAT_S = 1.0
-STALL_S = 10.0  # between two checks: this process itself was stopped
 
 
 class HangDetector:

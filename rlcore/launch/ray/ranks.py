@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore.config.load import Loaded
+from rlcore.deadlines import ACTOR_LOST_S, LEAVE_S, NOTICE_S, PROCESS_LOST_S, STORE_S
 from rlcore.errors import (
     INTERRUPTED,
     DeadlineExceeded,
@@ -29,7 +30,7 @@ from rlcore.errors import (
 )
 from rlcore.launch.attempts import has_ended
 from rlcore.launch.environment import store_prefix
-from rlcore.launch.heartbeat import LEAVE_S, NOTICE_S, HeartbeatMonitor, read_stuck, stuck_failure
+from rlcore.launch.heartbeat import HeartbeatMonitor, read_stuck, stuck_failure
 from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe_failure
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost, first_line, get, translate_error
@@ -40,9 +41,6 @@ from rlcore.launch.run_folder import conclude_if_opened, was_opened
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
-STORE_S = 60.0
-TELL_S = 3.0  # for Ray to say that a process is gone, which its peers feel at once
-END_S = 30.0  # for Ray to say that a killed actor is gone
 
 
 class Ranks:
@@ -221,7 +219,7 @@ class Ranks:
         for actor in self.actors:
             ray.kill(actor)
         if self._runs:
-            ray.wait(list(self._runs), num_returns=len(self._runs), timeout=END_S)
+            ray.wait(list(self._runs), num_returns=len(self._runs), timeout=ACTOR_LOST_S)
         self.actors = []
 
     # --- finding failures -------------------------------------------------------------------------
@@ -243,7 +241,7 @@ class Ranks:
 
     def _cause(self, failure: Failure) -> Failure:
         """Return the loss of a rank that caused this failure; Ray may report it a moment later."""
-        deadline = self._failed_at + TELL_S
+        deadline = self._failed_at + PROCESS_LOST_S
         while (
             self._runs and not self._lost and not failure.bad_input and time.monotonic() < deadline
         ):

@@ -12,13 +12,14 @@ from rlcore.config import Config
 from rlcore.data.generation import MemoryTag
 from rlcore.data.sample import Sample
 from rlcore.data.step import StepRollouts
+from rlcore.deadlines import SERVICE_GRACE_S
 from rlcore.errors import EngineFailed, PublicationFailed
 from rlcore.interfaces import RolloutEngine, WeightVerifier
 from rlcore.launch.compose import OpenService, RolloutHandles, all_engines_timeout_s
 from rlcore.launch.process import Process
 from rlcore.launch.ray.calls import ActorLost
 from rlcore.launch.ray.service_actor import EngineInfo
-from rlcore.launch.ray.service_client import GRACE_S, ServiceClient
+from rlcore.launch.ray.service_client import ServiceClient
 from rollout.asyncio_utils import LoopThread
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.publication import WeightPublication
@@ -171,7 +172,7 @@ class RemoteSource:
 
     def __init__(self, client: ServiceClient) -> None:
         self._client = client
-        self._limit_s = client.config.rollout.timeout_s + GRACE_S
+        self._limit_s = client.config.rollout.timeout_s + SERVICE_GRACE_S
 
     def start(self) -> None:
         """Start the service's engines and reward workers."""
@@ -226,7 +227,7 @@ class RemoteMemory:
 
     def __init__(self, client: ServiceClient) -> None:
         self._client = client
-        self._limit_s = all_engines_timeout_s(client.config) + GRACE_S
+        self._limit_s = all_engines_timeout_s(client.config) + SERVICE_GRACE_S
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
         """Implements the protocol."""

@@ -6,12 +6,11 @@ from typing import Any
 
 from rlcore.config import Config
 from rlcore.config.derived import comeback_s, engine_place_s
+from rlcore.deadlines import REWARD_START_S as REWARD_START_TIMEOUT_S
+from rlcore.deadlines import SERVICE_ANSWER_S, SERVICE_GRACE_S
 from rlcore.launch.ray.calls import ActorLost, answer, get, get_when_up
 from rlcore.launch.ray.service_actor import OpenedService
-from rollout.rewards.pool import START_TIMEOUT_S as REWARD_START_TIMEOUT_S
 
-GRACE_S = 60.0  # the service has its own limits; ours comes a little later
-WORD_S = 60.0  # for the service to answer what needs no work
 WORD_KEY = "60 s and cluster.heartbeat_timeout_s, in which one that hangs is replaced"
 SERVICE = "the rollout service"
 # Methods of `RolloutSource` that a replacement service is told again, in this order.
@@ -53,7 +52,7 @@ class ServiceClient:
         limit = (
             comeback_s(self.config.rollout.engine, engine_place_s(self.config))
             + REWARD_START_TIMEOUT_S
-            + GRACE_S
+            + SERVICE_GRACE_S
         )
         self.call(
             "start", limit_s=limit, key="cluster.start_timeout_s and rollout.engine.start_timeout_s"
@@ -104,7 +103,9 @@ class ServiceClient:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def call(self, part: str, *arguments: Any, limit_s: float = WORD_S, key: str = WORD_KEY) -> Any:
+    def call(
+        self, part: str, *arguments: Any, limit_s: float = SERVICE_ANSWER_S, key: str = WORD_KEY
+    ) -> Any:
         """Call a method of the actor, from the main thread.
 
         Raises ActorLost, DeadlineExceeded, or what the service raised.
@@ -115,7 +116,7 @@ class ServiceClient:
         """
         heartbeat_s = self.config.cluster.heartbeat_timeout_s
         for notification in self._take_unanswered():
-            get(notification, limit_s=WORD_S + heartbeat_s, what=SERVICE, key=WORD_KEY)
+            get(notification, limit_s=SERVICE_ANSWER_S + heartbeat_s, what=SERVICE, key=WORD_KEY)
         return get(
             self._send(part, arguments),
             limit_s=limit_s + heartbeat_s,

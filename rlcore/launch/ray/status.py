@@ -13,13 +13,13 @@ from typing import Any
 import ray
 from ray.exceptions import AuthenticationError
 
+from rlcore.deadlines import STATUS_ANSWER_S
 from rlcore.errors import DeadlineExceeded, RlcoreError, UserError
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost, actor_name, first_line, get
 from rlcore.launch.ray.cluster import NO_TOKEN
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
 
-ANSWER_S = 15.0
 POLL_S = 0.5
 KEY = "a fixed limit"
 
@@ -52,7 +52,7 @@ def stop(run: str, address: str | None, *, timeout_s: float) -> str:
         except ValueError as error:
             there = ", ".join(_runs()) or "none"
             raise UserError(f"no run {run!r} goes on here; there is {there}") from error
-        get(run_status.stop.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY)
+        get(run_status.stop.remote(), limit_s=STATUS_ANSWER_S, what=f"run {run}", key=KEY)
         deadline = time.monotonic() + timeout_s
         while run in _runs():
             if time.monotonic() > deadline:
@@ -98,7 +98,7 @@ def _describe(run: str) -> Iterator[str]:
     try:
         run_status = ray.get_actor(actor_name(run, "status"), namespace=NAMESPACE)
         facts: dict[str, Any] = get(
-            run_status.read.remote(), limit_s=ANSWER_S, what=f"run {run}", key=KEY
+            run_status.read.remote(), limit_s=STATUS_ANSWER_S, what=f"run {run}", key=KEY
         )
     except (RlcoreError, ValueError):  # it has ended meanwhile
         return
@@ -119,13 +119,15 @@ def _describe_service(run: str) -> Iterator[str]:
     except ValueError:  # nothing generates, or it is not started yet, or the run has ended
         return
     try:
-        pid, engines = get(service.status.remote(), limit_s=ANSWER_S, what="service", key=KEY)
+        pid, engines = get(
+            service.status.remote(), limit_s=STATUS_ANSWER_S, what="service", key=KEY
+        )
     except ActorLost:
         yield "  service: being started"
         return
     except DeadlineExceeded:
         yield (
-            f"  service: no answer within {ANSWER_S:g} s: it is being started, or hangs"
+            f"  service: no answer within {STATUS_ANSWER_S:g} s: it is being started, or hangs"
             " (cluster.heartbeat_timeout_s)"
         )
         return

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
+from rlcore.deadlines import ENGINE_GRACE_S
 from rlcore.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -36,8 +37,6 @@ ERRORS: dict[str, type[RlcoreError]] = {
     ModelError.__name__: ModelError,
     DeadlineExceeded.__name__: EngineHangs,
 }  # any other error there is EngineFailed here
-# the server keeps its own deadlines; ours comes a little later, for a server that hangs
-GRACE_S = 5.0
 
 
 class RemoteEngine:
@@ -238,7 +237,7 @@ class RemoteEngine:
             raise EngineFailed(f"engine {self.name} does not run (asked to {verb}); start it first")
         request = asyncio.ensure_future(self._post(session, verb, body))
         try:
-            grace_s = GRACE_S if grace_s is None else grace_s
+            grace_s = ENGINE_GRACE_S if grace_s is None else grace_s
             await asyncio.wait(
                 {request, ended}, timeout=timeout_s + grace_s, return_when=asyncio.FIRST_COMPLETED
             )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
+from rlcore.deadlines import LAST_TOKEN_S
 from rlcore.errors import RunFailed, UserError
 from rlcore.weights import DTYPES, Bucket
 from rollout.asyncio_utils import within
@@ -32,8 +33,6 @@ from rollout.engines.embedded.pause_gate import PauseGate
 from rollout.engines.embedded.stopping import StopStrings
 from rollout.engines.requests import check_request as check_common
 from rollout.weight_sync.verification import FingerprintVerifier
-
-CLOSE_S = 30.0  # for the token that is being made
 
 
 class EmbeddedEngine:
@@ -100,9 +99,9 @@ class EmbeddedEngine:
         self._gate.close()
         stopping = asyncio.to_thread(self._worker.shutdown)
         await within(
-            CLOSE_S,
+            LAST_TOKEN_S,
             stopping,
-            lambda: f"{self.name}: one token took longer than {CLOSE_S:g} s while closing",
+            lambda: f"{self.name}: one token took longer than {LAST_TOKEN_S:g} s while closing",
         )
 
     async def kill(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
+from rlcore.deadlines import BROKEN_CONNECTION_S
 from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import gather_or_cancel
@@ -33,7 +34,6 @@ from rollout.weight_sync.version_state import WeightState
 
 UPDATE_KEY = "rollout.engine.update_timeout_s"
 HEALTH_KEY = "rollout.engine.health_timeout_s"
-DEATH_S = 0.5  # from a broken connection to the end of the process that held it
 # a request that reached the server after one abort of all is ended by the next
 ABORT_AGAIN_S = 0.2
 
@@ -148,7 +148,7 @@ class SGLangEngine:
         ended = self.ended
         if ended is None or isinstance(error, EngineHangs):
             return error
-        await asyncio.wait({ended}, timeout=DEATH_S)
+        await asyncio.wait({ended}, timeout=BROKEN_CONNECTION_S)
         return (
             EngineFailed(f"engine {self.name} died: {self.server.describe_end()}")
             if ended.done()

@@ -16,10 +16,11 @@ from rlcore.algorithms.testing.contract import Rule
 from rlcore.config import Config
 from rlcore.config.engine_kinds import EngineKind
 from rlcore.data.generation import Completion, GenerateRequest, PauseMode, Prefix, SamplingParams
+from rlcore.deadlines import TRANSPORT_GRACE_S
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.interfaces import RolloutEngine
 from rlcore.weights import TensorSpec, cut_buckets
-from rollout.weight_sync.base import GRACE_S, describe
+from rollout.weight_sync.base import describe
 from rollout.weight_sync.choose import choose_transport
 
 T = TypeVar("T")
@@ -109,7 +110,7 @@ class Session:
             max(limits.request_timeout_s, limits.update_timeout_s) if seconds is None else seconds
         )
         task = asyncio.ensure_future(work)
-        done, _ = await asyncio.wait({task}, timeout=seconds + GRACE_S)
+        done, _ = await asyncio.wait({task}, timeout=seconds + TRANSPORT_GRACE_S)
         if done:
             return task.result()
         task.cancel()

@@ -214,7 +214,7 @@ def test_the_server_wants_its_key(loop, pair):
 @pytest.mark.full  # a run in which they do: tests/integration/test_chaos.py
 def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypatch):
     """Of three engines one dies in a request, one hangs in a publication, the third goes on."""
-    monkeypatch.setattr("rollout.engines.embedded.client.GRACE_S", 1.0)
+    monkeypatch.setattr("rollout.engines.embedded.client.ENGINE_GRACE_S", 1.0)
     doomed = remote(config, "doomed", tmp_path)
     frozen = remote(config, "frozen", tmp_path, request_timeout_s=2.0)
     run(loop, start_all([doomed, frozen]))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from rlcore.deadlines import STALL_S
 from rlcore.launch import heartbeat as heartbeat
 from rlcore.launch.environment import here_key
-from rlcore.launch.heartbeat import STALL_S, Heartbeat, HeartbeatMonitor, beat_key
+from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor, beat_key
 from rlcore.trainer.rank_sync import LocalStore, RankSync, read_failure
 
 

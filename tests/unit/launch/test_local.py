@@ -82,7 +82,7 @@ def test_a_signal_while_ranks_are_ended_leaves_no_process(
     monkeypatch.setattr(local, "_start", start)
     monkeypatch.setattr(local, "LEAVE_S", 0.0)
     monkeypatch.setattr(local, "NOTICE_S", 0.5)
-    monkeypatch.setattr(local, "END_S", 2.0)
+    monkeypatch.setattr(local, "END_RANK_S", 2.0)
     asking = threading.Timer(1.5, ask_to_end)
     asking.start()
     assert local.supervise(config, []) == 1

@@ -348,8 +348,8 @@ def test_a_step_that_hangs_names_who_is_waited_for(
 
 
 def test_a_blocked_loop_is_no_hang(make_service, engine, monkeypatch):
-    monkeypatch.setattr("rollout.asyncio_utils.GRACE_S", 0.2)
-    monkeypatch.setattr("rollout.service.DROP_S", 0.2)
+    monkeypatch.setattr("rollout.asyncio_utils.LOOP_GRACE_S", 0.2)
+    monkeypatch.setattr("rollout.service.GIVE_UP_S", 0.2)
     service = make_service(rollout={"timeout_s": 0.2})
     release = threading.Event()
     engine.reply = lambda request, sample: release.wait(3) or [1]
@@ -360,7 +360,7 @@ def test_a_blocked_loop_is_no_hang(make_service, engine, monkeypatch):
 
 def test_an_engine_that_does_not_start_is_named(make_service, engine, monkeypatch):
     monkeypatch.setattr(FakeEngine, "start", lambda self: asyncio.sleep(600))
-    monkeypatch.setattr("rollout.fleet.fleet.GRACE_S", 0.2)
+    monkeypatch.setattr("rollout.fleet.fleet.TRANSPORT_GRACE_S", 0.2)
     with pytest.raises(DeadlineExceeded, match=r"engine fake was not ready after 0\.2 s"):
         make_service(rollout={"engine": {"start_timeout_s": 0.2}})
     assert engine.closed

@@ -259,7 +259,7 @@ def test_a_task_that_outlives_a_halt_does_not_fail_the_next_start(make, monkeypa
         collector.published(0)
         assert [group.draw for group in (await collector.collect(1)).groups] == [0]
 
-    monkeypatch.setattr(collector_module, "CLOSE_S", 0.01)
+    monkeypatch.setattr(collector_module, "CANCEL_S", 0.01)
     asyncio.run(main())
 
 
@@ -296,7 +296,7 @@ def test_a_group_that_outlives_a_halt_is_ignored_after_the_next_start(make, monk
         assert [group.draw for group in (await collector.collect(1)).groups] == [0]
         assert [group.draw for group in (await collector.collect(2)).groups] == [1]
 
-    monkeypatch.setattr(collector_module, "CLOSE_S", 0.01)
+    monkeypatch.setattr(collector_module, "CANCEL_S", 0.01)
     asyncio.run(main())
 
 

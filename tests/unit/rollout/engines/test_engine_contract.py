@@ -242,7 +242,7 @@ def test_a_broken_engine_fails_at_its_rule(
 def test_a_call_that_hangs_breaks_the_deadlines(
     check: Callable[..., Any], config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "GRACE_S", 0.1)
+    monkeypatch.setattr(session, "TRANSPORT_GRACE_S", 0.1)
     config.rollout.engine.request_timeout_s = 0.5
     config.rollout.engine.update_timeout_s = 0.5
     with pytest.raises(ContractError, match="resume still runs") as raised:

@@ -197,7 +197,7 @@ def test_what_no_engine_should_raise_is_a_failure_too(on_site, monkeypatch):
 
 
 def test_a_restart_that_hangs_meets_its_deadline(on_site, monkeypatch):
-    monkeypatch.setattr("rollout.fleet.fleet.GRACE_S", 0.0)
+    monkeypatch.setattr("rollout.fleet.fleet.TRANSPORT_GRACE_S", 0.0)
 
     async def use(site):
         monkeypatch.setattr(FakeEngine, "start", lambda self: asyncio.sleep(60))
@@ -212,7 +212,7 @@ def test_a_restart_that_hangs_meets_its_deadline(on_site, monkeypatch):
 
 
 def test_an_engine_that_does_not_end_is_started_again_all_the_same(on_site, monkeypatch, caplog):
-    monkeypatch.setattr("rollout.fleet.fleet.KILL_S", 0.1)
+    monkeypatch.setattr("rollout.fleet.fleet.KILL_ENGINE_S", 0.1)
 
     async def use(site):
         monkeypatch.setattr(FakeEngine, "kill", lambda self: asyncio.sleep(60))

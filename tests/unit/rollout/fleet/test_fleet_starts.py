@@ -58,7 +58,7 @@ def test_a_start_in_the_place_of_a_lost_fleet_fails_where_no_engine_comes(on_sit
 
 
 def test_an_engine_that_needs_a_place_first_has_its_own_time_all_the_same(on_site, monkeypatch):
-    monkeypatch.setattr("rollout.fleet.fleet.GRACE_S", 0.0)
+    monkeypatch.setattr("rollout.fleet.fleet.TRANSPORT_GRACE_S", 0.0)
     start = FakeEngine.start
 
     async def late(self):

@@ -233,7 +233,7 @@ def test_an_engine_that_hangs_is_dropped_at_its_deadline(model, folder, loop, en
         await asyncio.sleep(60)
 
     monkeypatch.setattr(engines[0], "begin_update", hang)
-    monkeypatch.setattr("rollout.weight_sync.base.GRACE_S", 0.1)
+    monkeypatch.setattr("rollout.weight_sync.base.TRANSPORT_GRACE_S", 0.1)
     participants = StaticParticipants(engines)
     publication = WeightPublication(make_config(folder, update_timeout_s=0.5), participants, loop)
     publish_once(publication, model, 1)
@@ -245,7 +245,7 @@ def test_an_engine_that_hangs_is_dropped_at_its_deadline(model, folder, loop, en
 def test_closing_does_not_wait_for_a_loop_that_is_stuck(
     model, folder, loop, engines, monkeypatch, caplog
 ):
-    monkeypatch.setattr("rollout.weight_sync.publication.CLOSE_S", 0.2)
+    monkeypatch.setattr("rollout.weight_sync.publication.CLOSE_ENGINES_S", 0.2)
     publication = WeightPublication(make_config(folder), StaticParticipants(engines), loop)
     publish_once(publication, model, 1)
     freed = threading.Event()
