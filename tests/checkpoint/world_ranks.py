@@ -11,6 +11,7 @@ from refused_case import try_full_disk, try_refused
 from backends.megatron.cpu.shim import megatron_device
 from backends.megatron.parallel.state import destroy_parallel, init_parallel
 from rlcore.config.sections.policy import ParallelConfig
+from tests.process_groups import release_groups
 
 KINDS = {
     "convert": convert,
@@ -28,6 +29,7 @@ def main() -> None:
             for kind, case in entry["cases"]:
                 KINDS[kind](case, layout, parallel)
             destroy_parallel()
+            release_groups()
     dist.destroy_process_group()
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.process_groups import release_groups
+
 TIMEOUT = timedelta(seconds=60)  # of a collective
 
 
@@ -52,3 +54,4 @@ def main(run: Callable[[dict[str, Any], Path], None]) -> None:
         for case in payload(folder):
             print("case", case["name"], flush=True)
             run(case, folder)
+            release_groups()
