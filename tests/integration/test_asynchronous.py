@@ -40,6 +40,7 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- it learns ------------------------------------------------------------------------------------
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_ahead_of_its_trainer_learns(workspace: Workspace, staleness: int) -> None:
     run = workspace.train(

@@ -236,6 +236,7 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_input_is_refused_and_nothing_is_lost(scene: Scene, case: str) -> None:
     arguments, says = REFUSED[case]

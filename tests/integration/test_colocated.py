@@ -51,6 +51,7 @@ def apart(workspace: Workspace) -> Run:
     return run
 
 
+@pytest.mark.everyday
 def test_taking_turns_changes_no_bit(
     workspace: Workspace, apart: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

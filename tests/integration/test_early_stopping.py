@@ -52,6 +52,7 @@ def test_below_the_target_a_run_completes(completed: Run, kl: dict[int, float]) 
     assert not completed.lines(IGNORED) + completed.lines(TRIPPED)
 
 
+@pytest.mark.everyday
 def test_equal_goes_on_and_above_stops_as_a_success(stopped: Run, kl: dict[int, float]) -> None:
     assert stopped.code == 0
     assert [row["step"] for row in stopped.metrics] == [0, 1, 2, 3]

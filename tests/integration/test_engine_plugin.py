@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lab import LEARNING, Lab
+from workspace import LEARNING, Workspace
 
 ENGINE = """\
 from rlcore.config.engine_kinds import EngineKind
@@ -48,13 +48,14 @@ def my_pkg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("my_pkg")
-def test_a_run_trains_with_it_and_gets_the_same_numbers_as_with_ours(lab: Lab) -> None:
+@pytest.mark.everyday
+def test_a_run_trains_with_it_and_gets_the_same_numbers_as_with_ours(workspace: Workspace) -> None:
     import my_pkg
 
-    mine = lab.train("my engine", *LEARNING, *MINE)
+    mine = workspace.train("my engine", *LEARNING, *MINE)
     assert mine.code == 0, mine.out + mine.err
     assert my_pkg.MyEngine.calls == 3 * 4
-    ours = lab.train("our engine", *LEARNING)
+    ours = workspace.train("our engine", *LEARNING)
     for step in (1, 2, 3):
         for name in ("train/grad_norm", "rollout/train_rollout_logprob_diff"):
             if name in ours.rows[step]:
@@ -81,15 +82,17 @@ def test_a_run_trains_with_it_and_gets_the_same_numbers_as_with_ours(lab: Lab) -
         ([*MINE, "policy.routing_replay=engine"], "my engine does not report routed experts"),
     ],
 )
-def test_what_it_cannot_do_is_refused(lab: Lab, given: list[str], said: str) -> None:
-    refused = lab.train("refused engine", *given)
+def test_what_it_cannot_do_is_refused(workspace: Workspace, given: list[str], said: str) -> None:
+    refused = workspace.train("refused engine", *given)
     assert refused.code == 2
     assert said in refused.err
     assert "Traceback" not in refused.err
     assert not refused.folder.exists()
 
 
-def test_under_ray_it_needs_a_way_for_weights_to_another_process(lab: Lab, my_pkg: None) -> None:
+def test_under_ray_it_needs_a_way_for_weights_to_another_process(
+    workspace: Workspace, my_pkg: None
+) -> None:
     pytest.importorskip("ray")
     from rlcore.config.load import load_config
     from rlcore.errors import ConfigError
@@ -98,7 +101,7 @@ def test_under_ray_it_needs_a_way_for_weights_to_another_process(lab: Lab, my_pk
     from rollout.engines.sglang.keys import Keys
 
     given = ("run.name=x", "cluster.launcher=ray", *MINE)
-    config = load_config([lab.base], given).config
+    config = load_config([workspace.base], given).config
     assert place(config, has_gpus=False).hosts == (), "it runs in the service's process"
     with pytest.raises(ConfigError, match="takes weights in its own process alone"):
         cluster_engines(config, [], Keys("api", "admin"))

@@ -205,6 +205,7 @@ def test_eval_agrees_on_run_checkpoint_and_folder(
         assert {key: value for key, value in scores[name].items() if key != "samples"} == logged
 
 
+@pytest.mark.everyday
 def test_export_of_a_run_is_its_hf_folder(
     workspace: Workspace, trained: Run, tmp_path: Path
 ) -> None:

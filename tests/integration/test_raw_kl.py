@@ -73,6 +73,7 @@ def assert_raw(workspace: Workspace, run: Run, kind: str, *, coef: float) -> Non
 PPO = ("algorithm.estimator.name=ppo", "critic.optimizer.lr=1e-3")
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -291,6 +291,7 @@ def calm(runs: Runs) -> Path:
     return runs.path("calm")
 
 
+@pytest.mark.everyday
 def test_two_ranks_killed_in_a_checkpoint(runs: Runs, calm: Path) -> None:
     ended = runs.train("killed_tp2", *TP2, ranks=2, at={"point": "shards", "call": 3, "rank": 1})
     assert ended.killed, ended.output
@@ -299,6 +300,7 @@ def test_two_ranks_killed_in_a_checkpoint(runs: Runs, calm: Path) -> None:
     assert_close_run(runs.path("killed_tp2"), calm, tolerance=ROUND_OFF)
 
 
+@pytest.mark.everyday
 def test_from_tensor_parallel_ranks_over_pipeline_stages_and_replicas_to_one_process(
     runs: Runs, calm: Path
 ) -> None:

@@ -39,6 +39,7 @@ def assert_same_metrics(rows: Sequence[dict[str, Any]], expected: Sequence[dict[
     assert any(row["train/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.everyday
 def test_two_nodes_of_the_multi_node_script(
     launcher: Launcher, supervised: list[dict[str, Any]]
 ) -> None:

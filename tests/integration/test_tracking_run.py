@@ -27,6 +27,7 @@ def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
     wandb.teardown()  # ends the service process
 
 
+@pytest.mark.everyday
 def test_a_resumed_run_goes_on_in_wandb_and_tensorboard(
     workspace: Workspace, offline_wandb: Any
 ) -> None:

@@ -65,12 +65,12 @@ def run_ranks(script: Path, size: int, folder: Path, payload: Any, *, deadline_s
 class Results:
     """Results of `parity_ranks.py` by the names of cases; a world runs when a case is first used.
 
-    The cases of a world that every tier needs share one launch, the other cases have another.
+    Cases that the same tier of tests needs share a launch of their world.
     """
 
     folder: Path
     cases: Mapping[int, Sequence[dict[str, Any]]]  # world size -> its cases
-    every_run: Collection[str]  # names
+    launches: Sequence[Collection[str]]  # names of cases; the cases left over share one more
     deadline_s: float = 500.0
     _launched: dict[str, Path] = field(default_factory=dict)
 
@@ -79,12 +79,17 @@ class Results:
             size = next(
                 size for size, cases in self.cases.items() for one in cases if one["name"] == name
             )
-            every_run = name in self.every_run
-            cases = [
-                one for one in self.cases[size] if (one["name"] in self.every_run) == every_run
-            ]
-            folder = self.folder / f"world{size}{'' if every_run else '_full'}"
+            launch = self._launch_of(name)
+            cases = [one for one in self.cases[size] if self._launch_of(one["name"]) == launch]
+            folder = self.folder / f"world{size}_launch{launch}"
             run_ranks(PARITY_RANKS, size, folder, cases, deadline_s=self.deadline_s)
             self._launched.update((one["name"], folder / f"{one['name']}.pt") for one in cases)
         result: dict[str, Any] = torch.load(self._launched[name], weights_only=False)
         return result
+
+    def _launch_of(self, name: str) -> int:
+        """The first launch that names it."""
+        for number, names in enumerate(self.launches):
+            if name in names:
+                return number
+        return len(self.launches)

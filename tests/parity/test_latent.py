@@ -79,7 +79,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(models: Path) -> Results:
-    return Results(models.parent, CASES, EVERY_RUN)
+    return Results(models.parent, CASES, [EVERY_RUN])
 
 
 def of_name(name: str) -> dict[str, Any]:

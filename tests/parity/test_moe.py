@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
-    return Results(folder, CASES, EVERY_RUN)
+    return Results(folder, CASES, [EVERY_RUN])
 
 
 def names(*, losses: bool) -> list[Any]:

@@ -175,6 +175,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 
+# One of each axis, in `./scripts/test.sh`, in launches of their own.
+EVERYDAY = ("qwen3", "tp2_sp", "pp2", "dp2_distributed", "cp2", "tp2_pp2")
+
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -188,7 +191,7 @@ def results(folder: Path) -> Results:
     return Results(
         folder,
         CASES,
-        [case["name"] for cases in CASES.values() for case in cases if not case.get("full")],
+        [EVERYDAY, [c["name"] for cases in CASES.values() for c in cases if not c.get("full")]],
     )
 
 
@@ -210,12 +213,19 @@ def is_full(name: str) -> bool:
     return bool(case_named(name).get("full"))
 
 
+def tier_of(name: str) -> Any:
+    """The mark of the tier in which a case is run."""
+    if name in EVERYDAY:
+        return pytest.mark.everyday
+    return pytest.mark.full if is_full(name) else ()
+
+
 def each(*names: str) -> list[Any]:
     """The cases as parameters of a test, marked."""
-    return [pytest.param(name, marks=pytest.mark.full if is_full(name) else ()) for name in names]
+    return [pytest.param(name, marks=tier_of(name)) for name in names]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_tied", "qwen2_tied", "llama"])
+@pytest.mark.parametrize("name", each("qwen3", "qwen3_tied", "qwen2_tied", "llama"))
 def test_one_process_equals_plain_torch(name: str, results: Results, folder: Path) -> None:
     expected = oracle.policy_step(folder / "models" / name)
     got = results[name]

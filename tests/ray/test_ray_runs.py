@@ -13,6 +13,7 @@ from tests.ray.clusters import add_node, lose_node, node_of
 from tests.ray.ray_runs import COMMON, TWO_RANKS, Going, RayRuns, check_as_undisturbed, command
 
 
+@pytest.mark.everyday
 def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) -> None:
     seen: list[str] = []
     run = ray_runs.train(

@@ -52,6 +52,7 @@ def check_ends(run: Run, model: Path, *, steps: int) -> None:
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
 
 
+@pytest.mark.everyday
 def test_a_run_on_a_server_given_by_url(lab: Workspace, by_url: tuple[str, ...]) -> None:
     """Trained, evaluated, resumed, scored; the server outlives them all."""
     given = (
