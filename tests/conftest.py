@@ -28,8 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = folder_of(item.nodeid)
         group = folder if folder in SHARING else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
-        if folder != "unit" and not any(item.iter_markers("everyday")):
-            item.add_marker(pytest.mark.rest)
+        if folder != "unit":
+            # Whole runs in this process: what Megatron, torch and Ray warn of is not ours to mend.
+            item.add_marker(pytest.mark.filterwarnings("default"))
+            if not any(item.iter_markers("everyday")):
+                item.add_marker(pytest.mark.rest)
 
 
 @pytest.fixture(scope="session")
