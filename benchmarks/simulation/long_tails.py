@@ -75,7 +75,7 @@ def long_tailed(delay: Delay) -> Iterator[None]:
         return LongTailed(*arguments, delay=delay, **options)
 
     with (
-        patch("rollout.engines.embedded.engine.EmbeddedEngine", engine),
+        patch("rollout.engines.embedded.factory.EmbeddedEngine", engine),
         patch.object(group_runner, "_runner", one_by_one),
     ):
         yield

@@ -232,7 +232,7 @@ def test_killed_while_groups_are_made_it_goes_on(runs: Runs, at: dict[str, Any])
     check_async_run(runs.path(name), steps=8, staleness=2)
 
 
-# --- time -----------------------------------------------------------------------------------------
+# --- long tails ----------------------------------------------------------------------------------
 
 
 def one_in_eight(draw: int) -> float:
@@ -248,28 +248,18 @@ def slow_run(workspace: Workspace, staleness: int) -> Run:
     )  # fmt: skip
 
 
-def test_with_long_tails_running_ahead_takes_less_time_for_the_same_steps(
+def test_with_long_tails_long_answers_are_trained_on_as_short_ones_are(
     workspace: Workspace,
 ) -> None:
+    """What running ahead is worth in time: benchmarks/asynchrony.py."""
     with long_tailed(one_in_eight):
         lock_step = slow_run(workspace, 0)
         asynchronous = slow_run(workspace, 2)
     for run, staleness in ((lock_step, 0), (asynchronous, 2)):
         assert run.code == 0, run.err
         check_async_run(run.folder, steps=16, staleness=staleness)
-    seconds = [sum(row["time/step"] for row in run.metrics) for run in (lock_step, asynchronous)]
-    idle = [
-        statistics.fmean(row["perf/trainer_idle_fraction"] for row in run.metrics)
-        for run in (lock_step, asynchronous)
-    ]
-    print(
-        f"16 steps in {seconds[0]:.2f} s and {seconds[1]:.2f} s; the trainer waits {idle[0]:.2f}"
-        f" and {idle[1]:.2f} of it"
-    )
-    assert seconds[1] < 0.75 * seconds[0]
-    assert idle[1] < idle[0]
     draws = [
         sorted({r["draw"] for s in range(1, 17) for r in read_rollouts(run.rollouts(s))})
         for run in (lock_step, asynchronous)
     ]
-    assert draws[0] == draws[1] == list(range(64)), "long answers are trained on as short ones are"
+    assert draws[0] == draws[1] == list(range(64))

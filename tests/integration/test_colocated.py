@@ -67,7 +67,7 @@ def test_taking_turns_changes_no_bit(
                 sum(t.untyped_storage().nbytes() for t in self._weights.tensors.values())
             )
 
-    monkeypatch.setattr("rollout.engines.embedded.engine.EmbeddedEngine", Watched)
+    monkeypatch.setattr("rollout.engines.embedded.factory.EmbeddedEngine", Watched)
     colocated = workspace.train("colocated", *PPO, heldout(workspace), COLOCATED)
     assert colocated.code == 0, colocated.err
     assert_same(colocated, apart)
