@@ -22,6 +22,7 @@ def folder_of(nodeid: str) -> str:
     return Path(nodeid.partition("::")[0]).parts[1]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is in no everyday run: all outside tests/unit that is not marked "everyday"."""
     for item in items:
