@@ -14,21 +14,16 @@ settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
 FOLDERS = ("unit", "parity", "checkpoint", "integration", "ray", "sglang")
-# Their tests share a cluster or a server, which only one worker of pytest-xdist starts.
-SHARING = ("ray", "sglang")
 
 
 def folder_of(nodeid: str) -> str:
     return Path(nodeid.partition("::")[0]).parts[1]
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is in no everyday run: all outside tests/unit that is not marked "everyday"."""
     for item in items:
         folder = folder_of(item.nodeid)
-        group = folder if folder in SHARING else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
         if folder != "unit":
             # Whole runs in this process: what Megatron, torch and Ray warn of is not ours to mend.
             item.add_marker(pytest.mark.filterwarnings("default"))
