@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Every check: lint, format, types, import contracts, then tests, quick ones first.
-#   ./scripts/test.sh [pytest arguments]            every capability once, with its real parts: about 8 minutes of tests on two cores
+#   ./scripts/test.sh [pytest arguments]            every capability once, with its real parts
 #   ./scripts/test.sh --rest [pytest arguments]     the other tests that CI runs
 #   ./scripts/test.sh --full [pytest arguments]     everything, and new examples for the properties
-# WORKERS=N runs tests in N processes (default: 2, the cores that they were timed on).
+# WORKERS=N runs tests in N processes (default: 2).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
