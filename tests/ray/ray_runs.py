@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -92,6 +93,16 @@ class Going:
 
     def stop_rank(self, rank: int) -> None:
         os.kill(self.rank_pids()[rank], signal.SIGSTOP)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold the run at its step, however long it takes to look at it."""
+        stopped = self.rank_pids()[-1]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(stopped, signal.SIGCONT)
 
     def kill_service(self) -> None:
         os.kill(self.service_pid(), signal.SIGKILL)

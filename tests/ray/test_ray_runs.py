@@ -16,18 +16,12 @@ from tests.ray.ray_runs import COMMON, TWO_RANKS, Going, RayRuns, check_as_undis
 @pytest.mark.everyday
 def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) -> None:
     seen: list[str] = []
-    run = ray_runs.train(
-        "thin",
-        *COMMON,
-        acts=[
-            (
-                2,
-                lambda going: seen.extend(
-                    command("status", "--address", ray_runs.address).splitlines()
-                ),
-            )
-        ],
-    )
+
+    def ask(going: Going) -> None:
+        with going.paused():
+            seen.extend(command("status", "--address", ray_runs.address).splitlines())
+
+    run = ray_runs.train("thin", *COMMON, acts=[(2, ask)])
     check_as_undisturbed(run, local)
     assert "step 8/8" in run.out
     assert {path.name for path in (run.folder / "logs").iterdir()} == {
