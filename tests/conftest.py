@@ -23,12 +23,8 @@ def folder_of(nodeid: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is in no everyday run: all outside tests/unit that is not marked "everyday"."""
     for item in items:
-        folder = folder_of(item.nodeid)
-        if folder != "unit":
-            # Whole runs in this process: what Megatron, torch and Ray warn of is not ours to mend.
-            item.add_marker(pytest.mark.filterwarnings("default"))
-            if not any(item.iter_markers("everyday")):
-                item.add_marker(pytest.mark.rest)
+        if folder_of(item.nodeid) != "unit" and not any(item.iter_markers("everyday")):
+            item.add_marker(pytest.mark.rest)
 
 
 @pytest.fixture(scope="session")

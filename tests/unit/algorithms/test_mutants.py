@@ -67,6 +67,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.rest
 def test_a_dozen_defects_are_caught() -> None:
     done = run(*DOZEN)
     assert done.returncode == 0, done.stdout + done.stderr
