@@ -25,13 +25,17 @@ from rlcore.errors import ConfigError, DeadlineExceeded
 from rlcore.interfaces import RolloutEngine
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.asyncio_utils import LoopThread, gather_or_cancel, within
-from rollout.collection.buffer import BufferedGroup, decode
+from rollout.collection.buffer import (
+    BufferedGroup,
+    Publication,
+    PublishedVersions,
+    StepGroups,
+    decode,
+)
 from rollout.collection.collector import Collector
 from rollout.collection.evaluation import Evaluation
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import evaluation_runner, training_runner
-from rollout.collection.published_versions import Publication, PublishedVersions
-from rollout.collection.step_groups import StepGroups
 from rollout.engines.vocabulary import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
@@ -106,17 +110,13 @@ class RolloutService:
             shuffle=config.data.shuffle,
             fingerprint=self.prompts.fingerprint(),
         )
-        self._queue = PromptQueue(stream)
+        self._queue = PromptQueue(self.prompts, stream)
         self.ledger = self._queue.ledger
         self._dispatcher = Dispatcher(self.fleet, rollout.engine)
         shared = (config, tokenizer, self._dispatcher, self._scorer)
-        self._training = training_runner(
-            *shared, lambda draw: self.prompts[stream.row(draw)], greedy_baseline=greedy_baseline
-        )
+        self._training = training_runner(*shared, greedy_baseline=greedy_baseline)
         self._evaluation = (
-            None
-            if held_out is None
-            else Evaluation(evaluation_runner(*shared, held_out.__getitem__), len(held_out))
+            None if held_out is None else Evaluation(evaluation_runner(*shared), held_out)
         )
         self._versions = PublishedVersions()
         self._collector = Collector(

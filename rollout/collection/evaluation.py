@@ -5,30 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
 from rollout.collection.group_runner import GroupRunner
 
 
 class Evaluation:
-    """Runs the first `num_prompts` draws of `runner`, all of them each time.
+    """Runs all of `prompts` each time, each as the draw of its row.
 
     The random numbers (for a temperature above 0) depend on the prompt alone, so they are the same
     in each evaluation.
     """
 
-    def __init__(self, runner: GroupRunner, num_prompts: int) -> None:
+    def __init__(self, runner: GroupRunner, prompts: PromptSet) -> None:
         self._runner = runner
-        self._num_prompts = num_prompts
+        self._prompts = prompts
 
     async def run(self) -> tuple[dict[str, float], list[Sample]]:
         """The metrics `eval/*` and the samples behind them. Raises as `GroupRunner.run`."""
         failures = self._runner.failures
         before = replace(failures)
-        samples = [
-            sample
-            for group in await self._runner.run(range(self._num_prompts))
-            for sample in group.samples
-        ]
+        prompts = {row: self._prompts[row] for row in range(len(self._prompts))}
+        groups = await self._runner.run(prompts)
+        samples = [sample for group in groups for sample in group.samples]
         return {
             **means(samples),
             "eval/reward_errors": float(failures.errors - before.errors),
