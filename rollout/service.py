@@ -19,8 +19,7 @@ from rlcore.config.derived import engine_place_s, total_steps
 from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.sample import Sample
 from rlcore.data.step import StepRollouts
-from rlcore.deadlines import CLOSE_ENGINES_S, GIVE_UP_S
-from rlcore.deadlines import REWARD_START_S as REWARD_START_TIMEOUT_S
+from rlcore.deadlines import CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
 from rlcore.errors import ConfigError, DeadlineExceeded
 from rlcore.interfaces import RolloutEngine
 from rollout.accounting.prompt_queue import PromptQueue
@@ -39,7 +38,7 @@ from rollout.collection.group_runner import evaluation_runner, training_runner
 from rollout.engines.vocabulary import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
-from rollout.rewards.build import build_scorer, check_labels
+from rollout.rewards.scorer import build_scorer, check_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,15 +144,13 @@ class RolloutService:
         Raises:
             RunFailed: one of them did not start; the service is closed then.
         """
-        limit = self.fleet.comeback_s + REWARD_START_TIMEOUT_S
+        limit = self.fleet.comeback_s + REWARD_START_S
+        starting = gather_or_cancel(self._scorer.start(), self.fleet.start(again=again))
         try:
-            self._call(self._start(again), limit, "starting the engines and rewards")
+            self._call(starting, limit, "starting the engines and rewards")
         except BaseException:
             self.close()
             raise
-
-    async def _start(self, again: bool) -> None:
-        await gather_or_cancel(self._scorer.start(), self.fleet.start(again=again))
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         return self.thread.call(work, seconds=seconds, what=what)

@@ -20,7 +20,8 @@ from rollout.collection.partial import PartialRollouts
 from rollout.engines.registry import kind_of
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.rewards.scorer import FailureCounts, Scorer
-from rollout.workflows import WorkflowContext, build_workflow
+from rollout.workflows import build_workflow
+from rollout.workflows.base import WorkflowContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -214,7 +215,7 @@ class GroupRunner:
             (("start", "workflow"), f"workflow {self.workflow_name}"),
             (
                 ("generation",),
-                self.dispatcher.waiting_for()
+                self.dispatcher.fleet.waiting_for()
                 or "the gate (other workflows have not asked for generation)",
             ),
             (("reward",), "the reward"),

@@ -173,10 +173,6 @@ class Dispatcher:
         found = {draw: self.fleet.router.home((seed, draw)) for draw in draws}
         return {draw: name for draw, name in found.items() if name is not None}
 
-    def waiting_for(self) -> str:
-        """What is waited for; see `Fleet.waiting_for`."""
-        return self.fleet.waiting_for()
-
 
 def cancelled_besides(task: asyncio.Task[Any] | None) -> bool:
     """Take back our cancellation of the running task; whether somebody else cancelled it too."""

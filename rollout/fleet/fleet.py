@@ -20,7 +20,6 @@ from rlcore.errors import NoEngineLeft
 from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.fleet.health import Event, Health, State
-from rollout.fleet.restarts import watch
 from rollout.fleet.router import Lease, Member, Router
 from rollout.weight_sync.base import describe
 
@@ -290,8 +289,42 @@ class Fleet:
         )
         member.health.on(Event.UP)
         member.down = asyncio.get_running_loop().create_future()
-        self._spawn(watch(member, member.down, self._config, self._fail))
+        self._spawn(self._watch(member, member.down))
         self._tell()
+
+    async def _watch(self, member: Member, down: asyncio.Future[str]) -> None:
+        """Probe an engine and look for the end of its process, until `down` is done.
+
+        During a publication only the end of its process counts: a publication keeps an engine busy,
+        and has deadlines of its own.
+        """
+        ended = member.engine.ended
+        signs: set[asyncio.Future[Any]] = {down} if ended is None else {down, ended}
+        while not down.done():
+            await asyncio.wait(
+                signs, timeout=self._config.health_every_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            gone = ended is not None and ended.done()
+            if down.done() or (member.health.state is State.DRAINING and not gone):
+                continue
+            why = await self._probe_error(member)
+            if not down.done() and (gone or (why and member.health.state is not State.DRAINING)):
+                self._fail(member, why or "its process ended")
+
+    async def _probe_error(self, member: Member) -> str | None:
+        limit = self._config.health_timeout_s
+        try:
+            await within(
+                limit,
+                member.engine.health(),
+                lambda: (
+                    f"engine {member.name} did not answer a probe within {limit:g} s"
+                    " (rollout.engine.health_timeout_s)"
+                ),
+            )
+        except Exception as error:  # noqa: BLE001 - any error of a probe is a failure of the engine
+            return describe(error)
+        return None
 
     async def _end(self, member: Member) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlcore.data.sample import Sample
-from rollout.rewards.base import Score, checked
+from rollout.rewards.base import RewardPart, Score, checked
 
 
 def exact_match(sample: Sample) -> float:
@@ -13,13 +13,9 @@ def exact_match(sample: Sample) -> float:
     return float(sample.response_text.strip() == str(sample.label).strip())
 
 
-class InlinePart:
+class InlinePart(RewardPart):
     """Runs `exact_match` in the event loop, which is cheaper than a call of another process."""
-
-    async def start(self) -> None: ...
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         """See `RewardPart`."""
         return [checked(exact_match(sample)) for sample in samples]
-
-    async def close(self) -> None: ...
