@@ -32,7 +32,7 @@ from rollout.collection.buffer import (
     decode,
 )
 from rollout.collection.collector import Collector
-from rollout.collection.evaluation import Evaluation
+from rollout.collection.evaluation import evaluate
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import evaluation_runner, training_runner
 from rollout.engines.vocabulary import check_vocabulary
@@ -57,11 +57,6 @@ class PendingWork(Generic[T]):
     what: str  # for messages, as "the rollouts of step 3"
     task: asyncio.Task[T]
     began: float = field(default_factory=time.perf_counter)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since it began."""
-        return time.perf_counter() - self.began
 
 
 class RolloutService:
@@ -94,7 +89,7 @@ class RolloutService:
         vocab_size = check_vocabulary(config.model.path, tokenizer)
         self.prompts = _load_prompts(config, tokenizer, config.data.paths)
         given = config.evaluation
-        held_out = (
+        self._held_out = (
             _load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts)
             if given.paths
             else None
@@ -114,9 +109,7 @@ class RolloutService:
         self._dispatcher = Dispatcher(self.fleet, rollout.engine)
         shared = (config, tokenizer, self._dispatcher, self._scorer)
         self._training = training_runner(*shared, greedy_baseline=greedy_baseline)
-        self._evaluation = (
-            None if held_out is None else Evaluation(evaluation_runner(*shared), held_out)
-        )
+        self._evaluation = None if self._held_out is None else evaluation_runner(*shared)
         self._versions = PublishedVersions()
         self._collector = Collector(
             config,
@@ -245,7 +238,7 @@ class RolloutService:
             self.abandon()
             raise
         self._pending = None
-        return result, pending.seconds
+        return result, time.perf_counter() - pending.began
 
     async def _done_before_catch_up(self, task: asyncio.Task[Any]) -> bool:
         """Whether `task` is done; waits for that, or until an engine waits for weights."""
@@ -307,12 +300,15 @@ class RolloutService:
 
         None when an engine waits for the weights; the next call goes on waiting, as in `next_step`.
         """
-        evaluation = self._evaluation
-        if evaluation is None:
+        prompts = self._held_out
+        runner = self._evaluation
+        if prompts is None or runner is None:
             return {}, []
-
         found = self._wait_for(
-            evaluation.run, "the evaluation", "the evaluation has not ended", evaluation.stuck
+            lambda: evaluate(runner, prompts),
+            "the evaluation",
+            "the evaluation has not ended",
+            runner.stuck,
         )
         return None if found is None else found[0]
 

@@ -10,33 +10,23 @@ from rlcore.data.sample import Sample
 from rollout.collection.group_runner import GroupRunner
 
 
-class Evaluation:
-    """Runs all of `prompts` each time, each as the draw of its row.
+async def evaluate(
+    runner: GroupRunner, prompts: PromptSet
+) -> tuple[dict[str, float], list[Sample]]:
+    """The metrics `eval/*` of all prompts and the samples behind them. Raises as `GroupRunner.run`.
 
-    The random numbers (for a temperature above 0) depend on the prompt alone, so they are the same
-    in each evaluation.
+    The draw of a prompt is its row. So the random numbers (for a temperature above 0) depend on the
+    prompt alone, and are the same in each evaluation.
     """
-
-    def __init__(self, runner: GroupRunner, prompts: PromptSet) -> None:
-        self._runner = runner
-        self._prompts = prompts
-
-    async def run(self) -> tuple[dict[str, float], list[Sample]]:
-        """The metrics `eval/*` and the samples behind them. Raises as `GroupRunner.run`."""
-        failures = self._runner.failures
-        before = replace(failures)
-        prompts = {row: self._prompts[row] for row in range(len(self._prompts))}
-        groups = await self._runner.run(prompts)
-        samples = [sample for group in groups for sample in group.samples]
-        return {
-            **means(samples),
-            "eval/reward_errors": float(failures.errors - before.errors),
-            "eval/reward_timeouts": float(failures.timeouts - before.timeouts),
-        }, samples
-
-    def stuck(self) -> str:
-        """Whom the evaluation waits for, for error messages."""
-        return self._runner.stuck()
+    failures = runner.failures
+    before = replace(failures)
+    groups = await runner.run({row: prompts[row] for row in range(len(prompts))})
+    samples = [sample for group in groups for sample in group.samples]
+    return {
+        **means(samples),
+        "eval/reward_errors": float(failures.errors - before.errors),
+        "eval/reward_timeouts": float(failures.timeouts - before.timeouts),
+    }, samples
 
 
 def means(samples: Sequence[Sample]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rlcore.config import Config
@@ -14,7 +15,6 @@ from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import decode, stop_token_ids
 from rlcore.errors import RlcoreError, RunFailed
-from rlcore.interfaces import Workflow
 from rollout.asyncio_utils import asked_to_end, gather_or_cancel
 from rollout.collection.partial import PartialRollouts
 from rollout.engines.registry import kind_of
@@ -48,28 +48,43 @@ class Group:
         return any(sample.finish_reason == "abort" for sample in (*self.samples, *self.greedy))
 
 
-@dataclass
 class GroupRunner:
-    """Runs one workflow over draws.
+    """Runs the configured workflow over draws.
 
-    With `batched`, engines get the requests of all draws at once, in the order of the draws. With
-    `greedy`, the same workflow built to answer once at temperature 0, every draw runs it too: the
-    mean reward of what it returns becomes the `baseline_reward` of the draw's samples.
+    For an engine whose results depend on how it batches, the requests of all draws go out at once,
+    in the order of the draws.
+
+    Args:
+        context: the workflow is built with it.
+        greedy: the context of the same workflow that answers once at temperature 0. Every draw runs
+            it too: the mean reward of what it returns becomes the `baseline_reward` of the draw's
+            samples.
+        recorded: fields that every sample but the greedy ones must have, with the key that asks for
+            them.
     """
 
-    workflow: Workflow
-    workflow_name: str
-    dispatcher: Dispatcher
-    scorer: Scorer
-    tokenizer: PreTrainedTokenizerBase
-    partial: PartialRollouts
-    batched: bool
-    greedy: Workflow | None = None
-    # Fields that every sample but the greedy ones must have, with the key that asks for them.
-    recorded: Mapping[str, str] = field(default_factory=dict)
-    failures: FailureCounts = field(default_factory=FailureCounts)  # of all draws so far
-    # stage and prompt of each workflow whose draw is unfinished
-    _unfinished: dict[WorkflowKey, tuple[str, Prompt]] = field(default_factory=dict)
+    def __init__(
+        self,
+        config: Config,
+        dispatcher: Dispatcher,
+        scorer: Scorer,
+        context: WorkflowContext,
+        *,
+        greedy: WorkflowContext | None = None,
+        recorded: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.workflow_name = config.rollout.workflow
+        self.workflow = build_workflow(self.workflow_name, context)
+        self.greedy = None if greedy is None else build_workflow(self.workflow_name, greedy)
+        self.dispatcher = dispatcher
+        self.scorer = scorer
+        self.tokenizer = context.tokenizer
+        self.partial = PartialRollouts(context.tokenizer)
+        self.batched = kind_of(config.rollout.engine.kind).batches
+        self.recorded = recorded
+        self.failures = FailureCounts()  # of all draws so far
+        # stage and prompt of each workflow whose draw is unfinished
+        self._unfinished: dict[WorkflowKey, tuple[str, Prompt]] = {}
 
     async def run(self, prompts: Mapping[int, Prompt]) -> list[Group]:
         """The groups of the draws, in the order of `prompts`. If one fails, all are given up.
@@ -342,13 +357,15 @@ def training_runner(
         routed_experts=config.policy.routing_replay == "engine",
     )
     context = WorkflowContext(sampling, rollout.samples_per_prompt, seed, tokenizer)
-    runner = _runner(config, dispatcher, scorer, context)
-    runner.recorded = recorded_fields(config)
-    if greedy_baseline:
-        runner.greedy = build_workflow(
-            rollout.workflow, WorkflowContext(greedy, 1, seed + BASELINE_SEED, tokenizer)
-        )
-    return runner
+    baseline = WorkflowContext(greedy, 1, seed + BASELINE_SEED, tokenizer)
+    return GroupRunner(
+        config,
+        dispatcher,
+        scorer,
+        context,
+        greedy=baseline if greedy_baseline else None,
+        recorded=recorded_fields(config),
+    )
 
 
 def evaluation_runner(
@@ -364,7 +381,7 @@ def evaluation_runner(
     )
     seed = config.run.seed + EVALUATION_SEED
     context = WorkflowContext(sampling, given.samples_per_prompt, seed, tokenizer)
-    return _runner(config, dispatcher, scorer, context)
+    return GroupRunner(config, dispatcher, scorer, context)
 
 
 def _greedy(
@@ -377,22 +394,4 @@ def _greedy(
         temperature=0.0,
         stop_token_ids=stop_token_ids(tokenizer, given.stop_token_ids),
         stop=tuple(given.stop),
-    )
-
-
-def _runner(
-    config: Config,
-    dispatcher: Dispatcher,
-    scorer: Scorer,
-    context: WorkflowContext,
-) -> GroupRunner:
-    name = config.rollout.workflow
-    return GroupRunner(
-        workflow=build_workflow(name, context),
-        workflow_name=name,
-        dispatcher=dispatcher,
-        scorer=scorer,
-        tokenizer=context.tokenizer,
-        partial=PartialRollouts(context.tokenizer),
-        batched=kind_of(config.rollout.engine.kind).batches,
     )

@@ -48,9 +48,10 @@ class Transport(ABC):
         self._timeout_s = timeout_s
         self._engines: list[Engine] = []  # in the current transaction
 
-    @abstractmethod
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Begin a publication to `engines`."""
+        self._engines = list(engines)
+        return {}
 
     @abstractmethod
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
@@ -105,11 +106,6 @@ class CopyTransport(Transport):
     """Engines in the trainer's own process take each bucket by copy."""
 
     name = "copy"
-
-    async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
-        """Remember the engines."""
-        self._engines = list(engines)
-        return {}
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
         """Have every engine copy the bucket."""

@@ -39,14 +39,13 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Begin a folder, of changes unless a whole publication is due."""
-        self._engines = list(engines)
         since = self._snapshot
         self._snapshot = None  # `complete` sets it again, once the weights are published
         whole = sum(bucket.num_bytes for bucket in buckets)
         if since is not None and (since.buckets != tuple(buckets) or self._since_whole > whole):
             since = None
         await self._begin(lambda: DeltaWriter(self._folders, buckets, since))
-        return {}
+        return await super().open(engines, buckets)
 
     async def complete(self) -> Failures:
         """Publish the folder, and have every engine load its follower's folder."""

@@ -237,8 +237,7 @@ class DiskTransport(FolderTransport[FullWriter]):
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Begin a folder."""
         await self._begin(lambda: FullWriter(self._folders, buckets))
-        self._engines = list(engines)
-        return {}
+        return await super().open(engines, buckets)
 
     async def complete(self) -> Failures:
         """Publish the folder, and have every engine load it."""

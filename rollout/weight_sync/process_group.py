@@ -139,7 +139,8 @@ class Link:
             return None
         limit = min(self._timeout_s, GROUP_JOIN_S)
         try:
-            host, store, port = await asyncio.to_thread(self._meeting_place)
+            host = await asyncio.to_thread(own_address, self.engine.url)
+            store, port = await asyncio.to_thread(open_store, host, self._timeout_s)
         # recovery: without this engine, by the caller
         except (EngineFailed, OSError, dist.DistError) as error:
             return f"engine {self.engine.name} cannot be met: {error}"
@@ -157,10 +158,6 @@ class Link:
         except RunFailed as error:  # recovery: as above
             return str(error)
         return None
-
-    def _meeting_place(self) -> tuple[str, dist.TCPStore, int]:
-        host = own_address(self.engine.url)
-        return host, *open_store(host, self._timeout_s)
 
     async def send(self, bucket: Bucket, flat: Tensor) -> str | None:
         """Broadcast the bucket, and wait until the engine has loaded it."""
