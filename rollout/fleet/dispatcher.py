@@ -37,11 +37,9 @@ class Dispatcher:
 
         For engines that batch continuously.
         """
-        return (
-            await self._answer(
-                [request], (request.seed, request.draw), room=self.config.max_in_flight
-            )
-        )[0]
+        conversation = (request.seed, request.draw)
+        [answer] = await self._answer([request], conversation, room=self.config.max_in_flight)
+        return answer
 
     async def batch(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """Send requests in calls of at most `max_batch` sequences, request i in share i mod n of n.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from rlcore.config.derived import comeback_s
@@ -307,34 +307,20 @@ class Fleet:
             gone = ended is not None and ended.done()
             if down.done() or (member.health.state is State.DRAINING and not gone):
                 continue
-            why = await self._probe_error(member)
+            why = await _error(
+                member.engine.health,
+                self._config.health_timeout_s,
+                f"engine {member.name} did not answer a probe within"
+                f" {self._config.health_timeout_s:g} s (rollout.engine.health_timeout_s)",
+            )
             if not down.done() and (gone or (why and member.health.state is not State.DRAINING)):
                 self._fail(member, why or "its process ended")
 
-    async def _probe_error(self, member: Member) -> str | None:
-        limit = self._config.health_timeout_s
-        try:
-            await within(
-                limit,
-                member.engine.health(),
-                lambda: (
-                    f"engine {member.name} did not answer a probe within {limit:g} s"
-                    " (rollout.engine.health_timeout_s)"
-                ),
-            )
-        except Exception as error:  # noqa: BLE001 - any error of a probe is a failure of the engine
-            return describe(error)
-        return None
-
     async def _end(self, member: Member) -> None:
-        try:
-            await within(
-                KILL_ENGINE_S,
-                member.engine.kill(),
-                lambda: f"engine {member.name} could not be ended within {KILL_ENGINE_S:g} s",
-            )
-        except Exception as error:  # noqa: BLE001 - recovery: a new process does not need the old one's end
-            logger.warning("%s", describe(error))
+        late = f"engine {member.name} could not be ended within {KILL_ENGINE_S:g} s"
+        # recovery: a new process does not need the old one's end
+        if (why := await _error(member.engine.kill, KILL_ENGINE_S, late)) is not None:
+            logger.warning("%s", why)
 
     async def _restart(self, member: Member, ending: asyncio.Task[None]) -> None:
         """Start a dead engine again, after its end and a pause."""
@@ -362,3 +348,12 @@ class Fleet:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _error(call: Callable[[], Awaitable[Any]], seconds: float, late: str) -> str | None:
+    """Why the call failed, or `late` if it took more than `seconds`; None where it went well."""
+    try:
+        await within(seconds, call(), lambda: late)
+    except Exception as error:  # noqa: BLE001 - any error is a failure of the engine
+        return describe(error)
+    return None

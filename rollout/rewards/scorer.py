@@ -16,7 +16,7 @@ from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DataError
 from rollout.rewards.base import RewardFailure, RewardPart, Score
-from rollout.rewards.exact_match import InlinePart
+from rollout.rewards.exact_match import ExactMatch
 from rollout.rewards.pool import PooledPart, RewardPool
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def build_scorer(config: RewardConfig, *, vocab_size: int, device: str | None = 
 
             parts[name] = ModelPart(name, part.model, vocab_size=vocab_size, device=device)
         elif part.function == "exact_match":
-            parts[name] = InlinePart()
+            parts[name] = ExactMatch()
         else:
             functions[name] = _import_path(name, str(part.function))
             parts[name] = PooledPart(name, pool)

@@ -16,7 +16,7 @@ from pathlib import Path
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
 from rollout.weight_sync.base import Engine, Failures, ask
-from rollout.weight_sync.delta_files import DeltaWriter, Manifest, Snapshot
+from rollout.weight_sync.delta_files import DeltaWriter, Snapshot
 from rollout.weight_sync.folders import FolderTransport, WeightFolders, number_of
 from rollout.weight_sync.follower import POLL_S, Follower, Note, read_notes
 
@@ -35,7 +35,6 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
         self._snapshot: Snapshot | None = None  # the weights that the next changes refer to
         self._since_whole = 0  # bytes of changes since the last whole publication
         self._follower: Follower | None = None
-        self.last: Manifest | None = None  # of the last publication
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Begin a folder, of changes unless a whole publication is due."""
@@ -50,7 +49,6 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
     async def complete(self) -> Failures:
         """Publish the folder, and have every engine load its follower's folder."""
         folder, self._snapshot, manifest = await asyncio.to_thread(self._take_writer().finish)
-        self.last = manifest
         self._since_whole = 0 if manifest.base is None else self._since_whole + manifest.num_bytes
         number = number_of(folder)
         local = (

@@ -23,7 +23,7 @@ from rlcore.runs.files import remove_tree
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
 
-_NAME = re.compile(r"update_(\d{6,})")
+_NAME = re.compile(r"update_\d{6,}")
 W = TypeVar("W", bound="FolderWriter")
 
 
@@ -102,10 +102,7 @@ def published(root: Path) -> list[Path]:
 
 def number_of(folder: Path) -> int:
     """The number in the folder's name."""
-    found = _NAME.fullmatch(folder.name)
-    if found is None:
-        raise ValueError(f"{folder}: expected a folder named update_<number>")
-    return int(found[1])
+    return int(folder.name.removeprefix("update_"))
 
 
 class FullWriter:
