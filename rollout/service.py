@@ -19,23 +19,26 @@ from rlcore.config.derived import engine_place_s, total_steps
 from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.sample import Sample
 from rlcore.data.step import StepRollouts
-from rlcore.deadlines import CLOSE_ENGINES_S, GIVE_UP_S
-from rlcore.deadlines import REWARD_START_S as REWARD_START_TIMEOUT_S
+from rlcore.deadlines import CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
 from rlcore.errors import ConfigError, DeadlineExceeded
 from rlcore.interfaces import RolloutEngine
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.asyncio_utils import LoopThread, gather_or_cancel, within
-from rollout.collection.buffer import BufferedGroup, decode
+from rollout.collection.buffer import (
+    BufferedGroup,
+    Publication,
+    PublishedVersions,
+    StepGroups,
+    decode,
+)
 from rollout.collection.collector import Collector
-from rollout.collection.evaluation import Evaluation
+from rollout.collection.evaluation import evaluate
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import evaluation_runner, training_runner
-from rollout.collection.published_versions import Publication, PublishedVersions
-from rollout.collection.step_groups import StepGroups
 from rollout.engines.vocabulary import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
-from rollout.rewards.build import build_scorer, check_labels
+from rollout.rewards.scorer import build_scorer, check_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,11 +57,6 @@ class PendingWork(Generic[T]):
     what: str  # for messages, as "the rollouts of step 3"
     task: asyncio.Task[T]
     began: float = field(default_factory=time.perf_counter)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since it began."""
-        return time.perf_counter() - self.began
 
 
 class RolloutService:
@@ -91,7 +89,7 @@ class RolloutService:
         vocab_size = check_vocabulary(config.model.path, tokenizer)
         self.prompts = _load_prompts(config, tokenizer, config.data.paths)
         given = config.evaluation
-        held_out = (
+        self._held_out = (
             _load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts)
             if given.paths
             else None
@@ -106,18 +104,12 @@ class RolloutService:
             shuffle=config.data.shuffle,
             fingerprint=self.prompts.fingerprint(),
         )
-        self._queue = PromptQueue(stream)
+        self._queue = PromptQueue(self.prompts, stream)
         self.ledger = self._queue.ledger
         self._dispatcher = Dispatcher(self.fleet, rollout.engine)
         shared = (config, tokenizer, self._dispatcher, self._scorer)
-        self._training = training_runner(
-            *shared, lambda draw: self.prompts[stream.row(draw)], greedy_baseline=greedy_baseline
-        )
-        self._evaluation = (
-            None
-            if held_out is None
-            else Evaluation(evaluation_runner(*shared, held_out.__getitem__), len(held_out))
-        )
+        self._training = training_runner(*shared, greedy_baseline=greedy_baseline)
+        self._evaluation = None if self._held_out is None else evaluation_runner(*shared)
         self._versions = PublishedVersions()
         self._collector = Collector(
             config,
@@ -145,15 +137,13 @@ class RolloutService:
         Raises:
             RunFailed: one of them did not start; the service is closed then.
         """
-        limit = self.fleet.comeback_s + REWARD_START_TIMEOUT_S
+        limit = self.fleet.comeback_s + REWARD_START_S
+        starting = gather_or_cancel(self._scorer.start(), self.fleet.start(again=again))
         try:
-            self._call(self._start(again), limit, "starting the engines and rewards")
+            self._call(starting, limit, "starting the engines and rewards")
         except BaseException:
             self.close()
             raise
-
-    async def _start(self, again: bool) -> None:
-        await gather_or_cancel(self._scorer.start(), self.fleet.start(again=again))
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         return self.thread.call(work, seconds=seconds, what=what)
@@ -248,7 +238,7 @@ class RolloutService:
             self.abandon()
             raise
         self._pending = None
-        return result, pending.seconds
+        return result, time.perf_counter() - pending.began
 
     async def _done_before_catch_up(self, task: asyncio.Task[Any]) -> bool:
         """Whether `task` is done; waits for that, or until an engine waits for weights."""
@@ -310,12 +300,15 @@ class RolloutService:
 
         None when an engine waits for the weights; the next call goes on waiting, as in `next_step`.
         """
-        evaluation = self._evaluation
-        if evaluation is None:
+        prompts = self._held_out
+        runner = self._evaluation
+        if prompts is None or runner is None:
             return {}, []
-
         found = self._wait_for(
-            evaluation.run, "the evaluation", "the evaluation has not ended", evaluation.stuck
+            lambda: evaluate(runner, prompts),
+            "the evaluation",
+            "the evaluation has not ended",
+            runner.stuck,
         )
         return None if found is None else found[0]
 

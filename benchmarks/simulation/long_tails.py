@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -66,16 +65,17 @@ class LongTailed(EmbeddedEngine):
 @contextmanager
 def long_tailed(delay: Delay) -> Iterator[None]:
     """Give all runs of this process such an engine, which gets a request when it has room."""
-    build = group_runner._runner
 
-    def one_by_one(*arguments: Any) -> GroupRunner:
-        return replace(build(*arguments), batched=False)
+    def one_by_one(*arguments: Any, **options: Any) -> GroupRunner:
+        runner = GroupRunner(*arguments, **options)
+        runner.batched = False
+        return runner
 
     def engine(*arguments: Any, **options: Any) -> LongTailed:
         return LongTailed(*arguments, delay=delay, **options)
 
     with (
         patch("rollout.engines.embedded.factory.EmbeddedEngine", engine),
-        patch.object(group_runner, "_runner", one_by_one),
+        patch.object(group_runner, "GroupRunner", one_by_one),
     ):
         yield

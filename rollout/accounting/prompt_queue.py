@@ -1,4 +1,4 @@
-"""The prompts of a run: the stream they are drawn from, and the ledger of what became of each."""
+"""The prompts of a run, the stream of their draws, and the ledger of what became of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlcore.data.prompts import PromptStream
+from rlcore.data.prompts import Prompt, PromptSet, PromptStream
 from rollout.accounting.journal import LedgerJournal
 from rollout.accounting.ledger import Ledger
 
@@ -14,7 +14,8 @@ from rollout.accounting.ledger import Ledger
 class PromptQueue:
     """Moves draws in the stream and the ledger at once, and in the journal that is kept of it."""
 
-    def __init__(self, stream: PromptStream) -> None:
+    def __init__(self, prompts: PromptSet, stream: PromptStream) -> None:
+        self._prompts = prompts
         self.stream = stream
         self.journal = LedgerJournal()
         self.ledger = Ledger(self.journal.record)
@@ -26,6 +27,10 @@ class PromptQueue:
         draws = self.stream.take(count)
         self.ledger.draw(draws)
         return draws
+
+    def prompt(self, draw: int) -> Prompt:
+        """The prompt of a draw."""
+        return self._prompts[self.stream.row(draw)]
 
     def give_back(self, draw: int, reason: str = "") -> None:
         """Requeue a draw in flight or finished, so that it is the next to be drawn again.

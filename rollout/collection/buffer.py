@@ -1,21 +1,79 @@
-"""Finished groups that no step was trained on yet, and how the run checkpoint keeps them."""
+"""Finished groups: how old they are, what a step is given of them, what the checkpoint keeps."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from rlcore.data.sample import Sample
+from rlcore.errors import EmptyBatch
 from rlcore.runs.rollouts import decode_samples, encode_samples
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.group_runner import Group
-from rollout.collection.published_versions import Publication
 
 # Reasons for which groups are given up:
 STALE = "stale"  # no step may train on the group any more
 ROLLED_BACK = "rolled_back"  # a token comes from weights that the run has gone back behind
+
+
+# --- how old a group is ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A publication that succeeded."""
+
+    version: int
+    step: int  # policy step: the number of updates behind the weights
+    incarnation: int  # how often the trainer was started before
+
+
+class PublishedVersions:
+    """The publications that succeeded, in the order of growing versions.
+
+    A publication that failed is of the step of the next one that succeeded.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[Publication] = []
+
+    def add(self, publication: Publication) -> None:
+        """Add a publication. Raises ValueError unless its version is the newest."""
+        if self._known and publication.version <= self._known[-1].version:
+            raise ValueError(
+                f"version {publication.version} after {self._known[-1].version}: versions only grow"
+            )
+        self._known.append(publication)
+
+    def of(self, version: int) -> Publication | None:
+        """The publication of `version`; None if it is newer than all and so about to end."""
+        at = bisect_left(self._known, version, key=lambda publication: publication.version)
+        return self._known[at] if at < len(self._known) else None
+
+    def of_samples(self, samples: Iterable[Sample]) -> dict[int, int]:
+        """The policy step of each version that made a token of `samples`, as far as it is known."""
+        made = {span.version for sample in samples for span in sample.versions}
+        return {
+            version: publication.step
+            for version in made
+            if (publication := self.of(version)) is not None
+        }
+
+    @property
+    def known(self) -> tuple[Publication, ...]:
+        """All publications, in the order of versions."""
+        return tuple(self._known)
+
+    def learn(self, publications: Iterable[Sequence[int]]) -> None:
+        """Add publications of a snapshot, given by their fields, wherever they belong."""
+        by_version = {made.version: made for made in (Publication(*one) for one in publications)}
+        by_version |= {made.version: made for made in self._known}
+        self._known = [by_version[version] for version in sorted(by_version)]
 
 
 @dataclass(frozen=True)
@@ -38,6 +96,9 @@ class BufferedGroup:
             "policy_steps": [self.oldest, self.newest],
             "samples": samples,
         }
+
+
+# --- the buffer ----------------------------------------------------------------------------------
 
 
 class GroupBuffer:
@@ -152,3 +213,53 @@ class Snapshot:
         ]
         groups = [buffered.encoded for buffered in self.finished]
         return {**self.queue, "ahead": {"groups": groups, "versions": needed}}
+
+
+# --- a hand-over ----------------------------------------------------------------------------------
+
+
+@dataclass
+class DropCounts:
+    """How many draws were made since the last hand-over, and how many of them gave no group."""
+
+    dropped: Counter[str] = field(default_factory=Counter)  # by filter, or as stale
+    requeued: int = 0
+    draws: int = 0
+
+    def too_little(self, step: int, found: int, wanted: int) -> EmptyBatch:
+        """The error of a step that got too few groups, with the reasons and what to do."""
+        reasons = [f"{name} dropped {count}" for name, count in self.dropped.most_common()]
+        advice = []
+        if self.dropped.keys() - {STALE}:
+            advice.append(
+                "use other prompts, a higher temperature, more rollout.samples_per_prompt or fewer"
+                " rollout.filters"
+            )
+        if STALE in self.dropped:
+            advice.append(
+                "lower rollout.oversample or raise rollout.max_staleness (at an oversample of 1,"
+                " only what an engine made with weights of long ago is stale)"
+            )
+        if self.requeued:
+            reasons.append(f"{self.requeued} were aborted by an engine")
+            advice.append("look for why in the logs of the engines")
+        return EmptyBatch(
+            f"step {step} has {found} of {wanted} groups after {self.draws} draws:"
+            f" {', '.join(reasons)}; {'; '.join(advice)}"
+        )
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """The groups of one step, handed over: the ledger says that the step consumed them."""
+
+    groups: Sequence[Group]
+    drop_counts: DropCounts
+    epoch: float
+    snapshot: Snapshot  # right after the hand-over, before anything else is drawn
+    metrics: dict[str, float]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples of all groups, in order."""
+        return [sample for group in self.groups for sample in group.samples]

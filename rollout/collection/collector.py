@@ -26,12 +26,19 @@ from rlcore.config import Config
 from rlcore.deadlines import CANCEL_S
 from rlcore.errors import EmptyBatch
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.collection.buffer import STALE, BufferedGroup, GroupBuffer, Snapshot, settle
+from rollout.collection.buffer import (
+    STALE,
+    BufferedGroup,
+    DropCounts,
+    GroupBuffer,
+    PublishedVersions,
+    Snapshot,
+    StepGroups,
+    settle,
+)
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import Group, GroupRunner
-from rollout.collection.published_versions import PublishedVersions
 from rollout.collection.scheduler import Rules, Scheduler
-from rollout.collection.step_groups import DropCounts, StepGroups
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +141,7 @@ class Collector:
         there = (
             f"{scheduler.num_finished} groups are finished and {scheduler.num_in_flight} in flight"
         )
-        return f"{there}: {self._runner.dispatcher.waiting_for() or 'no engine has room'}"
+        return f"{there}: {self._runner.dispatcher.fleet.waiting_for() or 'no engine has room'}"
 
     # --- when groups are started ------------------------------------------------------------------
 
@@ -194,7 +201,8 @@ class Collector:
 
     async def _make(self, draws: Sequence[int]) -> None:
         """From prompts to finished groups."""
-        for group in await self._runner.run(draws):
+        prompts = {draw: self._queue.prompt(draw) for draw in draws}
+        for group in await self._runner.run(prompts):
             # not if a halt did not wait for this task
             if self._tasks.get(group.draw) is asyncio.current_task():
                 self._settle(group)

@@ -5,39 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
 from rollout.collection.group_runner import GroupRunner
 
 
-class Evaluation:
-    """Runs the first `num_prompts` draws of `runner`, all of them each time.
+async def evaluate(
+    runner: GroupRunner, prompts: PromptSet
+) -> tuple[dict[str, float], list[Sample]]:
+    """The metrics `eval/*` of all prompts and the samples behind them. Raises as `GroupRunner.run`.
 
-    The random numbers (for a temperature above 0) depend on the prompt alone, so they are the same
-    in each evaluation.
+    The draw of a prompt is its row. So the random numbers (for a temperature above 0) depend on the
+    prompt alone, and are the same in each evaluation.
     """
-
-    def __init__(self, runner: GroupRunner, num_prompts: int) -> None:
-        self._runner = runner
-        self._num_prompts = num_prompts
-
-    async def run(self) -> tuple[dict[str, float], list[Sample]]:
-        """The metrics `eval/*` and the samples behind them. Raises as `GroupRunner.run`."""
-        failures = self._runner.failures
-        before = replace(failures)
-        samples = [
-            sample
-            for group in await self._runner.run(range(self._num_prompts))
-            for sample in group.samples
-        ]
-        return {
-            **means(samples),
-            "eval/reward_errors": float(failures.errors - before.errors),
-            "eval/reward_timeouts": float(failures.timeouts - before.timeouts),
-        }, samples
-
-    def stuck(self) -> str:
-        """Whom the evaluation waits for, for error messages."""
-        return self._runner.stuck()
+    failures = runner.failures
+    before = replace(failures)
+    groups = await runner.run({row: prompts[row] for row in range(len(prompts))})
+    samples = [sample for group in groups for sample in group.samples]
+    return {
+        **means(samples),
+        "eval/reward_errors": float(failures.errors - before.errors),
+        "eval/reward_timeouts": float(failures.timeouts - before.timeouts),
+    }, samples
 
 
 def means(samples: Sequence[Sample]) -> dict[str, float]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rlcore.config import Config
@@ -14,14 +15,13 @@ from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import decode, stop_token_ids
 from rlcore.errors import RlcoreError, RunFailed
-from rlcore.interfaces import Workflow
 from rollout.asyncio_utils import asked_to_end, gather_or_cancel
-from rollout.collection.lockstep_batcher import LockstepBatcher
 from rollout.collection.partial import PartialRollouts
 from rollout.engines.registry import kind_of
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.rewards.scorer import FailureCounts, Scorer
-from rollout.workflows import WorkflowContext, build_workflow
+from rollout.workflows import build_workflow
+from rollout.workflows.base import WorkflowContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,6 @@ EVALUATION_SEED = 0x6576616C  # keeps evaluation's random numbers apart from tra
 # keeps the addresses of greedy requests apart from those of the samples beside them
 BASELINE_SEED = 0x67726565
 
-PromptOf = Callable[[int], Prompt]
 WorkflowKey = tuple[int, bool]
 """A workflow that runs: its draw, and whether it makes the greedy baseline."""
 
@@ -49,65 +48,90 @@ class Group:
         return any(sample.finish_reason == "abort" for sample in (*self.samples, *self.greedy))
 
 
-@dataclass
 class GroupRunner:
-    """Runs one workflow over draws.
+    """Runs the configured workflow over draws.
 
-    With `batched`, engines get the requests of all draws at once, in the order of the draws. With
-    `greedy`, the same workflow built to answer once at temperature 0, every draw runs it too: the
-    mean reward of what it returns becomes the `baseline_reward` of the draw's samples.
+    For an engine whose results depend on how it batches, the requests of all draws go out at once,
+    in the order of the draws.
+
+    Args:
+        context: the workflow is built with it.
+        greedy: the context of the same workflow that answers once at temperature 0. Every draw runs
+            it too: the mean reward of what it returns becomes the `baseline_reward` of the draw's
+            samples.
+        recorded: fields that every sample but the greedy ones must have, with the key that asks for
+            them.
     """
 
-    workflow: Workflow
-    workflow_name: str
-    prompt_of: PromptOf
-    dispatcher: Dispatcher
-    scorer: Scorer
-    tokenizer: PreTrainedTokenizerBase
-    partial: PartialRollouts
-    batched: bool
-    greedy: Workflow | None = None
-    # Fields that every sample but the greedy ones must have, with the key that asks for them.
-    recorded: Mapping[str, str] = field(default_factory=dict)
-    failures: FailureCounts = field(default_factory=FailureCounts)  # of all draws so far
-    # stage of each workflow whose draw is unfinished
-    _stage: dict[WorkflowKey, str] = field(default_factory=dict)
+    def __init__(
+        self,
+        config: Config,
+        dispatcher: Dispatcher,
+        scorer: Scorer,
+        context: WorkflowContext,
+        *,
+        greedy: WorkflowContext | None = None,
+        recorded: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.workflow_name = config.rollout.workflow
+        self.workflow = build_workflow(self.workflow_name, context)
+        self.greedy = None if greedy is None else build_workflow(self.workflow_name, greedy)
+        self.dispatcher = dispatcher
+        self.scorer = scorer
+        self.tokenizer = context.tokenizer
+        self.partial = PartialRollouts(context.tokenizer)
+        self.batched = kind_of(config.rollout.engine.kind).batches
+        self.recorded = recorded
+        self.failures = FailureCounts()  # of all draws so far
+        # stage and prompt of each workflow whose draw is unfinished
+        self._unfinished: dict[WorkflowKey, tuple[str, Prompt]] = {}
 
-    async def run(self, draws: Sequence[int]) -> list[Group]:
-        """The groups of `draws`, in that order. If one fails, all are given up.
+    async def run(self, prompts: Mapping[int, Prompt]) -> list[Group]:
+        """The groups of the draws, in the order of `prompts`. If one fails, all are given up.
+
+        Args:
+            prompts: by draw.
 
         Raises:
             RunFailed: an engine or the workflow failed; names it, and the prompt.
         """
         kinds = (False,) if self.greedy is None else (False, True)
-        keys = [(draw, greedy) for draw in draws for greedy in kinds]
-        self._stage |= dict.fromkeys(keys, "start")
+        keys = [(draw, greedy) for draw in prompts for greedy in kinds]
+        self._unfinished |= {key: ("start", prompts[key[0]]) for key in keys}
         batcher = LockstepBatcher(self.dispatcher.batch) if self.batched else None
         generators = {key: batcher.enter(key) if batcher else self.dispatcher.one for key in keys}
 
-        async def group(draw: int) -> Group:
-            work = [self._samples((draw, kind), generators[draw, kind], batcher) for kind in kinds]
+        async def group(draw: int, prompt: Prompt) -> Group:
+            work = [
+                self._samples((draw, kind), prompt, generators[draw, kind], batcher)
+                for kind in kinds
+            ]
             # a task costs time, so a single workflow gets none of its own
             made = await gather_or_cancel(*work) if len(work) > 1 else [await work[0]]
             return await self._scored(Group(draw, *made))
 
         try:
-            return await gather_or_cancel(*(group(draw) for draw in draws))
+            return await gather_or_cancel(
+                *(group(draw, prompt) for draw, prompt in prompts.items())
+            )
         finally:
             for key in keys:
-                self._stage.pop(key, None)
+                self._unfinished.pop(key, None)
             if batcher:
                 await batcher.close()
 
     async def _samples(
-        self, key: WorkflowKey, generate: Generate, batcher: LockstepBatcher | None
+        self,
+        key: WorkflowKey,
+        prompt: Prompt,
+        generate: Generate,
+        batcher: LockstepBatcher | None,
     ) -> list[Sample]:
         """What one workflow makes of its prompt, unscored."""
         draw, greedy = key
-        prompt = self.prompt_of(draw)
         workflow = self.greedy if greedy and self.greedy else self.workflow
         try:
-            samples = await workflow(prompt, draw, self._staged(key, generate))
+            samples = await workflow(prompt, draw, self._staged(key, prompt, generate))
         except RlcoreError:
             raise
         # if this went unnoticed, the draw would be started again and again
@@ -128,7 +152,7 @@ class GroupRunner:
                 batcher.leave(key)
         self._check(samples, prompt, greedy)
         self._fill_text(samples)
-        self._stage[key] = "reward"
+        self._unfinished[key] = ("reward", prompt)
         return samples
 
     async def _scored(self, group: Group) -> Group:
@@ -137,20 +161,20 @@ class GroupRunner:
         self.failures.errors += counts.errors
         self.failures.timeouts += counts.timeouts
         for kind in (False, True):
-            self._stage.pop((group.draw, kind), None)
+            self._unfinished.pop((group.draw, kind), None)
         if group.greedy:
             baseline = sum(sample.reward for sample in group.greedy) / len(group.greedy)
             for sample in group.samples:
                 sample.baseline_reward = baseline
         return group
 
-    def _staged(self, key: WorkflowKey, generate: Generate) -> Generate:
+    def _staged(self, key: WorkflowKey, prompt: Prompt, generate: Generate) -> Generate:
         """`generate` for whole responses, which notes the workflow's stage."""
 
         async def staged(request: GenerateRequest) -> list[Completion]:
-            self._stage[key] = "generation"
+            self._unfinished[key] = ("generation", prompt)
             completions = await self.partial.whole(generate, request)
-            self._stage[key] = "workflow"
+            self._unfinished[key] = ("workflow", prompt)
             return completions
 
         return staged
@@ -192,7 +216,7 @@ class GroupRunner:
             samples: of a group.
         """
         # these will soon ask for a generation
-        starting = sum(stage == "start" for stage in self._stage.values())
+        starting = sum(stage == "start" for stage, _ in self._unfinished.values())
         kinds = 1 if self.greedy is None else 2
         if not self.batched:
             return (self.dispatcher.free_calls - starting) // kinds
@@ -206,23 +230,107 @@ class GroupRunner:
             (("start", "workflow"), f"workflow {self.workflow_name}"),
             (
                 ("generation",),
-                self.dispatcher.waiting_for()
+                self.dispatcher.fleet.waiting_for()
                 or "the gate (other workflows have not asked for generation)",
             ),
             (("reward",), "the reward"),
         ):
-            at_them = (
-                draw
-                for (draw, _), stage in self._stage.items()
+            waiting = {
+                draw: prompt.prompt_id
+                for (draw, _), (stage, prompt) in self._unfinished.items()
                 if stage in stages and (of is None or draw in of)
-            )
-            draws = list(dict.fromkeys(at_them))
-            if draws:
+            }
+            if waiting:
+                first = next(iter(waiting.values()))
                 parts.append(
-                    f"{len(draws)} of the prompts wait for {party}, the first is"
-                    f" {self.prompt_of(draws[0]).prompt_id}"
+                    f"{len(waiting)} of the prompts wait for {party}, the first is {first}"
                 )
         return "; ".join(parts) or "no prompt is unfinished"
+
+
+# --- whole batches, for an engine whose results depend on how it batches --------------------------
+
+
+Flush = Callable[[Sequence[GenerateRequest]], Awaitable[list[list[Completion]]]]
+WaitingCall = tuple[GenerateRequest, "asyncio.Future[list[Completion]]"]
+
+
+class LockstepBatcher:
+    """Passes on the generate calls of concurrent workflows as one batch, once each of them waits.
+
+    The batch is sorted by address (draw, turn, first sample; equal ones by which workflow entered
+    first), so it never depends on which call arrived first, and a resumed run sees the same
+    batches. The price: in each round all workflows wait for the slowest.
+    """
+
+    def __init__(self, flush: Flush) -> None:
+        self._flush = flush
+        # workflow that has entered and not left -> its calls that wait
+        self._workflows: dict[Hashable, list[WaitingCall]] = {}
+        self._running: asyncio.Task[None] | None = None
+
+    def enter(self, key: Hashable) -> Generate:
+        """The `generate` of workflow `key`. All must have entered before the first runs."""
+        if key in self._workflows:
+            raise ValueError(f"{key} has entered already")
+        self._workflows[key] = []
+
+        async def generate(request: GenerateRequest) -> list[Completion]:
+            future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+            self._workflows[key].append((request, future))
+            self._recheck()
+            return await future
+
+        return generate
+
+    def leave(self, key: Hashable) -> None:
+        """Workflow `key` finished or failed, so no batch waits for it any more."""
+        for _, future in self._workflows.pop(key):
+            future.cancel()
+        self._recheck()
+
+    def busy(self) -> list[Hashable]:
+        """Workflows that wait for no generation."""
+        return [key for key, calls in self._workflows.items() if not calls]
+
+    def _recheck(self) -> None:
+        # Deferred by one iteration of the loop: calls that one workflow makes side by side belong
+        # to one batch.
+        asyncio.get_running_loop().call_soon(self._release)
+
+    def _release(self) -> None:
+        if self._running is not None or not self._workflows or self.busy():
+            return
+        batch = [call for calls in self._workflows.values() for call in calls]
+        for calls in self._workflows.values():
+            calls.clear()
+        batch.sort(key=lambda call: (call[0].draw, call[0].turn, call[0].first_sample))
+        self._running = asyncio.get_running_loop().create_task(self._serve(batch))
+
+    async def _serve(self, batch: list[WaitingCall]) -> None:
+        try:
+            results = await self._flush([request for request, _ in batch])
+        except asyncio.CancelledError:
+            for _, future in batch:
+                future.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 - the error belongs to the calls that wait
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+        else:
+            for (_, future), completions in zip(batch, results, strict=True):
+                if not future.done():
+                    future.set_result(completions)
+        finally:
+            self._running = None
+        self._recheck()
+
+    async def close(self) -> None:
+        """Stop the batch that is running, if any."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
 
 
 # --- the runners of a service ---------------------------------------------------------------------
@@ -233,7 +341,6 @@ def training_runner(
     tokenizer: PreTrainedTokenizerBase,
     dispatcher: Dispatcher,
     scorer: Scorer,
-    prompt_of: PromptOf,
     *,
     greedy_baseline: bool,
 ) -> GroupRunner:
@@ -250,13 +357,15 @@ def training_runner(
         routed_experts=config.policy.routing_replay == "engine",
     )
     context = WorkflowContext(sampling, rollout.samples_per_prompt, seed, tokenizer)
-    runner = _runner(config, dispatcher, scorer, prompt_of, context)
-    runner.recorded = recorded_fields(config)
-    if greedy_baseline:
-        runner.greedy = build_workflow(
-            rollout.workflow, WorkflowContext(greedy, 1, seed + BASELINE_SEED, tokenizer)
-        )
-    return runner
+    baseline = WorkflowContext(greedy, 1, seed + BASELINE_SEED, tokenizer)
+    return GroupRunner(
+        config,
+        dispatcher,
+        scorer,
+        context,
+        greedy=baseline if greedy_baseline else None,
+        recorded=recorded_fields(config),
+    )
 
 
 def evaluation_runner(
@@ -264,7 +373,6 @@ def evaluation_runner(
     tokenizer: PreTrainedTokenizerBase,
     dispatcher: Dispatcher,
     scorer: Scorer,
-    prompt_of: PromptOf,
 ) -> GroupRunner:
     """The runner of held-out prompts."""
     given = config.evaluation
@@ -273,7 +381,7 @@ def evaluation_runner(
     )
     seed = config.run.seed + EVALUATION_SEED
     context = WorkflowContext(sampling, given.samples_per_prompt, seed, tokenizer)
-    return _runner(config, dispatcher, scorer, prompt_of, context)
+    return GroupRunner(config, dispatcher, scorer, context)
 
 
 def _greedy(
@@ -286,24 +394,4 @@ def _greedy(
         temperature=0.0,
         stop_token_ids=stop_token_ids(tokenizer, given.stop_token_ids),
         stop=tuple(given.stop),
-    )
-
-
-def _runner(
-    config: Config,
-    dispatcher: Dispatcher,
-    scorer: Scorer,
-    prompt_of: PromptOf,
-    context: WorkflowContext,
-) -> GroupRunner:
-    name = config.rollout.workflow
-    return GroupRunner(
-        workflow=build_workflow(name, context),
-        workflow_name=name,
-        prompt_of=prompt_of,
-        dispatcher=dispatcher,
-        scorer=scorer,
-        tokenizer=context.tokenizer,
-        partial=PartialRollouts(context.tokenizer),
-        batched=kind_of(config.rollout.engine.kind).batches,
     )

@@ -15,7 +15,7 @@ from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, Pause
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import RunFailed
 from rlcore.weights import Bucket
-from rollout.weight_sync.verification import FingerprintVerifier
+from rollout.weight_sync.version_state import FingerprintVerifier
 
 Reply = Callable[[GenerateRequest, int], Sequence[int]]
 """(request, sample index) -> the tokens of that response."""

@@ -37,11 +37,9 @@ class Dispatcher:
 
         For engines that batch continuously.
         """
-        return (
-            await self._answer(
-                [request], (request.seed, request.draw), room=self.config.max_in_flight
-            )
-        )[0]
+        conversation = (request.seed, request.draw)
+        [answer] = await self._answer([request], conversation, room=self.config.max_in_flight)
+        return answer
 
     async def batch(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """Send requests in calls of at most `max_batch` sequences, request i in share i mod n of n.
@@ -172,10 +170,6 @@ class Dispatcher:
             return {}
         found = {draw: self.fleet.router.home((seed, draw)) for draw in draws}
         return {draw: name for draw, name in found.items() if name is not None}
-
-    def waiting_for(self) -> str:
-        """What is waited for; see `Fleet.waiting_for`."""
-        return self.fleet.waiting_for()
 
 
 def cancelled_besides(task: asyncio.Task[Any] | None) -> bool:

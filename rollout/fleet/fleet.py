@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from rlcore.config.derived import comeback_s
@@ -20,7 +20,6 @@ from rlcore.errors import NoEngineLeft
 from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.fleet.health import Event, Health, State
-from rollout.fleet.restarts import watch
 from rollout.fleet.router import Lease, Member, Router
 from rollout.weight_sync.base import describe
 
@@ -290,18 +289,38 @@ class Fleet:
         )
         member.health.on(Event.UP)
         member.down = asyncio.get_running_loop().create_future()
-        self._spawn(watch(member, member.down, self._config, self._fail))
+        self._spawn(self._watch(member, member.down))
         self._tell()
 
-    async def _end(self, member: Member) -> None:
-        try:
-            await within(
-                KILL_ENGINE_S,
-                member.engine.kill(),
-                lambda: f"engine {member.name} could not be ended within {KILL_ENGINE_S:g} s",
+    async def _watch(self, member: Member, down: asyncio.Future[str]) -> None:
+        """Probe an engine and look for the end of its process, until `down` is done.
+
+        During a publication only the end of its process counts: a publication keeps an engine busy,
+        and has deadlines of its own.
+        """
+        ended = member.engine.ended
+        signs: set[asyncio.Future[Any]] = {down} if ended is None else {down, ended}
+        while not down.done():
+            await asyncio.wait(
+                signs, timeout=self._config.health_every_s, return_when=asyncio.FIRST_COMPLETED
             )
-        except Exception as error:  # noqa: BLE001 - recovery: a new process does not need the old one's end
-            logger.warning("%s", describe(error))
+            gone = ended is not None and ended.done()
+            if down.done() or (member.health.state is State.DRAINING and not gone):
+                continue
+            why = await _error(
+                member.engine.health,
+                self._config.health_timeout_s,
+                f"engine {member.name} did not answer a probe within"
+                f" {self._config.health_timeout_s:g} s (rollout.engine.health_timeout_s)",
+            )
+            if not down.done() and (gone or (why and member.health.state is not State.DRAINING)):
+                self._fail(member, why or "its process ended")
+
+    async def _end(self, member: Member) -> None:
+        late = f"engine {member.name} could not be ended within {KILL_ENGINE_S:g} s"
+        # recovery: a new process does not need the old one's end
+        if (why := await _error(member.engine.kill, KILL_ENGINE_S, late)) is not None:
+            logger.warning("%s", why)
 
     async def _restart(self, member: Member, ending: asyncio.Task[None]) -> None:
         """Start a dead engine again, after its end and a pause."""
@@ -329,3 +348,12 @@ class Fleet:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _error(call: Callable[[], Awaitable[Any]], seconds: float, late: str) -> str | None:
+    """Why the call failed, or `late` if it took more than `seconds`; None where it went well."""
+    try:
+        await within(seconds, call(), lambda: late)
+    except Exception as error:  # noqa: BLE001 - any error is a failure of the engine
+        return describe(error)
+    return None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class RewardFailure:
 Score = float | RewardFailure
 
 
-class RewardPart(Protocol):
+class RewardPart:
     """One named part of the reward.
 
     A failure is a value and not an exception, since it concerns one sample.
@@ -35,7 +35,7 @@ class RewardPart(Protocol):
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         """The score or failure of each sample."""
-        ...
+        raise NotImplementedError
 
     async def close(self) -> None:
         """End what `start` began."""

@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlcore.data.sample import Sample
-from rollout.rewards.base import Score, checked
+from rollout.rewards.base import RewardPart, Score
 
 
-def exact_match(sample: Sample) -> float:
-    """Compare response and label, ignoring white space around either."""
-    return float(sample.response_text.strip() == str(sample.label).strip())
-
-
-class InlinePart:
-    """Runs `exact_match` in the event loop, which is cheaper than a call of another process."""
-
-    async def start(self) -> None: ...
+class ExactMatch(RewardPart):
+    """Compares in the event loop, which is cheaper than a call of another process."""
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """See `RewardPart`."""
-        return [checked(exact_match(sample)) for sample in samples]
-
-    async def close(self) -> None: ...
+        """Compare response and label, ignoring white space around either."""
+        return [float(s.response_text.strip() == str(s.label).strip()) for s in samples]

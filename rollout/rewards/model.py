@@ -16,12 +16,12 @@ from rlcore.config.sections.reward import RewardModelConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import ModelError
 from rollout.engines.vocabulary import folder_vocab_size
-from rollout.rewards.base import Score, checked
+from rollout.rewards.base import RewardPart, Score, checked
 
 PendingCall = tuple[NDArray[np.int32], "asyncio.Future[Score]"]
 
 
-class ModelPart:
+class ModelPart(RewardPart):
     """Scores the tokens of a sample as they are: policy and reward model share a vocabulary.
 
     Batches run in a thread of their own. Samples that wait meanwhile form the next batch, whichever
@@ -52,8 +52,6 @@ class ModelPart:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
         self._pending: list[PendingCall] = []
         self._drain: asyncio.Task[None] | None = None
-
-    async def start(self) -> None: ...
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         """See `RewardPart`."""

@@ -25,7 +25,7 @@ from rlcore.data.sample import Sample
 from rlcore.deadlines import CANCEL_S, REWARD_START_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
 from rollout.asyncio_utils import within
-from rollout.rewards.base import RewardFailure, Score
+from rollout.rewards.base import RewardFailure, RewardPart, Score
 from rollout.rewards.worker import HEADER, pack
 
 STREAM_LIMIT = 1 << 24
@@ -37,6 +37,8 @@ class Worker:
     """A worker process, which serves one call at a time."""
 
     process: asyncio.subprocess.Process
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
 
     @classmethod
     async def start(cls, functions: Mapping[str, str]) -> Worker:
@@ -59,7 +61,9 @@ class Worker:
             # a group of its own: Ctrl-C is ours, and `kill` takes grandchildren too
             start_new_session=True,
         )
-        worker = cls(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        worker = cls(process, process.stdin, process.stdout)
         try:
             problem = await within(
                 REWARD_START_S,
@@ -99,14 +103,10 @@ class Worker:
         return float(value) if kind == "score" else RewardFailure("error", str(value))
 
     async def _exchange(self, message: object) -> Any:
-        stdin = self.process.stdin
-        stdout = self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(pack(message))
-        await stdin.drain()
-        (size,) = HEADER.unpack(await stdout.readexactly(HEADER.size))
-        return pickle.loads(await stdout.readexactly(size))
+        self.stdin.write(pack(message))
+        await self.stdin.drain()
+        (size,) = HEADER.unpack(await self.stdout.readexactly(HEADER.size))
+        return pickle.loads(await self.stdout.readexactly(size))
 
     @property
     def alive(self) -> bool:
@@ -115,17 +115,16 @@ class Worker:
 
     async def kill(self) -> int:
         """End the process and all that it started; returns its exit code."""
-        stdin = self.process.stdin
-        stdout = self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
         with suppress(ProcessLookupError):  # the whole group is gone
             os.killpg(self.process.pid, signal.SIGKILL)
         code = await self.process.wait()
-        stdin.close()
+        self.stdin.close()
         # Both pipes must be seen to close, or the transport outlives the loop.
         await asyncio.wait(
-            [asyncio.ensure_future(stdout.read()), asyncio.ensure_future(_closed(stdin))],
+            [
+                asyncio.ensure_future(self.stdout.read()),
+                asyncio.ensure_future(_closed(self.stdin)),
+            ],
             timeout=CANCEL_S,
         )
         return code
@@ -194,7 +193,7 @@ class RewardPool:
         self._workers.clear()
 
 
-class PooledPart:
+class PooledPart(RewardPart):
     """A reward part that one function of the pool scores."""
 
     def __init__(self, name: str, pool: RewardPool) -> None:

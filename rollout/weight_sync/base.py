@@ -15,9 +15,10 @@ and the publication excludes them and runs again with the others.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -31,30 +32,38 @@ Engine = Any
 Failures = dict[Engine, str]  # the engines that failed, and why
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Carries the buckets of one publication after the other to the engines.
 
     The methods return the failures of single engines. They raise PublicationFailed for a failure
     that is no engine's.
+
+    Args:
+        timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
     """
 
     name: str
 
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._engines: list[Engine] = []  # in the current transaction
+
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Begin a publication to `engines`."""
-        ...
+        self._engines = list(engines)
+        return {}
 
+    @abstractmethod
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
         """Send one bucket. `flat`, uint8 [num_bytes], does not change until this returns."""
-        ...
 
     async def complete(self) -> Failures:
-        """Return when every engine holds all buckets."""
-        ...
+        """Return when every engine holds all buckets: at once where `send` waits for that."""
+        return {}
 
     async def close(self) -> None:
         """Drop all connections."""
-        ...
+        self._engines = []
 
 
 @dataclass
@@ -91,3 +100,19 @@ async def ask(
 def describe(error: BaseException) -> str:
     """The text of an error of ours; the kind and text of any other."""
     return str(error) if isinstance(error, RlcoreError) else f"{type(error).__name__}: {error}"
+
+
+class CopyTransport(Transport):
+    """Engines in the trainer's own process take each bucket by copy."""
+
+    name = "copy"
+
+    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+        """Have every engine copy the bucket."""
+        answers = await ask(
+            self._engines,
+            "receive_bucket",
+            lambda e: e.receive_bucket(bucket.index, flat),
+            self._timeout_s,
+        )
+        return answers.failed

@@ -11,10 +11,9 @@ from rlcore.config import Config
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
 from rlcore.interfaces import RolloutEngine
-from rollout.weight_sync.base import Transport
+from rollout.weight_sync.base import CopyTransport, Transport
 from rollout.weight_sync.delta import DeltaTransport
 from rollout.weight_sync.folders import DiskTransport, WeightFolders
-from rollout.weight_sync.in_process import CopyTransport
 from rollout.weight_sync.process_group import DistributedTransport
 from rollout.weight_sync.serialized import TensorTransport
 
@@ -38,11 +37,8 @@ def choose_transport(
         model=Path(config.model.path),
         tokenizer=None if tokenizer is None else Path(tokenizer),
     )
-    return (
-        DeltaTransport(folders, timeout_s=limit)
-        if name == "delta"
-        else DiskTransport(folders, timeout_s=limit)
-    )
+    by_folder = DeltaTransport if name == "delta" else DiskTransport
+    return by_folder(folders, timeout_s=limit)
 
 
 def shared_folder(config: Config) -> Path:

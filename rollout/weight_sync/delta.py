@@ -12,58 +12,50 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
-from rollout.weight_sync.base import Failures, ask
-from rollout.weight_sync.delta_files import DeltaWriter, Manifest, Snapshot
-from rollout.weight_sync.folders import FolderReader, FolderTransport, WeightFolders, number_of
+from rollout.weight_sync.base import Engine, Failures, ask
+from rollout.weight_sync.delta_files import DeltaWriter, Snapshot
+from rollout.weight_sync.folders import FolderTransport, WeightFolders, number_of
 from rollout.weight_sync.follower import POLL_S, Follower, Note, read_notes
 
 
-class FollowedReader(FolderReader, Protocol):
-    """An engine that reads the folder of a follower on its machine."""
-
-    managed: bool  # it runs on this machine
-    url: str
-
-
 class DeltaTransport(FolderTransport[DeltaWriter]):
-    """A `Transport` by files of changes, with a checksum of every changed tensor."""
+    """A `Transport` by files of changes, with a checksum of every changed tensor.
+
+    An engine reads the folder of a follower on its machine: ours if it is `managed`, else the one
+    that names its `url`.
+    """
 
     name = "delta"
 
     def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
         super().__init__(folders, timeout_s=timeout_s)
-        self._engines: list[FollowedReader] = []
         self._snapshot: Snapshot | None = None  # the weights that the next changes refer to
         self._since_whole = 0  # bytes of changes since the last whole publication
         self._follower: Follower | None = None
-        self.last: Manifest | None = None  # of the last publication
 
-    async def open(self, engines: Sequence[FollowedReader], buckets: Sequence[Bucket]) -> Failures:
+    async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Begin a folder, of changes unless a whole publication is due."""
-        self._engines = list(engines)
         since = self._snapshot
         self._snapshot = None  # `complete` sets it again, once the weights are published
         whole = sum(bucket.num_bytes for bucket in buckets)
         if since is not None and (since.buckets != tuple(buckets) or self._since_whole > whole):
             since = None
         await self._begin(lambda: DeltaWriter(self._folders, buckets, since))
-        return {}
+        return await super().open(engines, buckets)
 
     async def complete(self) -> Failures:
         """Publish the folder, and have every engine load its follower's folder."""
         folder, self._snapshot, manifest = await asyncio.to_thread(self._take_writer().finish)
-        self.last = manifest
         self._since_whole = 0 if manifest.base is None else self._since_whole + manifest.num_bytes
         number = number_of(folder)
         local = (
             await self._follow(number) if any(engine.managed for engine in self._engines) else None
         )
 
-        async def load(engine: FollowedReader) -> None:
+        async def load(engine: Engine) -> None:
             await engine.load_folder(
                 local if engine.managed and local else await self._followed(engine, number)
             )
@@ -85,7 +77,7 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
             self._follower = Follower(self._folders.root)
         return await asyncio.to_thread(self._follower.follow, number)
 
-    async def _followed(self, engine: FollowedReader, number: int) -> Path:
+    async def _followed(self, engine: Engine, number: int) -> Path:
         """Wait until the follower on an engine's machine holds publication `number`.
 
         Returns its folder.

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,7 @@ class Snapshot:
 class DeltaWriter:
     """Writes one publication, whole if there is no `since`, else as changes to it.
 
-    `since` becomes the snapshot of the new weights while they are written. As with `FullWriter`,
-    `finish` raises what went wrong in `add`.
+    `since` becomes the snapshot of the new weights while they are written.
     """
 
     def __init__(
@@ -75,64 +75,48 @@ class DeltaWriter:
         self._fingerprints: dict[str, str] = {}
         self._changes: dict[str, tuple[int, int]] = {}
         self._size = 0
-        self._failure: OSError | None = None
 
     def add(self, bucket: Bucket, flat: Tensor) -> None:
         """Write a bucket. `flat`, uint8 [num_bytes] on the host, is copied."""
-        if self._failure is not None:
-            return
         with ThreadPoolExecutor(_THREADS) as pool:
-            views = list(bucket.views(flat))
-            self._fingerprints |= zip(
-                [name for name, _ in views], pool.map(fingerprint, [view for _, view in views])
-            )
+            names, views = zip(*bucket.views(flat))
+            self._fingerprints |= zip(names, pool.map(fingerprint, views))
             if self._full is not None:
                 self._full.add(bucket, flat)
                 self._snapshot.flats.append(flat.clone())
-                return
-            try:
+            else:
                 self._write_changes(bucket, flat, pool)
-            except OSError as error:
-                self.cancel()
-                self._failure = error
 
     def _write_changes(self, bucket: Bucket, flat: Tensor, pool: ThreadPoolExecutor) -> None:
         before = self._snapshot.flats[bucket.index]
-        after = flat
 
-        def difference(piece: tuple[TensorSpec, int]) -> bytes:
-            spec, at = piece
-            old, new = (tensor[at : at + spec.num_bytes].numpy() for tensor in (before, after))
-            return encode(old, new, spec.torch_dtype.itemsize)
+        def difference(spec: TensorSpec, end: int) -> bytes:
+            here = slice(end - spec.num_bytes, end)
+            return encode(before[here].numpy(), flat[here].numpy(), spec.torch_dtype.itemsize)
 
-        starts = np.cumsum([0, *(spec.num_bytes for spec in bucket.tensors)])
+        ends = accumulate(spec.num_bytes for spec in bucket.tensors)
+        deltas = pool.map(difference, bucket.tensors, ends)
         with (self._aside / CHANGES).open("ab") as file:
-            for spec, delta in zip(
-                bucket.tensors, pool.map(difference, zip(bucket.tensors, map(int, starts)))
-            ):
+            for spec, delta in zip(bucket.tensors, deltas):
                 if delta:
                     file.write(delta)
                     self._changes[spec.name] = (self._size, len(delta))
                     self._size += len(delta)
-        before.copy_(after)
+        before.copy_(flat)
 
     def finish(self) -> tuple[Path, Snapshot, Manifest]:
         """Publish the folder. Returns it, and the snapshot for the next changes.
 
         Raises RunFailed.
         """
-        if self._failure is not None:
-            raise self._folders.refused(self._failure)
         if self._full is not None:
             size = sum(bucket.num_bytes for bucket in self._snapshot.buckets)
             manifest = Manifest(None, size, self._fingerprints)
             folder = self._full.finish(manifest=asdict(manifest))
         else:
             manifest = Manifest(self._base, self._size, self._fingerprints, self._changes)
-            try:
+            with self._folders.refusals():
                 write_json(self._aside / "manifest.json", asdict(manifest))
-            except OSError as error:
-                raise self._folders.refused(error) from error
             folder = self._folders.publish(self._aside)
         self._snapshot.number = number_of(folder)
         return folder, self._snapshot, manifest

@@ -10,7 +10,8 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,9 +21,9 @@ from rlcore.errors import RunFailed
 from rlcore.hf_folder import ShardWriter, copy_companions, header, write_json
 from rlcore.runs.files import remove_tree
 from rlcore.weights import Bucket
-from rollout.weight_sync.base import Failures, ask
+from rollout.weight_sync.base import Engine, Failures, Transport, ask
 
-_NAME = re.compile(r"update_(\d{6,})")
+_NAME = re.compile(r"update_\d{6,}")
 W = TypeVar("W", bound="FolderWriter")
 
 
@@ -47,13 +48,11 @@ class WeightFolders:
     def begin(self, num_bytes: int) -> Path:
         """Make an empty folder aside, for about `num_bytes`. Half-written ones are removed."""
         aside = self.root / f".update_{self.last + 1:06d}.partial"
-        try:
+        with self.refusals():
             for old in self.root.glob(".update_*"):
                 shutil.rmtree(old)
             aside.mkdir(parents=True)
             free = shutil.disk_usage(aside).free
-        except OSError as error:
-            raise self.refused(error) from error
         if free < num_bytes:
             raise RunFailed(
                 f"{self.root} (rollout.engine.weights_dir) has {free:,} bytes left, the weights"
@@ -66,34 +65,33 @@ class WeightFolders:
         """Give the folder its number, and return its new path."""
         self.last += 1
         folder = self.root / f"update_{self.last:06d}"
-        try:
+        with self.refusals():
             os.rename(aside, folder)
-        except OSError as error:
-            raise self.refused(error) from error
         return folder
 
     def keep_only(self, needed: Collection[Path]) -> None:
         """Remove all other published folders."""
-        try:
+        with self.refusals():
             for folder in published(self.root):
                 if folder not in needed:
                     remove_tree(folder)
-        except OSError as error:
-            raise self.refused(error) from error
 
     def add_companions(self, aside: Path) -> None:
         """Add config.json and the tokenizer's files: they make it a Hugging Face folder."""
-        try:
+        with self.refusals():
             shutil.copyfile(self._model / "config.json", aside / "config.json")
             copy_companions(aside, self._model, self._tokenizer)
-        except OSError as error:
-            raise self.refused(error) from error
 
-    def refused(self, error: OSError) -> RunFailed:
-        """The error for a folder that could not be written."""
-        return RunFailed(
-            f"the weights could not be written to {self.root} (rollout.engine.weights_dir): {error}"
-        )
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Turn an OSError into a RunFailed that names the folder."""
+        try:
+            yield
+        except OSError as error:
+            raise RunFailed(
+                f"the weights could not be written to {self.root} (rollout.engine.weights_dir):"
+                f" {error}"
+            ) from error
 
 
 def published(root: Path) -> list[Path]:
@@ -104,48 +102,30 @@ def published(root: Path) -> list[Path]:
 
 def number_of(folder: Path) -> int:
     """The number in the folder's name."""
-    found = _NAME.fullmatch(folder.name)
-    if found is None:
-        raise ValueError(f"{folder}: expected a folder named update_<number>")
-    return int(found[1])
+    return int(folder.name.removeprefix("update_"))
 
 
 class FullWriter:
-    """Writes all tensors of one publication, one shard a bucket.
-
-    `finish` raises what went wrong in `add`: while `add` is called, the trainer's other ranks are
-    in the middle of sending, and they must be allowed to end first.
-    """
+    """Writes all tensors of one publication, one shard a bucket."""
 
     def __init__(self, folders: WeightFolders, buckets: Sequence[Bucket]) -> None:
         self._folders = folders
         self._buckets = buckets
         self.aside = folders.begin(sum(bucket.num_bytes for bucket in buckets))
         self._shards = ShardWriter(self.aside, buckets)
-        self._failure: OSError | None = None
 
     def add(self, bucket: Bucket, flat: Tensor) -> None:
-        """`flat`: uint8 [num_bytes] on the host."""
-        if self._failure is not None:
-            return
-        try:
-            for name, tensor in bucket.views(flat):
-                self._shards.add(name, tensor)
-        except OSError as error:
-            self.cancel()
-            self._failure = error
+        """Write a bucket. `flat`: uint8 [num_bytes] on the host."""
+        for name, tensor in bucket.views(flat):
+            self._shards.add(name, tensor)
 
     def finish(self, **files: dict[str, Any]) -> Path:
         """Publish the folder, with `<key>.json` beside the weights for each of `files`."""
-        if self._failure is not None:
-            raise self._folders.refused(self._failure)
-        try:
+        with self._folders.refusals():
             self._shards.finish()
             check_sizes(self.aside, self._buckets)
             for name, content in files.items():
                 write_json(self.aside / f"{name}.json", content)
-        except OSError as error:
-            raise self._folders.refused(error) from error
         self._folders.add_companions(self.aside)
         return self._folders.publish(self.aside)
 
@@ -155,12 +135,11 @@ class FullWriter:
         shutil.rmtree(self.aside, ignore_errors=True)
 
 
-def check_sizes(folder: Path, shards: Iterable[Bucket]) -> None:
+def check_sizes(folder: Path, shards: Sequence[Bucket]) -> None:
     """Raise RunFailed unless each shard has the size that its tensors make.
 
     An engine dies of a file that ends early.
     """
-    shards = list(shards)
     writer = ShardWriter(folder, shards)
     for shard in shards:
         path = folder / writer.file_name(shard.index)
@@ -173,45 +152,43 @@ def check_sizes(folder: Path, shards: Iterable[Bucket]) -> None:
             )
 
 
-class FolderReader(Protocol):
-    """An engine that loads its weights from a Hugging Face folder."""
-
-    name: str
-
-    async def load_folder(self, folder: Path) -> None:
-        """Load all weights of `folder` into the model; the version is not set yet."""
-        ...
-
-
 class FolderWriter(Protocol):
     """Writes one publication, bucket after bucket."""
 
     def add(self, bucket: Bucket, flat: Tensor) -> None:
-        """Write a bucket."""
-        ...
+        """Write a bucket. Raises OSError."""
 
     def cancel(self) -> None:
         """Remove what was written."""
-        ...
 
 
-class FolderTransport(Generic[W]):
-    """A transport with one writer a publication, which runs in a thread. A writer that was not
-    finished leaves nothing behind.
+class FolderTransport(Transport, Generic[W]):
+    """A transport with one writer a publication, which runs in a thread.
+
+    `engine.load_folder(folder)` loads all weights of a Hugging Face folder; the version is not set
+    yet. A writer that was not finished leaves nothing behind.
     """
 
-    name: str
-
     def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
+        super().__init__(timeout_s=timeout_s)
         self._folders = folders
-        self._timeout_s = timeout_s
         self._writer: W | None = None
+        self._failure: OSError | None = None  # of the writer
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
-        """Write the bucket."""
+        """Write the bucket.
+
+        What goes wrong is raised by `complete`: now the trainer's other ranks are in the middle of
+        sending, and they must be allowed to end first.
+        """
         if self._writer is None:
             raise self._outside()
-        await asyncio.to_thread(self._writer.add, bucket, flat.cpu())
+        if self._failure is None:
+            try:
+                await asyncio.to_thread(self._writer.add, bucket, flat.cpu())
+            except OSError as error:
+                self._failure = error
+                await asyncio.to_thread(self._writer.cancel)
         return {}
 
     async def close(self) -> None:
@@ -222,6 +199,7 @@ class FolderTransport(Generic[W]):
 
     async def _begin(self, make: Callable[[], W]) -> None:
         await FolderTransport.close(self)  # the writer of a publication that was given up
+        self._failure = None
         self._writer = await asyncio.to_thread(make)
 
     def _take_writer(self) -> W:
@@ -229,6 +207,9 @@ class FolderTransport(Generic[W]):
             raise self._outside()
         writer = self._writer
         self._writer = None
+        if self._failure is not None:
+            with self._folders.refusals():
+                raise self._failure
         return writer
 
     def _outside(self) -> RunFailed:
@@ -248,14 +229,12 @@ class DiskTransport(FolderTransport[FullWriter]):
 
     def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
         super().__init__(folders, timeout_s=timeout_s)
-        self._engines: list[FolderReader] = []
         self._loaded: dict[str, Path] = {}  # name of an engine -> the folder of its weights
 
-    async def open(self, engines: Sequence[FolderReader], buckets: Sequence[Bucket]) -> Failures:
+    async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Begin a folder."""
         await self._begin(lambda: FullWriter(self._folders, buckets))
-        self._engines = list(engines)
-        return {}
+        return await super().open(engines, buckets)
 
     async def complete(self) -> Failures:
         """Publish the folder, and have every engine load it."""

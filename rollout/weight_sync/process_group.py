@@ -17,9 +17,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -29,40 +30,13 @@ from torch import Tensor
 from rlcore.deadlines import GROUP_JOIN_S
 from rlcore.errors import DeadlineExceeded, EngineFailed, RunFailed
 from rlcore.weights import Bucket
-from rollout.weight_sync.base import Engine, Failures, ask
+from rollout.weight_sync.base import Engine, Failures, Transport, ask
 
 POLL_S = 0.001
 WATCHDOG_FACTOR = 4  # NCCL's own watchdog ends the process: it must come well after our deadline
 
 Backend = Literal["gloo", "nccl"]
 T = TypeVar("T")
-
-
-class GroupEngine(Protocol):
-    """An engine that can be in a process group for weights."""
-
-    name: str
-    url: str  # where it is reached; the way there tells which address of ours it can reach
-    group_ranks: int  # how many ranks of the group are its own: its tensor-parallel ranks
-    in_group: str | None  # the name of its group; None again after a start or a new connection
-
-    async def join_group(self, address: GroupAddress, rank: int) -> None:
-        """Leave the current group and enter another, with the ranks from `rank` on.
-
-        Returns when all ranks of the group are there.
-        """
-        ...
-
-    async def receive_bucket(self, index: int, flat: None) -> None:
-        """Receive bucket `index` over the group, and load it."""
-        ...
-
-    async def health(self) -> dict[str, Any]:
-        """Tell under `gpu` what identifies its GPU.
-
-        None stands for the CPU, and for a GPU that it shares with the trainer.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,8 +51,19 @@ class GroupAddress:
     name: str = "weights"  # SGLang makes no second group of a name, even after the trainer died
 
 
-class DistributedTransport:
-    """A `Transport` for every `GroupEngine`.
+class DistributedTransport(Transport):
+    """Broadcasts the weights in a group with each engine, which has these members:
+
+        url           where it is reached; the way there tells which address of ours it can reach
+        group_ranks   the ranks of the group that are its own: its tensor-parallel ranks
+        in_group      the name of its group; None again after a start or a new connection
+        join_group(address, rank)
+                      leaves its group and enters another, with the ranks from `rank` on; returns
+                      when all ranks of the group are there
+        receive_bucket(index, None)
+                      receives bucket `index` over the group, and loads it
+        health()      tells under `gpu` what identifies its GPU; None stands for the CPU, and for a
+                      GPU that it shares with the trainer
 
     Args:
         device: where the trainer's buckets are.
@@ -89,11 +74,10 @@ class DistributedTransport:
     name = "distributed"
 
     def __init__(self, *, device: torch.device, timeout_s: float, probe_s: float) -> None:
+        super().__init__(timeout_s=timeout_s)
         self._device = device
-        self._timeout_s = timeout_s
         self._probe_s = probe_s
         self._links: dict[Engine, Link] = {}
-        self._engines: list[Engine] = []  # in the current transaction
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Join a group with each engine, unless one from an earlier publication is still whole."""
@@ -113,16 +97,12 @@ class DistributedTransport:
             flat = flat.cpu()  # once for all
         return await self._on_links(lambda link: link.send(bucket, flat))
 
-    async def complete(self) -> Failures:
-        """Do nothing: `send` returns when the bucket is in the model."""
-        return {}
-
     async def close(self) -> None:
         """Close all groups."""
+        await super().close()
         for link in self._links.values():
             link.close()
         self._links = {}
-        self._engines = []
 
     async def _on_links(self, step: Callable[[Link], Any]) -> Failures:
         reasons = await asyncio.gather(*(step(self._links[engine]) for engine in self._engines))
@@ -159,7 +139,8 @@ class Link:
             return None
         limit = min(self._timeout_s, GROUP_JOIN_S)
         try:
-            host, store, port = await asyncio.to_thread(self._meeting_place)
+            host = await asyncio.to_thread(own_address, self.engine.url)
+            store, port = await asyncio.to_thread(open_store, host, self._timeout_s)
         # recovery: without this engine, by the caller
         except (EngineFailed, OSError, dist.DistError) as error:
             return f"engine {self.engine.name} cannot be met: {error}"
@@ -177,10 +158,6 @@ class Link:
         except RunFailed as error:  # recovery: as above
             return str(error)
         return None
-
-    def _meeting_place(self) -> tuple[str, dist.TCPStore, int]:
-        host = own_address(self.engine.url)
-        return host, *open_store(host, self._timeout_s)
 
     async def send(self, bucket: Bucket, flat: Tensor) -> str | None:
         """Broadcast the bucket, and wait until the engine has loaded it."""
@@ -228,28 +205,17 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
     The thread ends at a deadline of its own, which is not waited for.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def tell(result: T | None, error: BaseException | None) -> None:
-        if not future.cancelled():
-            if error is None:
-                future.set_result(result)  # type: ignore[arg-type]
-            else:
-                future.set_exception(error)
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # the caller may give it up, but not stop the thread
 
     def run() -> None:
-        result: T | None = None
-        error: BaseException | None = None
         try:
-            result = work()
+            future.set_result(work())
         except BaseException as failure:  # noqa: BLE001 - recovery: raised in the caller
-            error = failure
-        if not loop.is_closed():  # else there is no caller any more
-            loop.call_soon_threadsafe(tell, result, error)
+            future.set_exception(failure)
 
     threading.Thread(target=run, name="weights", daemon=True).start()
-    return future
+    return asyncio.wrap_future(future)
 
 
 # --- the group ------------------------------------------------------------------------------------

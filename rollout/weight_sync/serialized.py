@@ -12,37 +12,26 @@ import base64
 import io
 import pickle
 from collections.abc import Sequence
+from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rlcore.weights import Bucket
-from rollout.weight_sync.base import Engine, Failures, ask
+from rollout.weight_sync.base import Engine, Failures, Transport, ask
 
 # the index of the device among the arguments of torch's `rebuild_cuda_tensor`
 DEVICE = 6
 
 
-class BodyEngine(Protocol):
-    """An engine that takes weights in the body of a request."""
+class TensorTransport(Transport):
+    """Puts the weights into the body of a request.
 
-    name: str
-    group_ranks: int  # its tensor-parallel ranks, each of which takes a payload
-
-    async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:
-        """Load bucket `index`: one payload for each tensor-parallel rank."""
-        ...
-
-    async def health(self) -> dict[str, Any]:
-        """Tell under `device`: "cpu" or "cuda"."""
-        ...
-
-
-class TensorTransport:
-    """A `Transport` for every `BodyEngine`.
+    `engine.receive_serialized(index, payloads)` loads bucket `index`, with one payload for each of
+    its `group_ranks` tensor-parallel ranks. Its `health` has "cpu" or "cuda" under `device`.
 
     Args:
         timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
@@ -52,9 +41,8 @@ class TensorTransport:
     name = "tensor"
 
     def __init__(self, *, timeout_s: float, probe_s: float) -> None:
-        self._timeout_s = timeout_s
+        super().__init__(timeout_s=timeout_s)
         self._probe_s = probe_s
-        self._engines: list[Engine] = []
         self._by_handle = False
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
@@ -74,14 +62,6 @@ class TensorTransport:
             self._timeout_s,
         )
         return answers.failed
-
-    async def complete(self) -> Failures:
-        """Do nothing: `send` returns when the bucket is in the model."""
-        return {}
-
-    async def close(self) -> None:
-        """Forget the engines."""
-        self._engines = []
 
     def _payloads(self, bucket: Bucket, flat: Tensor) -> dict[Engine, list[str]]:
         """Make the payloads of each engine.
@@ -117,21 +97,18 @@ def flattened(bucket: Bucket, flat: Tensor) -> dict[str, Any]:
 
     The server reads the attributes of the metadata, not their class.
     """
-    metadata = []
-    at = 0
-    for spec in bucket.tensors:
-        end = at + spec.num_bytes
-        metadata.append(
-            SimpleNamespace(
-                name=spec.name,
-                shape=torch.Size(spec.shape),
-                dtype=spec.torch_dtype,
-                start_idx=at,
-                end_idx=end,
-                numel=end - at,
-            )
+    ends = accumulate(spec.num_bytes for spec in bucket.tensors)
+    metadata = [
+        SimpleNamespace(
+            name=spec.name,
+            shape=torch.Size(spec.shape),
+            dtype=spec.torch_dtype,
+            start_idx=end - spec.num_bytes,
+            end_idx=end,
+            numel=spec.num_bytes,
         )
-        at = end
+        for spec, end in zip(bucket.tensors, ends)
+    ]
     return {"flattened_tensor": flat, "metadata": metadata}
 
 

@@ -30,7 +30,7 @@ from rollout.engines.child_process import Server
 from rollout.engines.embedded.codec import decode_completion, encode_buckets, encode_request
 from rollout.engines.embedded.server_process import EmbeddedServer
 from rollout.weight_sync.process_group import GroupAddress
-from rollout.weight_sync.verification import FingerprintVerifier
+from rollout.weight_sync.version_state import FingerprintVerifier
 
 ERRORS: dict[str, type[RlcoreError]] = {
     UserError.__name__: UserError,

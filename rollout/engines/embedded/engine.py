@@ -32,7 +32,7 @@ from rollout.engines.embedded.model_weights import ModelWeights
 from rollout.engines.embedded.pause_gate import PauseGate
 from rollout.engines.embedded.stopping import StopStrings
 from rollout.engines.requests import check_request as check_common
-from rollout.weight_sync.verification import FingerprintVerifier
+from rollout.weight_sync.version_state import FingerprintVerifier
 
 
 class EmbeddedEngine:

@@ -243,7 +243,7 @@ class SGLangEngine:
             await self._control("/begin_weight_update", {"selector": "all"})
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
-        """See `rollout.weight_sync.process_group.GroupEngine`."""
+        """See `rollout.weight_sync.process_group.DistributedTransport`."""
         if self.in_group is not None:
             await self._control("/destroy_weights_update_group", {"group_name": self.in_group})
         self.in_group = address.name

@@ -19,7 +19,7 @@ from tests.limits import no_large_files
 
 
 def new(path: Path | None = None) -> PromptQueue:
-    queue = PromptQueue(PromptStream(7, seed=3, fingerprint="seven"))
+    queue = PromptQueue((), PromptStream(7, seed=3, fingerprint="seven"))
     if path is not None:
         queue.keep_journal(path)
     return queue

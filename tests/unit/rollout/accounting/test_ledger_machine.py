@@ -37,7 +37,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.folder.cleanup()
 
     def fresh(self) -> PromptQueue:
-        return PromptQueue(PromptStream(5, seed=1, fingerprint="five"))
+        return PromptQueue((), PromptStream(5, seed=1, fingerprint="five"))
 
     def in_state(self, state: str) -> list[int]:
         return [

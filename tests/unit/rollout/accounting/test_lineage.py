@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlcore.runs.versions import Version
-from rollout.accounting.lineage import Lineage, check_versions
+from rollout.accounting.audit import Lineage, check_versions
 
 # A trainer that did four steps; started again from step 2, did three; started again from step 4 of
 # those.

@@ -52,7 +52,7 @@ def buffered(draw: int, oldest: int, newest: int) -> BufferedGroup:
 
 
 def new() -> PromptQueue:
-    return PromptQueue(PromptStream(50, seed=1, fingerprint="fifty"))
+    return PromptQueue((), PromptStream(50, seed=1, fingerprint="fifty"))
 
 
 def at_step(queue: PromptQueue, step: int, buffer: GroupBuffer) -> dict[str, object]:

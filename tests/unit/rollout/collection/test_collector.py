@@ -21,12 +21,10 @@ from rlcore.runs.rollouts import encode_samples
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection import buffer
 from rollout.collection import collector as collector_module
-from rollout.collection.buffer import decode
+from rollout.collection.buffer import DropCounts, Publication, PublishedVersions, decode
 from rollout.collection.collector import Collector
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import Group
-from rollout.collection.published_versions import Publication, PublishedVersions
-from rollout.collection.step_groups import DropCounts
 
 PROMPTS = 20
 Reply = Callable[[int], Coroutine[Any, Any, Group]]
@@ -84,7 +82,7 @@ def make(make_config) -> Callable[..., tuple[Collector, PromptQueue, Runner]]:
         config = make_config(
             rollout={"max_staleness": 1, "prompts_per_step": 1, "samples_per_prompt": 1, **rollout}
         )
-        queue = PromptQueue(PromptStream(PROMPTS, seed=1))
+        queue = PromptQueue(range(PROMPTS), PromptStream(PROMPTS, seed=1))
         versions = PublishedVersions()
         for step in range(5):
             versions.add(Publication(step + 1, step, 0))

@@ -228,7 +228,7 @@ def test_cancelled_requests_leave_no_lease(on_site, request_of):
         await asyncio.gather(*calls, return_exceptions=True)
         assert [call.cancelled() for call in calls] == [True] * 4 + [False] * 2
         assert site.fleet.members[0].leases == set()
-        assert site.dispatcher.waiting_for() == ""
+        assert site.fleet.waiting_for() == ""
         assert await site.dispatcher.one(request_of(9))
 
     on_site("a", use, max_in_flight=1)
@@ -253,7 +253,7 @@ def test_a_caller_cancelled_while_the_last_engine_ends_is_cancelled(on_site, req
         site.engines[0].delay_s = 60
         calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(2)]
         await asyncio.sleep(0.01)
-        assert "an engine with room" in site.dispatcher.waiting_for()
+        assert "an engine with room" in site.fleet.waiting_for()
         await_end = asyncio.ensure_future(site.fleet.failed(site.engines[0], "burnt"))
         # the one in line has NoEngineLeft, and has not run since
         await asyncio.sleep(0)
@@ -341,12 +341,12 @@ def test_the_engine_that_is_waited_for_is_named(on_site, request_of):
         calls = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(5)]
         await asyncio.sleep(0.01)
         assert (
-            site.dispatcher.waiting_for()
+            site.fleet.waiting_for()
             == "engine a (2 requests), engine b (2 requests), an engine with room (a is serving, b"
             " is serving)"
         )
         await asyncio.gather(*calls)
-        assert site.dispatcher.waiting_for() == ""
+        assert site.fleet.waiting_for() == ""
         assert 0.1 < site.dispatcher.busy_s < 1.0
 
     on_site("ab", use, max_in_flight=2)

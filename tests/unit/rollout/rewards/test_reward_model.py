@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassifi
 
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.errors import ModelError
-from rollout.rewards.build import build_scorer
+from rollout.rewards.scorer import build_scorer
 
 VOCAB = 13
 

@@ -15,7 +15,7 @@ import pytest
 
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.errors import ConfigError
-from rollout.rewards.build import build_scorer
+from rollout.rewards.scorer import build_scorer
 
 
 def score(config: dict, *batches, off_thread: bool = False):
@@ -166,7 +166,7 @@ sys.path.insert(0, {folder!r})
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.sample import Sample
 import numpy as np
-from rollout.rewards.build import build_scorer
+from rollout.rewards.scorer import build_scorer
 
 async def main():
     parts = {{"f": {{"function": "reward_functions:fickle"}}}}
