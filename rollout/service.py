@@ -32,7 +32,7 @@ from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import evaluation_runner, training_runner
 from rollout.collection.published_versions import Publication, PublishedVersions
 from rollout.collection.step_groups import StepGroups
-from rollout.engines.vocabulary import check_vocabulary
+from rollout.engines.checks import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 from rollout.rewards.build import build_scorer, check_labels

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +27,18 @@ from rlcore.data.sample import FinishReason, VersionSpan
 from rlcore.errors import RunFailed
 from rollout.engines.embedded.causal_lm import BLOCK, CausalLM, KVCache
 from rollout.engines.embedded.routed_experts import ExpertLog, stacked
-from rollout.engines.embedded.sampling import SamplingTable, sample_tokens, uniforms
-from rollout.engines.embedded.sampling_masks import SamplingMaskRecorder
-from rollout.engines.embedded.stopping import StopStrings, stop_id_table
+from rollout.engines.embedded.sampling import (
+    SamplingMaskRecorder,
+    SamplingTable,
+    sample_tokens,
+    uniforms,
+)
 
 PREFILL_TOKENS = 1 << 16  # most tokens in one prefill pass; bounds its activations
 UNIFORM_BLOCK = 64  # positions whose random numbers are made at once
 COMPACT_BELOW = 0.75  # finished rows leave when fewer than this share is alive
+# a window cut inside a character or a word decodes wrongly at its left edge only
+EXTRA_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -359,3 +365,34 @@ class Decoding:
             (version, start, min(end, length)) for (version, start), end in zip(self.starts, ends)
         )
         return tuple(VersionSpan(*span) for span in spans if span[1] < span[2])
+
+
+# --- the end of a response ------------------------------------------------------------------------
+
+
+def stop_id_table(stop_ids: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Return each row's stop ids, int64 [R, S], filled up with -1, which is no token."""
+    width = max(1, max(map(len, stop_ids)))
+    return torch.tensor(
+        [[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], dtype=torch.int64, device=device
+    )
+
+
+class StopStrings:
+    """Tells when the text of a response comes to hold one of its stop strings.
+
+    A token stands for at least one byte, so a string of b bytes that the newest token completes
+    lies in the last b tokens: only that window is decoded, however long the response is.
+    """
+
+    def __init__(self, strings: tuple[str, ...], tokenizer: Any) -> None:
+        self.strings = strings
+        self.tokenizer = tokenizer
+        self.window = max(len(text.encode()) for text in strings) + EXTRA_TOKENS
+
+    def hit(self, tail: list[int]) -> bool:
+        """Whether a response whose last `window` tokens are `tail` holds a stop string."""
+        text = self.tokenizer.decode(
+            tail, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return any(string in text for string in self.strings)

@@ -26,12 +26,11 @@ from rlcore.deadlines import LAST_TOKEN_S
 from rlcore.errors import RunFailed, UserError
 from rlcore.weights import DTYPES, Bucket
 from rollout.asyncio_utils import within
+from rollout.engines.checks import check_request as check_common
 from rollout.engines.embedded.causal_lm import CausalLM
-from rollout.engines.embedded.decoding import Decoding, Slot
+from rollout.engines.embedded.decoding import Decoding, Slot, StopStrings
 from rollout.engines.embedded.model_weights import ModelWeights
 from rollout.engines.embedded.pause_gate import PauseGate
-from rollout.engines.embedded.stopping import StopStrings
-from rollout.engines.requests import check_request as check_common
 from rollout.weight_sync.verification import FingerprintVerifier
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, DeadlineExceeded, EngineFailed, UserError
+from rollout.engines.checks import folder_vocab_size
 from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.keys import ADMIN_KEY, Keys
-from rollout.engines.vocabulary import folder_vocab_size
 
 POLL_S = 1.0
 START_KEY = "rollout.engine.start_timeout_s"

@@ -12,10 +12,10 @@ from typing import Any
 
 from rlcore.data.generation import GenerateRequest, SamplingParams
 from rlcore.errors import EngineFailed, UserError
-from rollout.engines.embedded.stopping import EXTRA_TOKENS
-from rollout.engines.requests import check_request as check_common
+from rollout.engines.checks import check_request as check_common
+from rollout.engines.checks import folder_vocab_size
+from rollout.engines.embedded.decoding import EXTRA_TOKENS
 from rollout.engines.sglang.experts import ExpertLayers
-from rollout.engines.vocabulary import folder_vocab_size
 
 LEAST_TEMPERATURE = 1e-6  # below it SGLang decodes greedily
 MOST_STOP_STRINGS = 32

@@ -16,10 +16,10 @@ import torch
 from rlcore.config.checks.servers import cannot_start
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
+from rollout.engines.checks import folder_vocab_size
 from rollout.engines.child_process import Child, ChildServer, without_rank
 from rollout.engines.sglang.arguments import command_line
 from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
-from rollout.engines.vocabulary import folder_vocab_size
 
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_engine import FakeEngine, random_reply
 from transformers import Qwen3ForCausalLM
 
 from rlcore.config import Config
@@ -20,7 +21,6 @@ from rlcore.errors import EngineFailed
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.model_weights import as_published
-from rollout.engines.fake import FakeEngine, random_reply
 from rollout.engines.testing import ContractError, check_engine, session
 from rollout.engines.testing.check import RULES
 
