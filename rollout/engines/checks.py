@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,20 +15,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def folder_vocab_size(folder: str) -> int:
-    """`vocab_size` of a Hugging Face folder's config.json."""
+def folder_config(folder: str) -> dict[str, Any]:
+    """Read config.json of a Hugging Face folder. Raises ModelError if there is none."""
     path = Path(folder) / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         raise ModelError(
             f"model: {folder} holds no config.json; model.path must be a Hugging Face folder"
         ) from None
     except json.JSONDecodeError as error:
         raise ModelError(f"model: {path} is not JSON: {error}") from error
+    return config
+
+
+def folder_vocab_size(folder: str) -> int:
+    """`vocab_size` of a Hugging Face folder's config.json."""
+    config = folder_config(folder)
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     if not isinstance(size, int):
-        raise ModelError(f"model: {path} has no vocab_size")
+        raise ModelError(f"model: {Path(folder) / 'config.json'} has no vocab_size")
     return size
 
 

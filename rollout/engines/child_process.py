@@ -23,15 +23,50 @@ END_BYTES = 1 << 20  # of the end of a log that are read for that
 POLL_S = 0.02  # between two looks at the processes that are left
 
 
-class Child:
-    """One process in a process group of its own, with its output and errors in `log`.
+class Server(Protocol):
+    """A server process of an engine: started by us on this machine, by a launcher elsewhere, or by
+    somebody else.
+    """
 
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def managed(self) -> bool:
+        """Whether `start` and `kill` start and end it; else they connect and leave."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None:
+        """Done once the process has ended; None before the first start, and where nobody tells."""
+
+    async def start(self) -> str:
+        """Return its URL. May be called again after `kill`."""
+
+    def describe_end(self) -> str:
+        """How the process ended, and the last lines of its log."""
+
+    async def stop(self) -> None:
+        """Ask the process to end, then end it."""
+
+    async def kill(self) -> None:
+        """End the process at once."""
+
+
+class ChildServer:
+    """A `Server` whose process is our child, in a process group of its own.
+
+    Its output and errors go to `log`. A subclass has `start`, which calls `launch`.
     Whatever ends the process, the rest of its group ends with it.
 
     Args:
         stop_signal: the signal that asks it to end.
         log_lines: the number of last lines of the log that are shown when it fails.
     """
+
+    managed = True
 
     def __init__(
         self,
@@ -48,7 +83,7 @@ class Child:
         self._log_lines = log_lines
         self._exit: asyncio.Task[int] | None = None
 
-    async def start(
+    async def launch(
         self,
         command: Sequence[str],
         config: Callable[[int], bytes],
@@ -58,7 +93,7 @@ class Child:
     ) -> int:
         """Run `command` with `config(ready_fd)` on its input; return the port that it reports.
 
-        It reports {"port": ...} on `ready_fd`. Call `start` from a thread that lives as long as the
+        It reports {"port": ...} on `ready_fd`. Call it from a thread that lives as long as the
         process shall: Linux ends the process with the *thread* that made it. It may be called again
         after the process has ended.
 
@@ -88,7 +123,7 @@ class Child:
         except BaseException as error:
             reader.close()
             if isinstance(error, OSError):
-                raise RunFailed(f"{self.name} cannot be started: {error}") from error
+                raise RunFailed(f"engine {self.name} cannot be started: {error}") from error
             raise
         finally:
             os.close(write_fd)
@@ -118,14 +153,16 @@ class Child:
             if line in done and line.result():
                 report = orjson.loads(line.result())
                 if "error" in report:
-                    raise UserError(f"{self.name}: {report['error']}")
+                    raise UserError(f"engine {self.name}: {report['error']}")
                 return int(report["port"])
             line.cancel()
             if done:
                 await asyncio.wait({self._exit}, timeout=TERMINATE_S)
-                raise RunFailed(f"{self.name} ended before it was ready: {self.describe_end()}")
+                raise RunFailed(
+                    f"engine {self.name} ended before it was ready: {self.describe_end()}"
+                )
             raise DeadlineExceeded(
-                f"{self.name} was not ready within {timeout_s:g} s"
+                f"engine {self.name} was not ready within {timeout_s:g} s"
                 f" (rollout.engine.start_timeout_s); {self.last_words()}"
             )
         finally:
@@ -133,16 +170,16 @@ class Child:
 
     @property
     def ended(self) -> asyncio.Task[int] | None:
-        """A future of the exit code, done once the process has ended."""
+        """Done, with the exit code, once the process has ended; None before the first start."""
         return self._exit
 
     @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._exit is not None and not self._exit.done()
+    def pid(self) -> int | None:
+        """The number of the process; None before the first start."""
+        return None if self.process is None else self.process.pid
 
     def describe_end(self) -> str:
-        """How the process ended, and the last lines of its log."""
+        """See `Server.describe_end`."""
         code = self.process.returncode if self.process is not None else None
         if code is None:
             how = "it still runs"
@@ -162,9 +199,9 @@ class Child:
             return f"its log {self.log} is empty"
         return f"the end of its log {self.log}:\n  " + "\n  ".join(lines)
 
-    async def terminate(self) -> None:
-        """Ask the process to end, then end it."""
-        if self.process is not None and self._exit is not None and self.alive:
+    async def stop(self) -> None:
+        """Ask the process to end, then end it; nothing of its group is left."""
+        if self.process is not None and self._exit is not None and not self._exit.done():
             self.process.send_signal(self._stop_signal)
             await asyncio.wait({self._exit}, timeout=TERMINATE_S)
         await self.kill()
@@ -173,81 +210,12 @@ class Child:
         """End the whole group at once, stopped processes too. Returns when none of them runs."""
         if self.process is None or self._exit is None:
             return
-        if self.alive:
+        if not self._exit.done():
             _kill_group(self.process.pid)
             await asyncio.wait({self._exit}, timeout=REAP_S)
         deadline = time.monotonic() + REAP_S
         while members(self.process.pid) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
-
-
-class Server(Protocol):
-    """A server process of an engine: started by us on this machine, by a launcher elsewhere, or by
-    somebody else.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def managed(self) -> bool:
-        """Whether `start` and `kill` start and end it; else they connect and leave."""
-        ...
-
-    @property
-    def pid(self) -> int | None: ...
-
-    @property
-    def ended(self) -> asyncio.Future[Any] | None:
-        """Done once the process has ended; None before the first start, and where nobody tells."""
-        ...
-
-    async def start(self) -> str:
-        """Return its URL. May be called again after `kill`."""
-        ...
-
-    def describe_end(self) -> str:
-        """How the process ended, and the last lines of its log."""
-        ...
-
-    async def stop(self) -> None:
-        """Ask the process to end, then end it."""
-        ...
-
-    async def kill(self) -> None:
-        """End the process at once."""
-        ...
-
-
-class ChildServer:
-    """A `Server` whose process is a `Child`, but for its start."""
-
-    managed = True
-
-    def __init__(self, child: Child) -> None:
-        self._child = child
-
-    @property
-    def ended(self) -> asyncio.Future[int] | None:
-        """Done once the process has ended; None before the first start."""
-        return self._child.ended
-
-    @property
-    def pid(self) -> int | None:
-        """The number of the process; None before the first start."""
-        return None if self._child.process is None else self._child.process.pid
-
-    def describe_end(self) -> str:
-        """See `Server.describe_end`."""
-        return self._child.describe_end()
-
-    async def stop(self) -> None:
-        """Ask the process to end, then end it; nothing of its group is left."""
-        await self._child.terminate()
-
-    async def kill(self) -> None:
-        """End the process at once with its whole group, stopped processes too."""
-        await self._child.kill()
 
 
 def _end_of(log: Path) -> str:

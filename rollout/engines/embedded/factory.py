@@ -2,20 +2,68 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import orjson
 
 from rlcore.config import Config
+from rlcore.config.sections.rollout import EngineConfig
 from rlcore.interfaces import RolloutEngine
-from rollout.engines.child_process import Server
+from rollout.engines.child_process import ChildServer, Server
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.engines.embedded.server_process import EmbeddedServer
-from rollout.engines.registry import EngineSite, engine_log, engine_name
+from rollout.engines.embedded.server import ServerConfig
+from rollout.engines.registry import EngineSite, Keys, engine_log, engine_name
 
-if TYPE_CHECKING:
-    from rollout.engines.sglang.keys import Keys
+MODULE = "rollout.engines.embedded.server"
+
+
+class EmbeddedServer(ChildServer):
+    """The `Server` of an embedded engine.
+
+    Use it from one event loop, whose thread lives as long as the process shall.
+
+    Args:
+        key: every request must carry it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model_path: str,
+        *,
+        config: EngineConfig,
+        dtype: str,
+        tokenizer: str | None,
+        log: Path,
+        key: str,
+    ) -> None:
+        super().__init__(name, log)
+        self.config = config
+        self._settings = ServerConfig(
+            name,
+            model_path,
+            tokenizer,
+            dtype,
+            config.model_dump(mode="json"),
+            key=key,
+            host=config.host,
+            parent_pid=os.getpid(),
+        )
+
+    async def start(self) -> str:
+        """Return its URL. Raises RunFailed or DeadlineExceeded with the last lines of its log."""
+        port = await self.launch(
+            [sys.executable, "-m", MODULE],
+            lambda ready_fd: orjson.dumps(replace(self._settings, ready_fd=ready_fd)),
+            timeout_s=self.config.start_timeout_s,
+        )
+        return f"http://{self.config.host}:{port}"
 
 
 class EmbeddedFactory:
@@ -40,17 +88,12 @@ class EmbeddedFactory:
                     tokenizer=config.model.tokenizer,
                 )
             ]
-        return [
-            RemoteEngine(
-                config.model.path,
-                config=engine,
-                dtype=config.model.dtype,
-                tokenizer=config.model.tokenizer,
-                name=engine_name(index),
-                log=engine_log(site.logs, index),
-            )
+        keys = Keys(api=secrets.token_urlsafe(32), admin="")
+        servers = [
+            cls.build_server(config, index, logs=site.logs, gpus=(), keys=keys)
             for index in range(engine.count)
         ]
+        return cls.build_clients(config, servers, keys=keys)
 
     @classmethod
     def build_server(
@@ -65,7 +108,6 @@ class EmbeddedFactory:
             tokenizer=config.model.tokenizer,
             log=engine_log(logs, index),
             key=keys.api,
-            host=config.rollout.engine.host,
         )
 
     @classmethod
@@ -75,12 +117,7 @@ class EmbeddedFactory:
         """See `HostedFactory`."""
         return [
             RemoteEngine(
-                config.model.path,
-                config=config.rollout.engine,
-                dtype=config.model.dtype,
-                name=server.name,
-                server=server,
-                key=keys.api,
+                server, config=config.rollout.engine, dtype=config.model.dtype, key=keys.api
             )
             for server in servers
         ]

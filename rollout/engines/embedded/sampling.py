@@ -159,9 +159,8 @@ class SamplingMaskRecorder:
     """The sampling masks, in host memory, of R responses that grow by one token a step."""
 
     def __init__(self) -> None:
-        self._rows: list[
-            NDArray[np.int64]
-        ] = []  # of each step: the rows that have a mask, ascending
+        # of each step: the rows that have a mask, ascending
+        self._rows: list[NDArray[np.int64]] = []
         self._counts: list[NDArray[np.int64]] = []
         self._tokens: list[NDArray[np.int32]] = []
 
@@ -174,19 +173,14 @@ class SamplingMaskRecorder:
             active: int64 [A]: the rows' numbers among the R; None: all of them, in order.
         """
         if kept is None:
-            rows = alive.new_zeros(0)
-            counts = alive.new_zeros(0)
-            tokens = alive.new_zeros(0)
-        else:
-            masked = alive & ~kept.all(-1)  # the whole vocabulary is not written out
-            places = masked.nonzero()[:, 0]
-            some = kept[places]
-            rows = places if active is None else active[places]
-            counts = some.sum(-1)
-            tokens = some.nonzero()[:, 1]
+            kept = alive.new_ones(len(alive), 1)
+        masked = alive & ~kept.all(-1)  # the whole vocabulary is not written out
+        places = masked.nonzero()[:, 0]
+        some = kept[places]
+        rows = places if active is None else active[places]
         self._rows.append(rows.cpu().numpy())
-        self._counts.append(counts.cpu().numpy())
-        self._tokens.append(tokens.to(torch.int32).cpu().numpy())
+        self._counts.append(some.sum(-1).cpu().numpy())
+        self._tokens.append(some.nonzero()[:, 1].to(torch.int32).cpu().numpy())
 
     def masks(self, lengths: Sequence[int]) -> list[SamplingMasks]:
         """The masks of each of the R responses, which are `lengths` tokens long."""

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -58,10 +58,9 @@ class ServerConfig:
     dtype: str
     engine: dict[str, Any]  # rlcore.config.sections.rollout.EngineConfig
     key: str  # every request must carry it
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: a free one
-    ready_fd: int | None = None  # takes {"port": ...} once it serves
-    parent_pid: int | None = None  # end when this process does
+    host: str
+    parent_pid: int  # end when this process does
+    ready_fd: int = -1  # takes {"port": ...} once it serves; set when the process is made
 
 
 class EngineServer:
@@ -231,8 +230,7 @@ async def serve(config: ServerConfig) -> None:
         EngineServer(engine, config.key).app(), access_log=None, shutdown_timeout=1.0
     )
     await runner.setup()
-    site = web.TCPSite(runner, config.host, config.port)
-    await site.start()
+    await web.TCPSite(runner, config.host, 0).start()
     port = runner.addresses[0][1]
     logger.info(
         "%s serves on %s:%d (%s, %s threads)",
@@ -242,9 +240,8 @@ async def serve(config: ServerConfig) -> None:
         engine.device,
         torch.get_num_threads(),
     )
-    if config.ready_fd is not None:
-        with os.fdopen(config.ready_fd, "wb") as ready:
-            ready.write(orjson.dumps({"port": port}) + b"\n")
+    with os.fdopen(config.ready_fd, "wb") as ready:
+        ready.write(orjson.dumps({"port": port}) + b"\n")
     await stop.wait()
     await engine.close()
     await runner.cleanup()
@@ -254,17 +251,11 @@ def main() -> None:
     """Read the configuration from standard input, and serve."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     config = ServerConfig(**orjson.loads(sys.stdin.buffer.read()))
-    if config.parent_pid is not None:
-        follow_parent(config.parent_pid)
+    follow_parent(config.parent_pid)
     # Before the model is built: torch's thread pool keeps the size that it has at first use.
     if (threads := config.engine.get("threads")) is not None:
         torch.set_num_threads(threads)
     asyncio.run(serve(config))
-
-
-def config_json(config: ServerConfig) -> bytes:
-    """Return what `main` reads."""
-    return orjson.dumps(asdict(config))
 
 
 if __name__ == "__main__":
