@@ -60,28 +60,18 @@ class ChildServer:
 
     Its output and errors go to `log`. A subclass has `start`, which calls `launch`.
     Whatever ends the process, the rest of its group ends with it.
-
-    Args:
-        stop_signal: the signal that asks it to end.
-        log_lines: the number of last lines of the log that are shown when it fails.
     """
 
     managed = True
+    stop_signal = signal.SIGTERM  # asks it to end
+    log_lines = 15  # the last ones of the log, shown when it fails
 
-    def __init__(
-        self,
-        name: str,
-        log: Path,
-        *,
-        stop_signal: signal.Signals = signal.SIGTERM,
-        log_lines: int = 15,
-    ) -> None:
+    def __init__(self, name: str, log: Path) -> None:
         self.name = name
         self.log = log
         self.process: asyncio.subprocess.Process | None = None
-        self._stop_signal = stop_signal
-        self._log_lines = log_lines
-        self._exit: asyncio.Task[int] | None = None
+        # done, with the exit code, once the process has ended
+        self.ended: asyncio.Task[int] | None = None
 
     async def launch(
         self,
@@ -127,7 +117,7 @@ class ChildServer:
             raise
         finally:
             os.close(write_fd)
-        self._exit = asyncio.ensure_future(_until_ended(self.process))
+        self.ended = asyncio.ensure_future(_until_ended(self.process))
         try:
             return await self._wait_ready(reader, config(write_fd), timeout_s)
         except BaseException:
@@ -137,7 +127,7 @@ class ChildServer:
     async def _wait_ready(self, reader: object, config: bytes, timeout_s: float) -> int:
         assert self.process is not None
         assert self.process.stdin is not None
-        assert self._exit is not None
+        assert self.ended is not None
         loop = asyncio.get_running_loop()
         stream = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(
@@ -148,7 +138,7 @@ class ChildServer:
             self.process.stdin.close()
             line = asyncio.ensure_future(stream.readline())  # b"" when the process ends
             done, _ = await asyncio.wait(
-                {line, self._exit}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                {line, self.ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if line in done and line.result():
                 report = orjson.loads(line.result())
@@ -157,7 +147,7 @@ class ChildServer:
                 return int(report["port"])
             line.cancel()
             if done:
-                await asyncio.wait({self._exit}, timeout=TERMINATE_S)
+                await asyncio.wait({self.ended}, timeout=TERMINATE_S)
                 raise RunFailed(
                     f"engine {self.name} ended before it was ready: {self.describe_end()}"
                 )
@@ -167,11 +157,6 @@ class ChildServer:
             )
         finally:
             transport.close()
-
-    @property
-    def ended(self) -> asyncio.Task[int] | None:
-        """Done, with the exit code, once the process has ended; None before the first start."""
-        return self._exit
 
     @property
     def pid(self) -> int | None:
@@ -191,7 +176,7 @@ class ChildServer:
 
     def last_words(self) -> str:
         """The last lines of its log."""
-        lines = _end_of(self.log).splitlines()[-self._log_lines :] if self.log.exists() else []
+        lines = _end_of(self.log).splitlines()[-self.log_lines :] if self.log.exists() else []
         lines = [
             line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]} ..." for line in lines
         ]
@@ -201,18 +186,18 @@ class ChildServer:
 
     async def stop(self) -> None:
         """Ask the process to end, then end it; nothing of its group is left."""
-        if self.process is not None and self._exit is not None and not self._exit.done():
-            self.process.send_signal(self._stop_signal)
-            await asyncio.wait({self._exit}, timeout=TERMINATE_S)
+        if self.process is not None and self.ended is not None and not self.ended.done():
+            self.process.send_signal(self.stop_signal)
+            await asyncio.wait({self.ended}, timeout=TERMINATE_S)
         await self.kill()
 
     async def kill(self) -> None:
         """End the whole group at once, stopped processes too. Returns when none of them runs."""
-        if self.process is None or self._exit is None:
+        if self.process is None or self.ended is None:
             return
-        if not self._exit.done():
+        if not self.ended.done():
             _kill_group(self.process.pid)
-            await asyncio.wait({self._exit}, timeout=REAP_S)
+            await asyncio.wait({self.ended}, timeout=REAP_S)
         deadline = time.monotonic() + REAP_S
         while members(self.process.pid) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)

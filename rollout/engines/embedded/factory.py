@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import orjson
-
 from rlcore.config import Config
-from rlcore.config.sections.rollout import EngineConfig
 from rlcore.interfaces import RolloutEngine
 from rollout.engines.child_process import ChildServer, Server
 from rollout.engines.embedded.client import RemoteEngine
@@ -27,43 +24,22 @@ class EmbeddedServer(ChildServer):
     """The `Server` of an embedded engine.
 
     Use it from one event loop, whose thread lives as long as the process shall.
-
-    Args:
-        key: every request must carry it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model_path: str,
-        *,
-        config: EngineConfig,
-        dtype: str,
-        tokenizer: str | None,
-        log: Path,
-        key: str,
-    ) -> None:
-        super().__init__(name, log)
+    def __init__(self, config: ServerConfig, log: Path) -> None:
+        super().__init__(config.name, log)
         self.config = config
-        self._settings = ServerConfig(
-            name,
-            model_path,
-            tokenizer,
-            dtype,
-            config.model_dump(mode="json"),
-            key=key,
-            host=config.host,
-            parent_pid=os.getpid(),
-        )
 
     async def start(self) -> str:
         """Return its URL. Raises RunFailed or DeadlineExceeded with the last lines of its log."""
-        port = await self.launch(
-            [sys.executable, "-m", MODULE],
-            lambda ready_fd: orjson.dumps(replace(self._settings, ready_fd=ready_fd)),
-            timeout_s=self.config.start_timeout_s,
-        )
-        return f"http://{self.config.host}:{port}"
+
+        def config(ready_fd: int) -> bytes:
+            return replace(self.config, ready_fd=ready_fd, parent_pid=os.getpid()).to_json()
+
+        engine = self.config.engine
+        command = [sys.executable, "-m", MODULE]
+        port = await self.launch(command, config, timeout_s=engine.start_timeout_s)
+        return f"http://{engine.host}:{port}"
 
 
 class EmbeddedFactory:
@@ -100,15 +76,15 @@ class EmbeddedFactory:
         cls, config: Config, index: int, *, logs: Path, gpus: Sequence[str], keys: Keys
     ) -> EmbeddedServer:
         """See `HostedFactory`. The server takes the device that this process sees."""
-        return EmbeddedServer(
+        server = ServerConfig(
             engine_name(index),
             config.model.path,
-            config=config.rollout.engine,
+            config.rollout.engine,
+            keys.api,
             dtype=config.model.dtype,
             tokenizer=config.model.tokenizer,
-            log=engine_log(logs, index),
-            key=keys.api,
         )
+        return EmbeddedServer(server, engine_log(logs, index))
 
     @classmethod
     def build_clients(

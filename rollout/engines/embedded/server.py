@@ -54,13 +54,17 @@ class ServerConfig:
 
     name: str
     model_path: str
-    tokenizer: str | None
-    dtype: str
-    engine: dict[str, Any]  # rlcore.config.sections.rollout.EngineConfig
+    engine: EngineConfig
     key: str  # every request must carry it
-    host: str
-    parent_pid: int  # end when this process does
-    ready_fd: int = -1  # takes {"port": ...} once it serves; set when the process is made
+    dtype: str
+    tokenizer: str | None = None
+    # set when the process is started:
+    ready_fd: int = -1  # takes {"port": ...} once it serves
+    parent_pid: int = -1  # it ends when this process does
+
+    def to_json(self) -> bytes:
+        """Write what `main` reads."""
+        return orjson.dumps(self, default=lambda engine: engine.model_dump(mode="json"))
 
 
 class EngineServer:
@@ -220,7 +224,7 @@ async def serve(config: ServerConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     engine = EmbeddedEngine(
         config.model_path,
-        config=EngineConfig(**config.engine),
+        config=config.engine,
         dtype=config.dtype,
         tokenizer=config.tokenizer,
         name=config.name,
@@ -230,12 +234,12 @@ async def serve(config: ServerConfig) -> None:
         EngineServer(engine, config.key).app(), access_log=None, shutdown_timeout=1.0
     )
     await runner.setup()
-    await web.TCPSite(runner, config.host, 0).start()
+    await web.TCPSite(runner, config.engine.host, 0).start()
     port = runner.addresses[0][1]
     logger.info(
         "%s serves on %s:%d (%s, %s threads)",
         config.name,
-        config.host,
+        config.engine.host,
         port,
         engine.device,
         torch.get_num_threads(),
@@ -250,11 +254,12 @@ async def serve(config: ServerConfig) -> None:
 def main() -> None:
     """Read the configuration from standard input, and serve."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    config = ServerConfig(**orjson.loads(sys.stdin.buffer.read()))
+    given = orjson.loads(sys.stdin.buffer.read())
+    config = ServerConfig(**given | {"engine": EngineConfig(**given["engine"])})
     follow_parent(config.parent_pid)
     # Before the model is built: torch's thread pool keeps the size that it has at first use.
-    if (threads := config.engine.get("threads")) is not None:
-        torch.set_num_threads(threads)
+    if config.engine.threads is not None:
+        torch.set_num_threads(config.engine.threads)
     asyncio.run(serve(config))
 
 

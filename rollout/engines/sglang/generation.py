@@ -90,7 +90,12 @@ class Generation:
             EngineFailed: the server died, hangs, or answered what is no completion.
         """
         check_request(request, self.limits)
-        places = that_fit(request, self.limits)
+        # A response that was aborted close to its end may be too long a prompt to go on.
+        places = [
+            place
+            for place in range(request.n)
+            if len(request.prompt) + len(request.made(place)) <= self.limits.prompt_tokens
+        ]
         if len(places) == request.n:
             return await self._asked(request, cache_key)
         found = [aborted(request)] * request.n
@@ -185,18 +190,6 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
             f" {limits.sampling_mask_tokens}, got {sampling.top_k}: set rollout.sampling.top_k, or"
             " policy.logprobs.keep_sets to false"
         )
-
-
-def that_fit(request: GenerateRequest, limits: Limits) -> list[int]:
-    """The indices of the responses that can go on.
-
-    A response that was aborted close to its end may be too long a prompt to go on.
-    """
-    return [
-        i
-        for i in range(request.n)
-        if len(request.prompt) + len(request.made(i)) <= limits.prompt_tokens
-    ]
 
 
 def _check_stops(what: str, sampling: SamplingParams, limits: Limits) -> None:

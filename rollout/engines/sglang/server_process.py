@@ -23,7 +23,6 @@ from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
 
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
-LOG_LINES = 30  # room for a traceback of the scheduler and its parent's last words
 # The engine must not inherit the trainer's Python path and secrets.
 NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", API_KEY, ADMIN_KEY}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -65,6 +64,10 @@ class ManagedServer(ChildServer):
         ModelError: `model_path` is no Hugging Face folder.
     """
 
+    # uvicorn stops at it. At SIGTERM SGLang waits for every request, in steps of 5 s.
+    stop_signal = signal.SIGINT
+    log_lines = 30  # room for a traceback of the scheduler and its parent's last words
+
     def __init__(
         self,
         name: str,
@@ -81,8 +84,7 @@ class ManagedServer(ChildServer):
         for problem in cannot_start(config):
             raise ConfigError(str(problem))
         folder_vocab_size(model_path)  # the server would say so in a long log
-        # uvicorn stops at SIGINT. At SIGTERM SGLang waits for every request, in steps of 5 s.
-        super().__init__(name, log, stop_signal=signal.SIGINT, log_lines=LOG_LINES)
+        super().__init__(name, log)
         self.model_path = os.path.abspath(model_path)
         self.config = config
         self.keys = keys

@@ -287,12 +287,12 @@ import asyncio, sys
 from pathlib import Path
 from rlcore.config.sections.rollout import EngineConfig
 from rollout.engines.embedded.factory import EmbeddedServer
+from rollout.engines.embedded.server import ServerConfig
 
 async def main():
     config = EngineConfig(device="cpu", threads=1)
     server = EmbeddedServer(
-        "engine-0", sys.argv[1], config=config, dtype="fp32", tokenizer=None,
-        log=Path(sys.argv[2]), key="the-key",
+        ServerConfig("engine-0", sys.argv[1], config, "the-key", dtype="fp32"), Path(sys.argv[2])
     )
     await server.start()
     print(server.pid, flush=True)

@@ -78,7 +78,8 @@ def test_what_a_process_leaves_behind_when_it_ends_by_itself_is_ended(child: Chi
 
 
 def test_it_is_asked_to_end_by_its_own_signal(tmp_path: Path) -> None:
-    child = ChildServer("e", tmp_path / "log", stop_signal=signal.SIGINT)
+    child = ChildServer("e", tmp_path / "log")
+    child.stop_signal = signal.SIGINT
     # A shell starts what runs in its background deaf to SIGINT, and so everything below it.
     ready = READY + "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     script = (
