@@ -74,7 +74,7 @@ class FusedChecksums:
         self._ranks = ranks
         self._dtype = dtype
         self._hash = hash_on_cuda if on_cuda else hash_on_cpu
-        # a tensor of the server, while its parts come in: {index: part}
+        # the parts of each tensor of the server that is not whole yet: {index: part}
         self._stacks: dict[str, dict[int, Tensor]] = {}
         self._hashes: list[dict[str, str]] = [{} for _ in range(ranks)]
 
