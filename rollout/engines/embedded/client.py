@@ -51,16 +51,16 @@ class RemoteEngine:
 
     group_ranks = 1
     transports: tuple[str, ...] = ("distributed",)
+    managed = True
 
     def __init__(self, server: Server, *, config: EngineConfig, dtype: str, key: str) -> None:
         self.name = server.name
         self.config = config
-        self.managed = True
         self._dtype = dtype
         self._key = key
         self._server = server
         self._session: aiohttp.ClientSession | None = None
-        self._url = ""
+        self.url = ""  # of the process, once it was started
         # the process group for weights that the server is in
         self.in_group: str | None = None
 
@@ -70,7 +70,7 @@ class RemoteEngine:
         """Start the process. Raises RunFailed or DeadlineExceeded with the end of its log."""
         if self._session is not None:
             return
-        self._url = await self._server.start()
+        self.url = await self._server.start()
         self.in_group = None
         self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"})
         await self.health()
@@ -95,11 +95,6 @@ class RemoteEngine:
     def ended(self) -> asyncio.Future[Any] | None:
         """See `RolloutEngine.ended`."""
         return self._server.ended
-
-    @property
-    def url(self) -> str:
-        """The address of the process; "" before the first start."""
-        return self._url
 
     @property
     def pid(self) -> int | None:
@@ -229,7 +224,7 @@ class RemoteEngine:
     async def _post(self, session: aiohttp.ClientSession, verb: str, body: dict[str, Any]) -> Any:
         unlimited = aiohttp.ClientTimeout(total=None)  # `_call` keeps the deadline
         async with session.post(
-            f"{self._url}/{verb}", data=orjson.dumps(body), timeout=unlimited
+            f"{self.url}/{verb}", data=orjson.dumps(body), timeout=unlimited
         ) as response:
             raw = await response.read()
             status = response.status

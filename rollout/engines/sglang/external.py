@@ -15,7 +15,6 @@ from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.http import ServerClient
 
 POLL_S = 1.0
-START_KEY = "rollout.engine.start_timeout_s"
 NO_TOKEN = (1 << 31) - 1  # in no vocabulary: the server's refusal tells the vocabulary's size
 
 logger = logging.getLogger(__name__)
@@ -71,8 +70,9 @@ class ExternalServer:
             except EngineFailed as error:  # it may still be starting
                 if loop.time() + POLL_S > deadline:
                     raise DeadlineExceeded(
-                        f"engine {self.name}: nothing answers at {self.url} ({START_KEY}: {limit:g}"
-                        f" s); is it up, and is rollout.engine.urls right? {error}"
+                        f"engine {self.name}: nothing answers at {self.url}"
+                        f" (rollout.engine.start_timeout_s: {limit:g} s); is it up, and is"
+                        f" rollout.engine.urls right? {error}"
                     ) from error
             await asyncio.sleep(POLL_S)
 

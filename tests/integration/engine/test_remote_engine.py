@@ -199,7 +199,7 @@ def test_the_server_wants_its_key(loop, pair):
         async with (
             aiohttp.ClientSession() as session,
             session.post(
-                f"{pair[0]._url}/health", headers={"Authorization": f"Bearer {key}"}
+                f"{pair[0].url}/health", headers={"Authorization": f"Bearer {key}"}
             ) as answer,
         ):
             return answer.status
