@@ -35,7 +35,7 @@ from rollout.collection.collector import Collector
 from rollout.collection.evaluation import evaluate
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import evaluation_runner, training_runner
-from rollout.engines.vocabulary import check_vocabulary
+from rollout.engines.checks import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 from rollout.rewards.scorer import build_scorer, check_labels

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ with importing_megatron():
 from rlcore.config import Config
 from rlcore.config.sections.policy import ParallelConfig
 from rollout.asyncio_utils import LoopThread
-from rollout.engines.embedded import client as remote
-from rollout.engines.embedded.client import RemoteEngine
+from rollout.engines.embedded import factory
+from rollout.engines.registry import EngineSite
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, open_store
 from rollout.weight_sync.publication import WeightPublication
 from tests.static_participants import StaticParticipants
@@ -69,22 +69,16 @@ class Engines:
                         "device": "cpu",
                         "threads": 1,
                         "start_timeout_s": LIMIT_S,
+                        "update_timeout_s": LIMIT_S,
                         "count": count,
                     }
                 },
             }
         )
-        remote.MODULE = "benchmarks.workers.publish_receiver"
-        self.engines = [
-            RemoteEngine(
-                str(folder),
-                config=config.rollout.engine,
-                dtype="bf16",
-                name=f"engine-{i}",
-                log=folder / f"engine{i}.log",
-            )
-            for i in range(count)
-        ]
+        factory.MODULE = "benchmarks.workers.publish_receiver"
+        # a trainer of two processes has its engines in processes of their own
+        site = EngineSite(config, world_size=2, local_ranks=0, logs=folder, assign_gpus=list)
+        self.engines: Sequence[Any] = factory.EmbeddedFactory.build(site)
         self._loop = LoopThread("engines")
         self._sizes = sizes
         self._version = 0
@@ -106,12 +100,7 @@ class Engines:
             group, *_ = await asyncio.gather(
                 mine,
                 *(
-                    engine._call(
-                        "raw_join",
-                        {"address": asdict(address), "rank": 1 + i},
-                        LIMIT_S,
-                        "the benchmark's limit",
-                    )
+                    engine._call("raw_join", {"address": address, "rank": 1 + i})
                     for i, engine in enumerate(self.engines)
                 ),
             )
@@ -147,12 +136,7 @@ class Engines:
         """Measure the broadcast of the same bytes in the same pieces, between warm memory."""
 
         async def run() -> None:
-            work = [
-                engine._call(
-                    "raw_receive", {"sizes": self._sizes}, LIMIT_S, "the benchmark's limit"
-                )
-                for engine in self.engines
-            ]
+            work = [engine._call("raw_receive", {"sizes": self._sizes}) for engine in self.engines]
             await asyncio.gather(asyncio.to_thread(self._send), *work)
 
         began = time.perf_counter()
@@ -167,9 +151,7 @@ class Engines:
         """Seconds of receiving and applying since the last call, of the slowest engine."""
 
         async def ask() -> list[dict[str, float]]:
-            return await asyncio.gather(
-                *(e._call("seconds", {}, LIMIT_S, "the benchmark's limit") for e in self.engines)
-            )
+            return await asyncio.gather(*(engine._call("seconds") for engine in self.engines))
 
         answers = self._call(ask())
         return {key: max(answer[key] for answer in answers) for key in ("wire", "apply")}

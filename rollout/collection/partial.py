@@ -22,7 +22,7 @@ from rlcore.data.generation import Completion, Generate, GenerateRequest, Prefix
 from rlcore.data.routed_experts import join_experts
 from rlcore.data.sample import VersionSpan
 from rlcore.data.sampling_masks import SamplingMasks
-from rollout.engines.embedded.stopping import StopStrings
+from rollout.engines.embedded.decoding import StopStrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

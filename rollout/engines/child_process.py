@@ -23,32 +23,57 @@ END_BYTES = 1 << 20  # of the end of a log that are read for that
 POLL_S = 0.02  # between two looks at the processes that are left
 
 
-class Child:
-    """One process in a process group of its own, with its output and errors in `log`.
-
-    Whatever ends the process, the rest of its group ends with it.
-
-    Args:
-        stop_signal: the signal that asks it to end.
-        log_lines: the number of last lines of the log that are shown when it fails.
+class Server(Protocol):
+    """A server process of an engine: started by us on this machine, by a launcher elsewhere, or by
+    somebody else.
     """
 
-    def __init__(
-        self,
-        name: str,
-        log: Path,
-        *,
-        stop_signal: signal.Signals = signal.SIGTERM,
-        log_lines: int = 15,
-    ) -> None:
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def managed(self) -> bool:
+        """Whether `start` and `kill` start and end it; else they connect and leave."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def ended(self) -> asyncio.Future[Any] | None:
+        """Done once the process has ended; None before the first start, and where nobody tells."""
+
+    async def start(self) -> str:
+        """Return its URL. May be called again after `kill`."""
+
+    def describe_end(self) -> str:
+        """How the process ended, and the last lines of its log."""
+
+    async def stop(self) -> None:
+        """Ask the process to end, then end it."""
+
+    async def kill(self) -> None:
+        """End the process at once."""
+
+
+class ChildServer:
+    """A `Server` whose process is our child, in a process group of its own.
+
+    Its output and errors go to `log`. A subclass has `start`, which calls `launch`.
+    Whatever ends the process, the rest of its group ends with it.
+    """
+
+    managed = True
+    stop_signal = signal.SIGTERM  # asks it to end
+    log_lines = 15  # the last ones of the log, shown when it fails
+
+    def __init__(self, name: str, log: Path) -> None:
         self.name = name
         self.log = log
         self.process: asyncio.subprocess.Process | None = None
-        self._stop_signal = stop_signal
-        self._log_lines = log_lines
-        self._exit: asyncio.Task[int] | None = None
+        # done, with the exit code, once the process has ended
+        self.ended: asyncio.Task[int] | None = None
 
-    async def start(
+    async def launch(
         self,
         command: Sequence[str],
         config: Callable[[int], bytes],
@@ -58,7 +83,7 @@ class Child:
     ) -> int:
         """Run `command` with `config(ready_fd)` on its input; return the port that it reports.
 
-        It reports {"port": ...} on `ready_fd`. Call `start` from a thread that lives as long as the
+        It reports {"port": ...} on `ready_fd`. Call it from a thread that lives as long as the
         process shall: Linux ends the process with the *thread* that made it. It may be called again
         after the process has ended.
 
@@ -88,11 +113,11 @@ class Child:
         except BaseException as error:
             reader.close()
             if isinstance(error, OSError):
-                raise RunFailed(f"{self.name} cannot be started: {error}") from error
+                raise RunFailed(f"engine {self.name} cannot be started: {error}") from error
             raise
         finally:
             os.close(write_fd)
-        self._exit = asyncio.ensure_future(_until_ended(self.process))
+        self.ended = asyncio.ensure_future(_until_ended(self.process))
         try:
             return await self._wait_ready(reader, config(write_fd), timeout_s)
         except BaseException:
@@ -102,7 +127,7 @@ class Child:
     async def _wait_ready(self, reader: object, config: bytes, timeout_s: float) -> int:
         assert self.process is not None
         assert self.process.stdin is not None
-        assert self._exit is not None
+        assert self.ended is not None
         loop = asyncio.get_running_loop()
         stream = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(
@@ -113,36 +138,33 @@ class Child:
             self.process.stdin.close()
             line = asyncio.ensure_future(stream.readline())  # b"" when the process ends
             done, _ = await asyncio.wait(
-                {line, self._exit}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                {line, self.ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if line in done and line.result():
                 report = orjson.loads(line.result())
                 if "error" in report:
-                    raise UserError(f"{self.name}: {report['error']}")
+                    raise UserError(f"engine {self.name}: {report['error']}")
                 return int(report["port"])
             line.cancel()
             if done:
-                await asyncio.wait({self._exit}, timeout=TERMINATE_S)
-                raise RunFailed(f"{self.name} ended before it was ready: {self.describe_end()}")
+                await asyncio.wait({self.ended}, timeout=TERMINATE_S)
+                raise RunFailed(
+                    f"engine {self.name} ended before it was ready: {self.describe_end()}"
+                )
             raise DeadlineExceeded(
-                f"{self.name} was not ready within {timeout_s:g} s"
+                f"engine {self.name} was not ready within {timeout_s:g} s"
                 f" (rollout.engine.start_timeout_s); {self.last_words()}"
             )
         finally:
             transport.close()
 
     @property
-    def ended(self) -> asyncio.Task[int] | None:
-        """A future of the exit code, done once the process has ended."""
-        return self._exit
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._exit is not None and not self._exit.done()
+    def pid(self) -> int | None:
+        """The number of the process; None before the first start."""
+        return None if self.process is None else self.process.pid
 
     def describe_end(self) -> str:
-        """How the process ended, and the last lines of its log."""
+        """See `Server.describe_end`."""
         code = self.process.returncode if self.process is not None else None
         if code is None:
             how = "it still runs"
@@ -154,7 +176,7 @@ class Child:
 
     def last_words(self) -> str:
         """The last lines of its log."""
-        lines = _end_of(self.log).splitlines()[-self._log_lines :] if self.log.exists() else []
+        lines = _end_of(self.log).splitlines()[-self.log_lines :] if self.log.exists() else []
         lines = [
             line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]} ..." for line in lines
         ]
@@ -162,92 +184,23 @@ class Child:
             return f"its log {self.log} is empty"
         return f"the end of its log {self.log}:\n  " + "\n  ".join(lines)
 
-    async def terminate(self) -> None:
-        """Ask the process to end, then end it."""
-        if self.process is not None and self._exit is not None and self.alive:
-            self.process.send_signal(self._stop_signal)
-            await asyncio.wait({self._exit}, timeout=TERMINATE_S)
+    async def stop(self) -> None:
+        """Ask the process to end, then end it; nothing of its group is left."""
+        if self.process is not None and self.ended is not None and not self.ended.done():
+            self.process.send_signal(self.stop_signal)
+            await asyncio.wait({self.ended}, timeout=TERMINATE_S)
         await self.kill()
 
     async def kill(self) -> None:
         """End the whole group at once, stopped processes too. Returns when none of them runs."""
-        if self.process is None or self._exit is None:
+        if self.process is None or self.ended is None:
             return
-        if self.alive:
+        if not self.ended.done():
             _kill_group(self.process.pid)
-            await asyncio.wait({self._exit}, timeout=REAP_S)
+            await asyncio.wait({self.ended}, timeout=REAP_S)
         deadline = time.monotonic() + REAP_S
         while members(self.process.pid) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
-
-
-class Server(Protocol):
-    """A server process of an engine: started by us on this machine, by a launcher elsewhere, or by
-    somebody else.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def managed(self) -> bool:
-        """Whether `start` and `kill` start and end it; else they connect and leave."""
-        ...
-
-    @property
-    def pid(self) -> int | None: ...
-
-    @property
-    def ended(self) -> asyncio.Future[Any] | None:
-        """Done once the process has ended; None before the first start, and where nobody tells."""
-        ...
-
-    async def start(self) -> str:
-        """Return its URL. May be called again after `kill`."""
-        ...
-
-    def describe_end(self) -> str:
-        """How the process ended, and the last lines of its log."""
-        ...
-
-    async def stop(self) -> None:
-        """Ask the process to end, then end it."""
-        ...
-
-    async def kill(self) -> None:
-        """End the process at once."""
-        ...
-
-
-class ChildServer:
-    """A `Server` whose process is a `Child`, but for its start."""
-
-    managed = True
-
-    def __init__(self, child: Child) -> None:
-        self._child = child
-
-    @property
-    def ended(self) -> asyncio.Future[int] | None:
-        """Done once the process has ended; None before the first start."""
-        return self._child.ended
-
-    @property
-    def pid(self) -> int | None:
-        """The number of the process; None before the first start."""
-        return None if self._child.process is None else self._child.process.pid
-
-    def describe_end(self) -> str:
-        """See `Server.describe_end`."""
-        return self._child.describe_end()
-
-    async def stop(self) -> None:
-        """Ask the process to end, then end it; nothing of its group is left."""
-        await self._child.terminate()
-
-    async def kill(self) -> None:
-        """End the process at once with its whole group, stopped processes too."""
-        await self._child.kill()
 
 
 def _end_of(log: Path) -> str:

@@ -1,28 +1,57 @@
-"""From `rollout.engine.kind` to the engines of a run.
+"""From `rollout.engine.kind` to the engines of a run: the facts and the factory of a kind.
 
-A kind of engine has facts (`rlcore.config.engine_kinds.EngineKind`), which code asks for instead of
-its name, and a factory, which builds the engines. For an engine of another package, named by its
-import path, one class is both: it has the facts in its attribute `kind`, and the class method
-`build`. `rollout.engines.testing.check_engine` tells whether its engines keep the contract.
+The table of kinds is `KINDS` in `rlcore/config/engine_kinds.py`, since a configuration is checked
+without importing an engine. To add a kind to this repository:
+
+1. a folder beside this file, with a `rlcore.interfaces.RolloutEngine` and its `HostedFactory`;
+2. a row of `KINDS`: its facts (`EngineKind`), which code asks for instead of its name, and the
+   import path of its factory;
+3. a test that `rollout.engines.testing.check_engine` accepts its engines.
+
+For an engine of another package, named by its import path, one class is both: it has the facts in
+its attribute `kind`, and the class method `build`.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from rlcore.config import Config
 from rlcore.config.engine_kinds import KINDS, EngineKind
 from rlcore.interfaces import RolloutEngine
+from rollout.engines.child_process import Server
 from rollout.plugins import load_object
 
-if TYPE_CHECKING:
-    from rollout.engines.child_process import Server
-    from rollout.engines.sglang.keys import Keys
-
 KEY = "rollout.engine.kind"
+API_KEY = "RLCORE_ENGINE_API_KEY"
+ADMIN_KEY = "RLCORE_ENGINE_ADMIN_KEY"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of servers, which stand in no configuration, log or command line.
+
+    `api` opens `/generate` and the routes that read; `admin` opens the routes that control.
+    """
+
+    api: str = field(repr=False)
+    admin: str = field(repr=False)
+
+    @classmethod
+    def from_environment(cls) -> Keys:
+        """Read the keys from `RLCORE_ENGINE_API_KEY` and `RLCORE_ENGINE_ADMIN_KEY`.
+
+        A key that is not set is generated.
+        """
+        return cls(
+            os.environ.get(API_KEY) or secrets.token_urlsafe(32),
+            os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(32),
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +81,6 @@ class EngineFactory(Protocol):
 
         Raises ConfigError for what the configuration asks of them in vain.
         """
-        ...
 
 
 class HostedFactory(EngineFactory, Protocol):
@@ -62,13 +90,11 @@ class HostedFactory(EngineFactory, Protocol):
         self, config: Config, index: int, *, logs: Path, gpus: Sequence[str], keys: Keys
     ) -> Server:
         """Return the server of engine `index`, not started; without `gpus` it sees all of them."""
-        ...
 
     def build_clients(
         self, config: Config, servers: Sequence[Server], *, keys: Keys
     ) -> Sequence[RolloutEngine]:
         """Return the engines of these servers."""
-        ...
 
 
 def kind_of(name: str) -> EngineKind:

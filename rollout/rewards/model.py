@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rlcore.config.sections.reward import RewardModelConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import ModelError
-from rollout.engines.vocabulary import folder_vocab_size
+from rollout.engines.checks import folder_vocab_size
 from rollout.rewards.base import RewardPart, Score, checked
 
 PendingCall = tuple[NDArray[np.int32], "asyncio.Future[Score]"]

@@ -94,9 +94,9 @@ class FaultInjector:
 
         async def started(server: Any) -> str:
             url = await original_start(server)
-            proxy = self.proxies[server.name] = Proxy(url or server._url)
-            server._url = await proxy.start()
-            return str(server._url)
+            proxy = self.proxies[server.name] = Proxy(url or server.url)
+            server.url = await proxy.start()
+            return str(server.url)
 
         def next_step(service: RolloutService, step: int) -> Any:
             if (step in self.plan or step == self.settle) and not self._all_serve(service):

@@ -17,8 +17,8 @@ from rlcore.errors import DeadlineExceeded
 from rlcore.launch.ray import engine_hosts
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.engine_hosts import EngineHost, HostedServer
-from rollout.engines.child_process import Child, ChildServer, members
-from rollout.engines.sglang.keys import Keys
+from rollout.engines.child_process import ChildServer, members
+from rollout.engines.registry import Keys
 from tests.ray.actors import config_of_a_run
 
 LOADS = """
@@ -39,15 +39,15 @@ class Loading(ChildServer):
     def __init__(self, folder: Path) -> None:
         self.may_be_ready = folder / "ready"
         self.pids: list[int] = []
-        super().__init__(Child("engine e", folder / "log"))
+        super().__init__("e", folder / "log")
         self.ends_slowly = False  # what is left of its last life, before the next begins
 
     async def start(self) -> str:
-        await self._child.kill()
+        await self.kill()
         if self.ends_slowly:
             await asyncio.sleep(0.1)
         command = [sys.executable, "-c", LOADS, str(self.may_be_ready)]
-        return f"http://here:{await self._child.start(command, self._told, timeout_s=30)}"
+        return f"http://here:{await self.launch(command, self._told, timeout_s=30)}"
 
     def _told(self, ready_fd: int) -> bytes:
         assert self.pid is not None

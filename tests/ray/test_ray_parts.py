@@ -17,7 +17,7 @@ from rlcore.errors import RunFailed
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost, get
 from rlcore.launch.ray.hang_detector import HangDetector
-from rollout.engines.sglang.keys import Keys
+from rollout.engines.registry import Keys
 from tests.ray.actors import Hanging, Service, config_of_a_run
 
 LIMIT_S = 10.0

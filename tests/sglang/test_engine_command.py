@@ -23,8 +23,8 @@ from server_kit import gone
 from rlcore.config.sections.rollout import EngineConfig
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.child_process import members
+from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.external import ExternalServer
-from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
 
 @pytest.fixture

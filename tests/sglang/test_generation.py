@@ -20,7 +20,7 @@ from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import UserError
 from rollout.asyncio_utils import gather_or_cancel
-from rollout.engines.embedded.stopping import StopStrings
+from rollout.engines.embedded.decoding import StopStrings
 from rollout.engines.sglang.generation import Generation, encode
 from rollout.engines.sglang.http import ServerClient
 
@@ -45,7 +45,7 @@ class Asked:
         self.generation = served.call(Generation.connect(self.client, str(folder)))
 
     async def control(self, route: str, **body: Any) -> Any:
-        return await self.client.post(f"/{route}", body, timeout_s=60, key="test", admin=True)
+        return await self.client.post(f"/{route}", body, admin=True)
 
     def generate(self, *requests: GenerateRequest) -> list[list[Completion]]:
         """Generate all at once, in one batch of the server."""
@@ -131,9 +131,7 @@ def test_a_prompt_in_the_cache_changes_nothing(asked: Asked) -> None:
     shared = request(LONG, n=3)
     for completion in asked.generate(shared)[0]:
         asked.check(shared, completion)
-    answer = asked.served.call(
-        asked.client.post("/generate", encode(shared, "again"), timeout_s=60, key="test")
-    )
+    answer = asked.served.call(asked.client.post("/generate", encode(shared, "again")))
     assert [part["meta_info"]["cached_tokens"] for part in answer] == [len(LONG) - 1] * 3
     assert [part["meta_info"]["id"] for part in answer] == [f"0-0-0-0.again.{i}." for i in range(3)]
 
@@ -144,9 +142,7 @@ def test_samples_compute_a_long_prompt_once_and_keys_of_the_cache_part_them(aske
     asked.served.call(asked.generation.one(shared, cache_key="7"))
 
     def cached(key: str) -> list[int]:
-        answer = asked.served.call(
-            asked.client.post("/generate", encode(shared, key, key), timeout_s=60, key="test")
-        )
+        answer = asked.served.call(asked.client.post("/generate", encode(shared, key, key)))
         return [part["meta_info"]["cached_tokens"] for part in answer]
 
     assert cached("8") == [0, 0]
@@ -214,7 +210,7 @@ def test_the_servers_own_words_about_a_bad_request(asked: Asked) -> None:
         UserError,
         match=r"engine-0 at .* refused /generate \(HTTP 400\): top_p must be in \(0, 1\], got 2",
     ):
-        asked.served.call(asked.client.post("/generate", body, timeout_s=60, key="test"))
+        asked.served.call(asked.client.post("/generate", body))
 
 
 def test_top_p_and_top_k_draw_from_what_the_keep_sets_say(asked: Asked) -> None:

@@ -22,8 +22,8 @@ from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed, UserError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.child_process import members
+from rollout.engines.registry import Keys
 from rollout.engines.sglang.external import ExternalServer
-from rollout.engines.sglang.keys import Keys
 
 
 async def ask(
@@ -66,7 +66,7 @@ def test_no_key_can_be_read_in_the_process_table_the_log_or_the_servers_answers(
     served: Served,
 ) -> None:
     seen = [
-        served.server._child.log.read_text(),
+        served.server.log.read_text(),
         served.call(ask(served.url, "/server_info", served.keys.api))[1],
     ]
     for pid in members(served.server.pid):

@@ -40,8 +40,7 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
             lines of a log.
     """
     from rlcore.launch.engines import engine_site
-    from rollout.engines.registry import factory_of
-    from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
+    from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys, factory_of
 
     engine = config.rollout.engine
     _check(config, urls_file)

@@ -158,8 +158,7 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
     """The architecture of `path` with uninitialised weights.
 
     Built on the meta device: no time goes into random weights, and no global random state is
-        touched, which a trainer in
-    the same process depends on.
+    touched, which a trainer in the same process depends on.
     """
     if not (Path(path) / "config.json").is_file():
         raise ModelError(f"model.path: {path} has no config.json; give a Hugging Face model folder")

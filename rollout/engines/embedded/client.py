@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -27,8 +24,7 @@ from rlcore.errors import (
 )
 from rlcore.weights import DTYPES, Bucket
 from rollout.engines.child_process import Server
-from rollout.engines.embedded.codec import decode_completion, encode_buckets, encode_request
-from rollout.engines.embedded.server_process import EmbeddedServer
+from rollout.engines.embedded.codec import decode_completion, encode_request
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import FingerprintVerifier
 
@@ -37,52 +33,34 @@ ERRORS: dict[str, type[RlcoreError]] = {
     ModelError.__name__: ModelError,
     DeadlineExceeded.__name__: EngineHangs,
 }  # any other error there is EngineFailed here
+# the keys of `rollout.engine` that limit verbs; the others have `update_timeout_s`
+LIMITS = {
+    "generate": "request_timeout_s",
+    "pause": "request_timeout_s",
+    "health": "health_timeout_s",
+}
 
 
 class RemoteEngine:
     """`rlcore.interfaces.RolloutEngine` over a server process. Use it from one event loop.
 
     Args:
-        model_path, dtype, tokenizer: as for `EmbeddedEngine`.
-        log: file for the output of a child process.
-        server: the server process, which takes `key`; default: a child of this process.
-        key: every request carries it; default: a new one.
+        dtype: as for `EmbeddedEngine`.
+        key: the server's; every request carries it.
     """
 
     group_ranks = 1
     transports: tuple[str, ...] = ("distributed",)
+    managed = True
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        config: EngineConfig,
-        dtype: str = "bf16",
-        tokenizer: str | None = None,
-        name: str = "engine-0",
-        log: Path | None = None,
-        server: Server | None = None,
-        key: str | None = None,
-    ) -> None:
-        self.name = name
+    def __init__(self, server: Server, *, config: EngineConfig, dtype: str, key: str) -> None:
+        self.name = server.name
         self.config = config
-        self.managed = True
         self._dtype = dtype
-        self._key = key or secrets.token_urlsafe(32)
-        if server is None:
-            assert log is not None, "a server of our own has a log"
-            server = EmbeddedServer(
-                name,
-                model_path,
-                config=config,
-                dtype=dtype,
-                tokenizer=tokenizer,
-                log=log,
-                key=self._key,
-            )
+        self._key = key
         self._server = server
         self._session: aiohttp.ClientSession | None = None
-        self._url = ""
+        self.url = ""  # of the process, once it was started
         # the process group for weights that the server is in
         self.in_group: str | None = None
 
@@ -92,7 +70,7 @@ class RemoteEngine:
         """Start the process. Raises RunFailed or DeadlineExceeded with the end of its log."""
         if self._session is not None:
             return
-        self._url = await self._server.start()
+        self.url = await self._server.start()
         self.in_group = None
         self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"})
         await self.health()
@@ -119,11 +97,6 @@ class RemoteEngine:
         return self._server.ended
 
     @property
-    def url(self) -> str:
-        """The address of the process; "" before the first start."""
-        return self._url
-
-    @property
     def pid(self) -> int | None:
         return self._server.pid
 
@@ -131,10 +104,8 @@ class RemoteEngine:
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """See `RolloutEngine.generate`."""
-        body = {"requests": [encode_request(request) for request in requests]}
-        results = await self._call(
-            "generate", body, self.config.request_timeout_s, "rollout.engine.request_timeout_s"
-        )
+        encoded = [encode_request(request) for request in requests]
+        results = await self._call("generate", {"requests": encoded})
         try:
             return [[decode_completion(value) for value in completions] for completions in results]
         except (KeyError, TypeError, ValueError) as error:
@@ -144,29 +115,24 @@ class RemoteEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
-        await self._call(
-            "pause",
-            {"mode": mode},
-            self.config.request_timeout_s,
-            "rollout.engine.request_timeout_s",
-        )
+        await self._call("pause", {"mode": mode})
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        await self._update("resume")
+        await self._call("resume")
 
     async def abort(self) -> None:
         """See `RolloutEngine.abort`."""
-        await self._update("abort")
+        await self._call("abort")
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
         """Enter a process group for weights, leaving the last one. Returns when it is complete."""
-        await self._update("join_group", {"address": asdict(address), "rank": rank})
+        await self._call("join_group", {"address": address, "rank": rank})
         self.in_group = address.name
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
         """See `RolloutEngine.begin_update`."""
-        await self._update("begin_update", {"buckets": encode_buckets(buckets)})
+        await self._call("begin_update", {"buckets": list(buckets)})
 
     async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
         """Receive a bucket over the process group; `flat` must be None.
@@ -177,15 +143,15 @@ class RemoteEngine:
             raise RunFailed(
                 f"engine {self.name} is another process: it takes buckets over the process group"
             )
-        await self._update("receive_bucket", {"index": index})
+        await self._call("receive_bucket", {"index": index})
 
     async def end_update(self) -> None:
         """See `RolloutEngine.end_update`."""
-        await self._update("end_update")
+        await self._call("end_update")
 
     async def set_version(self, version: int) -> None:
         """See `RolloutEngine.set_version`."""
-        await self._update("set_version", {"version": version})
+        await self._call("set_version", {"version": version})
 
     def verifier(self) -> FingerprintVerifier:
         """See `RolloutEngine.verifier`."""
@@ -193,40 +159,24 @@ class RemoteEngine:
 
     async def checksum(self) -> str:
         """See `RolloutEngine.checksum`."""
-        return str(await self._update("checksum"))
+        return str(await self._call("checksum"))
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See `RolloutEngine.release_memory`."""
-        await self._update("release_memory", {"tags": list(tags)})
+        await self._call("release_memory", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See `RolloutEngine.resume_memory`."""
-        await self._update("resume_memory", {"tags": list(tags)})
+        await self._call("resume_memory", {"tags": list(tags)})
 
     async def health(self) -> dict[str, Any]:
         """See `RolloutEngine.health`; here with pid, device and gpu (its identity, or None) too."""
-        limit_s = self.config.health_timeout_s
-        health: dict[str, Any] = await self._call(
-            "health", {}, limit_s, "rollout.engine.health_timeout_s", grace_s=0.0
-        )
+        health: dict[str, Any] = await self._call("health")
         return health
 
     # --- HTTP -------------------------------------------------------------------------------------
 
-    async def _update(self, verb: str, body: dict[str, Any] | None = None) -> Any:
-        return await self._call(
-            verb, body or {}, self.config.update_timeout_s, "rollout.engine.update_timeout_s"
-        )
-
-    async def _call(
-        self,
-        verb: str,
-        body: dict[str, Any],
-        timeout_s: float,
-        key: str,
-        *,
-        grace_s: float | None = None,
-    ) -> Any:
+    async def _call(self, verb: str, body: dict[str, Any] | None = None) -> Any:
         """The result of a verb.
 
         Raises the server's own error, EngineFailed where it died or answers nonsense, EngineHangs.
@@ -235,16 +185,18 @@ class RemoteEngine:
         ended = self._server.ended
         if session is None or session.closed or ended is None:
             raise EngineFailed(f"engine {self.name} does not run (asked to {verb}); start it first")
-        request = asyncio.ensure_future(self._post(session, verb, body))
+        key = LIMITS.get(verb, "update_timeout_s")
+        timeout_s = getattr(self.config, key)
+        request = asyncio.ensure_future(self._post(session, verb, body or {}))
         try:
-            grace_s = ENGINE_GRACE_S if grace_s is None else grace_s
+            grace_s = 0.0 if verb == "health" else ENGINE_GRACE_S
             await asyncio.wait(
                 {request, ended}, timeout=timeout_s + grace_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not request.done() and not ended.done():
                 raise EngineHangs(
                     f"engine {self.name} (pid {self.pid}) did not answer /{verb} within"
-                    f" {timeout_s:g} s ({key})"
+                    f" {timeout_s:g} s (rollout.engine.{key})"
                 )
             if ended.done():
                 raise self._death(verb)
@@ -272,7 +224,7 @@ class RemoteEngine:
     async def _post(self, session: aiohttp.ClientSession, verb: str, body: dict[str, Any]) -> Any:
         unlimited = aiohttp.ClientTimeout(total=None)  # `_call` keeps the deadline
         async with session.post(
-            f"{self._url}/{verb}", data=orjson.dumps(body), timeout=unlimited
+            f"{self.url}/{verb}", data=orjson.dumps(body), timeout=unlimited
         ) as response:
             raw = await response.read()
             status = response.status

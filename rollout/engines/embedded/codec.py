@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -85,17 +84,15 @@ def decode_completion(value: dict[str, Any]) -> Completion:
     )
 
 
-def encode_buckets(buckets: Sequence[Bucket]) -> list[Any]:
-    """Encode the layout of an update."""
-    return [
-        [bucket.index, [[spec.name, spec.shape, spec.dtype] for spec in bucket.tensors]]
-        for bucket in buckets
-    ]
-
-
 def decode_buckets(value: list[Any]) -> list[Bucket]:
-    """Decode the value of `encode_buckets`."""
+    """Decode the layout of an update, which orjson wrote."""
     return [
-        Bucket(index, tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs))
-        for index, specs in value
+        Bucket(
+            bucket["index"],
+            tuple(
+                TensorSpec(spec["name"], tuple(spec["shape"]), spec["dtype"])
+                for spec in bucket["tensors"]
+            ),
+        )
+        for bucket in value
     ]

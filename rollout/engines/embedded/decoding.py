@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +27,18 @@ from rlcore.data.sample import FinishReason, VersionSpan
 from rlcore.errors import RunFailed
 from rollout.engines.embedded.causal_lm import BLOCK, CausalLM, KVCache
 from rollout.engines.embedded.routed_experts import ExpertLog, stacked
-from rollout.engines.embedded.sampling import SamplingTable, sample_tokens, uniforms
-from rollout.engines.embedded.sampling_masks import SamplingMaskRecorder
-from rollout.engines.embedded.stopping import StopStrings, stop_id_table
+from rollout.engines.embedded.sampling import (
+    SamplingMaskRecorder,
+    SamplingTable,
+    sample_tokens,
+    uniforms,
+)
 
 PREFILL_TOKENS = 1 << 16  # most tokens in one prefill pass; bounds its activations
 UNIFORM_BLOCK = 64  # positions whose random numbers are made at once
 COMPACT_BELOW = 0.75  # finished rows leave when fewer than this share is alive
+# a window cut inside a character or a word decodes wrongly at its left edge only
+EXTRA_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -61,15 +67,12 @@ class Decoding:
         device = model.device
         rows = len(slots)
         prefixes = [request.made(slot.place) for request, slot in zip(own, slots)]
-        prompts = [np.asarray(request.prompt, dtype=np.int64) for request in requests]
+        distinct = [np.asarray(request.prompt, dtype=np.int64) for request in requests]
+        prompts = [distinct[slot.request] for slot in slots]
         # [R]: what comes before each response; one array for the samples of a prompt
         self.texts = [
-            (
-                np.concatenate([prompts[slot.request], prefix])
-                if len(prefix)
-                else prompts[slot.request]
-            )
-            for slot, prefix in zip(slots, prefixes)
+            np.concatenate([prompt, prefix]) if len(prefix) else prompt
+            for prompt, prefix in zip(prompts, prefixes)
         ]
         # [R]: the position of each row's first token
         self.before = np.array([len(prefix) for prefix in prefixes])
@@ -117,6 +120,14 @@ class Decoding:
         """Whether no row needs another token."""
         return self.num_alive == 0 or self.aborted
 
+    @property
+    def _rows(self) -> Tensor | slice:
+        """The index of the rows still in the batch."""
+        return slice(None) if self.active is None else self.active
+
+    def _row_numbers(self) -> Sequence[int]:
+        return range(len(self.slots)) if self.active is None else self.active.tolist()
+
     def step(self, version: int) -> None:
         """Make one token for every row that is alive, by policy `version`."""
         if not self.starts or self.starts[-1][0] != version:
@@ -142,39 +153,31 @@ class Decoding:
             more = min(self.most_new, 2 * self.made) - self.made
             self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
             self.logprobs = torch.nn.functional.pad(self.logprobs, (0, more))
-        if self.active is None:
-            self.tokens[:, self.made] = tokens
-            self.logprobs[:, self.made] = logprobs
-            self.lengths += self.alive
-        else:
-            self.tokens[self.active, self.made] = tokens
-            self.logprobs[self.active, self.made] = logprobs
-            self.lengths[self.active] += self.alive
+        rows = self._rows
+        self.tokens[rows, self.made] = tokens
+        self.logprobs[rows, self.made] = logprobs
+        self.lengths[rows] += self.alive
         self.made += 1
 
     def _retire(self, tokens: Tensor) -> None:
         """Mark the rows that this token ended, and drop finished rows when they are many."""
-        rows = self.active
-        hit = (tokens[:, None] == (self.stop_ids if rows is None else self.stop_ids[rows])).any(1)
+        rows = self._rows
+        hit = (tokens[:, None] == self.stop_ids[rows]).any(1)
         if self.strings:
             hit |= self._string_hits(tokens.device)
         hit &= self.alive
-        if rows is None:
-            self.stopped |= hit
-        else:
-            self.stopped[rows] |= hit
+        self.stopped[rows] |= hit
         ended = hit
         if self.made >= self.shortest_limit:
-            ended = hit | (self.made >= (self.max_new if rows is None else self.max_new[rows]))
+            ended = hit | (self.made >= self.max_new[rows])
         self.alive &= ~ended
         self.num_alive = int(self.alive.sum())
         if 0 < self.num_alive <= COMPACT_BELOW * len(self.alive):
             self._compact()
 
     def _string_hits(self, device: torch.device) -> Tensor:
-        rows = range(len(self.slots)) if self.active is None else self.active.tolist()
         hits = [False] * len(self.alive)
-        for place, (row, alive) in enumerate(zip(rows, self.alive.tolist())):
+        for place, (row, alive) in enumerate(zip(self._row_numbers(), self.alive.tolist())):
             if alive and row in self.strings:
                 stop = self.strings[row]
                 hits[place] = stop.hit(
@@ -209,14 +212,13 @@ class Decoding:
                     self.before[rows, None] + positions[None, :],
                 )
             self._uniforms = torch.from_numpy(block).to(self.model.device)
-        numbers = self._uniforms[:, column]
-        return numbers if self.active is None else numbers[self.active]
+        return self._uniforms[self._rows, column]
 
     # --- the model --------------------------------------------------------------------------------
 
     def _prefill(self) -> Tensor:
         """Compute keys and values of all tokens so far; return the next tokens' logits [A, V]."""
-        rows = list(range(len(self.slots))) if self.active is None else self.active.tolist()
+        rows = self._row_numbers()
         if self.made == 0:  # every text once; samples of one request are next to each other
             own = [self.texts[row] for row in rows]
             distinct = {id(text): text for text in own}
@@ -287,11 +289,7 @@ class Decoding:
         ]
 
     def _advance(self, cache: KVCache) -> Tensor:
-        newest = (
-            self.tokens[:, self.made - 1]
-            if self.active is None
-            else self.tokens[self.active, self.made - 1]
-        )
+        newest = self.tokens[self._rows, self.made - 1]
         column = cache.length
         cache.reserve(column + 1, self._most_columns)
         if self._key_mask is None:
@@ -337,18 +335,14 @@ class Decoding:
                     f"the model's log-probs for draw {request.draw} are not finite: its weights are"
                     " broken"
                 )
-            mask = masks[row] if masks is not None and request.sampling.sampling_mask else None
-            experts = (
-                routed[row] if routed is not None and request.sampling.routed_experts else None
-            )
             result.append(
                 Completion(
                     tokens[row, :length].copy(),
                     logprobs[row, :length].copy(),
                     reason,
                     self._spans(length),
-                    mask,
-                    experts,
+                    masks[row] if masks and request.sampling.sampling_mask else None,
+                    routed[row] if routed and request.sampling.routed_experts else None,
                 )
             )
         return result
@@ -359,3 +353,34 @@ class Decoding:
             (version, start, min(end, length)) for (version, start), end in zip(self.starts, ends)
         )
         return tuple(VersionSpan(*span) for span in spans if span[1] < span[2])
+
+
+# --- the end of a response ------------------------------------------------------------------------
+
+
+def stop_id_table(stop_ids: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Return each row's stop ids, int64 [R, S], filled up with -1, which is no token."""
+    width = max(1, max(map(len, stop_ids)))
+    return torch.tensor(
+        [[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], dtype=torch.int64, device=device
+    )
+
+
+class StopStrings:
+    """Tells when the text of a response comes to hold one of its stop strings.
+
+    A token stands for at least one byte, so a string of b bytes that the newest token completes
+    lies in the last b tokens: only that window is decoded, however long the response is.
+    """
+
+    def __init__(self, strings: tuple[str, ...], tokenizer: Any) -> None:
+        self.strings = strings
+        self.tokenizer = tokenizer
+        self.window = max(len(text.encode()) for text in strings) + EXTRA_TOKENS
+
+    def hit(self, tail: list[int]) -> bool:
+        """Whether a response whose last `window` tokens are `tail` holds a stop string."""
+        text = self.tokenizer.decode(
+            tail, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return any(string in text for string in self.strings)

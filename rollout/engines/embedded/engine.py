@@ -26,12 +26,11 @@ from rlcore.deadlines import LAST_TOKEN_S
 from rlcore.errors import RunFailed, UserError
 from rlcore.weights import DTYPES, Bucket
 from rollout.asyncio_utils import within
+from rollout.engines.checks import check_request as check_common
 from rollout.engines.embedded.causal_lm import CausalLM
-from rollout.engines.embedded.decoding import Decoding, Slot
+from rollout.engines.embedded.decoding import Decoding, Slot, StopStrings
 from rollout.engines.embedded.model_weights import ModelWeights
 from rollout.engines.embedded.pause_gate import PauseGate
-from rollout.engines.embedded.stopping import StopStrings
-from rollout.engines.requests import check_request as check_common
 from rollout.weight_sync.version_state import FingerprintVerifier
 
 
@@ -201,11 +200,7 @@ class EmbeddedEngine:
 
         Raises ModelError when the names or shapes are not the model's.
         """
-        if self._gate.mode is None:
-            raise RunFailed(
-                f"{self.name}: weights can be updated only while the engine is paused; call pause"
-                " first"
-            )
+        self._check_paused("weights can be updated")
         self._started()[1].begin(buckets)
 
     def landing(self, index: int) -> Tensor | None:
@@ -242,11 +237,7 @@ class EmbeddedEngine:
 
         Raises RunFailed unless the engine is paused.
         """
-        if self._gate.mode is None:
-            raise RunFailed(
-                f"{self.name}: memory can be released only while the engine is paused; call pause"
-                " first"
-            )
+        self._check_paused("memory can be released")
         if "weights" in tags:
             self._started()[1].release()
         if self.device.type == "cuda":
@@ -264,6 +255,12 @@ class EmbeddedEngine:
         return weights.version if weights is not None and weights.state == "ready" else None
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _check_paused(self, what: str) -> None:
+        if self._gate.mode is None:
+            raise RunFailed(
+                f"{self.name}: {what} only while the engine is paused; call pause first"
+            )
 
     def _started(self) -> tuple[CausalLM, ModelWeights]:
         if self._model is None or self._weights is None:

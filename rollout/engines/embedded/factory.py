@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlcore.config import Config
 from rlcore.interfaces import RolloutEngine
-from rollout.engines.child_process import Server
+from rollout.engines.child_process import ChildServer, Server
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.engines.embedded.server_process import EmbeddedServer
-from rollout.engines.registry import EngineSite, engine_log, engine_name
+from rollout.engines.embedded.server import ServerConfig
+from rollout.engines.registry import EngineSite, Keys, engine_log, engine_name
 
-if TYPE_CHECKING:
-    from rollout.engines.sglang.keys import Keys
+MODULE = "rollout.engines.embedded.server"
+
+
+class EmbeddedServer(ChildServer):
+    """The `Server` of an embedded engine.
+
+    Use it from one event loop, whose thread lives as long as the process shall.
+    """
+
+    def __init__(self, config: ServerConfig, log: Path) -> None:
+        super().__init__(config.name, log)
+        self.config = config
+
+    async def start(self) -> str:
+        """Return its URL. Raises RunFailed or DeadlineExceeded with the last lines of its log."""
+
+        def config(ready_fd: int) -> bytes:
+            return replace(self.config, ready_fd=ready_fd, parent_pid=os.getpid()).to_json()
+
+        engine = self.config.engine
+        command = [sys.executable, "-m", MODULE]
+        port = await self.launch(command, config, timeout_s=engine.start_timeout_s)
+        return f"http://{engine.host}:{port}"
 
 
 class EmbeddedFactory:
@@ -40,33 +64,27 @@ class EmbeddedFactory:
                     tokenizer=config.model.tokenizer,
                 )
             ]
-        return [
-            RemoteEngine(
-                config.model.path,
-                config=engine,
-                dtype=config.model.dtype,
-                tokenizer=config.model.tokenizer,
-                name=engine_name(index),
-                log=engine_log(site.logs, index),
-            )
+        keys = Keys(api=secrets.token_urlsafe(32), admin="")
+        servers = [
+            cls.build_server(config, index, logs=site.logs, gpus=(), keys=keys)
             for index in range(engine.count)
         ]
+        return cls.build_clients(config, servers, keys=keys)
 
     @classmethod
     def build_server(
         cls, config: Config, index: int, *, logs: Path, gpus: Sequence[str], keys: Keys
     ) -> EmbeddedServer:
         """See `HostedFactory`. The server takes the device that this process sees."""
-        return EmbeddedServer(
+        server = ServerConfig(
             engine_name(index),
             config.model.path,
-            config=config.rollout.engine,
+            config.rollout.engine,
+            keys.api,
             dtype=config.model.dtype,
             tokenizer=config.model.tokenizer,
-            log=engine_log(logs, index),
-            key=keys.api,
-            host=config.rollout.engine.host,
         )
+        return EmbeddedServer(server, engine_log(logs, index))
 
     @classmethod
     def build_clients(
@@ -75,12 +93,7 @@ class EmbeddedFactory:
         """See `HostedFactory`."""
         return [
             RemoteEngine(
-                config.model.path,
-                config=config.rollout.engine,
-                dtype=config.model.dtype,
-                name=server.name,
-                server=server,
-                key=keys.api,
+                server, config=config.rollout.engine, dtype=config.model.dtype, key=keys.api
             )
             for server in servers
         ]

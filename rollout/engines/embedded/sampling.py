@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from rlcore.data.generation import SamplingParams
+from rlcore.data.sampling_masks import SamplingMasks
 
 ROUNDS = 10
 MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -152,3 +153,45 @@ def sample_tokens(logits: Tensor, table: SamplingTable, uniform: Tensor) -> Draw
     renormalised = (chosen.double() - cdf[:, -1].log()).float()
     chosen = torch.where(table.truncated, renormalised, chosen)
     return Drawn(tokens[:, 0], chosen, kept | ~table.truncated[:, None])
+
+
+class SamplingMaskRecorder:
+    """The sampling masks, in host memory, of R responses that grow by one token a step."""
+
+    def __init__(self) -> None:
+        # of each step: the rows that have a mask, ascending
+        self._rows: list[NDArray[np.int64]] = []
+        self._counts: list[NDArray[np.int64]] = []
+        self._tokens: list[NDArray[np.int32]] = []
+
+    def add(self, kept: Tensor | None, alive: Tensor, active: Tensor | None) -> None:
+        """Record the masks of one step.
+
+        Args:
+            kept: bool [A, V]; None: no row was truncated.
+            alive: bool [A]: rows whose response has not ended.
+            active: int64 [A]: the rows' numbers among the R; None: all of them, in order.
+        """
+        if kept is None:
+            kept = alive.new_ones(len(alive), 1)
+        masked = alive & ~kept.all(-1)  # the whole vocabulary is not written out
+        places = masked.nonzero()[:, 0]
+        some = kept[places]
+        rows = places if active is None else active[places]
+        self._rows.append(rows.cpu().numpy())
+        self._counts.append(some.sum(-1).cpu().numpy())
+        self._tokens.append(some.nonzero()[:, 1].to(torch.int32).cpu().numpy())
+
+    def masks(self, lengths: Sequence[int]) -> list[SamplingMasks]:
+        """The masks of each of the R responses, which are `lengths` tokens long."""
+        counts = np.zeros((len(lengths), len(self._rows)), dtype=np.int32)
+        pieces: list[list[NDArray[np.int32]]] = [[] for _ in lengths]
+        for step, (rows, sizes, tokens) in enumerate(zip(self._rows, self._counts, self._tokens)):
+            counts[rows, step] = sizes
+            for row, piece in zip(rows.tolist(), np.split(tokens, sizes.cumsum()[:-1])):
+                pieces[row].append(piece)
+        nothing = np.zeros(0, dtype=np.int32)
+        return [
+            SamplingMasks(np.concatenate([nothing, *piece]), row[:length].copy())
+            for piece, row, length in zip(pieces, counts, lengths)
+        ]

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -54,14 +54,17 @@ class ServerConfig:
 
     name: str
     model_path: str
-    tokenizer: str | None
-    dtype: str
-    engine: dict[str, Any]  # rlcore.config.sections.rollout.EngineConfig
+    engine: EngineConfig
     key: str  # every request must carry it
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: a free one
-    ready_fd: int | None = None  # takes {"port": ...} once it serves
-    parent_pid: int | None = None  # end when this process does
+    dtype: str
+    tokenizer: str | None = None
+    # set when the process is started:
+    ready_fd: int = -1  # takes {"port": ...} once it serves
+    parent_pid: int = -1  # it ends when this process does
+
+    def to_json(self) -> bytes:
+        """Write what `main` reads."""
+        return orjson.dumps(self, default=lambda engine: engine.model_dump(mode="json"))
 
 
 class EngineServer:
@@ -221,7 +224,7 @@ async def serve(config: ServerConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     engine = EmbeddedEngine(
         config.model_path,
-        config=EngineConfig(**config.engine),
+        config=config.engine,
         dtype=config.dtype,
         tokenizer=config.tokenizer,
         name=config.name,
@@ -231,20 +234,18 @@ async def serve(config: ServerConfig) -> None:
         EngineServer(engine, config.key).app(), access_log=None, shutdown_timeout=1.0
     )
     await runner.setup()
-    site = web.TCPSite(runner, config.host, config.port)
-    await site.start()
+    await web.TCPSite(runner, config.engine.host, 0).start()
     port = runner.addresses[0][1]
     logger.info(
         "%s serves on %s:%d (%s, %s threads)",
         config.name,
-        config.host,
+        config.engine.host,
         port,
         engine.device,
         torch.get_num_threads(),
     )
-    if config.ready_fd is not None:
-        with os.fdopen(config.ready_fd, "wb") as ready:
-            ready.write(orjson.dumps({"port": port}) + b"\n")
+    with os.fdopen(config.ready_fd, "wb") as ready:
+        ready.write(orjson.dumps({"port": port}) + b"\n")
     await stop.wait()
     await engine.close()
     await runner.cleanup()
@@ -253,18 +254,13 @@ async def serve(config: ServerConfig) -> None:
 def main() -> None:
     """Read the configuration from standard input, and serve."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    config = ServerConfig(**orjson.loads(sys.stdin.buffer.read()))
-    if config.parent_pid is not None:
-        follow_parent(config.parent_pid)
+    given = orjson.loads(sys.stdin.buffer.read())
+    config = ServerConfig(**given | {"engine": EngineConfig(**given["engine"])})
+    follow_parent(config.parent_pid)
     # Before the model is built: torch's thread pool keeps the size that it has at first use.
-    if (threads := config.engine.get("threads")) is not None:
-        torch.set_num_threads(threads)
+    if config.engine.threads is not None:
+        torch.set_num_threads(config.engine.threads)
     asyncio.run(serve(config))
-
-
-def config_json(config: ServerConfig) -> bytes:
-    """Return what `main` reads."""
-    return orjson.dumps(asdict(config))
 
 
 if __name__ == "__main__":

@@ -9,17 +9,16 @@ has another hash, so its name is known.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlcore.errors import ConfigError
+from rlcore.weights import raw_bytes
+from rollout.engines.checks import folder_config
 from rollout.weight_sync.version_state import shorten
 
 # model types whose layers SGLang stacks as below
@@ -41,14 +40,6 @@ SEED = 0x243F6A88
 SEEDS = (SEED, (SEED * 0x9E3779B1 ^ 0xDEADBEEF) & WORD)
 # for each half: the factor and the rotation of an index
 PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))
-
-
-@dataclass
-class Stack:
-    """A tensor of the server, while its parts come in."""
-
-    size: int
-    parts: dict[int, Tensor] = field(default_factory=dict)
 
 
 class FusedChecksums:
@@ -83,7 +74,8 @@ class FusedChecksums:
         self._ranks = ranks
         self._dtype = dtype
         self._hash = hash_on_cuda if on_cuda else hash_on_cpu
-        self._stacks: dict[str, Stack] = {}
+        # the parts of each tensor of the server that is not whole yet: {index: part}
+        self._stacks: dict[str, dict[int, Tensor]] = {}
         self._hashes: list[dict[str, str]] = [{} for _ in range(ranks)]
 
     @classmethod
@@ -92,9 +84,8 @@ class FusedChecksums:
 
         `dtype` and `device` are those of /server_info.
         """
-        model = json.loads((Path(folder) / "config.json").read_text())
         return cls(
-            model,
+            folder_config(folder),
             ranks=ranks,
             dtype=None if dtype == "auto" else getattr(torch, dtype),
             on_cuda=device == "cuda",
@@ -103,15 +94,14 @@ class FusedChecksums:
     def add(self, name: str, tensor: Tensor) -> None:
         """Record a tensor that is sent."""
         target, place, size = self._target(name)
-        stack = self._stacks.setdefault(target, Stack(size))
+        stack = self._stacks.setdefault(target, {})
         # A copy: the bucket's buffer is used again before a stack over two buckets is whole.
-        stack.parts[place] = tensor.detach().to(self._dtype or tensor.dtype, copy=True)
-        if len(stack.parts) == size:
+        stack[place] = tensor.detach().to(self._dtype or tensor.dtype, copy=True)
+        if len(stack) == size:
             del self._stacks[target]
-            parts = [stack.parts[i] for i in range(size)]
             for rank, hashes in enumerate(self._hashes):
                 hashes[target] = self._hash(
-                    [self._shard(target, i, part, rank) for i, part in enumerate(parts)]
+                    [self._shard(target, i, stack[i], rank) for i in range(size)]
                 )
 
     def mismatch(self, reported: Any) -> str | None:
@@ -197,13 +187,13 @@ def hash_on_cpu(parts: Sequence[Tensor]) -> str:
     """The beginning of the SHA-256 of all bytes."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(as_bytes(part).cpu().numpy().data)
+        digest.update(raw_bytes(part))
     return digest.digest()[:8].hex()
 
 
 def hash_on_cuda(parts: Sequence[Tensor]) -> str:
     """Hash as sglang.kernels.ops.memory.gpu_tensor_hash does, in torch, on the parts' device."""
-    data = torch.cat([as_bytes(part) for part in parts])
+    data = torch.cat([part.detach().contiguous().reshape(-1).view(torch.uint8) for part in parts])
     words = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
     total = 0
     for start in range(0, len(words), TILE * TILES):
@@ -248,8 +238,3 @@ def split_mix(x: int) -> int:
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & LONG
     x = (x ^ x >> 27) * 0x94D049BB133111EB & LONG
     return x ^ x >> 31
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory as uint8 [bytes]."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

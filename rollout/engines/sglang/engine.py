@@ -23,19 +23,19 @@ from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.child_process import Server
+from rollout.engines.registry import Keys
 from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.keys import Keys
 from rollout.engines.sglang.limits import no_sglang
 from rollout.engines.sglang.pause_gate import PauseGate
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import WeightState
 
-UPDATE_KEY = "rollout.engine.update_timeout_s"
-HEALTH_KEY = "rollout.engine.health_timeout_s"
 # a request that reached the server after one abort of all is ended by the next
 ABORT_AGAIN_S = 0.2
+# said to each route that loads weights
+KEEP_REQUESTS = {"flush_cache": False, "abort_all_requests": False}
 
 
 class SGLangEngine:
@@ -101,7 +101,7 @@ class SGLangEngine:
             self._generation = Generation(
                 self._router, self._generation.limits, through_router=True
             )
-        info = await self._get("/server_info")
+        info = await self._running.get("/server_info")
         try:
             self._device = str(info["device"])
             self._dtype = str(info["dtype"])
@@ -132,7 +132,7 @@ class SGLangEngine:
         scheduler itself must answer, paused or not: SGLang's /health would generate a token.
         """
         try:
-            await self._get("/server_info")
+            await self._running.get("/server_info")
         except EngineFailed as error:
             raise await self._explained(error) from error
         own_gpu = self._device == "cuda" and not self.config.colocated
@@ -164,21 +164,17 @@ class SGLangEngine:
         fault.
         """
         try:
-            return await self._generated(requests)
+            async with self._pause_gate:
+                key = str(self.weights.require_ready())
+                if self._generation is None:
+                    raise EngineFailed(f"engine {self.name} does not run; start it first")
+                one = self._generation.one
+                # The dispatcher sends one at a time: a task would cost half as much as the call.
+                if len(requests) == 1:
+                    return [await one(requests[0], cache_key=key)]
+                return await gather_or_cancel(*(one(each, cache_key=key) for each in requests))
         except EngineFailed as error:
             raise await self._explained(error) from error
-
-    async def _generated(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        async with self._pause_gate:
-            version = self.weights.require_ready()
-            if self._generation is None:
-                raise EngineFailed(f"engine {self.name} does not run; start it first")
-            one = self._generation.one
-            key = str(version)
-            # The dispatcher sends one at a time: a task would cost half as much as the call.
-            if len(requests) == 1:
-                return [await one(requests[0], cache_key=key)]
-            return await gather_or_cancel(*(one(request, cache_key=key) for request in requests))
 
     async def abort(self) -> None:
         """End all requests now."""
@@ -212,7 +208,7 @@ class SGLangEngine:
             if loop.time() > deadline:
                 raise EngineHangs(
                     f"engine {self.name} did not end its requests within"
-                    f" {self.config.update_timeout_s:g} s ({UPDATE_KEY})"
+                    f" {self.config.update_timeout_s:g} s (rollout.engine.update_timeout_s)"
                 )
             await self.abort()
             await self._pause_gate.empties_within(ABORT_AGAIN_S)
@@ -274,8 +270,7 @@ class SGLangEngine:
                 "shapes": [list(spec.shape) for spec in specs],
                 "group_name": self.in_group,
                 "load_format": "flattened_bucket",
-                "flush_cache": False,
-                "abort_all_requests": False,
+                **KEEP_REQUESTS,
             },
         )
         self.weights.received(index)
@@ -288,8 +283,7 @@ class SGLangEngine:
             {
                 "serialized_named_tensors": list(payloads),
                 "load_format": "flattened_bucket",
-                "flush_cache": False,
-                "abort_all_requests": False,
+                **KEEP_REQUESTS,
             },
         )
         self.weights.received(index)
@@ -302,12 +296,7 @@ class SGLangEngine:
         self.weights.open_buckets()  # raises if no update is open
         await self._control(
             "/update_weights_from_disk",
-            {
-                "model_path": str(folder),
-                "load_format": "safetensors",
-                "flush_cache": False,
-                "abort_all_requests": False,
-            },
+            {"model_path": str(folder), "load_format": "safetensors", **KEEP_REQUESTS},
         )
         self.weights.received_all()
 
@@ -375,17 +364,10 @@ class SGLangEngine:
             raise EngineFailed(f"engine {self.name} does not run; start it first")
         return self._client
 
-    async def _get(self, route: str) -> Any:
-        return await self._running.get(
-            route, timeout_s=self.config.health_timeout_s, key=HEALTH_KEY
-        )
-
     async def _control(self, route: str, body: dict[str, Any]) -> Any:
         """Call a control route. Raises EngineFailed with the server's own words if it refuses."""
         try:
-            answer = await self._running.post(
-                route, body, timeout_s=self.config.update_timeout_s, key=UPDATE_KEY, admin=True
-            )
+            answer = await self._running.post(route, body, limit="update_timeout_s", admin=True)
         # A 4xx of a control route blames the engine's state, not the user's input.
         except UserError as error:
             raise EngineFailed(str(error)) from error

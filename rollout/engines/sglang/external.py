@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
-from pathlib import Path
 from typing import Any
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, DeadlineExceeded, EngineFailed, UserError
+from rollout.engines.checks import folder_config, folder_vocab_size
+from rollout.engines.registry import ADMIN_KEY, Keys
 from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.keys import ADMIN_KEY, Keys
-from rollout.engines.vocabulary import folder_vocab_size
 
 POLL_S = 1.0
-START_KEY = "rollout.engine.start_timeout_s"
-PROBE_KEY = "rollout.engine.health_timeout_s"
 NO_TOKEN = (1 << 31) - 1  # in no vocabulary: the server's refusal tells the vocabulary's size
 
 logger = logging.getLogger(__name__)
@@ -56,11 +52,7 @@ class ExternalServer:
         client = ServerClient(self.name, self.url, self.keys, config=self.config)
         try:
             self._check_server(await self._reach(client))
-            self._check_model(
-                await client.get(
-                    "/model_info", timeout_s=self.config.health_timeout_s, key=PROBE_KEY
-                )
-            )
+            self._check_model(await client.get("/model_info"))
             await self._check_admin_key(client)
             await self._wake(client)
             await self._check_vocabulary(client)
@@ -74,14 +66,13 @@ class ExternalServer:
         deadline = loop.time() + limit
         while True:
             try:
-                return await client.get(
-                    "/server_info", timeout_s=self.config.health_timeout_s, key=PROBE_KEY
-                )
+                return await client.get("/server_info")
             except EngineFailed as error:  # it may still be starting
                 if loop.time() + POLL_S > deadline:
                     raise DeadlineExceeded(
-                        f"engine {self.name}: nothing answers at {self.url} ({START_KEY}: {limit:g}"
-                        f" s); is it up, and is rollout.engine.urls right? {error}"
+                        f"engine {self.name}: nothing answers at {self.url}"
+                        f" (rollout.engine.start_timeout_s: {limit:g} s); is it up, and is"
+                        f" rollout.engine.urls right? {error}"
                     ) from error
             await asyncio.sleep(POLL_S)
 
@@ -104,8 +95,7 @@ class ExternalServer:
                 )
 
     def _check_model(self, info: Any) -> None:
-        folder_vocab_size(self.model_path)  # raises where the folder is none
-        ours = json.loads((Path(self.model_path) / "config.json").read_text())
+        ours = folder_config(self.model_path)
         info = info if isinstance(info, dict) else {}
         for name in ("model_type", "architectures"):
             if info.get(name) != ours.get(name):
@@ -120,24 +110,17 @@ class ExternalServer:
         A paused server would not even refuse a request.
         """
         try:
-            await client.get("/ready", timeout_s=self.config.health_timeout_s, key=PROBE_KEY)
+            await client.get("/ready")
             return
         # recovery: below. A server that is still starting fails, too, and takes no harm from it.
         except EngineFailed:
             logger.warning(
                 "engine %s at %s takes no requests; it is told to go on, as after a trainer that"
-                " died in a publication. Is "
-                "another still at work with it?",
+                " died in a publication. Is another still at work with it?",
                 self.name,
                 self.url,
             )
-        await client.post(
-            "/continue_generation",
-            {},
-            timeout_s=self.config.health_timeout_s,
-            key=PROBE_KEY,
-            admin=True,
-        )
+        await client.post("/continue_generation", {}, limit="health_timeout_s", admin=True)
 
     async def _check_vocabulary(self, client: ServerClient) -> None:
         """Compare the size of the vocabulary.
@@ -151,9 +134,7 @@ class ExternalServer:
         }
         refusal = "nothing: token 2147483647 was taken"
         try:
-            await client.post(
-                "/generate", body, timeout_s=self.config.health_timeout_s, key=PROBE_KEY
-            )
+            await client.post("/generate", body, limit="health_timeout_s")
         except UserError as error:
             refusal = str(error)
         found = re.search(r"valid range is \[0, (\d+)\)", refusal)
@@ -167,19 +148,13 @@ class ExternalServer:
 
     async def _check_admin_key(self, client: ServerClient) -> None:
         try:
-            await client.get(
-                "/hicache/storage-backend",
-                timeout_s=self.config.health_timeout_s,
-                key=PROBE_KEY,
-                admin=True,
-            )
+            await client.get("/hicache/storage-backend", admin=True)
         except UserError as error:
             if "without one (admin-api-key)" not in str(error):
                 raise
             logger.warning(
                 "engine %s at %s has no admin key: whoever reaches it can replace its weights."
-                " Start it with --admin-api-key "
-                "and set %s here",
+                " Start it with --admin-api-key and set %s here",
                 self.name,
                 self.url,
                 ADMIN_KEY,

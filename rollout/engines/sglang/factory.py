@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rlcore.config import Config
 from rollout.engines.child_process import Server
-from rollout.engines.registry import EngineSite, engine_log, engine_name
+from rollout.engines.registry import EngineSite, Keys, engine_log, engine_name
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
-from rollout.engines.sglang.keys import Keys
 from rollout.engines.sglang.server_process import ManagedServer
 
 
@@ -71,6 +69,12 @@ class SGLangFactory:
 def _managed_server(
     config: Config, index: int, *, logs: Path, gpus: Sequence[str], on_gpu: bool, keys: Keys
 ) -> ManagedServer:
+    # arguments without which SGLang does not do what the rest of the configuration asks
+    needed = {
+        "enable_return_routed_experts": config.policy.routing_replay == "engine",
+        # on a CPU there is nothing to release
+        "enable_memory_saver": config.rollout.engine.colocated and on_gpu,
+    }
     return ManagedServer(
         engine_name(index),
         config.model.path,
@@ -80,15 +84,5 @@ def _managed_server(
         log=engine_log(logs, index),
         keys=keys,
         gpus=gpus,
-        arguments=_arguments(config, on_gpu=on_gpu),
+        arguments={name: True for name, is_needed in needed.items() if is_needed},
     )
-
-
-def _arguments(config: Config, *, on_gpu: bool) -> dict[str, Any]:
-    """Arguments of SGLang without which it does not do what the rest of the configuration asks."""
-    needed = {
-        "enable_return_routed_experts": config.policy.routing_replay == "engine",
-        # on a CPU there is nothing to release
-        "enable_memory_saver": config.rollout.engine.colocated and on_gpu,
-    }
-    return {name: True for name, is_needed in needed.items() if is_needed}

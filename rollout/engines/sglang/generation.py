@@ -4,6 +4,10 @@ The `n` samples of a prompt are separate requests in one call: each has its own 
 be aborted, and its own random numbers (which SGLang uses only under
 `enable_deterministic_inference`). A long prompt is computed once, by a request for no tokens before
 them: the samples then find its keys and values in the server's cache.
+
+A request beyond the server's limits is refused here, before it is sent. A token outside the
+vocabulary would end the server. A request that exceeds its memory would be cut short without a
+word.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import re
 import secrets
 from typing import Any
 
@@ -19,21 +24,17 @@ from numpy.typing import NDArray
 
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.data.sampling_masks import SamplingMasks
-from rlcore.errors import EngineFailed
+from rlcore.errors import EngineFailed, UserError
 from rollout.asyncio_utils import gather_or_cancel
+from rollout.engines.checks import check_request as check_common
+from rollout.engines.embedded.decoding import EXTRA_TOKENS
 from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.limits import (
-    Limits,
-    asks_sampling_mask,
-    check_request,
-    stop_pattern,
-    that_fit,
-)
+from rollout.engines.sglang.limits import Limits, asks_sampling_mask
 
-ROUTE = "/generate"
-LIMIT_KEY = "rollout.engine.request_timeout_s"
-PROBE_KEY = "rollout.engine.health_timeout_s"
+LEAST_TEMPERATURE = 1e-6  # below it SGLang decodes greedily
+MOST_STOP_STRINGS = 32
+STOP_PATTERN_BYTES = 256
 SHARED_PROMPT_TOKENS = 64  # from this length on a prompt is computed once for all its samples
 
 # All are sent, as a server may have other defaults.
@@ -60,7 +61,6 @@ class Generation:
         self.client = client
         self.limits = limits
         self.through_router = through_router
-        self._timeout_s = client.config.request_timeout_s
         # tells our requests from those of other clients, and of this process before a restart
         self._life = secrets.token_hex(4)
         self._attempts = itertools.count()
@@ -71,9 +71,7 @@ class Generation:
 
         Raises EngineFailed when it is no sglang 0.5.23.
         """
-        info = await client.get(
-            "/server_info", timeout_s=client.config.health_timeout_s, key=PROBE_KEY
-        )
+        info = await client.get("/server_info")
         return cls(client, await asyncio.to_thread(Limits.of, info, model_path, client.name))
 
     async def one(
@@ -92,7 +90,12 @@ class Generation:
             EngineFailed: the server died, hangs, or answered what is no completion.
         """
         check_request(request, self.limits)
-        places = that_fit(request, self.limits)
+        # A response that was aborted close to its end may be too long a prompt to go on.
+        places = [
+            place
+            for place in range(request.n)
+            if len(request.prompt) + len(request.made(place)) <= self.limits.prompt_tokens
+        ]
         if len(places) == request.n:
             return await self._asked(request, cache_key)
         found = [aborted(request)] * request.n
@@ -112,7 +115,7 @@ class Generation:
             and await self._prefill(request, cache_key)
         ):
             return [aborted(request)] * request.n
-        answer = await self._post(encode(request, self._attempt(), cache_key))
+        answer = await self.client.post("/generate", encode(request, self._attempt(), cache_key))
         return decode(answer, request, self.limits, engine=self.client.name)
 
     async def _each(self, request: GenerateRequest, cache_key: str | None) -> list[Completion]:
@@ -124,20 +127,20 @@ class Generation:
             alone = {
                 name: value[0] if isinstance(value, list) else value for name, value in body.items()
             }
-            return decode([await self._post(alone)], one, self.limits, engine=self.client.name)[0]
+            answer = [await self.client.post("/generate", alone)]
+            return decode(answer, one, self.limits, engine=self.client.name)[0]
 
         return await gather_or_cancel(*(sample(index) for index in range(request.n)))
 
     async def _prefill(self, request: GenerateRequest, cache_key: str | None) -> bool:
         """Bring the prompt into the server's cache. Returns whether it was aborted."""
-        answer = await self._post(
-            {
-                "rid": rid(request, self._attempt()),
-                "input_ids": tokens(request.prompt),
-                "extra_key": cache_key,
-                "sampling_params": {"max_new_tokens": 0},
-            }
-        )
+        body = {
+            "rid": rid(request, self._attempt()),
+            "input_ids": tokens(request.prompt),
+            "extra_key": cache_key,
+            "sampling_params": {"max_new_tokens": 0},
+        }
+        answer = await self.client.post("/generate", body)
         try:
             return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")
         except (KeyError, TypeError) as error:
@@ -148,8 +151,64 @@ class Generation:
     def _attempt(self) -> str:
         return f"{self._life}-{next(self._attempts)}"
 
-    async def _post(self, body: dict[str, Any]) -> Any:
-        return await self.client.post(ROUTE, body, timeout_s=self._timeout_s, key=LIMIT_KEY)
+
+def check_request(request: GenerateRequest, limits: Limits) -> None:
+    """Raise UserError for a request that the server would refuse, die of, or misread."""
+    check_common(
+        request,
+        vocab_size=limits.vocab_size,
+        total_tokens=limits.total_tokens,
+        limit="what the server takes (its context_length and KV pool, less a reserve of its own)",
+    )
+    what = f"draw {request.draw}"
+    sampling = request.sampling
+    if len(request.prompt) > limits.prompt_tokens:
+        raise UserError(
+            f"{what}: the prompt has {len(request.prompt)} tokens, the server takes"
+            f" {limits.prompt_tokens} at most"
+        )
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        raise UserError(
+            f"{what}: SGLang draws greedily at a temperature of {sampling.temperature:g}: say"
+            " temperature 0"
+        )
+    if sampling.top_k == 1 and sampling.temperature not in (0, 1):
+        # Whether its log-probs are those at temperature 1 depends on the rest of the batch.
+        raise UserError(
+            f"{what}: top_k 1 at temperature {sampling.temperature:g} is greedy: say temperature 0"
+        )
+    _check_stops(what, sampling, limits)
+    if sampling.routed_experts and limits.experts is None:
+        raise UserError(
+            f"{what}: asks for routed experts, but the model has none, or the server does not"
+            " report them: set rollout.engine.server.enable_return_routed_experts to true, or"
+            " policy.routing_replay to none"
+        )
+    if asks_sampling_mask(sampling) and not 1 < sampling.top_k <= limits.sampling_mask_tokens:
+        raise UserError(
+            f"{what}: SGLang reports keep-sets only for a top_k of 2 to"
+            f" {limits.sampling_mask_tokens}, got {sampling.top_k}: set rollout.sampling.top_k, or"
+            " policy.logprobs.keep_sets to false"
+        )
+
+
+def _check_stops(what: str, sampling: SamplingParams, limits: Limits) -> None:
+    outside = [token for token in sampling.stop_token_ids if not 0 <= token < limits.vocab_size]
+    if outside:
+        raise UserError(
+            f"{what}: stop token {outside[0]} lies outside the model's vocabulary of"
+            f" {limits.vocab_size}"
+        )
+    if len(sampling.stop) > MOST_STOP_STRINGS:
+        raise UserError(
+            f"{what}: SGLang takes {MOST_STOP_STRINGS} stop strings, got {len(sampling.stop)}"
+        )
+    for text in sampling.stop:
+        if not text or len(stop_pattern(text).encode()) > STOP_PATTERN_BYTES:
+            raise UserError(
+                f"{what}: stop string {text!r} is empty or longer than SGLang takes"
+                f" ({STOP_PATTERN_BYTES} bytes as a pattern)"
+            )
 
 
 def encode(request: GenerateRequest, attempt: str, cache_key: str | None = None) -> dict[str, Any]:
@@ -193,6 +252,17 @@ def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
         "stop_regex": [stop_pattern(text) for text in sampling.stop],
         "ignore_eos": not sampling.stop_token_ids,
     }
+
+
+def stop_pattern(text: str) -> str:
+    """Write a stop string as a regular expression that SGLang finds in the last tokens.
+
+    For a plain stop string SGLang decodes as many tokens as it has in the tokenizer's own spelling,
+    and misses one that the model spells in smaller tokens. For a pattern it decodes as many tokens
+    as the pattern can have characters. The part behind the | never matches, as nothing follows the
+    end of the text, but it widens that window to one token a byte.
+    """
+    return f"{re.escape(text)}|\\Za{{{len(text.encode()) + EXTRA_TOKENS}}}"
 
 
 def tokens(*parts: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import ssl
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import orjson
@@ -18,13 +18,15 @@ from yarl import URL
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs, UserError
-from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
 
 # Below the 5 s after which SGLang closes an idle connection: a request must never be written into
 # one that just closes.
 KEEP_ALIVE_S = 3.0
 JOINED_BYTES = 1 << 16  # a larger body is sent in parts, as fast as the server takes them
 QUOTED = 500  # characters of a server's own words
+# the keys of `rollout.engine` that limit calls
+Limit = Literal["request_timeout_s", "update_timeout_s", "health_timeout_s"]
 ANOTHER_MAY_SERVE = {408, 429}  # of the 4xx: the server's trouble, not the request's
 
 
@@ -45,7 +47,12 @@ class ServerClient:
         self._closed = False
 
     async def post(
-        self, route: str, body: dict[str, Any], *, timeout_s: float, key: str, admin: bool = False
+        self,
+        route: str,
+        body: dict[str, Any],
+        *,
+        limit: Limit = "request_timeout_s",
+        admin: bool = False,
     ) -> Any:
         """Send `body` and return the JSON value that the server answers.
 
@@ -53,21 +60,20 @@ class ServerClient:
 
         Args:
             body: JSON-able; numpy arrays are written as lists.
-            timeout_s: for connecting, sending and the whole answer.
-            key: the configuration key that sets `timeout_s`.
+            limit: the key that limits connecting, sending and the whole answer together.
             admin: whether the route controls the server, rather than asking it for something.
 
         Raises:
             UserError: the request itself is bad: in the server's own words.
             EngineFailed: the server is dead, in trouble, or answers invalid JSON; EngineHangs
-                after `timeout_s`.
+                after `limit`.
         """
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        return await self._call("POST", route, data, timeout_s, key, admin)
+        return await self._call("POST", route, data, limit, admin)
 
-    async def get(self, route: str, *, timeout_s: float, key: str, admin: bool = False) -> Any:
-        """Ask for `route` and return the answer as `post` does."""
-        return await self._call("GET", route, None, timeout_s, key, admin)
+    async def get(self, route: str, *, admin: bool = False) -> Any:
+        """Ask for `route`, within the limit of a probe, and return the answer as `post` does."""
+        return await self._call("GET", route, None, "health_timeout_s", admin)
 
     async def close(self) -> None:
         """Calls in flight fail. May be called twice."""
@@ -76,9 +82,10 @@ class ServerClient:
             await self._session.close()
 
     async def _call(
-        self, method: str, route: str, body: bytes | None, timeout_s: float, key: str, admin: bool
+        self, method: str, route: str, body: bytes | None, limit: Limit, admin: bool
     ) -> Any:
         session = self._open()
+        timeout_s: float = getattr(self.config, limit)
         try:
             async with session.request(
                 method,
@@ -92,7 +99,8 @@ class ServerClient:
                 content = await response.read()
         except asyncio.TimeoutError:
             raise EngineHangs(
-                f"engine {self.name} did not answer {route} within {timeout_s:g} s ({key})"
+                f"engine {self.name} did not answer {route} within {timeout_s:g} s"
+                f" (rollout.engine.{limit})"
             ) from None
         # ValueError: the URL's host is no host's name
         except (aiohttp.ClientError, OSError, ValueError) as error:

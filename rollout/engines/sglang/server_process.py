@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,19 +14,33 @@ from typing import Any
 import orjson
 import torch
 
-from rlcore.config.checks.servers import cannot_start
+from rlcore.config.checks.servers import argument_name, cannot_start
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
-from rollout.engines.child_process import Child, ChildServer, without_rank
-from rollout.engines.sglang.arguments import command_line
-from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
-from rollout.engines.vocabulary import folder_vocab_size
+from rollout.engines.checks import folder_vocab_size
+from rollout.engines.child_process import ChildServer, without_rank
+from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
 
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
-LOG_LINES = 30  # room for a traceback of the scheduler and its parent's last words
 # The engine must not inherit the trainer's Python path and secrets.
 NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", API_KEY, ADMIN_KEY}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+# A user's own `rollout.engine.server` overrides these.
+DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}  # else a line for every request
+CPU_DEFAULTS: dict[str, Any] = {
+    "attention_backend": "torch_native",
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "grammar_backend": "none",
+    "sleep_on_idle": True,  # else the scheduler burns a core that the trainer could use
+    "max_total_tokens": 32768,  # bounds the KV cache
+    # After the start, a tenth of the memory that was free before it must still be free, even if
+    # other programs took some meanwhile.
+    "mem_fraction_static": 0.9,
+    "max_running_requests": 64,
+}
 
 
 class ManagedServer(ChildServer):
@@ -49,7 +64,9 @@ class ManagedServer(ChildServer):
         ModelError: `model_path` is no Hugging Face folder.
     """
 
-    managed = True
+    # uvicorn stops at it. At SIGTERM SGLang waits for every request, in steps of 5 s.
+    stop_signal = signal.SIGINT
+    log_lines = 30  # room for a traceback of the scheduler and its parent's last words
 
     def __init__(
         self,
@@ -67,7 +84,7 @@ class ManagedServer(ChildServer):
         for problem in cannot_start(config):
             raise ConfigError(str(problem))
         folder_vocab_size(model_path)  # the server would say so in a long log
-        self.name = name
+        super().__init__(name, log)
         self.model_path = os.path.abspath(model_path)
         self.config = config
         self.keys = keys
@@ -77,10 +94,6 @@ class ManagedServer(ChildServer):
         self._gpus = tuple(gpus)
         self._arguments = dict(arguments or {})
         self._tokenizer = None if tokenizer is None else os.path.abspath(tokenizer)
-        # uvicorn stops at SIGINT. At SIGTERM SGLang waits for every request, in steps of 5 s.
-        super().__init__(
-            Child(f"engine {name}", log, stop_signal=signal.SIGINT, log_lines=LOG_LINES)
-        )
 
     async def start(self, port: int = 0) -> str:
         """Start the server, and return its URL once it has answered a first request.
@@ -97,26 +110,35 @@ class ManagedServer(ChildServer):
             RunFailed, DeadlineExceeded: the server ended, or was not ready within
                 `rollout.engine.start_timeout_s`; with the last lines of its log.
         """
-        await self._child.kill()
+        await self.kill()
         with held_ports(self.config.host, port, 0) as (port, nccl_port):
-            words = command_line(
-                self.config,
-                model_path=self.model_path,
-                tokenizer=self._tokenizer,
-                dtype=self._dtype,
-                device=self.device,
-                port=port,
-                nccl_port=nccl_port,
-                arguments=self._arguments,
-            )
-            await self._child.start(
-                [self.python, str(ENTRY), *words],
+            await self.launch(
+                [self.python, str(ENTRY), *self.command_line(port, nccl_port)],
                 self._told,
                 timeout_s=self.config.start_timeout_s,
                 environment=self._environment(),
             )
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         return f"http://{host}:{port}"
+
+    def command_line(self, port: int, nccl_port: int) -> list[str]:
+        """Make the arguments of `sglang.launch_server`, which checks names and values itself.
+
+        Both ports are held for the server until it listens on them.
+        """
+        given = {argument_name(name): value for name, value in self.config.server.items()}
+        values = DEFAULTS | (CPU_DEFAULTS if self.device == "cpu" else {}) | given | self._arguments
+        values |= {
+            "model_path": self.model_path,
+            "tokenizer_path": self._tokenizer,
+            "dtype": DTYPES[self.config.dtype or self._dtype],
+            "tp_size": self.config.tensor_parallel,
+            "device": self.device,
+            "host": self.config.host,
+            "port": port,
+            "nccl_port": nccl_port,
+        }
+        return [word for name, value in values.items() for word in option(name, value)]
 
     def _told(self, ready_fd: int) -> bytes:
         """Make entry.py's standard input. Other users of the machine cannot see the keys there."""
@@ -145,6 +167,22 @@ class ManagedServer(ChildServer):
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables
+
+
+def option(name: str, value: Any) -> list[str]:
+    """Write one argument as words of the command line.
+
+    True is a flag, false its opposite (entry.py removes it where sglang has none), null nothing.
+    """
+    name = name.replace("_", "-")
+    flag = f"--{name}"
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{name}"]
+    if isinstance(value, list | tuple):
+        return [flag, *(str(one) for one in value)]
+    return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
 def engine_python(config: EngineConfig) -> str:

@@ -241,7 +241,8 @@ async def kill(session: Session) -> None:
 
 
 async def _under_way(session: Session) -> asyncio.Future[Completion]:
-    made = asyncio.ensure_future(session.one(session.long_request()))
+    request = session.request(50, max_new_tokens=session.long)
+    made = asyncio.ensure_future(session.one(request))
     await asyncio.sleep(UNDER_WAY_S)
     return made
 

@@ -48,7 +48,7 @@ REPEATABLE = Rule(
 BAD_REQUEST = Rule(
     "bad-request",
     "a request that no engine can serve is UserError, so that no other engine is asked",
-    "check the request first, as rollout.engines.requests.check_request does",
+    "check the request first, as rollout.engines.checks.check_request does",
 )
 
 

@@ -145,10 +145,6 @@ class Session:
         settings = SamplingParams(**{"max_new_tokens": 6, **sampling})
         return GenerateRequest(prompt, settings, draw, n, first, prefixes=tuple(prefixes))
 
-    def long_request(self, draw: int = 50) -> GenerateRequest:
-        """A request that takes long enough to be paused."""
-        return self.request(draw, max_new_tokens=self.long)
-
     async def generate(self, *requests: GenerateRequest) -> list[list[Completion]]:
         """The completions of requests that can be served, made in one call."""
         answers = await self.call("generate", self.engine.generate(requests))

@@ -15,13 +15,12 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
-from engine_kit import flatten, layout, request, tiny_qwen3
+from engine_kit import flatten, layout, remote_engine, request, tiny_qwen3
 
 from rlcore.config import Config
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import DeadlineExceeded, ModelError, PublicationFailed, RunFailed, UserError
 from rlcore.weights import digest
-from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.weight_sync.publication import WeightPublication
 from tests.static_participants import StaticParticipants
@@ -76,9 +75,7 @@ def run(loop, coroutine, seconds=90):
 
 def remote(config, name, log, **changes):
     settings = config.rollout.engine.model_copy(update=changes)
-    return RemoteEngine(
-        config.model.path, config=settings, dtype="fp32", name=name, log=log / f"{name}.log"
-    )
+    return remote_engine(config.model.path, config=settings, name=name, log=log / f"{name}.log")
 
 
 async def start_all(engines):
@@ -202,7 +199,7 @@ def test_the_server_wants_its_key(loop, pair):
         async with (
             aiohttp.ClientSession() as session,
             session.post(
-                f"{pair[0]._url}/health", headers={"Authorization": f"Bearer {key}"}
+                f"{pair[0].url}/health", headers={"Authorization": f"Bearer {key}"}
             ) as answer,
         ):
             return answer.status
@@ -262,8 +259,8 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
 
 
 def test_a_start_that_fails_shows_the_end_of_the_log(config, loop, tmp_path):
-    engine = RemoteEngine(
-        str(tmp_path / "nowhere"), config=config.rollout.engine, name="lost", log=tmp_path / "log"
+    engine = remote_engine(
+        tmp_path / "nowhere", config=config.rollout.engine, name="lost", log=tmp_path / "log"
     )
     with pytest.raises(
         RunFailed,
@@ -276,7 +273,7 @@ def test_a_start_that_fails_shows_the_end_of_the_log(config, loop, tmp_path):
 
 def test_a_start_that_takes_too_long_leaves_no_process(config, loop, tmp_path):
     settings = config.rollout.engine.model_copy(update={"start_timeout_s": 0.2})
-    engine = RemoteEngine(config.model.path, config=settings, name="late", log=tmp_path / "log")
+    engine = remote_engine(config.model.path, config=settings, name="late", log=tmp_path / "log")
     with pytest.raises(
         DeadlineExceeded,
         match=r"engine late was not ready within 0.2 s \(rollout.engine.start_timeout_s\)",
@@ -289,13 +286,16 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from rlcore.config.sections.rollout import EngineConfig
-from rollout.engines.embedded.client import RemoteEngine
+from rollout.engines.embedded.factory import EmbeddedServer
+from rollout.engines.embedded.server import ServerConfig
 
 async def main():
     config = EngineConfig(device="cpu", threads=1)
-    engine = RemoteEngine(sys.argv[1], config=config, dtype="fp32", log=Path(sys.argv[2]))
-    await engine.start()
-    print(engine.pid, flush=True)
+    server = EmbeddedServer(
+        ServerConfig("engine-0", sys.argv[1], config, "the-key", dtype="fp32"), Path(sys.argv[2])
+    )
+    await server.start()
+    print(server.pid, flush=True)
     await asyncio.sleep(120)
 
 asyncio.run(main())

@@ -10,11 +10,10 @@ import time
 
 import pytest
 import torch
-from engine_kit import flatten, layout, tiny_qwen3
+from engine_kit import flatten, layout, remote_engine, tiny_qwen3
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed
-from rollout.engines.embedded.client import RemoteEngine
 from rollout.weight_sync.process_group import DistributedTransport
 
 LIMIT_S = 4.0
@@ -44,13 +43,7 @@ def with_engines(folder, tmp_path, use):
             start_timeout_s=90.0,
         )
         engines = [
-            RemoteEngine(
-                str(folder),
-                config=config,
-                dtype="fp32",
-                name=f"engine-{i}",
-                log=tmp_path / f"{i}.log",
-            )
+            remote_engine(folder, config=config, name=f"engine-{i}", log=tmp_path / f"{i}.log")
             for i in range(3)
         ]
         model = tiny_qwen3()

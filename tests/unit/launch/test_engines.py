@@ -13,12 +13,11 @@ from rlcore.config import Config
 from rlcore.config.load import load_config
 from rlcore.errors import ConfigError
 from rlcore.launch.engines import build_engines
-from rollout.engines.embedded import client as remote
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.engines.registry import ADMIN_KEY, API_KEY
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
-from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY
 from rollout.engines.sglang.server_process import ManagedServer
 
 SGLANG = "rollout.engine.kind=sglang"
@@ -82,7 +81,7 @@ def test_servers_have_names_and_logs_of_their_own_and_one_pair_of_keys(
     monkeypatch.delenv(ADMIN_KEY, raising=False)
     first, second = managed(*python, "rollout.engine.count=2")
     assert [first.name, second.name] == ["engine-0", "engine-1"]
-    assert [str(one._child.log) for one in (first, second)] == [
+    assert [str(one.log) for one in (first, second)] == [
         f"runs/x/logs/engine_{index}.log" for index in (0, 1)
     ]
     assert first.keys is second.keys
@@ -92,22 +91,15 @@ def test_servers_have_names_and_logs_of_their_own_and_one_pair_of_keys(
 
 
 def test_engines_that_are_processes_are_told_the_model_s_dtype_and_tokenizer(
-    python: tuple[str, str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    python: tuple[str, str], tiny_model: Path
 ) -> None:
-    recorded: list[dict[str, Any]] = []
-
-    def record(real: Any) -> Any:
-        return lambda *args, **given: [recorded.append(given), real(*args, **given)][1]
-
-    tokenizer = f"model.tokenizer={tiny_model}"
-    monkeypatch.setattr(remote, "EmbeddedServer", record(remote.EmbeddedServer))
-    monkeypatch.setattr(ManagedServer, "__init__", record(ManagedServer.__init__))
-    built(tokenizer, "rollout.engine.count=2")
-    built(SGLANG, *python, tokenizer, "rollout.engine.count=2")
-    assert [(given["dtype"], given["tokenizer"]) for given in recorded] == [
-        ("fp32", str(tiny_model))
-    ] * 4
-    assert [str(given["log"]) for given in recorded] == [
+    given = (f"model.tokenizer={tiny_model}", "rollout.engine.count=2")
+    embedded = [one._server for one in built(*given)]
+    sglang = managed(*python, *given)
+    told = [(one.config.dtype, one.config.tokenizer) for one in embedded]
+    told += [(one._dtype, one._tokenizer) for one in sglang]
+    assert told == [("fp32", str(tiny_model))] * 4
+    assert [str(one.log) for one in (*embedded, *sglang)] == [
         f"runs/x/logs/engine_{index}.log" for index in (0, 1)
     ] * 2
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from engine_kit import tiny_qwen3
+from fake_engine import FakeEngine
 from transformers import Qwen3ForCausalLM
 
 from rlcore.config import Config
 from rlcore.data.generation import GenerateRequest
 from rlcore.launch.commands.init_model import ALPHABETS, char_tokenizer
-from rollout.engines.fake import FakeEngine
 from rollout.service import RolloutService
 
 TOKENIZER = char_tokenizer(ALPHABETS["addition"])

@@ -15,12 +15,23 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import GenerateRequest, SamplingParams
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
+from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.engines.embedded.factory import EmbeddedServer
 from rollout.engines.embedded.model_weights import as_published
+from rollout.engines.embedded.server import ServerConfig
+from rollout.engines.registry import Keys
 from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.keys import Keys
 
 VOCAB = 31
+
+
+def remote_engine(
+    folder: Path | str, *, config: EngineConfig, log: Path, name: str = "engine-0"
+) -> RemoteEngine:
+    """An engine that is a child of this process."""
+    server = ServerConfig(name, str(folder), config, "the-key", dtype="fp32")
+    return RemoteEngine(EmbeddedServer(server, log), config=config, dtype="fp32", key="the-key")
 
 
 def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
+from fake_engine import FakeEngine
 
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import Sample
 from rlcore.errors import RunFailed
 from rollout.collection.partial import MOST_IN_VAIN
-from rollout.engines.fake import FakeEngine
 
 GREEDY = {"greedy_baseline": True}
 

@@ -6,9 +6,9 @@ import asyncio
 import time
 
 import pytest
+from fake_engine import FakeEngine, random_reply
 
 from rlcore.errors import DeadlineExceeded, EngineFailed, NoEngineLeft
-from rollout.engines.fake import FakeEngine, random_reply
 
 RESTART = {"restart": {"backoff_s": 0.02}, "health_every_s": 0.05}
 

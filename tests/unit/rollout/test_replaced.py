@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeEngine, random_reply
 
 from rlcore.errors import RunFailed
 from rollout.accounting.journal_reader import read_journal
-from rollout.engines.fake import FakeEngine, random_reply
 
 
 def test_it_draws_no_more_and_leaves_the_ledger_to_the_other(make_service, tmp_path: Path):

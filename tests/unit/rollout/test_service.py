@@ -10,11 +10,11 @@ import time
 import numpy as np
 import psutil
 import pytest
+from fake_engine import FakeEngine, random_reply
 
 from rlcore.data.batch import RolloutBatch
 from rlcore.errors import ConfigError, DataError, DeadlineExceeded, ModelError, RunFailed
 from rollout.collection.partial import MOST_IN_VAIN
-from rollout.engines.fake import FakeEngine, random_reply
 
 
 def addresses(rollouts) -> list[tuple[int, int, str, tuple[int, ...]]]:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
+from fake_engine import FakeEngine, random_reply
 
 from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import DeadlineExceeded, EmptyBatch, RunFailed
-from rollout.engines.fake import FakeEngine, random_reply
 
 SAMPLING = {"max_new_tokens": 8}
 

@@ -21,9 +21,8 @@ from rlcore.config.sections.rollout import RestartConfig
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.launch.commands import engine as serve
 from rlcore.launch.commands.engine import follower, run_servers, serve_engines
-from rollout.engines.registry import EngineSite
+from rollout.engines.registry import ADMIN_KEY, API_KEY, EngineSite, Keys
 from rollout.engines.sglang.factory import SGLangFactory
-from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 
 QUICK = RestartConfig(limit=2, backoff_s=0.01)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import DeadlineExceeded, RunFailed, UserError
-from rollout.engines.child_process import END_BYTES, LINE_LENGTH, Child, members
+from rollout.engines.child_process import END_BYTES, LINE_LENGTH, ChildServer, members
 
 READY = (
     "import json, os, subprocess, sys, time\nfd = int(sys.stdin.read())\nready = lambda line:"
@@ -34,25 +34,25 @@ time.sleep(60)
 )
 
 
-async def start(child: Child, script: str, timeout_s: float = 20.0) -> int:
-    return await child.start(
+async def start(child: ChildServer, script: str, timeout_s: float = 20.0) -> int:
+    return await child.launch(
         [sys.executable, "-c", script], lambda fd: str(fd).encode(), timeout_s=timeout_s
     )
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Child:
-    return Child("engine e", tmp_path / "log")
+def child(tmp_path: Path) -> ChildServer:
+    return ChildServer("e", tmp_path / "log")
 
 
 def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     with pytest.raises(RunFailed, match=r"engine e cannot be started: .*logs"):
-        asyncio.run(start(Child("engine e", tmp_path / "logs" / "e.log"), READY))
+        asyncio.run(start(ChildServer("e", tmp_path / "logs" / "e.log"), READY))
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_kill_ends_the_whole_group(child: Child, stopped: bool) -> None:
+def test_kill_ends_the_whole_group(child: ChildServer, stopped: bool) -> None:
     async def scenario() -> None:
         assert await start(child, STUBBORN) == 7
         assert len(members(child.process.pid)) == 2
@@ -65,7 +65,7 @@ def test_kill_ends_the_whole_group(child: Child, stopped: bool) -> None:
     asyncio.run(scenario())
 
 
-def test_what_a_process_leaves_behind_when_it_ends_by_itself_is_ended(child: Child) -> None:
+def test_what_a_process_leaves_behind_when_it_ends_by_itself_is_ended(child: ChildServer) -> None:
     async def scenario() -> None:
         await start(child, STUBBORN.replace("time.sleep(60)\n", "time.sleep(0.3)\n"))
         await asyncio.wait_for(child.ended, 10)
@@ -78,7 +78,8 @@ def test_what_a_process_leaves_behind_when_it_ends_by_itself_is_ended(child: Chi
 
 
 def test_it_is_asked_to_end_by_its_own_signal(tmp_path: Path) -> None:
-    child = Child("engine e", tmp_path / "log", stop_signal=signal.SIGINT)
+    child = ChildServer("e", tmp_path / "log")
+    child.stop_signal = signal.SIGINT
     # A shell starts what runs in its background deaf to SIGINT, and so everything below it.
     ready = READY + "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     script = (
@@ -89,33 +90,33 @@ def test_it_is_asked_to_end_by_its_own_signal(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         await start(child, script)
-        await child.terminate()
+        await child.stop()
         assert child.describe_end().startswith("exit code 3")
 
     asyncio.run(scenario())
 
 
-def test_it_can_be_started_again(child: Child) -> None:
+def test_it_can_be_started_again(child: ChildServer) -> None:
     async def scenario() -> None:
         await start(child, STUBBORN)
         first = child.process.pid
         await child.kill()
         assert await start(child, STUBBORN) == 7
         assert child.process.pid != first
-        assert child.alive
+        assert not child.ended.done()
         await child.kill()
 
     asyncio.run(scenario())
 
 
-def test_what_it_reports_as_wrong_is_the_users_error(child: Child) -> None:
+def test_what_it_reports_as_wrong_is_the_users_error(child: ChildServer) -> None:
     script = READY + 'ready(\'{"error": "no argument x; did you mean y?"}\\n\')\ntime.sleep(60)'
     with pytest.raises(UserError, match=r"engine e: no argument x; did you mean y\?"):
         asyncio.run(start(child, script))
     assert members(child.process.pid) == []
 
 
-def test_an_early_end_shows_the_log_in_lines_of_readable_length(child: Child) -> None:
+def test_an_early_end_shows_the_log_in_lines_of_readable_length(child: ChildServer) -> None:
     script = f"print('x' * {LINE_LENGTH * 3}); raise SystemExit('no memory')"
     with pytest.raises(
         RunFailed, match="ended before it was ready: exit code 1; the end of its log"
@@ -126,7 +127,7 @@ def test_an_early_end_shows_the_log_in_lines_of_readable_length(child: Child) ->
     assert "x" * (LINE_LENGTH + 1) not in str(error.value)
 
 
-def test_one_that_is_late_is_ended(child: Child) -> None:
+def test_one_that_is_late_is_ended(child: ChildServer) -> None:
     with pytest.raises(
         DeadlineExceeded, match=r"not ready within 0\.5 s \(rollout\.engine\.start_timeout_s\)"
     ):
@@ -134,13 +135,13 @@ def test_one_that_is_late_is_ended(child: Child) -> None:
     assert members(child.process.pid) == []
 
 
-def test_what_cannot_be_run_is_said_with_its_name(child: Child, tmp_path: Path) -> None:
+def test_what_cannot_be_run_is_said_with_its_name(child: ChildServer, tmp_path: Path) -> None:
     (tmp_path / "python").touch()  # not executable
     with pytest.raises(RunFailed, match=r"engine e cannot be started: .*Permission denied.*python"):
-        asyncio.run(child.start([str(tmp_path / "python")], lambda fd: b"", timeout_s=5.0))
-    assert not child.alive
+        asyncio.run(child.launch([str(tmp_path / "python")], lambda fd: b"", timeout_s=5.0))
+    assert child.ended is None
 
 
-def test_of_a_long_log_the_end_is_read(child: Child) -> None:
+def test_of_a_long_log_the_end_is_read(child: ChildServer) -> None:
     child.log.write_bytes(b"first\n" + b"x" * END_BYTES + b"\n" + "läst\n".encode())
     assert child.last_words() == f"the end of its log {child.log}:\n  läst"

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_kit import remote_engine
+from fake_engine import FakeEngine, random_reply
 from transformers import Qwen3ForCausalLM
 
 from rlcore.config import Config
@@ -17,10 +19,8 @@ from rlcore.config.engine_kinds import EngineKind
 from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed
-from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.model_weights import as_published
-from rollout.engines.fake import FakeEngine, random_reply
 from rollout.engines.testing import ContractError, check_engine, session
 from rollout.engines.testing.check import RULES
 
@@ -78,9 +78,7 @@ def test_the_embedded_engine_in_its_own_process_keeps_it(
     check: Callable[..., Any], config: Config, tmp_path: Path
 ) -> None:
     report = check(
-        lambda: RemoteEngine(
-            config.model.path, config=config.rollout.engine, dtype="fp32", log=tmp_path / "log"
-        )
+        lambda: remote_engine(config.model.path, config=config.rollout.engine, log=tmp_path / "log")
     )
     assert report.skipped == {}
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_engine import FakeEngine, random_reply
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import GenerateRequest, SamplingParams
-from rollout.engines.fake import FakeEngine, random_reply
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 

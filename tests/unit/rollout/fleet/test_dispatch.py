@@ -7,9 +7,9 @@ import time
 from collections import Counter
 
 import pytest
+from fake_engine import FakeEngine
 
 from rlcore.errors import EngineFailed, EngineHangs, NoEngineLeft, RunFailed, UserError
-from rollout.engines.fake import FakeEngine
 
 
 def tokens(answers):

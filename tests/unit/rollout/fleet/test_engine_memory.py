@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from fake_engine import FakeEngine, random_reply
 
 from rlcore.config.sections.rollout import EngineConfig, RestartConfig
 from rlcore.data.generation import MemoryTag, PauseMode
 from rlcore.errors import EngineFailed
 from rollout.asyncio_utils import LoopThread
-from rollout.engines.fake import FakeEngine, random_reply
 from rollout.fleet.engine_memory import FleetMemory
 from rollout.fleet.fleet import Fleet
 

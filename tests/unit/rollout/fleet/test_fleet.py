@@ -7,9 +7,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from fake_engine import FakeEngine
 
 from rlcore.errors import EngineFailed, NoEngineLeft, RunFailed
-from rollout.engines.fake import FakeEngine
 
 
 def test_an_engine_serves_only_after_a_publication(on_site):

@@ -7,9 +7,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from fake_engine import FakeEngine
 
 from rlcore.errors import NoEngineLeft, RunFailed
-from rollout.engines.fake import FakeEngine
 
 
 def test_the_first_start_is_strict(on_site, monkeypatch):

@@ -16,8 +16,7 @@ from rollout.engines.embedded.codec import (
     encode_completion,
     encode_request,
 )
-from rollout.engines.embedded.sampling import keep_mask
-from rollout.engines.embedded.sampling_masks import SamplingMaskRecorder
+from rollout.engines.embedded.sampling import SamplingMaskRecorder, keep_mask
 
 KEPT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.7, "top_k": 9, "sampling_mask": True}
 

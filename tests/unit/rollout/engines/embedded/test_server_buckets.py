@@ -10,12 +10,12 @@ import threading
 import time
 from typing import Any
 
+import orjson
 import pytest
 import torch
 
 from rlcore.errors import RunFailed
 from rlcore.weights import TensorSpec, cut_buckets
-from rollout.engines.embedded.codec import encode_buckets
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.server import EngineServer
 
@@ -78,7 +78,7 @@ def serve() -> tuple[EngineServer, Engine]:
 
 
 async def begin(server: EngineServer) -> None:
-    await server.verbs["begin_update"]({"buckets": encode_buckets(BUCKETS)})
+    await server.verbs["begin_update"]({"buckets": orjson.loads(orjson.dumps(BUCKETS))})
 
 
 def test_the_answer_comes_before_the_bucket_is_applied_and_the_end_waits_for_all() -> None:

@@ -6,8 +6,8 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from rlcore.config.sections.rollout import EngineConfig
+from rollout.engines.registry import Keys
 from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.keys import Keys
 
 
 def answer(content: bytes, *, head: bytes = b"", status: bytes = b"200 OK") -> bytes:
@@ -84,7 +84,8 @@ async def listening(server, writers, host="127.0.0.1", tls=None):
 
 
 async def ask(client, body="x", timeout_s=5.0):
-    return await client.post("/generate", {"said": body}, timeout_s=timeout_s, key="a.key")
+    client.config.request_timeout_s = timeout_s
+    return await client.post("/generate", {"said": body})
 
 
 def saying(*parts: bytes, close: bool = False, pause_s: float = 0.01):

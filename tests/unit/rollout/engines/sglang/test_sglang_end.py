@@ -10,8 +10,8 @@ import pytest
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed
+from rollout.engines.registry import Keys
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.engines.sglang.keys import Keys
 
 
 class Server:

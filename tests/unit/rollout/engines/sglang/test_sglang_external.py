@@ -16,9 +16,9 @@ from engine_kit import VOCAB, with_client
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
+from rollout.engines.registry import Keys
 from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.external import ExternalServer
-from rollout.engines.sglang.keys import Keys
 
 INFO = {"version": VERSION, "tp_size": 1, "dp_size": 1, "pp_size": 1}
 

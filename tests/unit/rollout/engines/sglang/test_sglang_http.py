@@ -12,8 +12,8 @@ from engine_kit import request, with_client
 
 from rlcore.data.generation import Prefix
 from rlcore.errors import EngineFailed, EngineHangs, UserError
+from rollout.engines.registry import Keys
 from rollout.engines.sglang.generation import Generation
-from rollout.engines.sglang.keys import Keys
 from rollout.engines.sglang.limits import Limits
 
 KEY = "rollout.engine.request_timeout_s"
@@ -26,8 +26,9 @@ def answering(status=200, body="", content_type="application/json"):
     return handler
 
 
-async def post(client, route="/generate", **given):
-    return await client.post(route, {"a": 1}, **{"timeout_s": 5.0, "key": KEY, **given})
+async def post(client, route="/generate", *, timeout_s=5.0, admin=False):
+    client.config.request_timeout_s = timeout_s
+    return await client.post(route, {"a": 1}, admin=admin)
 
 
 def test_bodies_go_as_json_under_the_key_that_the_route_needs():
@@ -42,7 +43,7 @@ def test_bodies_go_as_json_under_the_key_that_the_route_needs():
     async def use(client):
         assert await post(client) == {"ok": [1]}
         assert await post(client, admin=True) == {"ok": [1]}
-        assert await client.get("/generate", timeout_s=5.0, key=KEY) == {"ok": [1]}
+        assert await client.get("/generate") == {"ok": [1]}
 
     with_client(handler, use)
     assert seen[:2] == [

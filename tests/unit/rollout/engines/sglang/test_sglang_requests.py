@@ -11,10 +11,16 @@ from engine_kit import VOCAB, request, tiny_qwen3
 
 from rlcore.data.generation import GenerateRequest, Prefix, SamplingParams
 from rlcore.errors import EngineFailed, UserError
-from rollout.engines.embedded.stopping import EXTRA_TOKENS
-from rollout.engines.sglang.experts import ExpertLayers
-from rollout.engines.sglang.generation import encode, encode_sampling, rid, seed
-from rollout.engines.sglang.limits import Limits, check_request, stop_pattern
+from rollout.engines.embedded.decoding import EXTRA_TOKENS
+from rollout.engines.sglang.generation import (
+    check_request,
+    encode,
+    encode_sampling,
+    rid,
+    seed,
+    stop_pattern,
+)
+from rollout.engines.sglang.limits import ExpertLayers, Limits
 
 LIMITS = Limits(vocab_size=VOCAB, prompt_tokens=20, total_tokens=30, sampling_mask_tokens=16)
 

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,65 +15,53 @@ from rlcore.config.checks.servers import OURS, cannot_start
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, ModelError
 from rollout.engines.child_process import members
-from rollout.engines.sglang.arguments import command_line, option
+from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.entry import without_idle
-from rollout.engines.sglang.keys import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.server_process import (
     ENTRY,
     ManagedServer,
     cores_of_ranks,
     engine_python,
     held_ports,
+    option,
 )
 
-
-def words(
-    config: EngineConfig, *, device: str = "cpu", arguments: dict[str, object] | None = None
-) -> list[str]:
-    return command_line(
-        config,
-        model_path="/m",
-        tokenizer=None,
-        dtype="bf16",
-        device=device,
-        port=1,
-        nccl_port=2,
-        arguments=arguments or {},
-    )
+Words = Callable[..., list[str]]
 
 
-def test_the_configuration_becomes_arguments() -> None:
-    given = words(EngineConfig(kind="sglang", tensor_parallel=2, host="10.0.0.1"))
+@pytest.fixture
+def words(tmp_path: Path, folder: Path) -> Words:
+    """The words of the command line for settings of `rollout.engine`."""
+    return lambda **settings: server(tmp_path, folder, **settings).command_line(1, 2)
+
+
+def test_the_configuration_becomes_arguments(words: Words, folder: Path) -> None:
+    given = words(tensor_parallel=2, host="10.0.0.1")
     assert {
-        "--model-path=/m",
-        "--dtype=bfloat16",
+        f"--model-path={folder}",
+        "--dtype=float32",
         "--tp-size=2",
         "--host=10.0.0.1",
         "--port=1",
         "--nccl-port=2",
     } <= set(given)
     assert not any(word.startswith("--tokenizer-path") for word in given)
-    assert "--dtype=float32" in words(EngineConfig(kind="sglang", dtype="fp32"))
+    assert "--dtype=bfloat16" in words(dtype="bf16")
 
 
-def test_what_the_cpu_needs_is_left_out_on_a_gpu_and_can_be_overridden() -> None:
-    assert "--attention-backend=torch_native" in words(EngineConfig(kind="sglang"))
+def test_what_the_cpu_needs_is_left_out_on_a_gpu_and_can_be_overridden(words: Words) -> None:
+    assert "--attention-backend=torch_native" in words()
+    assert not any(word.startswith("--attention-backend") for word in words(device="cuda"))
+    mine = words(server={"attention-backend": "intel_amx", "sleep_on_idle": False})
+    assert "--attention-backend=intel_amx" in mine
     assert not any(
-        word.startswith("--attention-backend")
-        for word in words(EngineConfig(kind="sglang"), device="cuda")
-    )
-    mine = EngineConfig(
-        kind="sglang", server={"attention-backend": "intel_amx", "sleep_on_idle": False}
-    )
-    assert "--attention-backend=intel_amx" in words(mine)
-    assert not any(
-        word.startswith(("--attention-backend=torch", "--sleep-on-idle")) for word in words(mine)
+        word.startswith(("--attention-backend=torch", "--sleep-on-idle")) for word in mine
     )
 
 
-def test_what_the_run_needs_is_stronger_than_what_the_user_says() -> None:
-    config = EngineConfig(kind="sglang", server={"enable_memory_saver": False})
-    assert "--enable-memory-saver" in words(config, arguments={"enable_memory_saver": True})
+def test_what_the_run_needs_is_stronger_than_what_the_user_says(words: Words) -> None:
+    needed = {"enable_memory_saver": True}
+    assert "--enable-memory-saver" in words(server=dict.fromkeys(needed, False), arguments=needed)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +150,12 @@ def test_a_host_that_is_no_address_of_this_machine_is_refused() -> None:
 
 
 def server(
-    tmp_path: Path, model: Path, *, gpus: Sequence[str] = (), **settings: object
+    tmp_path: Path,
+    model: Path,
+    *,
+    gpus: Sequence[str] = (),
+    arguments: dict[str, object] | None = None,
+    **settings: object,
 ) -> ManagedServer:
     (tmp_path / "python").touch()
     config = EngineConfig(
@@ -177,6 +170,7 @@ def server(
         log=tmp_path / "log",
         keys=Keys("a", "b"),
         gpus=gpus,
+        arguments=arguments,
     )
 
 

@@ -15,8 +15,8 @@ from engine_kit import flatten, layout, request, tiny_qwen3
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs
 from rollout.asyncio_utils import LoopThread
+from rollout.engines.registry import Keys
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.engines.sglang.keys import Keys
 from rollout.weight_sync.process_group import GroupAddress
 
 INFO = {

@@ -1,0 +1,90 @@
+"""Checks that engines of all kinds share: of a request, and of model and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlcore.data.generation import GenerateRequest
+from rlcore.errors import ModelError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def folder_config(folder: str) -> dict[str, Any]:
+    """Read config.json of a Hugging Face folder. Raises ModelError if there is none."""
+    path = Path(folder) / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelError(
+            f"model: {folder} holds no config.json; model.path must be a Hugging Face folder"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ModelError(f"model: {path} is not JSON: {error}") from error
+    return config
+
+
+def folder_vocab_size(folder: str) -> int:
+    """`vocab_size` of a Hugging Face folder's config.json."""
+    config = folder_config(folder)
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    if not isinstance(size, int):
+        raise ModelError(f"model: {Path(folder) / 'config.json'} has no vocab_size")
+    return size
+
+
+def check_vocabulary(folder: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The policy's vocabulary size.
+
+    Raises:
+        ModelError: the tokenizer can make ids that the policy does not have.
+    """
+    size = folder_vocab_size(folder)
+    largest = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if largest > size:
+        raise ModelError(
+            f"the policy {folder} has a vocabulary of {size}, its tokenizer one of {largest}; "
+            "use the tokenizer that belongs to the model (model.tokenizer)"
+        )
+    return size
+
+
+def check_request(
+    request: GenerateRequest, *, vocab_size: int, total_tokens: int, limit: str
+) -> None:
+    """Raise UserError for a request that would otherwise fail deep inside the model.
+
+    Args:
+        total_tokens: the most tokens of prompt and response together.
+        limit: what sets `total_tokens`, for the message.
+    """
+    what = f"draw {request.draw}"
+    sampling = request.sampling
+    prompt = np.asarray(request.prompt)
+    wanted = sampling.max_new_tokens
+    if prompt.ndim != 1 or len(prompt) == 0:
+        raise UserError(f"{what}: the prompt has shape {prompt.shape}, expected at least one token")
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        raise UserError(
+            f"{what}: a prompt token lies outside the model's vocabulary of {vocab_size}"
+        )
+    if any(len(prefix.tokens) >= wanted for prefix in request.prefixes):
+        raise UserError(
+            f"{what}: a prefix has all of max_new_tokens {wanted} already, nothing is left to make"
+        )
+    if wanted < 1:
+        raise UserError(f"{what}: max_new_tokens is {wanted}, expected at least 1")
+    if len(prompt) + wanted > total_tokens:
+        raise UserError(
+            f"{what}: a prompt of {len(prompt)} tokens and max_new_tokens {wanted} exceed {limit}"
+            f" of {total_tokens}"
+        )
+    if not 0 < sampling.top_p <= 1 or not 0 <= sampling.temperature < float("inf"):
+        raise UserError(
+            f"{what}: top_p must lie in (0, 1] and temperature be at least 0, got {sampling}"
+        )
