@@ -10,13 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlcore.algorithms.types import PER_SEQUENCE
 from rlcore.data.routed_experts import pad_experts
 from rlcore.data.sample import Sample
 from rlcore.data.sampling_masks import SamplingMasks
-
-PER_SEQUENCE = frozenset(
-    {"rewards", "group_ids", "rollout_ids", "sequence_ids", "baseline_rewards"}
-)
 
 
 def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:
