@@ -16,10 +16,20 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from rlcore.data.sample import Sample
-from rlcore.tracking import names
 from rlcore.tracking.base import BaseTracker
-from rlcore.tracking.format import duration, number, sample_lines
-from rlcore.tracking.names import first
+from rlcore.tracking.format import (
+    ACCURACY,
+    KL,
+    LENGTH,
+    LOSS,
+    REWARD,
+    STEP_SECONDS,
+    TOKENS_PER_SECOND,
+    duration,
+    first,
+    number,
+    sample_lines,
+)
 
 WINDOW = 20  # steps over which the time left is estimated
 # The first step, the last, and steps with an evaluation are always shown; of the others at most one
@@ -75,7 +85,7 @@ class Progress(BaseTracker):
         self._step = step
         self._last = now
         self._withheld = " | ".join([self._position(), *self._fields(metrics)])
-        evaluated = first(metrics, names.ACCURACY) is not None
+        evaluated = first(metrics, ACCURACY) is not None
         if (
             evaluated
             or step >= self.total_steps
@@ -133,12 +143,12 @@ class Progress(BaseTracker):
         return f"step {self._step:>{width}}/{self.total_steps}"
 
     def _fields(self, metrics: Mapping[str, float]) -> list[str]:
-        reward = first(metrics, names.REWARD)
-        accuracy = first(metrics, names.ACCURACY)
-        kl = first(metrics, names.KL)
-        loss = first(metrics, names.LOSS)
-        length = first(metrics, names.LENGTH)
-        speed = first(metrics, names.TOKENS_PER_SECOND)
+        reward = first(metrics, REWARD)
+        accuracy = first(metrics, ACCURACY)
+        kl = first(metrics, KL)
+        loss = first(metrics, LOSS)
+        length = first(metrics, LENGTH)
+        speed = first(metrics, TOKENS_PER_SECOND)
         fields = []
         if reward is not None:
             fields.append(f"reward {number(reward)}")
@@ -150,7 +160,7 @@ class Progress(BaseTracker):
             fields.append(f"length {number(length)}")
         if speed is not None:
             fields.append(f"{number(speed)} tok/s")
-        seconds = first(metrics, names.STEP_SECONDS)
+        seconds = first(metrics, STEP_SECONDS)
         if seconds is None and self._intervals:
             seconds = self._intervals[-1]
         if seconds is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, GuardedEstimator
 from rlcore.algorithms.registry import build_estimator, guard_estimator
+from rlcore.algorithms.testing import shared
 from rlcore.algorithms.testing.batches import (
     NEIGHBOURS,
     NO_TOKENS,
@@ -23,21 +24,7 @@ from rlcore.algorithms.testing.batches import (
     take,
 )
 from rlcore.algorithms.testing.contract import ContractError, ContractReport, Rule
-from rlcore.algorithms.testing.shared import (
-    OPTIONAL,
-    STORAGE,
-    Subject,
-    check_declared,
-    check_deterministic,
-    check_empty,
-    check_extremes,
-    check_float32,
-    check_optional,
-    check_rules,
-    check_storage,
-    put_behind_guard,
-)
-from rlcore.algorithms.testing.trial import READ_ONLY, Outputs, Trial, at, largest
+from rlcore.algorithms.testing.trial import READ_ONLY, Outputs, Subject, Trial, at, largest
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
@@ -69,7 +56,7 @@ def check_estimator(
             was expected, what came, and what to do.
         AlgorithmError: the estimator cannot be built from these keywords.
     """
-    guarded = put_behind_guard(
+    guarded = shared.put_behind_guard(
         estimator,
         keywords,
         called="estimator",
@@ -82,7 +69,7 @@ def check_estimator(
         skipped = {rule: "random=True" for rule in _RULES if rule not in _ONE_CALL}
     if uses_batch:
         skipped.setdefault(GROUP_SPLIT, "uses_batch=True")
-    return check_rules(_Subject(guarded, seed), _RULES, skipped)
+    return shared.check_rules(_Subject(guarded, seed), _RULES, skipped)
 
 
 @dataclass(frozen=True)
@@ -297,21 +284,21 @@ def _check_constant(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
 
 
 _RULES: Mapping[Rule, Callable[[_Subject, Trial[EstimatorInputs]], None]] = {
-    DECLARED: check_declared,
+    DECLARED: shared.check_declared,
     OUTPUTS: _check_outputs,
     READ_ONLY: _check_outputs,  # any call may find a write; these two look for nothing else
     RETURNS: _check_returns,
-    DETERMINISTIC: check_deterministic,
-    OPTIONAL: check_optional,
+    DETERMINISTIC: shared.check_deterministic,
+    shared.OPTIONAL: shared.check_optional,
     PERMUTATION: _check_permutation,
     GROUP_IDS: _check_group_ids,
     GROUP_OF_ONE: _check_group_of_one,
-    EMPTY: check_empty,
+    EMPTY: shared.check_empty,
     NO_TOKENS_RULE: _check_no_tokens,
     GROUP_SPLIT: _check_group_split,
     CONSTANT: _check_constant,
-    FLOAT32: check_float32,
-    EXTREMES: check_extremes,
-    STORAGE: check_storage,
+    FLOAT32: shared.check_float32,
+    EXTREMES: shared.check_extremes,
+    shared.STORAGE: shared.check_storage,
 }
-_ONE_CALL = (OUTPUTS, READ_ONLY, RETURNS, OPTIONAL, GROUP_OF_ONE, NO_TOKENS_RULE, CONSTANT)
+_ONE_CALL = (OUTPUTS, READ_ONLY, RETURNS, shared.OPTIONAL, GROUP_OF_ONE, NO_TOKENS_RULE, CONSTANT)

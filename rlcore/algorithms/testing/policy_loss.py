@@ -13,6 +13,7 @@ from rlcore.algorithms.errors import EstimatorMutationError, OutputError
 from rlcore.algorithms.guard import POLICY_LOSS_OPTIONAL, GuardedPolicyLoss
 from rlcore.algorithms.ragged import expand_to_tokens
 from rlcore.algorithms.registry import build_policy_loss, guard_policy_loss
+from rlcore.algorithms.testing import shared
 from rlcore.algorithms.testing.batches import (
     NEIGHBOURS,
     NO_TOKENS,
@@ -25,21 +26,7 @@ from rlcore.algorithms.testing.batches import (
     tensors,
 )
 from rlcore.algorithms.testing.contract import ContractReport, Rule
-from rlcore.algorithms.testing.shared import (
-    OPTIONAL,
-    STORAGE,
-    Subject,
-    check_declared,
-    check_deterministic,
-    check_empty,
-    check_extremes,
-    check_float32,
-    check_optional,
-    check_rules,
-    check_storage,
-    put_behind_guard,
-)
-from rlcore.algorithms.testing.trial import READ_ONLY, Outputs, Trial, at, same_numbers
+from rlcore.algorithms.testing.trial import READ_ONLY, Outputs, Subject, Trial, at, same_numbers
 from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 
 
@@ -62,7 +49,7 @@ def check_policy_loss(
             was expected, what came, and what to do.
         AlgorithmError: the loss cannot be built from these keywords.
     """
-    guarded = put_behind_guard(
+    guarded = shared.put_behind_guard(
         loss,
         keywords,
         called="loss",
@@ -71,7 +58,7 @@ def check_policy_loss(
         guard=guard_policy_loss,
     )
     skipped = {} if "weights" in guarded.takes else {UNWEIGHTED: "it takes no weights"}
-    return check_rules(_Subject(guarded, seed), _RULES, skipped)
+    return shared.check_rules(_Subject(guarded, seed), _RULES, skipped)
 
 
 @dataclass(frozen=True)
@@ -264,17 +251,17 @@ def _check_unweighted(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None
 
 
 _RULES: Mapping[Rule, Callable[[_Subject, Trial[PolicyLossInputs]], None]] = {
-    DECLARED: check_declared,
+    DECLARED: shared.check_declared,
     OUTPUTS: _check_outputs,
     READ_ONLY: _check_outputs,  # any call may find a write; these look for nothing else
-    DETERMINISTIC: check_deterministic,
-    OPTIONAL: check_optional,
+    DETERMINISTIC: shared.check_deterministic,
+    shared.OPTIONAL: shared.check_optional,
     PERMUTATION: _check_permutation,
     MICRO_BATCHES: _check_micro_batches,
-    EMPTY: check_empty,
+    EMPTY: shared.check_empty,
     NO_TOKENS_RULE: _check_no_tokens,
     UNWEIGHTED: _check_unweighted,
-    FLOAT32: check_float32,
-    EXTREMES: check_extremes,
-    STORAGE: check_storage,
+    FLOAT32: shared.check_float32,
+    EXTREMES: shared.check_extremes,
+    shared.STORAGE: shared.check_storage,
 }

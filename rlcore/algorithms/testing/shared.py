@@ -4,76 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, TypeVar
 
 from rlcore.algorithms.guard import Guarded
 from rlcore.algorithms.testing.batches import (
     NEIGHBOURS,
     Layout,
     Record,
-    loners,
     only,
     peers,
     strided,
     take,
 )
 from rlcore.algorithms.testing.contract import ContractReport, Rule
-from rlcore.algorithms.testing.trial import Outputs, Trial, same_outputs
+from rlcore.algorithms.testing.trial import Subject, Trial, same_outputs
 
 AnyGuarded = TypeVar("AnyGuarded", bound=Guarded)
 AnySubject = TypeVar("AnySubject", bound="Subject[Any]")
-
-
-@dataclass(frozen=True)
-class Subject(Generic[Record]):
-    """A plugin behind its guard, the batches on which it is tried, and ways to call it."""
-
-    guarded: Guarded
-    seed: int
-    optional: ClassVar[tuple[str, ...]]  # the fields that such a plugin may declare
-
-    @property
-    def name(self) -> str:
-        """The name of the plugin in messages."""
-        return f"{self.guarded.kind} {self.guarded.name!r}"
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """Layouts with groups of every size, and no empty sequence."""
-        return [*loners(self.seed), *peers(self.seed)]
-
-    def full(self, layout: Layout, seed: int) -> Record:
-        """Return a batch with every field."""
-        raise NotImplementedError
-
-    def extreme(self, batch: Record) -> dict[str, Record]:
-        """Return batches with huge numbers, by what was changed."""
-        raise NotImplementedError
-
-    def call(self, inputs: Record) -> Outputs:
-        """Call the plugin behind its guard."""
-        raise NotImplementedError
-
-    def call_with_all(self, inputs: Record) -> Outputs:
-        """Call it as if it had declared every field."""
-        return self.call(inputs)
-
-    def call_bare(self, inputs: Record) -> Outputs:
-        """Call it without the copies that its guard makes."""
-        return self.call(inputs)
-
-    def call_with_metrics(self, inputs: Record) -> Outputs:
-        """Call it; its metrics, if it has any, are among the results."""
-        return self.call(inputs)
-
-    def batch(self, layout: Layout) -> Record:
-        """Return a batch with the fields that it takes."""
-        return only(self.full(layout, self.seed), self.guarded.takes)
-
-    def trial(self, rule: Rule) -> Trial[Record]:
-        """Begin the trial of a rule."""
-        return Trial(self.name, self.call, self.guarded.takes, self.seed, rule)
 
 
 def check_rules(
@@ -85,7 +32,7 @@ def check_rules(
     kept = []
     for rule, check in rules.items():
         if rule not in skipped:
-            check(subject, subject.trial(rule))
+            check(subject, Trial(subject, rule))
             kept.append(rule)
     return ContractReport(subject.name, tuple(kept), skipped)
 
@@ -103,8 +50,9 @@ def put_behind_guard(
     if isinstance(thing, str | type):
         return build(thing, **keywords)
     if not isinstance(thing, guard_type) and _builds(thing, keywords):
-        thing = thing(**keywords)
-    elif keywords:
+        built = thing(**keywords)
+        return built if isinstance(built, guard_type) else guard(built)
+    if keywords:
         raise TypeError(
             f"{', '.join(keywords)}: the {called} is built already; pass its class or name with"
             " keywords"
@@ -180,13 +128,14 @@ def check_empty(subject: Subject[Record], trial: Trial[Record]) -> None:
     for layout in subject.layouts:
         count = len(layout.lengths)
         stranger = max(layout.groups) + 1
-        for position, group in (
+        places: list[tuple[int, int]] = [
             (0, layout.groups[0]),
             (count // 2, layout.groups[-1]),
             (count, stranger),
-        ):
-            lengths = (*layout.lengths[:position], 0, *layout.lengths[position:])
-            groups = (*layout.groups[:position], group, *layout.groups[position:])
+        ]
+        for position, group in places:
+            lengths: tuple[int, ...] = (*layout.lengths[:position], 0, *layout.lengths[position:])
+            groups: tuple[int, ...] = (*layout.groups[:position], group, *layout.groups[position:])
             batch = subject.batch(Layout(lengths, groups))
             without, _ = take(batch, [b for b in range(count + 1) if b != position])
             change = f"with the empty sequence {position}"

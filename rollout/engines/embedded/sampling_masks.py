@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlcore.data.sampling_masks import SamplingMasks
+from rlcore.data.sample import SamplingMasks
 
 
 class SamplingMaskRecorder:

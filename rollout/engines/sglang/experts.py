@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlcore.data.routed_experts import Experts
+from rlcore.data.sample import Experts
 from rlcore.errors import ModelError
 
 # the name of a module in transformers
