@@ -128,18 +128,20 @@ def check_empty(subject: Subject[Record], trial: Trial[Record]) -> None:
     for layout in subject.layouts:
         count = len(layout.lengths)
         stranger = max(layout.groups) + 1
-        places: list[tuple[int, int]] = [
+        for position, group in (
             (0, layout.groups[0]),
             (count // 2, layout.groups[-1]),
             (count, stranger),
-        ]
-        for position, group in places:
-            lengths: tuple[int, ...] = (*layout.lengths[:position], 0, *layout.lengths[position:])
-            groups: tuple[int, ...] = (*layout.groups[:position], group, *layout.groups[position:])
-            batch = subject.batch(Layout(lengths, groups))
+        ):
+            lengths = _inserted(layout.lengths, position, 0)
+            batch = subject.batch(Layout(lengths, _inserted(layout.groups, position, group)))
             without, _ = take(batch, [b for b in range(count + 1) if b != position])
             change = f"with the empty sequence {position}"
             trial.same(batch, change, trial.run(without), trial.run(batch, change))
+
+
+def _inserted(numbers: tuple[int, ...], position: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:position], number, *numbers[position:])
 
 
 def check_float32(subject: Subject[Record], trial: Trial[Record]) -> None:
