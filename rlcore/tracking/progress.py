@@ -35,6 +35,7 @@ WINDOW = 20  # steps over which the time left is estimated
 # The first step, the last, and steps with an evaluation are always shown; of the others at most one
 # in this time, so that quick steps do not flood the terminal.
 QUIET_S = 2.0
+FIELDS = (("kl {}", KL), ("length {}", LENGTH), ("{} tok/s", TOKENS_PER_SECOND))
 Clock = Callable[[], float]
 
 ENDINGS = {
@@ -143,23 +144,13 @@ class Progress(BaseTracker):
         return f"step {self._step:>{width}}/{self.total_steps}"
 
     def _fields(self, metrics: Mapping[str, float]) -> list[str]:
-        reward = first(metrics, REWARD)
+        reward = ("reward {}", REWARD) if first(metrics, REWARD) is not None else ("loss {}", LOSS)
+        fields = [
+            text.format(number(value))
+            for text, names in (reward, *FIELDS)
+            if (value := first(metrics, names)) is not None
+        ]
         accuracy = first(metrics, ACCURACY)
-        kl = first(metrics, KL)
-        loss = first(metrics, LOSS)
-        length = first(metrics, LENGTH)
-        speed = first(metrics, TOKENS_PER_SECOND)
-        fields = []
-        if reward is not None:
-            fields.append(f"reward {number(reward)}")
-        elif loss is not None:
-            fields.append(f"loss {number(loss)}")
-        if kl is not None:
-            fields.append(f"kl {number(kl)}")
-        if length is not None:
-            fields.append(f"length {number(length)}")
-        if speed is not None:
-            fields.append(f"{number(speed)} tok/s")
         seconds = first(metrics, STEP_SECONDS)
         if seconds is None and self._intervals:
             seconds = self._intervals[-1]
