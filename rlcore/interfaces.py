@@ -12,12 +12,11 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from rlcore.data.batch import RolloutBatch
+from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.generation import Completion, Generate, GenerateRequest, MemoryTag, PauseMode
 from rlcore.data.packing import MinibatchPlan
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
-from rlcore.data.step import StepRollouts, UpdateResult
 from rlcore.weights import Bucket
 
 # --- training -------------------------------------------------------------------------------------

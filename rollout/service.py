@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rlcore.config import Config
 from rlcore.config.derived import engine_place_s, total_steps
+from rlcore.data.batch import StepRollouts
 from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.sample import Sample
-from rlcore.data.step import StepRollouts
 from rlcore.deadlines import CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
 from rlcore.errors import ConfigError, DeadlineExceeded
 from rlcore.interfaces import RolloutEngine

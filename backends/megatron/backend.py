@@ -46,9 +46,8 @@ with importing_megatron():
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.config.derived import pack_multiple
-from rlcore.data.batch import RolloutBatch
+from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.data.packing import MinibatchPlan, padded_length, plan_minibatch
-from rlcore.data.step import UpdateResult
 from rlcore.weights import DTYPES, Bucket
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from backends.megatron import MegatronBackend
 from rlcore.config import Config
-from rlcore.data.batch import RolloutBatch
+from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.data.packing import MinibatchPlan
-from rlcore.data.step import UpdateResult
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.loop import put
 from rlcore.trainer.objective import Objective

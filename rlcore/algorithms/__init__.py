@@ -13,6 +13,9 @@ from rlcore.algorithms.corrections import (
     CorrectionName,
     CorrectionResult,
     CorrectionSpec,
+    mask_weights,
+    mismatch_vectors,
+    stale_tokens,
 )
 from rlcore.algorithms.errors import (
     AlgorithmError,
@@ -30,11 +33,9 @@ from rlcore.algorithms.kl import KLKind, approx_kl, kl_clamped, loss_kl
 from rlcore.algorithms.losses.value import value_clipped, value_loss
 from rlcore.algorithms.metric_table import METRICS, metric_spec
 from rlcore.algorithms.metrics import explained_variance, rollout_metrics
-from rlcore.algorithms.mismatch import mismatch_vectors
-from rlcore.algorithms.moments import Moments
+from rlcore.algorithms.moments import MetricSpec, Moments
 from rlcore.algorithms.normalization import NormalizationMode, normalize_advantages
 from rlcore.algorithms.ragged import (
-    discounted_suffix_sum,
     expand_to_tokens,
     group_count,
     group_index,
@@ -46,7 +47,6 @@ from rlcore.algorithms.ragged import (
     segment_sum,
     whiten,
 )
-from rlcore.algorithms.reductions import MetricSpec
 from rlcore.algorithms.registry import (
     build_estimator,
     build_policy_loss,
@@ -59,7 +59,7 @@ from rlcore.algorithms.registry import (
     register_estimator,
     register_policy_loss,
 )
-from rlcore.algorithms.staleness import mask_weights, stale_tokens
+from rlcore.algorithms.scan import discounted_suffix_sum
 from rlcore.algorithms.token_hash import token_uniform
 from rlcore.algorithms.types import (
     Advantages,

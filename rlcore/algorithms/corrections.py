@@ -1,8 +1,10 @@
-"""Correction of the policy loss for the gap between the sampling engine and the trainer.
+"""The gap between the sampling engine and the trainer, and what the loss does about it.
 
 Both hold the same weights, but other kernels, precisions or (asynchronously) versions give other
-probabilities, so what looks like on-policy data is off-policy. Here is that importance weight, and
-the ways in use to bound it.
+probabilities, so what looks like on-policy data is off-policy. Here are the measures of that gap,
+the importance weight with the ways in use to bound it, and the mask of tokens that are too old
+(`algorithm.correction.max_staleness`; the bound on generation, `rollout.max_staleness`, is kept by
+the scheduler of the rollouts).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlcore.algorithms.errors import InputError, known_names
-from rlcore.algorithms.kl import LOG_RATIO_LIMIT
+from rlcore.algorithms.kl import approx_kl, clamp_log_ratio, clamped_log_ratio
 from rlcore.algorithms.ragged import expand_to_tokens, segment_mean, segment_sum
 from rlcore.algorithms.types import check_cu_seqlens
 
@@ -171,7 +173,7 @@ class Correction:
         keep = ~expand_to_tokens(rejected, cu_seqlens, vetoed.numel())
 
         log_ratio = self._log_ratio(token_log_ratio, cu_seqlens)
-        ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        ratio = clamp_log_ratio(log_ratio).exp()
         lower, upper = self.bounds
         outside = (log_ratio < (math.log(lower) if lower else -math.inf)) | (
             log_ratio > math.log(upper)
@@ -214,3 +216,66 @@ def _check(old_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor) -
                 f"correction: {name}: expected floating numbers [M] = [{size}], got {value.dtype}"
                 f" {list(value.shape)}"
             )
+
+
+@torch.no_grad()
+def mismatch_vectors(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
+    """Return the vectors of `rollout/train_rollout_logprob_diff*` and `rollout/ess`, float64 `[M]`.
+
+        engine_gap    |logprobs - rollout_logprobs|
+        engine_kl     w - 1 - log w, the k3 estimate of KL(engine || trainer)
+        engine_ratio  w = exp(logprobs - rollout_logprobs), the log-ratio clamped to +-20
+
+    Args:
+        logprobs: float `[M]`, the trainer's, of the policy before the step.
+        rollout_logprobs: float `[M]`, the engine's. Where they are not finite the metrics are not,
+            and should not be.
+    """
+    trainer = logprobs.double()
+    engine = rollout_logprobs.double()
+    return {
+        "engine_gap": (trainer - engine).abs(),
+        "engine_kl": approx_kl(engine, trainer, "k3"),
+        "engine_ratio": clamped_log_ratio(trainer, engine).exp(),
+    }
+
+
+def stale_tokens(versions: Tensor, current_version: int, max_staleness: int) -> Tensor:
+    """Return where `current_version - versions > max_staleness`, bool `[M]`.
+
+    Args:
+        versions: integer `[M]`, the policy version that made each token; tokens of one sequence may
+            differ.
+        current_version: the version that is about to be trained, from which they are counted.
+        max_staleness: a token may be this many versions old, >= 0.
+
+    Raises:
+        InputError: a token is newer than the policy: versions only ever grow, so one of the two is
+            wrong.
+        ValueError: `max_staleness` is negative.
+    """
+    if max_staleness < 0:
+        raise ValueError(f"max_staleness: expected a number of versions >= 0, got {max_staleness}")
+    if versions.is_floating_point() or versions.dtype == torch.bool:
+        raise InputError(f"versions: expected an integer dtype, got {versions.dtype}")
+    age = current_version - versions
+    if age.numel() and int(age.min()) < 0:
+        raise InputError(
+            f"versions: expected none above the current version {current_version}, got"
+            f" {int(versions.max())}"
+        )
+    return age > max_staleness
+
+
+def mask_weights(weights: Tensor, dropped: Tensor) -> Tensor:
+    """Return `weights` (`[M]`) with 0 where `dropped`: those tokens lose every term of the loss.
+
+    Call it after `loss_weights`: the other tokens keep their weight, since a denominator that
+    shrank with the dropped tokens would make each that is left count for more the more are dropped.
+    """
+    if weights.shape != dropped.shape or dropped.dtype != torch.bool:
+        raise InputError(
+            f"dropped: expected bool of shape {list(weights.shape)}, got {dropped.dtype}"
+            f" {list(dropped.shape)}"
+        )
+    return weights.masked_fill(dropped, 0.0)

@@ -1,14 +1,4 @@
-"""The errors between a batch, an algorithm and its configuration.
-
-AlgorithmError (a ValueError)
- +- InputError               a record was built with a wrong shape, dtype, device or cu_seqlens
- +- UnknownNameError         no estimator or policy loss of this name, or no such import path
- +- DuplicateNameError       two plugins claim one name
- +- KeywordError             a constructor keyword that is unknown, missing or of the wrong type
- +- MissingInputError        a field that the algorithm needs is absent
- +- OutputError              a result of a wrong shape or dtype, or with numbers that are not finite
- +- EstimatorMutationError   the algorithm wrote into its inputs
-"""
+"""The errors between a batch, an algorithm and its configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +11,7 @@ class AlgorithmError(ValueError):
 
 
 class InputError(AlgorithmError):
-    """A record was built from tensors that do not fit together."""
+    """A record was built with a wrong shape, dtype, device or cu_seqlens."""
 
 
 class UnknownNameError(AlgorithmError):
@@ -33,7 +23,7 @@ class DuplicateNameError(AlgorithmError):
 
 
 class KeywordError(AlgorithmError):
-    """The constructor of an algorithm does not take this keyword or this value."""
+    """A keyword of a constructor is unknown, missing or of the wrong type."""
 
 
 class MissingInputError(AlgorithmError):
@@ -41,7 +31,7 @@ class MissingInputError(AlgorithmError):
 
 
 class OutputError(AlgorithmError):
-    """The result of an algorithm is unusable."""
+    """A result has a wrong shape or dtype, or numbers that are not finite."""
 
 
 class EstimatorMutationError(AlgorithmError):

@@ -49,8 +49,35 @@ SOURCES: Mapping[str, str] = {
 }
 
 
-class GuardedEstimator:
+class Guarded:
+    """An algorithm under its name, with the fields of the batch that it takes."""
+
+    kind: str  # in messages
+    always: tuple[str, ...]  # the fields that every batch has
+
+    def __init__(self, name: str, needs: Collection[str], optional: Collection[str] = ()) -> None:
+        self.name = name
+        self.needs = frozenset(needs)
+        self.optional = frozenset(optional)
+        self.takes = self.needs | self.optional | {*self.always}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, needs={sorted(self.needs)})"
+
+    def check_available(self, available: Collection[str]) -> None:
+        """Raise `MissingInputError` unless every needed field is available; ask before rollouts."""
+        missing = sorted(self.needs - {*available, *self.always})
+        if missing:
+            needs = ", ".join(map(repr, sorted(self.needs)))
+            wanted = "; ".join(f"{field!r} is missing: {SOURCES[field]}" for field in missing)
+            raise MissingInputError(f"{self.kind} {self.name!r} needs {needs}; {wanted}")
+
+
+class GuardedEstimator(Guarded):
     """An estimator behind its guard: `EstimatorInputs` to checked `Advantages`, no gradients."""
+
+    kind = "estimator"
+    always = ESTIMATOR_ALWAYS
 
     def __init__(
         self,
@@ -59,25 +86,15 @@ class GuardedEstimator:
         needs: Collection[str],
         optional: Collection[str] = (),
     ) -> None:
-        self.name = name
+        super().__init__(name, needs, optional)
         self.estimator = estimator
-        self.needs = frozenset(needs)
-        self.optional = frozenset(optional)
-        self._handed = {*ESTIMATOR_ALWAYS, *needs, *optional}
-
-    def __repr__(self) -> str:
-        return f"GuardedEstimator({self.name!r}, needs={sorted(self.needs)})"
-
-    def check_available(self, available: Collection[str]) -> None:
-        """Raise `MissingInputError` unless every needed field is available; ask before rollouts."""
-        _check_available("estimator", self.name, self.needs, {*available, *ESTIMATOR_ALWAYS})
 
     @torch.no_grad()
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         present = [name for name, value in vars(inputs).items() if value is not None]
         self.check_available(present)
         given: dict[str, Tensor] = {
-            name: getattr(inputs, name) for name in present if name in self._handed
+            name: getattr(inputs, name) for name in present if name in self.takes
         }
         copies = _copies(given)
         versions = {name: value._version for name, value in copies.items()}
@@ -121,13 +138,16 @@ class GuardedEstimator:
         return result
 
 
-class GuardedPolicyLoss:
+class GuardedPolicyLoss(Guarded):
     """A policy loss behind its guard: `PolicyLossInputs` to a checked `PolicyLoss`.
 
     It hands over every field, declared or not, and does not look for NaN, since that would make the
     host wait for the device once a micro-batch. Where the inputs carry an entropy,
     `metrics["entropy"]` reports it for every loss.
     """
+
+    kind = "policy loss"
+    always = POLICY_LOSS_ALWAYS
 
     def __init__(
         self,
@@ -136,22 +156,13 @@ class GuardedPolicyLoss:
         needs: Collection[str],
         optional: Collection[str] = (),
     ) -> None:
-        self.name = name
+        super().__init__(name, needs, optional)
         self.loss = loss
-        self.needs = frozenset(needs)
-        self.optional = frozenset(optional)
-
-    def __repr__(self) -> str:
-        return f"GuardedPolicyLoss({self.name!r}, needs={sorted(self.needs)})"
 
     @property
     def has_batch_stats(self) -> bool:
         """Return whether the loss wants to see the whole optimizer step before it is split."""
         return callable(getattr(self.loss, "batch_stats", None))
-
-    def check_available(self, available: Collection[str]) -> None:
-        """Raise `MissingInputError` unless every needed field is among `available`."""
-        _check_available("policy loss", self.name, self.needs, {*available, *POLICY_LOSS_ALWAYS})
 
     @torch.no_grad()
     def batch_stats(self, inputs: PolicyLossInputs) -> dict[str, Tensor]:
@@ -213,17 +224,6 @@ class GuardedPolicyLoss:
         if inputs.entropy is not None:
             metrics.setdefault("entropy", inputs.entropy.detach())
         return replace(result, metrics=metrics)
-
-
-def _check_available(
-    kind: str, name: str, needs: Collection[str], available: Collection[str]
-) -> None:
-    missing = sorted(set(needs) - set(available))
-    if missing:
-        wanted = "; ".join(f"{field!r} is missing: {SOURCES[field]}" for field in missing)
-        raise MissingInputError(
-            f"{kind} {name!r} needs {', '.join(map(repr, sorted(needs)))}; {wanted}"
-        )
 
 
 def _check_per_token(at: str, value: Tensor, num_tokens: int) -> None:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 
 from rlcore.algorithms.metrics import BATCH_METRICS
-from rlcore.algorithms.reductions import STREAMED_METRICS, MetricSpec
+from rlcore.algorithms.moments import STREAMED_METRICS, MetricSpec
 
 _ROWS = (
     # progress

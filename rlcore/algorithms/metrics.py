@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rlcore.algorithms.corrections import mismatch_vectors, stale_tokens
 from rlcore.algorithms.errors import InputError
 from rlcore.algorithms.kl import kl_clamped
-from rlcore.algorithms.mismatch import mismatch_vectors
-from rlcore.algorithms.moments import Moments
+from rlcore.algorithms.moments import MetricSpec, Moments
 from rlcore.algorithms.ragged import (
     group_count,
     group_index,
@@ -21,8 +21,6 @@ from rlcore.algorithms.ragged import (
     segment_lengths,
     segment_sum,
 )
-from rlcore.algorithms.reductions import MetricSpec
-from rlcore.algorithms.staleness import stale_tokens
 from rlcore.algorithms.types import EstimatorInputs
 from rlcore.algorithms.wide import mean_and_variance, pieces
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.scan import suffix_scan, suffix_scan_
 from rlcore.algorithms.wide import mean_and_variance, pieces
 
 
@@ -51,57 +50,6 @@ def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 def segment_mean(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Average `x` (`[M]`) over each sequence: `[B]`; the mean of an empty sequence is 0."""
     return segment_sum(x, cu_seqlens) / segment_lengths(cu_seqlens).clamp(min=1)
-
-
-def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """Compute `y_t = x_t + decay * y_{t+1}` inside each sequence, with `y = 0` behind it.
-
-    Args:
-        x: float `[M]`.
-        cu_seqlens: integer `[B+1]`.
-        decay: between 0 and 1; a number, or a float tensor `[B]` with one decay a sequence (a
-            constant to autograd).
-
-    Returns:
-        `[M]`, dtype of `x`, a new tensor. The work is done in float64: no sum over a sequence is
-            rounded before its end.
-
-    See `rlcore.algorithms.scan` for how.
-    """
-    if not x.is_floating_point():
-        raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
-    return suffix_scan(x, cu_seqlens.long(), _checked_decay(decay, cu_seqlens))
-
-
-def discounted_suffix_sum_(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """Compute `discounted_suffix_sum` in place, on a contiguous float64 `[M]` without gradient."""
-    if x.dtype != torch.float64 or not x.is_contiguous() or x.requires_grad:
-        raise ValueError(
-            f"x: expected a contiguous float64 tensor without gradient, got {x.dtype}, strides"
-            f" {x.stride()}, requires_grad {x.requires_grad}; call discounted_suffix_sum"
-        )
-    return suffix_scan_(x, cu_seqlens.long(), _checked_decay(decay, cu_seqlens))
-
-
-def _checked_decay(decay: float | Tensor, cu_seqlens: Tensor) -> float | Tensor:
-    """Return `decay` as a float, or as float64 `[B]` on the device of `cu_seqlens`."""
-    if not isinstance(decay, Tensor):
-        if not 0.0 <= decay <= 1.0:
-            raise ValueError(f"decay: expected a number in [0, 1], got {decay}")
-        return float(decay)
-    sequences = cu_seqlens.numel() - 1
-    if tuple(decay.shape) != (sequences,) or not decay.is_floating_point():
-        raise ValueError(
-            f"decay: expected a float tensor [B] = [{sequences}], one decay a sequence, got"
-            f" {decay.dtype} {list(decay.shape)}"
-        )
-    outside = (~((decay >= 0) & (decay <= 1))).nonzero()
-    if outside.numel():
-        first = int(outside[0])
-        raise ValueError(
-            f"decay: expected numbers in [0, 1], got {float(decay[first])} for sequence {first}"
-        )
-    return decay.detach().double().to(cu_seqlens.device)
 
 
 def whiten(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:

@@ -25,32 +25,74 @@ from torch import Tensor
 _ROW = 32  # tokens; longer rows save little, and cost more where sequences end
 
 
-def suffix_scan(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """`discounted_suffix_sum` of checked arguments: int64 `cu_seqlens`, `decay` float or `[B]`."""
-    if x.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _SuffixScan.apply(x, cu_seqlens, decay)
-        return result
-    return suffix_scan_(x.to(torch.float64, copy=True), cu_seqlens, decay).to(x.dtype)
+def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
+    """Compute `y_t = x_t + decay * y_{t+1}` inside each sequence, with `y = 0` behind it.
+
+    Args:
+        x: float `[M]`.
+        cu_seqlens: integer `[B+1]`.
+        decay: between 0 and 1; a number, or a float tensor `[B]` with one decay a sequence (a
+            constant to autograd).
+
+    Returns:
+        `[M]`, dtype of `x`, a new tensor. The work is done in float64: no sum over a sequence is
+            rounded before its end.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
+    result: Tensor = _SuffixSum.apply(x, cu_seqlens.long(), _checked_decay(decay, cu_seqlens))
+    return result
 
 
-class _SuffixScan(torch.autograd.Function):
+def discounted_suffix_sum_(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
+    """Compute `discounted_suffix_sum` in place, on a contiguous float64 `[M]` without gradient."""
+    if x.dtype != torch.float64 or not x.is_contiguous() or x.requires_grad:
+        raise ValueError(
+            f"x: expected a contiguous float64 tensor without gradient, got {x.dtype}, strides"
+            f" {x.stride()}, requires_grad {x.requires_grad}; call discounted_suffix_sum"
+        )
+    return _scan_(x, cu_seqlens.long(), _checked_decay(decay, cu_seqlens))
+
+
+def _checked_decay(decay: float | Tensor, cu_seqlens: Tensor) -> float | Tensor:
+    """Return `decay` as a float, or as float64 `[B]` on the device of `cu_seqlens`."""
+    if not isinstance(decay, Tensor):
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay: expected a number in [0, 1], got {decay}")
+        return float(decay)
+    sequences = cu_seqlens.numel() - 1
+    if tuple(decay.shape) != (sequences,) or not decay.is_floating_point():
+        raise ValueError(
+            f"decay: expected a float tensor [B] = [{sequences}], one decay a sequence, got"
+            f" {decay.dtype} {list(decay.shape)}"
+        )
+    outside = (~((decay >= 0) & (decay <= 1))).nonzero()
+    if outside.numel():
+        first = int(outside[0])
+        raise ValueError(
+            f"decay: expected numbers in [0, 1], got {float(decay[first])} for sequence {first}"
+        )
+    return decay.detach().double().to(cu_seqlens.device)
+
+
+class _SuffixSum(torch.autograd.Function):
     """The gradient of a suffix sum is the prefix sum: a suffix sum of the reversed entries."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
         ctx.cu_seqlens = cu_seqlens
         ctx.decay = decay
-        return suffix_scan(x, cu_seqlens, decay)
+        return _scan_(x.to(torch.float64, copy=True), cu_seqlens, decay).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         decay = ctx.decay.flip(0) if isinstance(ctx.decay, Tensor) else ctx.decay
         borders = ctx.cu_seqlens[-1] - ctx.cu_seqlens.flip(0)
-        return suffix_scan(grad.flip(0), borders, decay).flip(0), None, None
+        return _SuffixSum.apply(grad.flip(0), borders, decay).flip(0), None, None
 
 
-def suffix_scan_(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-    """`suffix_scan` in place, of a contiguous float64 tensor that is in no graph."""
+def _scan_(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
+    """`discounted_suffix_sum_` of checked arguments: int64 `cu_seqlens`, `decay` float or `[B]`."""
     lengths = cu_seqlens.diff()
     longest = int(lengths.max()) if lengths.numel() else 0
     if longest <= 1 or (isinstance(decay, float) and decay == 0.0):

@@ -79,10 +79,18 @@ def require(value: Tensor | None, name: str) -> Tensor:
     return value
 
 
-def check_coefficient(name: str, value: float) -> None:
-    """Refuse a coefficient that would turn its term around, or that is no number."""
-    if not 0.0 <= value < float("inf"):
-        raise ValueError(f"{name}: expected a number >= 0, got {value}")
+class ShapedEstimator:
+    """The base of estimators that reward single tokens: it checks and keeps their coefficients.
+
+    One below 0 would turn its term around.
+    """
+
+    def __init__(self, *, kl_coef: float = 0.0, distill_coef: float = 0.0) -> None:
+        for name, value in (("kl_coef", kl_coef), ("distill_coef", distill_coef)):
+            if not 0.0 <= value < float("inf"):
+                raise ValueError(f"{name}: expected a number >= 0, got {value}")
+        self.kl_coef = kl_coef
+        self.distill_coef = distill_coef
 
 
 def check_unit_interval(name: str, value: float) -> None:

@@ -6,8 +6,8 @@ frozen and check themselves when built; the tensors in them are to be read, not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -15,6 +15,10 @@ from torch import Tensor
 
 from rlcore.algorithms.errors import InputError
 
+# The vectors of a batch that are [B]; the others are [M].
+PER_SEQUENCE = frozenset(
+    {"rewards", "group_ids", "baseline_rewards", "rollout_ids", "sequence_ids"}
+)
 _INTEGER_FIELDS = frozenset({"group_ids", "rollout_ids", "versions", "sequence_ids"})
 
 
@@ -41,20 +45,7 @@ class EstimatorInputs:
     rollout_ids: Tensor | None = None  # int64 [B], equal for samples that came from one rollout
 
     def __post_init__(self) -> None:
-        _check_record(
-            self,
-            per_sequence=("rewards", "group_ids", "baseline_rewards", "rollout_ids"),
-            per_token=(
-                "token_rewards",
-                "logprobs",
-                "ref_logprobs",
-                "rollout_logprobs",
-                "kl",
-                "values",
-                "teacher_logprobs",
-                "versions",
-            ),
-        )
+        _check_record(self)
 
     @property
     def num_sequences(self) -> int:
@@ -109,21 +100,7 @@ class PolicyLossInputs:
     def __post_init__(self) -> None:
         waits = isinstance(self.cu_seqlens, Tensor) and self.cu_seqlens.device.type != "cpu"
         known = self.logprobs.numel() if waits and isinstance(self.logprobs, Tensor) else None
-        _check_record(
-            self,
-            num_tokens=known,
-            per_sequence=("sequence_ids",),
-            per_token=(
-                "logprobs",
-                "old_logprobs",
-                "advantages",
-                "entropy",
-                "ref_logprobs",
-                "rollout_logprobs",
-                "versions",
-                "weights",
-            ),
-        )
+        _check_record(self, num_tokens=known)
 
     @property
     def num_sequences(self) -> int:
@@ -150,13 +127,7 @@ class PolicyLoss:
             )
 
 
-def _check_record(
-    record: Any,
-    *,
-    per_token: Iterable[str] = (),
-    per_sequence: Iterable[str] = (),
-    num_tokens: int | None = None,
-) -> None:
+def _check_record(record: Any, *, num_tokens: int | None = None) -> None:
     """Raise `InputError` unless every field has its shape, kind of dtype and device.
 
     M is `cu_seqlens[-1]`, unless `num_tokens` gives it without asking the device.
@@ -166,14 +137,12 @@ def _check_record(
     check_cu_seqlens(cu_seqlens, f"{where}.cu_seqlens", contents=num_tokens is None)
     num_tokens = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
     num_sequences = cu_seqlens.numel() - 1
-    sizes = [(name, num_tokens, "[M]") for name in per_token]
-    sizes += [(name, num_sequences, "[B]") for name in per_sequence]
-    required = {
-        name for name, f in type(record).__dataclass_fields__.items() if f.default is not None
-    }
-    for name, size, symbol in sizes:
+    vectors = [f for f in fields(record) if f.name not in ("cu_seqlens", "batch_stats")]
+    for vector in sorted(vectors, key=lambda f: f.name in PER_SEQUENCE):  # tokens first
+        name = vector.name
+        size, symbol = (num_sequences, "[B]") if name in PER_SEQUENCE else (num_tokens, "[M]")
         value = getattr(record, name)
-        if value is None and name not in required:
+        if value is None and vector.default is None:
             continue
         at = f"{where}.{name}"
         if not isinstance(value, Tensor):

@@ -1,8 +1,8 @@
-"""The batch of one step as ragged tensors."""
+"""The records of a training step: its rollouts, its batch as ragged tensors, its updates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.data.routed_experts import pad_experts
-from rlcore.data.sample import Sample
-from rlcore.data.sampling_masks import SamplingMasks
+from rlcore.algorithms import Moments
+from rlcore.algorithms.types import PER_SEQUENCE
+from rlcore.data.sample import Sample, SamplingMasks, pad_experts
 
-PER_SEQUENCE = frozenset(
-    {"rewards", "group_ids", "rollout_ids", "sequence_ids", "baseline_rewards"}
-)
+
+@dataclass(frozen=True)
+class StepRollouts:
+    """The samples of one step, and what their source knows of them."""
+
+    samples: list[Sample]
+    metrics: dict[str, float]  # rollout/*, time/generation: known to the source alone
+    epoch: float  # passes over the prompts so far
+    snapshot: dict[str, Any]  # of the source right after this step, without its buffer; JSON-able
+    engines: Mapping[int, str] = field(default_factory=dict)  # draw -> its engine, if known
+    # Version in `samples` -> updates behind those weights.
+    policy_steps: Mapping[int, int] = field(default_factory=dict)
+    # In a replay: the step that was recorded, and the version of the weights that it trained.
+    recorded_step: int | None = None
+    recorded_version: int | None = None
 
 
 def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:
@@ -185,6 +197,16 @@ class RolloutBatch:
             sampling_mask,
             routed,
         )
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """The report of one optimizer step; the same on every rank."""
+
+    # loss/policy_avg, policy/approxkl_avg, train/grad_norm, lr, ... by public name
+    metrics: dict[str, float]
+    moments: Moments  # sums behind the token means among the metrics
+    skipped: bool = False  # whether no step was taken (non-finite gradients)
 
 
 def flat(arrays: list[Any], dtype: Any) -> Tensor:

@@ -9,9 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.routed_experts import Experts
-from rlcore.data.sample import FinishReason, VersionSpan
-from rlcore.data.sampling_masks import SamplingMasks
+from rlcore.data.sample import Experts, FinishReason, SamplingMasks, VersionSpan
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.routed_experts import Experts, decode_experts, encode_experts
-from rlcore.data.sampling_masks import SamplingMasks
-
 ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")  # of a sample
 SAMPLING_MASK_KEY = "keep_sets"  # of a sampling mask in records: files keep their first name for it
+# The experts that an engine recorded, [t, layers with experts, experts a token]; -1: not recorded.
+# Row i belongs to token i of a sequence, prompt included. A record may end before the sequence
+# does: the last token of a response is never fed to the engine.
+Experts = NDArray[np.int16]
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -193,3 +196,99 @@ class Sample:
         if known.get("routed_experts") is not None:
             known["routed_experts"] = decode_experts(record["routed_experts"])
         return cls(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMasks:
+    """m sets of tokens, one behind the other. A count of 0 stands for the whole vocabulary.
+
+        counts   2      0     1
+        tokens   a c    .     b
+
+    Here the first token was drawn from {a, c}, the second from all, and the third was certain.
+    """
+
+    tokens: NDArray[np.int32]  # [counts.sum()], ascending inside a set
+    counts: NDArray[np.int32]  # [m]
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "counts"):
+            array = getattr(self, name)
+            if array.dtype != np.int32 or array.ndim != 1:
+                raise ValueError(
+                    f"token sets: {name} must be one int32 vector, got {array.dtype} {array.shape}"
+                )
+        if (self.counts < 0).any() or int(self.counts.sum(dtype=np.int64)) != len(self.tokens):
+            raise ValueError(
+                f"token sets: counts sum up to {self.counts.sum()}, but there are"
+                f" {len(self.tokens)} tokens"
+            )
+
+    @classmethod
+    def whole(cls, size: int) -> SamplingMasks:
+        """Make `size` sets of the whole vocabulary."""
+        return cls(np.zeros(0, dtype=np.int32), np.zeros(size, dtype=np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[SamplingMasks]) -> SamplingMasks:
+        """Join sets in order, of a sample with several turns, say."""
+        if not parts:
+            return cls.whole(0)
+        return cls(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.counts for part in parts]),
+        )
+
+    def missing(self, drawn: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Return which of the `drawn` tokens [m] are not in their own set."""
+        hits = self.tokens == np.repeat(drawn, self.counts)
+        found = np.bincount(
+            np.repeat(np.arange(len(self.counts)), self.counts),
+            weights=hits,
+            minlength=len(self.counts),
+        )
+        return ((self.counts > 0) & (found == 0)).nonzero()[0]
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the sets as JSON-able values."""
+        return {"tokens": self.tokens.tolist(), "counts": self.counts.tolist()}
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> SamplingMasks:
+        """Make the sets of a record."""
+        return cls(*(np.asarray(record[name], dtype=np.int32) for name in ("tokens", "counts")))
+
+
+def join_experts(records: Sequence[Experts]) -> Experts:
+    """Join the records of the completions of a sample with several turns.
+
+    A token's first record counts, with which it was made. A completion that was aborted before its
+    first token has an empty record, which knows neither layers nor experts.
+    """
+    joined = records[0]
+    for record in records[1:]:
+        if len(record) > len(joined):
+            joined = np.concatenate([joined, record[len(joined) :]]) if len(joined) else record
+    return joined
+
+
+def pad_experts(record: Experts | None, num_tokens: int, shape: tuple[int, ...]) -> Experts:
+    """Pad a record to [num_tokens, *shape], with -1 behind its end."""
+    padded = np.full((num_tokens, *shape), -1, dtype=np.int16)
+    if record is not None and len(record):
+        padded[: len(record)] = record
+    return padded
+
+
+def encode_experts(record: Experts) -> dict[str, Any]:
+    """Encode a record as JSON-able values: base64 of little-endian bytes."""
+    return {
+        "shape": list(record.shape),
+        "data": base64.b64encode(record.astype("<i2").tobytes()).decode(),
+    }
+
+
+def decode_experts(value: dict[str, Any]) -> Experts:
+    """Decode what `encode_experts` made."""
+    flat = np.frombuffer(base64.b64decode(value["data"]), dtype="<i2")
+    return flat.astype(np.int16).reshape(value["shape"])

@@ -48,9 +48,9 @@ from rlcore.tracking.hub import reach_hub
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.gpu_sharing import GpuSharing
 from rlcore.trainer.loop import Trainer
-from rlcore.trainer.mfu import Utilization
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.rank0 import Outcome, RankZero
+from rlcore.trainer.step_metrics import Utilization
 from rlcore.trainer.weight_publisher import WeightPublisher
 
 if TYPE_CHECKING:
@@ -225,9 +225,9 @@ def build_backend(
     return MegatronBackend(
         config,
         objective,
-        with_reference=credit is not None and credit.needs_reference,
-        with_critic=credit is not None and credit.needs_critic,
-        with_teacher=credit is not None and credit.needs_teacher,
+        with_reference=credit is not None and credit.passes.reference,
+        with_critic=credit is not None and credit.passes.critic,
+        with_teacher=credit is not None and credit.passes.teacher,
         total_steps=optimizer_steps,
         device=process.device,
     )
@@ -249,12 +249,12 @@ def open_handles(
 
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     if config.is_sft:
-        from rlcore.trainer.sft_source import SFTSource
+        from rlcore.trainer.sources import SFTSource
 
         sft = SFTSource(config, tokenizer)
         return RolloutHandles(sft, None, len(sft.prompts), sft.prompts.lengths)
     if config.training.replay is not None:
-        from rlcore.trainer.replay_source import ReplaySource
+        from rlcore.trainer.sources import ReplaySource
 
         replay = ReplaySource(
             Path(config.training.replay),
@@ -354,7 +354,7 @@ def build_utilization(
     if peak is None:
         return None
     shape = read_architecture(config.model.path, bridge=config.model.bridge).shape
-    return Utilization(shape, peak * process.world_size, scores_policy=credit.needs_logprobs)
+    return Utilization(shape, peak * process.world_size, scores_policy=credit.passes.policy)
 
 
 def build_rank0(

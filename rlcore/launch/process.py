@@ -24,8 +24,8 @@ from rlcore.launch.environment import orphaned, supervised, under_torchrun
 from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor
 from rlcore.launch.logs import RankLog, describe_failure, rank_log
 from rlcore.launch.signals import handling_stop_signals
-from rlcore.runs.rng import seed_rng
-from rlcore.trainer.rank_sync import Failure, LocalStore, RankSync
+from rlcore.runs.state import seed_rng
+from rlcore.trainer.rank_sync import Failure, RankSync
 
 # Libraries read these when they are first used on a GPU, so they are set before that.
 DETERMINISTIC_LIBRARIES = {
@@ -87,7 +87,7 @@ def join(config: Config) -> Iterator[Process]:
                 yield process
         else:
             timeout_s = config.cluster.collective_timeout_s
-            with _signals(sync := RankSync(LocalStore(), 0, 1, timeout_s=timeout_s)):
+            with _signals(sync := RankSync(dist.HashStore(), 0, 1, timeout_s=timeout_s)):
                 yield Process(0, 1, 0, pick_device(0), sync, log)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import ceil
 
 from rlcore.planning.devices import Gpu
@@ -97,14 +97,14 @@ def distinct(options: Sequence[Option]) -> list[Option]:
 def breakdown(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int) -> Iterator[str]:
     """Yield the parts of the fullest rank, the room for an engine, and parts of the time."""
     needs = option.needs
-    time = option.time
     for name, size in needs.resident.items():
         yield f"{gib(size):>10}  {name}"
     yield f"{gib(needs.phases[needs.largest_phase]):>10}  {needs.largest_phase} (the largest phase)"
     yield from _colocated(option, shape, capacity, dtype_bytes)
-    parts = ("arithmetic", "tensor", "context", "expert", "data", "pipeline")
     yield "time: " + ", ".join(
-        f"{part} {getattr(time, part):.1f} s" for part in parts if getattr(time, part) >= 0.05
+        f"{part} {seconds:.1f} s"
+        for part, seconds in asdict(option.time).items()
+        if seconds >= 0.05
     )
 
 

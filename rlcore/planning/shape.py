@@ -17,16 +17,6 @@ class CostModel:
     linear: float = 1.0
     quadratic: float = 0.0
 
-    @classmethod
-    def of_transformer(
-        cls, *, parameters: int, layers: int, heads: int, head_dim: int
-    ) -> CostModel:
-        """Count forward FLOPs: 2 a parameter and token, and causal attention.
-
-        Attention takes 2 * 2 * heads * head_dim * n / 2 a layer and token.
-        """
-        return cls(2.0 * parameters, 2.0 * layers * heads * head_dim)
-
     def __call__(self, length: int) -> float:
         return self.linear * length + self.quadratic * length * length
 
@@ -166,10 +156,11 @@ class ModelShape:
 
     @property
     def cost(self) -> CostModel:
-        """Forward FLOPs of a sequence, by which a batch is balanced and a plan counts."""
-        return CostModel.of_transformer(
-            parameters=self.active_parameters,
-            layers=self.layers,
-            heads=self.heads,
-            head_dim=self.head_dim,
+        """Forward FLOPs of a sequence, by which a batch is balanced and a plan counts.
+
+        They are 2 a parameter and token, and causal attention over n tokens: 2 * 2 * heads *
+        head_dim * n / 2 a layer and token.
+        """
+        return CostModel(
+            2.0 * self.active_parameters, 2.0 * self.layers * self.heads * self.head_dim
         )

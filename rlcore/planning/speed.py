@@ -6,7 +6,7 @@ docs/planning.md has the model. Communication is taken as not overlapped with ar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import ceil
 
 from rlcore.planning.devices import Gpu
@@ -51,9 +51,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """The whole time."""
-        return (
-            self.arithmetic + self.tensor + self.context + self.expert + self.data + self.pipeline
-        )
+        return sum(astuple(self))
 
 
 def step_time(

@@ -46,6 +46,16 @@ class RunDirectory:
     has_ended: bool = False  # whether this process has written the result
     _lock: int | None = field(default=None, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        self.config_path = self.path / "config.yaml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.versions_path = self.path / "versions.jsonl"
+        self.ledger_path = self.path / "ledger.jsonl"
+        self.result_path = self.path / "result.json"
+        self.logs = self.path / "logs"
+        self.rollouts = self.path / "rollouts"
+        self.checkpoints = self.path / "checkpoints"
+
     @classmethod
     def create(
         cls, root: Path | str, name: str, *, resume: bool = False, overwrite: bool = False
@@ -79,46 +89,6 @@ class RunDirectory:
     def name(self) -> str:
         """The name of the run."""
         return self.path.name
-
-    @property
-    def config_path(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics_path(self) -> Path:
-        """The metrics, a line a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def versions_path(self) -> Path:
-        """The journal of published versions."""
-        return self.path / "versions.jsonl"
-
-    @property
-    def ledger_path(self) -> Path:
-        """The journal of the ledger."""
-        return self.path / "ledger.jsonl"
-
-    @property
-    def result_path(self) -> Path:
-        """The result, once the run has ended."""
-        return self.path / "result.json"
-
-    @property
-    def logs(self) -> Path:
-        """The folder of logs."""
-        return self.path / "logs"
-
-    @property
-    def rollouts(self) -> Path:
-        """The folder of recorded samples."""
-        return self.path / "rollouts"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.path / "checkpoints"
 
     def rollouts_path(self, step: int) -> Path:
         """Return the file of a step's samples."""

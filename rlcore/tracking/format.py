@@ -1,13 +1,35 @@
-"""Numbers, durations and samples in the form in which people read them."""
+"""The metrics that people watch first; numbers, durations and samples as people read them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlcore.data.sample import Sample
 
+# Each metric may have several names; the first present counts.
+REWARD = ("rollout/reward", "objective/scores")
+KL = ("objective/kl",)
+LOSS = ("loss/policy_avg", "objective/loss")
+LENGTH = ("val/sequence_lengths",)
+TOKENS_PER_SECOND = ("perf/tokens_per_second",)
+STEP_SECONDS = ("time/step",)
+ACCURACY = ("eval/accuracy", "eval/score")
+
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def first(metrics: Mapping[str, float], names: Sequence[str]) -> float | None:
+    """Return the value of the first of `names` that `metrics` holds."""
+    return next((metrics[name] for name in names if name in metrics), None)
+
+
+def curve(
+    rows: Sequence[Mapping[str, float]], names: Sequence[str]
+) -> tuple[list[int], list[float]]:
+    """Return steps and values of the rows that hold one of `names`."""
+    points = [(int(row["step"]), value) for row in rows if (value := first(row, names)) is not None]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def number(value: float) -> str:

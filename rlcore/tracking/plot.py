@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rlcore.errors import UserError
 from rlcore.runs.metrics import read_metrics
-from rlcore.tracking import names
+from rlcore.tracking.format import ACCURACY, KL, LOSS, REWARD, curve
 
 INK = "#1f2430"
 MUTED = "#6b7280"
@@ -31,11 +31,11 @@ class Panel:
 
 
 PANELS = (
-    Panel("reward, mean of the step's samples", names.REWARD, "#2563eb"),
-    Panel("evaluation, held-out prompts", names.ACCURACY, "#059669", sparse=True),
-    Panel("KL(policy || reference), sum over a response", names.KL, "#d97706"),
+    Panel("reward, mean of the step's samples", REWARD, "#2563eb"),
+    Panel("evaluation, held-out prompts", ACCURACY, "#059669", sparse=True),
+    Panel("KL(policy || reference), sum over a response", KL, "#d97706"),
 )
-LOSS_PANEL = Panel("loss", names.LOSS, "#2563eb")
+LOSS_PANEL = Panel("loss", LOSS, "#2563eb")
 
 
 def plot_run(metrics_path: Path, out: Path, *, title: str = "") -> Path:
@@ -51,10 +51,8 @@ def plot_run(metrics_path: Path, out: Path, *, title: str = "") -> Path:
     except ImportError:
         raise UserError("plots need the package matplotlib: pip install 'rlcore[plot]'") from None
     rows = read_metrics(metrics_path)
-    drawn = [(panel, *names.curve(rows, panel.names)) for panel in PANELS]
-    drawn = [entry for entry in drawn if entry[1]] or [
-        (LOSS_PANEL, *names.curve(rows, LOSS_PANEL.names))
-    ]
+    drawn = [(panel, *curve(rows, panel.names)) for panel in PANELS]
+    drawn = [entry for entry in drawn if entry[1]] or [(LOSS_PANEL, *curve(rows, LOSS_PANEL.names))]
     if not drawn[0][1]:
         raise UserError(
             f"{metrics_path}: no reward, evaluation, KL or loss in it yet, nothing to draw"

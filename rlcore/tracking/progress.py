@@ -16,15 +16,26 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from rlcore.data.sample import Sample
-from rlcore.tracking import names
 from rlcore.tracking.base import BaseTracker
-from rlcore.tracking.format import duration, number, sample_lines
-from rlcore.tracking.names import first
+from rlcore.tracking.format import (
+    ACCURACY,
+    KL,
+    LENGTH,
+    LOSS,
+    REWARD,
+    STEP_SECONDS,
+    TOKENS_PER_SECOND,
+    duration,
+    first,
+    number,
+    sample_lines,
+)
 
 WINDOW = 20  # steps over which the time left is estimated
 # The first step, the last, and steps with an evaluation are always shown; of the others at most one
 # in this time, so that quick steps do not flood the terminal.
 QUIET_S = 2.0
+FIELDS = (("kl {}", KL), ("length {}", LENGTH), ("{} tok/s", TOKENS_PER_SECOND))
 Clock = Callable[[], float]
 
 ENDINGS = {
@@ -75,7 +86,7 @@ class Progress(BaseTracker):
         self._step = step
         self._last = now
         self._withheld = " | ".join([self._position(), *self._fields(metrics)])
-        evaluated = first(metrics, names.ACCURACY) is not None
+        evaluated = first(metrics, ACCURACY) is not None
         if (
             evaluated
             or step >= self.total_steps
@@ -133,24 +144,14 @@ class Progress(BaseTracker):
         return f"step {self._step:>{width}}/{self.total_steps}"
 
     def _fields(self, metrics: Mapping[str, float]) -> list[str]:
-        reward = first(metrics, names.REWARD)
-        accuracy = first(metrics, names.ACCURACY)
-        kl = first(metrics, names.KL)
-        loss = first(metrics, names.LOSS)
-        length = first(metrics, names.LENGTH)
-        speed = first(metrics, names.TOKENS_PER_SECOND)
-        fields = []
-        if reward is not None:
-            fields.append(f"reward {number(reward)}")
-        elif loss is not None:
-            fields.append(f"loss {number(loss)}")
-        if kl is not None:
-            fields.append(f"kl {number(kl)}")
-        if length is not None:
-            fields.append(f"length {number(length)}")
-        if speed is not None:
-            fields.append(f"{number(speed)} tok/s")
-        seconds = first(metrics, names.STEP_SECONDS)
+        reward = ("reward {}", REWARD) if first(metrics, REWARD) is not None else ("loss {}", LOSS)
+        fields = [
+            text.format(number(value))
+            for text, names in (reward, *FIELDS)
+            if (value := first(metrics, names)) is not None
+        ]
+        accuracy = first(metrics, ACCURACY)
+        seconds = first(metrics, STEP_SECONDS)
         if seconds is None and self._intervals:
             seconds = self._intervals[-1]
         if seconds is not None:

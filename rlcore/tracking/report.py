@@ -6,8 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlcore.tracking import names
-from rlcore.tracking.format import duration, number
+from rlcore.tracking.format import (
+    ACCURACY,
+    LOSS,
+    REWARD,
+    TOKENS_PER_SECOND,
+    curve,
+    duration,
+    number,
+)
 
 # Totals, a part of generation, and work beside the training: not phases of a step.
 NOT_PHASES = frozenset({"time/step", "time/from_scratch", "time/engine", "time/checkpoint_write"})
@@ -37,10 +44,10 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
             if name.startswith("time/") and name not in NOT_PHASES:
                 phase = name.removeprefix("time/")
                 phases[phase] = phases.get(phase, 0.0) + value
-    speeds = sorted(names.curve(rows, names.TOKENS_PER_SECOND)[1])
-    rewards = names.curve(rows, names.REWARD)[1]
-    losses = names.curve(rows, names.LOSS)[1]
-    accuracies = names.curve(rows, names.ACCURACY)[1]
+    speeds = sorted(curve(rows, TOKENS_PER_SECOND)[1])
+    rewards = curve(rows, REWARD)[1]
+    losses = curve(rows, LOSS)[1]
+    accuracies = curve(rows, ACCURACY)[1]
     return RunSummary(
         steps=max((int(row["step"]) for row in rows), default=0),
         reward_first=_at(rewards, 0),

@@ -7,7 +7,7 @@ padding appear here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -33,15 +33,6 @@ from rlcore.data.batch import RolloutBatch, ragged_index
 from rlcore.errors import EmptyBatch, RunFailed
 from rlcore.trainer.objective import Objective, rules_of
 
-INPUT_FIELDS = (
-    "token_rewards", "logprobs", "ref_logprobs", "rollout_logprobs", "kl", "values",
-    "baseline_rewards", "teacher_logprobs", "versions", "rollout_ids",
-)  # fmt: skip
-LOSS_FIELDS = (
-    "logprobs", "old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs",
-    "versions", "weights", "sequence_ids",
-)  # fmt: skip
-
 
 class CreditAssignment:
     """Says which scoring passes a step needs, and turns their results into credit."""
@@ -62,10 +53,6 @@ class CreditAssignment:
             loss_needs=loss.needs,
             whole_step_loss=loss.has_batch_stats,
         )
-        self.needs_logprobs = self.passes.policy
-        self.needs_reference = self.passes.reference
-        self.needs_teacher = self.passes.teacher
-        self.needs_critic = self.passes.critic
         self.needs_baseline = not config.is_sft and "baseline_rewards" in needs
         self.normalization = algorithm.normalize_advantages or estimator_plugin(name).normalization
 
@@ -89,7 +76,7 @@ class CreditAssignment:
         else:
             credit = self.advantages(batch)
             batch.set("advantages", credit.advantages)
-            if self.needs_critic and credit.returns is not None:
+            if self.passes.critic and credit.returns is not None:
                 batch.set("returns", credit.returns)
             if self.config.algorithm.old_logprobs == "rollout":
                 batch.set("old_logprobs", vectors["rollout_logprobs"])
@@ -117,18 +104,10 @@ class CreditAssignment:
                     self.config.algorithm.kl.reward_kind,
                 ),
             )
-        given: dict[str, Any] = {
-            name: batch.vectors[name] for name in INPUT_FIELDS if name in batch.vectors
-        }
-        inputs = EstimatorInputs(
-            cu_seqlens=batch.cu_seqlens,
-            rewards=batch.vectors["rewards"],
-            group_ids=batch.vectors["group_ids"],
-            **given,
-        )
+        inputs = EstimatorInputs(cu_seqlens=batch.cu_seqlens, **fields_of(EstimatorInputs, batch))
         with rules_of("algorithm.estimator"):
             result = self.estimator(inputs)
-        if self.needs_critic and result.returns is None:
+        if self.passes.critic and result.returns is None:
             raise RunFailed(
                 f"algorithm.estimator: {self.estimator.name!r} needs values but returned no"
                 " returns, which are what the critic learns: return Advantages(advantages,"
@@ -169,12 +148,18 @@ class CreditAssignment:
         stats: dict[str, Tensor] = {}
         for k, rows in enumerate(minibatches):
             part = batch.select(rows)
-            known: dict[str, Any] = {
-                name: part.vectors[name] for name in LOSS_FIELDS if name in part.vectors
-            }
+            inputs = PolicyLossInputs(
+                cu_seqlens=part.cu_seqlens, **fields_of(PolicyLossInputs, part)
+            )
             with rules_of("algorithm.loss"):
-                found = self.objective.batch_stats(
-                    PolicyLossInputs(cu_seqlens=part.cu_seqlens, **known)
-                )
+                found = self.objective.loss.batch_stats(inputs)
             stats |= {f"batch_stats/{k}/{name}": value for name, value in found.items()}
         return stats
+
+
+def fields_of(
+    record: type[EstimatorInputs] | type[PolicyLossInputs], batch: RolloutBatch
+) -> dict[str, Any]:
+    """Return the vectors of the batch that are fields of `record`."""
+    names = [field.name for field in fields(record)]
+    return {name: batch.vectors[name] for name in names if name in batch.vectors}

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from rlcore.data.generation import MemoryTag
 from rlcore.interfaces import EngineMemory, PolicyBackend
@@ -34,16 +35,10 @@ class GpuPhase(str, Enum):
 
 
 @dataclass(frozen=True)
-class Release:
-    """The engines give memory back. They are idle, and stay so."""
+class EngineMove:
+    """The engines, which are idle and stay so, give memory back or take it again."""
 
-    tags: tuple[MemoryTag, ...]
-
-
-@dataclass(frozen=True)
-class Restore:
-    """The engines take memory again."""
-
+    action: Literal["release", "restore"]
     tags: tuple[MemoryTag, ...]
 
 
@@ -55,14 +50,20 @@ class TrainerMove(str, Enum):
     RELEASE_CACHE = "release_cache"
 
 
-Move = Release | Restore | TrainerMove
+Move = EngineMove | TrainerMove
 
 CACHES: tuple[MemoryTag, ...] = ("kv_cache", "cuda_graph")
 MOVES: Mapping[tuple[GpuPhase, GpuPhase], tuple[Move, ...]] = {
-    (GpuPhase.GENERATING, GpuPhase.TRAINING): (Release((*CACHES, "weights")), TrainerMove.ONLOAD),
-    (GpuPhase.GENERATING, GpuPhase.HANDOVER): (Release(CACHES), TrainerMove.ONLOAD),
-    (GpuPhase.TRAINING, GpuPhase.HANDOVER): (TrainerMove.RELEASE_CACHE, Restore(("weights",))),
-    (GpuPhase.HANDOVER, GpuPhase.GENERATING): (TrainerMove.OFFLOAD, Restore(CACHES)),
+    (GpuPhase.GENERATING, GpuPhase.TRAINING): (
+        EngineMove("release", (*CACHES, "weights")),
+        TrainerMove.ONLOAD,
+    ),
+    (GpuPhase.GENERATING, GpuPhase.HANDOVER): (EngineMove("release", CACHES), TrainerMove.ONLOAD),
+    (GpuPhase.TRAINING, GpuPhase.HANDOVER): (
+        TrainerMove.RELEASE_CACHE,
+        EngineMove("restore", ("weights",)),
+    ),
+    (GpuPhase.HANDOVER, GpuPhase.GENERATING): (TrainerMove.OFFLOAD, EngineMove("restore", CACHES)),
 }
 
 
@@ -126,16 +127,15 @@ class GpuSharing:
     def _apply(self, move: Move) -> None:
         """Make one move. All ranks have given memory back before an engine takes it."""
         match move:
-            case Release(tags):
+            case EngineMove(action, tags):
+
+                def move_engines() -> None:
+                    memory = on_rank0(self._memory)
+                    (memory.release if action == "release" else memory.restore)(tags)
+
                 self._sync.run_on_rank0(
-                    f"the engines to release {' and '.join(tags)}",
-                    lambda: on_rank0(self._memory).release(tags),
-                    timeout_s=self._timeout_s,
-                )
-            case Restore(tags):
-                self._sync.run_on_rank0(
-                    f"the engines to restore {' and '.join(tags)}",
-                    lambda: on_rank0(self._memory).restore(tags),
+                    f"the engines to {action} {' and '.join(tags)}",
+                    move_engines,
                     timeout_s=self._timeout_s,
                 )
             case TrainerMove.ONLOAD:

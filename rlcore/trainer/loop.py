@@ -16,8 +16,7 @@ from typing import cast
 from torch import Tensor
 
 from rlcore.config import Config
-from rlcore.data.batch import RolloutBatch
-from rlcore.data.step import UpdateResult
+from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.deadlines import STEP_GRACE_S
 from rlcore.errors import RunFailed
 from rlcore.interfaces import PolicyBackend
@@ -122,15 +121,15 @@ class Trainer:
     def score(self, step: int, batch: RolloutBatch | None) -> None:
         """Run the scoring passes that the update needs, and no others."""
         with self.clock("logprobs"):
-            if self.credit.needs_logprobs:
+            if self.credit.passes.policy:
                 put(batch, self.backend.score("policy", entropy=True))
             elif self.engine_check is not None and self.engine_check.is_due(step):
                 put(batch, self.backend.score("policy"), prefix=PASS)
-            if self.credit.needs_reference:
+            if self.credit.passes.reference:
                 put(batch, self.backend.score("reference"), prefix="ref_")
-            if self.credit.needs_teacher:
+            if self.credit.passes.teacher:
                 put(batch, self.backend.score("teacher"), prefix="teacher_")
-            if self.credit.needs_critic:
+            if self.credit.passes.critic:
                 put(batch, self.backend.score("critic"))
 
     def assign_credit(self, step: int, batch: RolloutBatch | None) -> None:
@@ -151,7 +150,7 @@ class Trainer:
         """
         algorithm = self.config.algorithm
         limit = self.config.training.max_update_kl
-        train_policy = not (self.credit.needs_critic and step <= self.config.critic.warmup_steps)
+        train_policy = not (self.credit.passes.critic and step <= self.config.critic.warmup_steps)
         results: list[UpdateResult] = []
         if self.config.training.debug == "rollout_only":
             return results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from rlcore.algorithms import (
     loss_kl,
     mismatch_vectors,
 )
-from rlcore.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from rlcore.config.sections.algorithm import AlgorithmConfig
 from rlcore.errors import RunFailed
 
 READ_BY = {
@@ -43,16 +43,16 @@ class Objective:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.loss = build_policy_loss(config.loss.name, **config.loss.options)
-        self.correction = build_correction(config.correction)
+        self.correction = (
+            None
+            if config.correction.name == "none"
+            else Correction(config.correction.name, **config.correction.options)
+        )
         self.kl_kind: KLKind = config.kl.loss_kind
         self.logged_kl_kind: KLKind = config.kl.reward_kind
         self.kl_coef = config.kl.loss_coef
         self.kl_unbiased = config.kl.loss_unbiased
         self.entropy_coef = config.entropy_coef
-
-    def batch_stats(self, inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
-        """Compute what the loss needs from a whole optimizer step; {} for most losses."""
-        return self.loss.batch_stats(inputs) if self.loss.has_batch_stats else {}
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
         """Compute the objective.
@@ -104,11 +104,6 @@ class Objective:
         if inputs.rollout_logprobs is not None:
             metrics |= mismatch_vectors(logprobs, inputs.rollout_logprobs)
         return metrics
-
-
-def build_correction(config: CorrectionConfig) -> Correction | None:
-    """Make the correction for the engine's log-probs; None if none is configured."""
-    return None if config.name == "none" else Correction(config.name, **config.options)
 
 
 def _present(inputs: PolicyLossInputs, name: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,23 +13,21 @@ import torch
 from torch import Tensor
 
 from rlcore.config import Config
-from rlcore.data.batch import RolloutBatch
+from rlcore.config.sections.training import TrainingConfig
+from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.packing import split_minibatches
 from rlcore.data.sample import Sample
-from rlcore.data.step import StepRollouts, UpdateResult
 from rlcore.errors import EngineFailed, RunFailed
 from rlcore.interfaces import RolloutSource, Tracker
 from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.metrics import MetricsFile, read_metrics
-from rlcore.runs.rng import restore_rng, rng_state
 from rlcore.runs.rollouts import write_rollouts
+from rlcore.runs.state import restore_rng, rng_state
 from rlcore.tracking.format import pick_samples
 from rlcore.tracking.report import format_report, summarize
-from rlcore.trainer.early_stopping import EarlyStopping
 from rlcore.trainer.engine_check import EngineCheck
-from rlcore.trainer.mfu import Utilization
-from rlcore.trainer.step_metrics import step_metrics
+from rlcore.trainer.step_metrics import Utilization, step_metrics
 
 CONTINUE = "continue"
 READY = "ready"  # the rollouts are there
@@ -43,6 +42,52 @@ class Outcome:
 
     status: Status
     steps: int
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stop after a step whose `objective/kl` is strictly above `target_kl` (nats a sequence)."""
+
+    target_kl: float
+
+    @classmethod
+    def of(cls, training: TrainingConfig) -> EarlyStopping | None:
+        """Make it from `training.early_stopping`; None unless that is armed."""
+        if not training.early_stopping or not training.target_kl:
+            return None
+        return cls(training.target_kl)
+
+    def trips(self, kl: float | None) -> bool:
+        """Whether a step with this `objective/kl` is the last one.
+
+        A KL equal to the target does not trip, nor does None.
+
+        Raises:
+            RunFailed: the KL is not a number.
+        """
+        if kl is None:
+            return False
+        if math.isnan(kl):
+            raise RunFailed(
+                "early stopping: objective/kl is NaN, so there is nothing to compare with"
+                f" training.target_kl ({self.target_kl:g}); look for the first NaN in metrics.jsonl"
+            )
+        return kl > self.target_kl
+
+    @property
+    def armed(self) -> str:
+        """The line that says at the start of a run that early stopping is on."""
+        return (
+            f"early stopping is armed: objective/kl above training.target_kl {self.target_kl:g}"
+            " ends the run after that step"
+        )
+
+    def tripped(self, step: int, kl: float) -> str:
+        """Return the line that says why the run stops."""
+        return (
+            f"early stopping: objective/kl {kl:.6g} of step {step} is above training.target_kl"
+            f" {self.target_kl:g}; the model is saved and the run ends as a success"
+        )
 
 
 class RankZero:

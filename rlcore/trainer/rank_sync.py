@@ -17,9 +17,9 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from torch.distributed import DistError
+from torch.distributed import DistError, Store
 
 from rlcore.deadlines import BLAME_S
 from rlcore.errors import DeadlineExceeded, FailedElsewhere, RlcoreError, RunFailed, UserError
@@ -28,22 +28,6 @@ T = TypeVar("T")
 POLL_S = 0.002
 POLL_MAX_S = 0.05
 _FAILED = "failed"
-
-
-class Store(Protocol):
-    """The part of torch.distributed.Store that is used here."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Store `value`, in place of an earlier one."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value; a real store blocks until there is one."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether every key is set."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set `desired` if the value is `expected` (or unset). Return the value afterwards."""
 
 
 @dataclass(frozen=True)
@@ -254,28 +238,3 @@ def in_one_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
-
-
-class LocalStore:
-    """The store of a run with one process, in memory."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-
-    def set(self, key: str, value: str, /) -> None:
-        """As `Store.set`."""
-        self._values[key] = value
-
-    def get(self, key: str, /) -> bytes:
-        """As `Store.get`, without blocking."""
-        return self._values[key].encode()
-
-    def check(self, keys: list[str], /) -> bool:
-        """As `Store.check`."""
-        return all(key in self._values for key in keys)
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """As `Store.compare_set`."""
-        if self._values.get(key, "") == expected:
-            self._values[key] = desired
-        return self._values[key].encode()

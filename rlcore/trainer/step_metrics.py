@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from rlcore.algorithms import EstimatorInputs, Moments, rollout_metrics
 from rlcore.config import Config
 from rlcore.config.derived import updates_per_step
-from rlcore.data.batch import RolloutBatch
-from rlcore.data.step import StepRollouts, UpdateResult
-from rlcore.trainer.credit import INPUT_FIELDS
+from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
+from rlcore.planning.shape import ModelShape
+from rlcore.trainer.credit import fields_of
 
 
 def step_metrics(
@@ -83,12 +84,7 @@ def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) 
     vectors = batch.vectors
     if config.is_sft:
         return {"val/sequence_lengths": batch.num_trainable / batch.num_sequences}
-    inputs = EstimatorInputs(
-        cu_seqlens=batch.cu_seqlens,
-        rewards=vectors["rewards"],
-        group_ids=vectors["group_ids"],
-        **{name: vectors[name] for name in INPUT_FIELDS if name in vectors},
-    )
+    inputs = EstimatorInputs(cu_seqlens=batch.cu_seqlens, **fields_of(EstimatorInputs, batch))
     correct = torch.tensor([float(s.metadata.get("correct", math.nan)) for s in samples])
     return rollout_metrics(
         inputs,
@@ -100,3 +96,54 @@ def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) 
         version=batch.version,
         max_staleness=config.algorithm.correction.max_staleness,
     )
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """Counts the policy's arithmetic in a step. Recomputation does not count: it is lost time."""
+
+    shape: ModelShape
+    peak: float  # FLOP/s of all GPUs of the trainer together
+    scores_policy: bool  # a step begins with a pass of the policy over the whole batch
+
+    def flops(
+        self,
+        batch: RolloutBatch,
+        minibatches: Sequence[Sequence[int]],
+        updates: Sequence[UpdateResult],
+    ) -> float:
+        """Count model FLOPs: a scoring pass, and forward and backward of each policy update.
+
+        A backward pass costs twice a forward pass.
+
+        Args:
+            minibatches: the sequences of each optimizer step; `updates` went through them in order,
+                again and again.
+        """
+        lengths = batch.lengths.tolist()
+        trainable = batch.num_trainable_each
+
+        def forward(rows: Iterable[int]) -> float:
+            chosen = list(rows)
+            return self.shape.forward_flops(
+                (lengths[i] for i in chosen), sum(trainable[i] for i in chosen)
+            )
+
+        scored = forward(range(batch.num_sequences)) if self.scores_policy else 0.0
+        trained = (
+            forward(minibatches[k % len(minibatches)])
+            for k, done in enumerate(updates)
+            if "lr" in done.metrics
+        )
+        return scored + 3.0 * sum(trained)
+
+    def mfu(
+        self,
+        batch: RolloutBatch,
+        minibatches: Sequence[Sequence[int]],
+        updates: Sequence[UpdateResult],
+        *,
+        seconds: float,
+    ) -> float:
+        """Divide `flops` by what the GPUs could do at their peak in `seconds`."""
+        return self.flops(batch, minibatches, updates) / (seconds * self.peak)

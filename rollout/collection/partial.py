@@ -19,9 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.data.generation import Completion, Generate, GenerateRequest, Prefix, SamplingParams
-from rlcore.data.routed_experts import join_experts
-from rlcore.data.sample import VersionSpan
-from rlcore.data.sampling_masks import SamplingMasks
+from rlcore.data.sample import SamplingMasks, VersionSpan, join_experts
 from rollout.engines.embedded.decoding import StopStrings
 
 if TYPE_CHECKING:

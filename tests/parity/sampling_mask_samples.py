@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.data.prompts import Prompt
-from rlcore.data.routed_experts import join_experts
-from rlcore.data.sample import Sample, VersionSpan
-from rlcore.data.sampling_masks import SamplingMasks
+from rlcore.data.sample import Sample, SamplingMasks, VersionSpan, join_experts
 from rlcore.weights import TensorSpec, cut_buckets
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.model_weights import as_published

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rlcore.config import Config
+from rlcore.data.batch import StepRollouts
 from rlcore.data.sample import Sample, VersionSpan
-from rlcore.data.step import StepRollouts
 from rlcore.launch.ray.actor_env import log_to
 from rlcore.launch.ray.service_actor import ServiceActor
 

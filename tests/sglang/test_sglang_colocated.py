@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from server_kit import START_S, Served
+from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM
 
 from backends.megatron import MegatronBackend
@@ -19,7 +20,7 @@ from rlcore.errors import EngineFailed
 from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.gpu_sharing import GpuPhase, GpuSharing
 from rlcore.trainer.objective import Objective
-from rlcore.trainer.rank_sync import LocalStore, RankSync
+from rlcore.trainer.rank_sync import RankSync
 from rlcore.trainer.weight_publisher import WeightPublisher
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.fleet.engine_memory import FleetMemory
@@ -87,7 +88,7 @@ def shared(served: Served, tmp_path: Path) -> Iterator[Shared]:
         served.external(), config=engine_config, keys=served.keys, model_path=str(served.model)
     )
     fleet = Fleet([engine], engine_config)
-    sync = RankSync(LocalStore(), 0, 1, timeout_s=60)
+    sync = RankSync(HashStore(), 0, 1, timeout_s=60)
     sink = WeightPublication(config, fleet, served.loop.loop)
     publisher = WeightPublisher(
         backend, sync, sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=60

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlcore.algorithms.ragged import discounted_suffix_sum_, last_token_index
+from rlcore.algorithms.ragged import last_token_index
 from rlcore.algorithms.registry import register_estimator
+from rlcore.algorithms.scan import discounted_suffix_sum_
 from rlcore.algorithms.shaping import (
-    check_coefficient,
+    ShapedEstimator,
     check_unit_interval,
     require,
     shaped_rewards,
@@ -24,7 +25,7 @@ from rlcore.algorithms.wide import add_
     formula="delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lam * A_{t+1}",
     source="Schulman et al., arXiv:1506.02438; KL in the reward: Ouyang et al., arXiv:2203.02155",
 )
-class PPO:
+class PPO(ShapedEstimator):
     """GAE over the trainable tokens of each sequence.
 
         r_t     = token_rewards_t - kl_coef * kl_t
@@ -52,12 +53,9 @@ class PPO:
     ) -> None:
         check_unit_interval("gamma", gamma)
         check_unit_interval("lam", lam)
-        check_coefficient("kl_coef", kl_coef)
-        check_coefficient("distill_coef", distill_coef)
+        super().__init__(kl_coef=kl_coef, distill_coef=distill_coef)
         self.gamma = gamma
         self.lam = lam
-        self.kl_coef = kl_coef
-        self.distill_coef = distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         values = require(inputs.values, "values")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rlcore.algorithms.ragged import discounted_suffix_sum_
 from rlcore.algorithms.registry import register_estimator
+from rlcore.algorithms.scan import discounted_suffix_sum_
 from rlcore.algorithms.shaping import (
-    check_coefficient,
+    ShapedEstimator,
     check_unit_interval,
     shaped_rewards,
 )
@@ -19,7 +19,7 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
     formula="A_t = r_t + gamma * A_{t+1};  r_t = -kl_coef * kl_t, plus R on the last token",
     source="Hu et al., arXiv:2501.03262",
 )
-class ReinforcePP:
+class ReinforcePP(ShapedEstimator):
     """The discounted sum to go of the shaped rewards, on the trainable tokens of each sequence.
 
         r_t = token_rewards_t - kl_coef * kl_t + distill_coef * (teacher_logprobs_t - logprobs_t)
@@ -36,11 +36,8 @@ class ReinforcePP:
         self, *, gamma: float = 1.0, kl_coef: float = 0.0, distill_coef: float = 0.0
     ) -> None:
         check_unit_interval("gamma", gamma)
-        check_coefficient("kl_coef", kl_coef)
-        check_coefficient("distill_coef", distill_coef)
+        super().__init__(kl_coef=kl_coef, distill_coef=distill_coef)
         self.gamma = gamma
-        self.kl_coef = kl_coef
-        self.distill_coef = distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         rewards = shaped_rewards(inputs, self.kl_coef, self.distill_coef)

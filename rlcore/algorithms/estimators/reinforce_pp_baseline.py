@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlcore.algorithms.estimators.groups import GroupedReturns
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import check_coefficient, token_terms
+from rlcore.algorithms.shaping import ShapedEstimator, token_terms
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
@@ -16,7 +16,7 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
     formula="A_t = (R - mean of the group) - kl_coef * kl_t",
     source="Hu et al., arXiv:2501.03262",
 )
-class ReinforcePPBaseline:
+class ReinforcePPBaseline(ShapedEstimator):
     """The reward of a sequence less the mean of its group, and on each token what that token alone
     earns or costs.
 
@@ -31,12 +31,6 @@ class ReinforcePPBaseline:
 
     J. Hu et al., "REINFORCE++", arXiv:2501.03262.
     """
-
-    def __init__(self, *, kl_coef: float = 0.0, distill_coef: float = 0.0) -> None:
-        check_coefficient("kl_coef", kl_coef)
-        check_coefficient("distill_coef", distill_coef)
-        self.kl_coef = kl_coef
-        self.distill_coef = distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         group = GroupedReturns(inputs)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from rlcore.algorithms.ragged import discounted_suffix_sum_, expand_to_tokens
+from rlcore.algorithms.ragged import expand_to_tokens
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import check_coefficient, require, shaped_rewards
+from rlcore.algorithms.scan import discounted_suffix_sum_
+from rlcore.algorithms.shaping import ShapedEstimator, require, shaped_rewards
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
@@ -16,7 +17,7 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
     "last token",
     source="Li et al., arXiv:2310.10505",
 )
-class ReMax:
+class ReMax(ShapedEstimator):
     """The sum to go of the shaped rewards, less the reward of a baseline (greedy) sample of the
     same prompt.
 
@@ -34,12 +35,6 @@ class ReMax:
     Z. Li et al., "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for
     Aligning Large Language Models", arXiv:2310.10505.
     """
-
-    def __init__(self, *, kl_coef: float = 0.0, distill_coef: float = 0.0) -> None:
-        check_coefficient("kl_coef", kl_coef)
-        check_coefficient("distill_coef", distill_coef)
-        self.kl_coef = kl_coef
-        self.distill_coef = distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         rewards = shaped_rewards(inputs, self.kl_coef, self.distill_coef)

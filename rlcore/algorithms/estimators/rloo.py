@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlcore.algorithms.estimators.groups import GroupedReturns
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import check_coefficient, shaped_returns
+from rlcore.algorithms.shaping import ShapedEstimator, shaped_returns
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
@@ -15,7 +15,7 @@ from rlcore.algorithms.types import Advantages, EstimatorInputs
     formula="A = G - mean of the others' G;  G = R - kl_coef * sum of kl_t",
     source="Ahmadian et al., arXiv:2402.14740",
 )
-class RLOO:
+class RLOO(ShapedEstimator):
     """The return of a sequence less the mean of those of the *others* in its group, on each of its
     tokens.
 
@@ -29,12 +29,6 @@ class RLOO:
     A. Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
     Human Feedback in LLMs", arXiv:2402.14740.
     """
-
-    def __init__(self, *, kl_coef: float = 0.0, distill_coef: float = 0.0) -> None:
-        check_coefficient("kl_coef", kl_coef)
-        check_coefficient("distill_coef", distill_coef)
-        self.kl_coef = kl_coef
-        self.distill_coef = distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         group = GroupedReturns(inputs, shaped_returns(inputs, self.kl_coef, self.distill_coef))

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from rlcore.algorithms.estimators.ppo import temporal_differences_
-from rlcore.algorithms.ragged import discounted_suffix_sum, discounted_suffix_sum_, segment_lengths
+from rlcore.algorithms.ragged import segment_lengths
 from rlcore.algorithms.registry import register_estimator
+from rlcore.algorithms.scan import discounted_suffix_sum, discounted_suffix_sum_
 from rlcore.algorithms.shaping import (
-    check_coefficient,
+    ShapedEstimator,
     check_unit_interval,
     require,
     shaped_rewards,
@@ -26,7 +27,7 @@ from rlcore.algorithms.wide import add_
     formula="GAE with lambda = 1 - 1 / (alpha * length) for the actor, critic_lam for the critic",
     source="Yue et al., arXiv:2504.05118",
 )
-class VAPO:
+class VAPO(ShapedEstimator):
     """Decoupled, length-adaptive GAE over the trainable tokens of each sequence.
 
         delta_t = r_t + gamma * V_{t+1} - V_t                     as in `ppo`
@@ -61,14 +62,11 @@ class VAPO:
             check_unit_interval("actor_lam", actor_lam)
         if not 0.0 < alpha < float("inf"):
             raise ValueError(f"alpha: expected a number > 0, got {alpha}")
-        check_coefficient("kl_coef", kl_coef)
-        check_coefficient("distill_coef", distill_coef)
+        super().__init__(kl_coef=kl_coef, distill_coef=distill_coef)
         self.gamma = gamma
         self.critic_lam = critic_lam
         self.actor_lam = actor_lam
         self.alpha = alpha
-        self.kl_coef = kl_coef
-        self.distill_coef = distill_coef
 
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         values = require(inputs.values, "values")

@@ -9,13 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.types import EstimatorInputs, PolicyLossInputs
+from rlcore.algorithms.types import PER_SEQUENCE, EstimatorInputs, PolicyLossInputs
 
 Record = TypeVar("Record", EstimatorInputs, PolicyLossInputs)
-
-PER_SEQUENCE = frozenset(
-    {"rewards", "group_ids", "baseline_rewards", "rollout_ids", "sequence_ids"}
-)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,3 @@ class ContractReport:
         lines += [f"  kept     {rule.name:<18} {rule.sentence}" for rule in self.kept]
         lines += [f"  skipped  {rule.name:<18} {reason}" for rule, reason in self.skipped.items()]
         return "\n".join(lines)
-
-
-def builds(thing: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
-    """Return whether `thing` called with the keywords makes an algorithm; else it is one."""
-    if isinstance(thing, type):
-        return True
-    try:
-        inspect.signature(thing).bind(**keywords)
-    except TypeError:
-        return False
-    return True

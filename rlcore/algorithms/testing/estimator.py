@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.guard import ESTIMATOR_ALWAYS, ESTIMATOR_OPTIONAL, GuardedEstimator
+from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, GuardedEstimator
 from rlcore.algorithms.registry import build_estimator, guard_estimator
+from rlcore.algorithms.testing import shared
 from rlcore.algorithms.testing.batches import (
     NEIGHBOURS,
     NO_TOKENS,
@@ -18,14 +19,12 @@ from rlcore.algorithms.testing.batches import (
     cast,
     estimator_batch,
     loners,
-    only,
     peers,
     shuffled,
-    strided,
     take,
 )
-from rlcore.algorithms.testing.contract import ContractError, ContractReport, Rule, builds
-from rlcore.algorithms.testing.trial import READ_ONLY, Outputs, Trial, at, largest, same_outputs
+from rlcore.algorithms.testing.contract import ContractError, ContractReport, Rule
+from rlcore.algorithms.testing.trial import READ_ONLY, Outputs, Subject, Trial, at, largest
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 
@@ -57,63 +56,58 @@ def check_estimator(
             was expected, what came, and what to do.
         AlgorithmError: the estimator cannot be built from these keywords.
     """
-    subject = _Subject(_guarded(estimator, keywords), seed)
-    kept: list[Rule] = []
-    skipped: dict[Rule, str] = {}
-    for rule, check in _RULES.items():
-        if random and rule not in _ONE_CALL:
-            skipped[rule] = "random=True"
-        elif uses_batch and rule is GROUP_SPLIT:
-            skipped[rule] = "uses_batch=True"
-        else:
-            check(subject, subject.trial(rule))
-            kept.append(rule)
-    return ContractReport(f"estimator {subject.guarded.name!r}", tuple(kept), skipped)
-
-
-def _guarded(estimator: str | Callable[..., Any], keywords: dict[str, Any]) -> GuardedEstimator:
-    if isinstance(estimator, str | type):
-        return build_estimator(estimator, **keywords)
-    if not isinstance(estimator, GuardedEstimator) and builds(estimator, keywords):
-        instance = estimator(**keywords)
-        return instance if isinstance(instance, GuardedEstimator) else guard_estimator(instance)
-    if keywords:
-        raise TypeError(
-            f"{', '.join(keywords)}: the estimator is built already; pass its class or name with"
-            " keywords"
-        )
-    return estimator if isinstance(estimator, GuardedEstimator) else guard_estimator(estimator)
+    guarded = shared.put_behind_guard(
+        estimator,
+        keywords,
+        called="estimator",
+        guard_type=GuardedEstimator,
+        build=build_estimator,
+        guard=guard_estimator,
+    )
+    skipped = {}
+    if random:
+        skipped = {rule: "random=True" for rule in _RULES if rule not in _ONE_CALL}
+    if uses_batch:
+        skipped.setdefault(GROUP_SPLIT, "uses_batch=True")
+    return shared.check_rules(_Subject(guarded, seed), _RULES, skipped)
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _Subject(Subject[EstimatorInputs]):
     guarded: GuardedEstimator
-    seed: int
+    optional = ESTIMATOR_OPTIONAL
 
-    @property
-    def takes(self) -> frozenset[str]:
-        return self.guarded.needs | self.guarded.optional | {*ESTIMATOR_ALWAYS}
+    def full(self, layout: Layout, seed: int) -> EstimatorInputs:
+        return estimator_batch(layout, seed)
 
-    def trial(self, rule: Rule) -> Trial[EstimatorInputs]:
-        return Trial(
-            f"estimator {self.guarded.name!r}", self._declared, self.takes, self.seed, rule
+    def extreme(self, batch: EstimatorInputs) -> dict[str, EstimatorInputs]:
+        found = {
+            "rewards 100 +- 0.1": replace(batch, rewards=100 + 0.1 * batch.rewards),
+            "rewards 1e4 +- 1e-2": replace(batch, rewards=1e4 + 1e-2 * batch.rewards),
+            "rewards +-1e6": replace(batch, rewards=1e6 * batch.rewards.sign()),
+        }
+        for name in ("logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs"):
+            value: Tensor | None = getattr(batch, name)
+            if value is not None:
+                low: dict[str, Any] = {name: torch.full_like(value, -1e4)}
+                found[f"{name} -1e4"] = replace(batch, **low)
+        if batch.kl is not None:
+            found["kl 1e4"] = replace(batch, kl=torch.full_like(batch.kl, 1e4))
+            found["kl -1e4"] = replace(batch, kl=torch.full_like(batch.kl, -1e4))
+        return found
+
+    def call(self, inputs: EstimatorInputs) -> Outputs:
+        return _outputs(self.guarded(inputs))
+
+    def call_with_all(self, inputs: EstimatorInputs) -> Outputs:
+        everything = GuardedEstimator(
+            self.guarded.name, self.guarded.estimator, (), ESTIMATOR_OPTIONAL
         )
+        return _outputs(everything(inputs))
 
-    def batch(self, layout: Layout) -> EstimatorInputs:
-        return only(estimator_batch(layout, self.seed), self.takes)
-
-    def with_fields(self, names: frozenset[str]) -> Callable[[EstimatorInputs], Outputs]:
-        """The estimator as if it had declared these fields."""
-        other = GuardedEstimator(self.guarded.name, self.guarded.estimator, names)
-        return lambda inputs: _outputs(other(inputs))
-
-    def bare(self, inputs: EstimatorInputs) -> Outputs:
-        """The estimator without the copies that its guard makes."""
+    def call_bare(self, inputs: EstimatorInputs) -> Outputs:
         with torch.no_grad():
             return _outputs(self.guarded.estimator(inputs))
-
-    def _declared(self, inputs: EstimatorInputs) -> Outputs:
-        return _outputs(self.guarded(inputs))
 
 
 def _outputs(result: Advantages) -> Outputs:
@@ -143,11 +137,6 @@ DETERMINISTIC = Rule(
     "deterministic",
     "the same batch gives the same result, whatever was called in between",
     "keep no state between calls and draw no random numbers, or pass random=True",
-)
-OPTIONAL = Rule(
-    "optional-fields",
-    "a field in optional may be absent",
-    "test it with `is not None` before you read it",
 )
 PERMUTATION = Rule(
     "permutation",
@@ -199,27 +188,6 @@ EXTREMES = Rule(
     "rewards of 1e4 +- 1e-2 or +-1e6 and log-probs of -1e4 stay finite and right in float32",
     "take variances in two passes, never E[x^2] - mean^2; clamp a log-ratio before exp",
 )
-STORAGE = Rule(
-    "storage",
-    "numbers count, not how they lie in memory",
-    "use reshape instead of view, and no data_ptr or as_strided",
-)
-
-
-def _check_declared(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
-    full = estimator_batch(NEIGHBOURS, subject.seed)
-    everything = subject.with_fields(frozenset(ESTIMATOR_OPTIONAL))
-    try:
-        expected = everything(full)
-        again = everything(full)
-    except Exception:  # noqa: BLE001  (it fails with everything there: the rule `outputs` will say how)
-        return
-    if not same_outputs(expected, again):  # the rule `deterministic` will say so
-        return
-    for field in sorted(set(ESTIMATOR_OPTIONAL) - subject.takes):
-        change = f"without {field!r}, which is not declared"
-        less = subject.with_fields(frozenset(ESTIMATOR_OPTIONAL) - {field})
-        trial.same(full, change, expected, trial.run(full, change, less))
 
 
 def _check_outputs(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
@@ -231,30 +199,6 @@ def _check_returns(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
     batch = subject.batch(NEIGHBOURS)
     if "values" in subject.guarded.needs and "returns" not in trial.run(batch):
         trial.fail(batch, "", "returns: expected a tensor [M], got None")
-
-
-def _check_deterministic(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
-    batch = subject.batch(NEIGHBOURS)
-    expected = trial.run(batch)
-    exactly = dict.fromkeys(expected, 0.0)
-    trial.same(batch, "the same call again", expected, trial.run(batch), allowed=exactly)
-    trial.run(only(estimator_batch(NEIGHBOURS, subject.seed + 1), subject.takes))
-    trial.same(
-        batch,
-        "the same call after one on another batch",
-        expected,
-        trial.run(batch),
-        allowed=exactly,
-    )
-
-
-def _check_optional(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
-    for field in sorted(subject.guarded.optional):
-        trial.run(only(subject.batch(NEIGHBOURS), subject.takes - {field}), f"without {field!r}")
-    trial.run(
-        only(subject.batch(NEIGHBOURS), subject.takes - subject.guarded.optional),
-        "without any optional field",
-    )
 
 
 def _check_permutation(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
@@ -301,30 +245,13 @@ def _check_group_of_one(subject: _Subject, trial: Trial[EstimatorInputs]) -> Non
             trial.run(cast(subject.batch(layout), dtype), f"in {dtype}")
 
 
-def _check_empty(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
-    for layout in (*loners(subject.seed), *peers(subject.seed)):
-        count = len(layout.lengths)
-        stranger = max(layout.groups) + 1
-        for position, group in (
-            (0, layout.groups[0]),
-            (count // 2, layout.groups[-1]),
-            (count, stranger),
-        ):
-            lengths = (*layout.lengths[:position], 0, *layout.lengths[position:])
-            groups = (*layout.groups[:position], group, *layout.groups[position:])
-            batch = subject.batch(Layout(lengths, groups))
-            without, _ = take(batch, [b for b in range(count + 1) if b != position])
-            change = f"with the empty sequence {position}"
-            trial.same(batch, change, trial.run(without), trial.run(batch, change))
-
-
 def _check_no_tokens(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
     for layout in NO_TOKENS:
         trial.run(subject.batch(layout))
 
 
 def _check_group_split(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
-    for layout in (*loners(subject.seed), *peers(subject.seed)):
+    for layout in subject.layouts:
         whole = subject.batch(layout)
         together = trial.run(whole)
         for group in sorted(set(layout.groups)):
@@ -348,7 +275,7 @@ def _check_group_split(subject: _Subject, trial: Trial[EstimatorInputs]) -> None
 
 
 def _check_constant(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
-    for layout in (*loners(subject.seed), *peers(subject.seed)):
+    for layout in subject.layouts:
         batch = subject.batch(layout)
         for reward in (0.0, 0.1, -1e4 - 0.1):
             for dtype in (torch.float64, torch.float32):
@@ -356,57 +283,22 @@ def _check_constant(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
                 trial.run(cast(equal, dtype), f"every reward is {reward}, in {dtype}")
 
 
-def _check_float32(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
-    for layout in (*loners(subject.seed), *peers(subject.seed), Layout((4000, 1, 3000), (0, 0, 0))):
-        trial.as_good_as_rounding(subject.batch(layout))
-
-
-def _check_extremes(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
-    for layout in (*loners(subject.seed), *peers(subject.seed)):
-        for change, batch in _extreme(subject.batch(layout)).items():
-            trial.as_good_as_rounding(batch, change)
-
-
-def _extreme(batch: EstimatorInputs) -> dict[str, EstimatorInputs]:
-    found = {
-        "rewards 100 +- 0.1": replace(batch, rewards=100 + 0.1 * batch.rewards),
-        "rewards 1e4 +- 1e-2": replace(batch, rewards=1e4 + 1e-2 * batch.rewards),
-        "rewards +-1e6": replace(batch, rewards=1e6 * batch.rewards.sign()),
-    }
-    for name in ("logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs"):
-        value: Tensor | None = getattr(batch, name)
-        if value is not None:
-            low: dict[str, Any] = {name: torch.full_like(value, -1e4)}
-            found[f"{name} -1e4"] = replace(batch, **low)
-    if batch.kl is not None:
-        found["kl 1e4"] = replace(batch, kl=torch.full_like(batch.kl, 1e4))
-        found["kl -1e4"] = replace(batch, kl=torch.full_like(batch.kl, -1e4))
-    return found
-
-
-def _check_storage(subject: _Subject, trial: Trial[EstimatorInputs]) -> None:
-    for layout in peers(subject.seed):
-        batch = subject.batch(layout)
-        change = "tensors that are not contiguous"
-        trial.same(batch, change, trial.run(batch), trial.run(strided(batch), change, subject.bare))
-
-
 _RULES: Mapping[Rule, Callable[[_Subject, Trial[EstimatorInputs]], None]] = {
-    DECLARED: _check_declared,
+    DECLARED: shared.check_declared,
     OUTPUTS: _check_outputs,
     READ_ONLY: _check_outputs,  # any call may find a write; these two look for nothing else
     RETURNS: _check_returns,
-    DETERMINISTIC: _check_deterministic,
-    OPTIONAL: _check_optional,
+    DETERMINISTIC: shared.check_deterministic,
+    shared.OPTIONAL: shared.check_optional,
     PERMUTATION: _check_permutation,
     GROUP_IDS: _check_group_ids,
     GROUP_OF_ONE: _check_group_of_one,
-    EMPTY: _check_empty,
+    EMPTY: shared.check_empty,
     NO_TOKENS_RULE: _check_no_tokens,
     GROUP_SPLIT: _check_group_split,
     CONSTANT: _check_constant,
-    FLOAT32: _check_float32,
-    EXTREMES: _check_extremes,
-    STORAGE: _check_storage,
+    FLOAT32: shared.check_float32,
+    EXTREMES: shared.check_extremes,
+    shared.STORAGE: shared.check_storage,
 }
-_ONE_CALL = (OUTPUTS, READ_ONLY, RETURNS, OPTIONAL, GROUP_OF_ONE, NO_TOKENS_RULE, CONSTANT)
+_ONE_CALL = (OUTPUTS, READ_ONLY, RETURNS, shared.OPTIONAL, GROUP_OF_ONE, NO_TOKENS_RULE, CONSTANT)

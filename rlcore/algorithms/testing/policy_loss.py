@@ -10,32 +10,23 @@ import torch
 from torch import Tensor
 
 from rlcore.algorithms.errors import EstimatorMutationError, OutputError
-from rlcore.algorithms.guard import POLICY_LOSS_ALWAYS, POLICY_LOSS_OPTIONAL, GuardedPolicyLoss
+from rlcore.algorithms.guard import POLICY_LOSS_OPTIONAL, GuardedPolicyLoss
 from rlcore.algorithms.ragged import expand_to_tokens
 from rlcore.algorithms.registry import build_policy_loss, guard_policy_loss
+from rlcore.algorithms.testing import shared
 from rlcore.algorithms.testing.batches import (
     NEIGHBOURS,
     NO_TOKENS,
     Layout,
     cast,
-    loners,
-    only,
     peers,
     policy_loss_batch,
     shuffled,
-    strided,
     take,
     tensors,
 )
-from rlcore.algorithms.testing.contract import ContractReport, Rule, builds
-from rlcore.algorithms.testing.trial import (
-    READ_ONLY,
-    Outputs,
-    Trial,
-    at,
-    same_numbers,
-    same_outputs,
-)
+from rlcore.algorithms.testing.contract import ContractReport, Rule
+from rlcore.algorithms.testing.trial import READ_ONLY, Outputs, Subject, Trial, at, same_numbers
 from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
 
 
@@ -58,46 +49,35 @@ def check_policy_loss(
             was expected, what came, and what to do.
         AlgorithmError: the loss cannot be built from these keywords.
     """
-    subject = _Subject(_guarded(loss, keywords), seed)
-    kept: list[Rule] = []
-    skipped: dict[Rule, str] = {}
-    for rule, check in _RULES.items():
-        if rule is UNWEIGHTED and "weights" not in subject.takes:
-            skipped[rule] = "it takes no weights"
-        else:
-            check(subject, subject.trial(rule))
-            kept.append(rule)
-    return ContractReport(f"policy loss {subject.guarded.name!r}", tuple(kept), skipped)
-
-
-def _guarded(loss: str | Callable[..., Any], keywords: dict[str, Any]) -> GuardedPolicyLoss:
-    if isinstance(loss, str | type):
-        return build_policy_loss(loss, **keywords)
-    if not isinstance(loss, GuardedPolicyLoss) and builds(loss, keywords):
-        instance = loss(**keywords)
-        return instance if isinstance(instance, GuardedPolicyLoss) else guard_policy_loss(instance)
-    if keywords:
-        raise TypeError(
-            f"{', '.join(keywords)}: the loss is built already; pass its class or name with"
-            " keywords"
-        )
-    return loss if isinstance(loss, GuardedPolicyLoss) else guard_policy_loss(loss)
+    guarded = shared.put_behind_guard(
+        loss,
+        keywords,
+        called="loss",
+        guard_type=GuardedPolicyLoss,
+        build=build_policy_loss,
+        guard=guard_policy_loss,
+    )
+    skipped = {} if "weights" in guarded.takes else {UNWEIGHTED: "it takes no weights"}
+    return shared.check_rules(_Subject(guarded, seed), _RULES, skipped)
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _Subject(Subject[PolicyLossInputs]):
     guarded: GuardedPolicyLoss
-    seed: int
+    optional = POLICY_LOSS_OPTIONAL
 
-    @property
-    def takes(self) -> frozenset[str]:
-        return self.guarded.needs | self.guarded.optional | {*POLICY_LOSS_ALWAYS}
+    def full(self, layout: Layout, seed: int) -> PolicyLossInputs:
+        return policy_loss_batch(layout, seed)
 
-    def trial(self, rule: Rule) -> Trial[PolicyLossInputs]:
-        return Trial(f"policy loss {self.guarded.name!r}", self.call, self.takes, self.seed, rule)
-
-    def batch(self, layout: Layout) -> PolicyLossInputs:
-        return only(policy_loss_batch(layout, self.seed), self.takes)
+    def extreme(self, batch: PolicyLossInputs) -> dict[str, PolicyLossInputs]:
+        found: dict[str, PolicyLossInputs] = {}
+        for name in ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs"):
+            value: Tensor | None = getattr(batch, name)
+            if value is not None:
+                low: dict[str, Any] = {name: value - 1e4}
+                found[f"{name} lower by 1e4"] = replace(batch, **low)
+        found["advantages times 1e6"] = replace(batch, advantages=1e6 * batch.advantages)
+        return found
 
     def step(self, layout: Layout) -> PolicyLossInputs:
         """A whole optimizer step, with its `batch_stats`: parts of it are micro-batches."""
@@ -182,11 +162,6 @@ DETERMINISTIC = Rule(
     "keep no state between calls; choose tokens by a hash of sequence_ids and position, not by a"
     " generator",
 )
-OPTIONAL = Rule(
-    "optional-fields",
-    "a field in optional may be absent",
-    "test it with `is not None` before you read it",
-)
 PERMUTATION = Rule(
     "permutation",
     "sequences in another order get the same numbers in that order",
@@ -225,26 +200,6 @@ EXTREMES = Rule(
     "clamp the log-ratio before exp: clamping the ratio is too late, since the gradient of exp is"
     " inf by then",
 )
-STORAGE = Rule(
-    "storage",
-    "numbers count, not how they lie in memory",
-    "use reshape instead of view, and no data_ptr or as_strided",
-)
-
-
-def _check_declared(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
-    full = policy_loss_batch(NEIGHBOURS, subject.seed)
-    try:
-        expected = subject.call(full)
-        again = subject.call(full)
-    except Exception:  # noqa: BLE001  (it fails with everything there: the rule `outputs` will say how)
-        return
-    if not same_outputs(expected, again):  # the rule `deterministic` will say so
-        return
-    for field in sorted(set(POLICY_LOSS_OPTIONAL) - subject.takes):
-        change = f"without {field!r}, which is not declared"
-        less = only(full, {*POLICY_LOSS_ALWAYS, *POLICY_LOSS_OPTIONAL} - {field})
-        trial.same(full, change, expected, trial.run(less, change))
 
 
 def _check_outputs(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
@@ -253,40 +208,8 @@ def _check_outputs(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
             trial.run(cast(subject.batch(layout), dtype), f"in {dtype}")
 
 
-def _check_deterministic(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
-    batch = subject.batch(NEIGHBOURS)
-    expected = trial.run(batch, call=subject.call_with_metrics)
-    exactly = dict.fromkeys(expected, 0.0)
-    change = "the same call again"
-    trial.same(
-        batch,
-        change,
-        expected,
-        trial.run(batch, change, subject.call_with_metrics),
-        allowed=exactly,
-    )
-    trial.run(only(policy_loss_batch(NEIGHBOURS, subject.seed + 1), subject.takes))
-    change = "the same call after one on another batch"
-    trial.same(
-        batch,
-        change,
-        expected,
-        trial.run(batch, change, subject.call_with_metrics),
-        allowed=exactly,
-    )
-
-
-def _check_optional(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
-    for field in sorted(subject.guarded.optional):
-        trial.run(only(subject.batch(NEIGHBOURS), subject.takes - {field}), f"without {field!r}")
-    trial.run(
-        only(subject.batch(NEIGHBOURS), subject.takes - subject.guarded.optional),
-        "without any optional field",
-    )
-
-
 def _check_permutation(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
-    for layout in (*loners(subject.seed), *peers(subject.seed)):
+    for layout in subject.layouts:
         batch = subject.batch(layout)
         expected = trial.run(batch, call=subject.call_with_metrics)
         for order in shuffled(len(layout.lengths), subject.seed):
@@ -297,7 +220,7 @@ def _check_permutation(subject: _Subject, trial: Trial[PolicyLossInputs]) -> Non
 
 
 def _check_micro_batches(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
-    for layout in (*loners(subject.seed), *peers(subject.seed)):
+    for layout in subject.layouts:
         step = subject.step(layout)
         count = len(layout.lengths)
         expected = trial.run(step, call=subject.call_with_metrics)
@@ -309,17 +232,6 @@ def _check_micro_batches(subject: _Subject, trial: Trial[PolicyLossInputs]) -> N
                 got = trial.run(part, change, subject.call_with_metrics)
                 shared = {name: value for name, value in at(expected, index).items() if name in got}
                 trial.same(step, change, shared, got, places=index)
-
-
-def _check_empty(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
-    for layout in (*loners(subject.seed), *peers(subject.seed)):
-        count = len(layout.lengths)
-        for position in (0, count // 2, count):
-            lengths = (*layout.lengths[:position], 0, *layout.lengths[position:])
-            batch = subject.batch(Layout(lengths, (0, *layout.groups)))
-            without, _ = take(batch, [b for b in range(count + 1) if b != position])
-            change = f"with the empty sequence {position}"
-            trial.same(batch, change, trial.run(without), trial.run(batch, change))
 
 
 def _check_no_tokens(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
@@ -338,47 +250,18 @@ def _check_unweighted(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None
         trial.same(batch, change, trial.run(batch), trial.run(scaled, change))
 
 
-def _check_float32(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
-    for layout in (*loners(subject.seed), *peers(subject.seed), Layout((4000, 1, 3000), (0, 0, 0))):
-        trial.as_good_as_rounding(subject.batch(layout))
-
-
-def _check_extremes(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
-    for layout in (*loners(subject.seed), *peers(subject.seed)):
-        for change, batch in _extreme(subject.batch(layout)).items():
-            trial.as_good_as_rounding(batch, change)
-
-
-def _extreme(batch: PolicyLossInputs) -> dict[str, PolicyLossInputs]:
-    found: dict[str, PolicyLossInputs] = {}
-    for name in ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs"):
-        value: Tensor | None = getattr(batch, name)
-        if value is not None:
-            low: dict[str, Any] = {name: value - 1e4}
-            found[f"{name} lower by 1e4"] = replace(batch, **low)
-    found["advantages times 1e6"] = replace(batch, advantages=1e6 * batch.advantages)
-    return found
-
-
-def _check_storage(subject: _Subject, trial: Trial[PolicyLossInputs]) -> None:
-    for layout in peers(subject.seed):
-        batch = subject.batch(layout)
-        change = "tensors that are not contiguous"
-        trial.same(batch, change, trial.run(batch), trial.run(strided(batch), change))
-
-
 _RULES: Mapping[Rule, Callable[[_Subject, Trial[PolicyLossInputs]], None]] = {
-    DECLARED: _check_declared,
+    DECLARED: shared.check_declared,
     OUTPUTS: _check_outputs,
     READ_ONLY: _check_outputs,  # any call may find a write; these look for nothing else
-    DETERMINISTIC: _check_deterministic,
-    OPTIONAL: _check_optional,
+    DETERMINISTIC: shared.check_deterministic,
+    shared.OPTIONAL: shared.check_optional,
     PERMUTATION: _check_permutation,
     MICRO_BATCHES: _check_micro_batches,
-    EMPTY: _check_empty,
+    EMPTY: shared.check_empty,
     NO_TOKENS_RULE: _check_no_tokens,
     UNWEIGHTED: _check_unweighted,
-    FLOAT32: _check_float32,
-    EXTREMES: _check_extremes,
-    STORAGE: _check_storage,
+    FLOAT32: shared.check_float32,
+    EXTREMES: shared.check_extremes,
+    shared.STORAGE: shared.check_storage,
 }

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NoReturn
+from typing import Any, ClassVar, Generic, NoReturn
 
 import torch
 from torch import Tensor
 
 from rlcore.algorithms.errors import EstimatorMutationError
-from rlcore.algorithms.testing.batches import Record, cast, describe, tensors
+from rlcore.algorithms.guard import Guarded
+from rlcore.algorithms.testing.batches import (
+    Layout,
+    Record,
+    cast,
+    describe,
+    loners,
+    only,
+    peers,
+    tensors,
+)
 from rlcore.algorithms.testing.contract import ContractError, Rule
 
 Outputs = Mapping[str, Tensor]  # by name, [M] each
@@ -28,35 +38,67 @@ ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
-class Trial(Generic[Record]):
-    """A plugin under one rule.
+class Subject(Generic[Record]):
+    """A plugin behind its guard, the batches on which it is tried, and ways to call it."""
 
-    Args:
-        subject: what messages call the plugin.
-        call: the plugin behind its guard, as named vectors `[M]`.
-        shown: the fields of a batch to print in messages: those that the plugin takes.
-        seed: of all noise.
-        rule: the rule that a failure breaks.
-    """
-
-    subject: str
-    call: Callable[[Record], Outputs]
-    shown: Collection[str]
+    guarded: Guarded
     seed: int
-    rule: Rule
+    optional: ClassVar[tuple[str, ...]]  # the fields that such a plugin may declare
 
-    def under(self, rule: Rule) -> Trial[Record]:
-        """The same plugin under another rule."""
-        return replace(self, rule=rule)
+    @property
+    def name(self) -> str:
+        """The name of the plugin in messages."""
+        return f"{self.guarded.kind} {self.guarded.name!r}"
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Layouts with groups of every size, and no empty sequence."""
+        return [*loners(self.seed), *peers(self.seed)]
+
+    def full(self, layout: Layout, seed: int) -> Record:
+        """Return a batch with every field."""
+        raise NotImplementedError
+
+    def extreme(self, batch: Record) -> dict[str, Record]:
+        """Return batches with huge numbers, by what was changed."""
+        raise NotImplementedError
+
+    def call(self, inputs: Record) -> Outputs:
+        """Call the plugin behind its guard."""
+        raise NotImplementedError
+
+    def call_with_all(self, inputs: Record) -> Outputs:
+        """Call it as if it had declared every field."""
+        return self.call(inputs)
+
+    def call_bare(self, inputs: Record) -> Outputs:
+        """Call it without the copies that its guard makes."""
+        return self.call(inputs)
+
+    def call_with_metrics(self, inputs: Record) -> Outputs:
+        """Call it; its metrics, if it has any, are among the results."""
+        return self.call(inputs)
+
+    def batch(self, layout: Layout) -> Record:
+        """Return a batch with the fields that it takes."""
+        return only(self.full(layout, self.seed), self.guarded.takes)
+
+
+@dataclass(frozen=True)
+class Trial(Generic[Record]):
+    """A plugin under one rule, which a failure breaks."""
+
+    subject: Subject[Record]
+    rule: Rule
 
     def run(
         self, batch: Record, change: str = "", call: Callable[[Record], Outputs] | None = None
     ) -> Outputs:
         """Call the plugin; whatever it raises breaks the rule."""
         try:
-            return (call or self.call)(batch)
+            return (call or self.subject.call)(batch)
         except EstimatorMutationError as error:
-            self.under(READ_ONLY).fail(batch, change, str(error), error)
+            replace(self, rule=READ_ONLY).fail(batch, change, str(error), error)
         except Exception as error:  # noqa: BLE001  (anything at all that a plugin raises breaks the rule)
             self.fail(batch, change, f"{type(error).__name__}: {error}", error)
 
@@ -114,7 +156,7 @@ class Trial(Generic[Record]):
 
     def _roundings(self, batch: Record) -> list[Record]:
         """Batches that float32 cannot tell from this one: moved by up to half a unit."""
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.subject.seed)
 
         def moved(value: Tensor) -> Tensor:
             signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
@@ -132,9 +174,13 @@ class Trial(Generic[Record]):
         self, batch: Record, change: str, finding: str, cause: Exception | None = None
     ) -> NoReturn:
         """Raise the `ContractError` of this rule."""
-        parts = [describe(batch, self.shown), f"change: {change}" if change else "", finding]
+        parts = [
+            describe(batch, self.subject.guarded.takes),
+            f"change: {change}" if change else "",
+            finding,
+        ]
         raise ContractError(
-            self.subject, self.rule, "\n".join(part for part in parts if part)
+            self.subject.name, self.rule, "\n".join(part for part in parts if part)
         ) from cause
 
 

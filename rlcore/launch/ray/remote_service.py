@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config import Config
+from rlcore.data.batch import StepRollouts
 from rlcore.data.generation import MemoryTag
 from rlcore.data.sample import Sample
-from rlcore.data.step import StepRollouts
 from rlcore.deadlines import SERVICE_GRACE_S
 from rlcore.errors import EngineFailed, PublicationFailed
 from rlcore.interfaces import RolloutEngine, WeightVerifier

@@ -20,7 +20,7 @@ import ray
 from numpy.typing import NDArray
 
 from rlcore.config import Config
-from rlcore.data.step import StepRollouts
+from rlcore.data.batch import StepRollouts
 from rlcore.errors import PartLost
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.logs import log_folder
@@ -118,7 +118,7 @@ class ServiceActor:
 
     def _build(self, greedy_baseline: bool) -> RolloutService:
         from rlcore.data.tokenizer import load_tokenizer
-        from rlcore.runs.rng import seed_rng
+        from rlcore.runs.state import seed_rng
         from rollout.fleet.engine_memory import FleetMemory
         from rollout.service import RolloutService
 

@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.data.generation import Completion, GenerateRequest, Prefix, SamplingParams
-from rlcore.data.routed_experts import decode_experts, encode_experts
-from rlcore.data.sample import VersionSpan
-from rlcore.data.sampling_masks import SamplingMasks
+from rlcore.data.sample import SamplingMasks, VersionSpan, decode_experts, encode_experts
 from rlcore.weights import Bucket, TensorSpec
 
 

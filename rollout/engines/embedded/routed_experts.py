@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rlcore.data.routed_experts import Experts
+from rlcore.data.sample import Experts
 
 
 class ExpertTap:

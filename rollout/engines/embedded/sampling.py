@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from rlcore.data.generation import SamplingParams
-from rlcore.data.sampling_masks import SamplingMasks
+from rlcore.data.sample import SamplingMasks
 
 ROUNDS = 10
 MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))

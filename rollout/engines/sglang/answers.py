@@ -13,9 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.data.generation import Completion, GenerateRequest
-from rlcore.data.routed_experts import Experts
-from rlcore.data.sample import FinishReason, VersionSpan
-from rlcore.data.sampling_masks import SamplingMasks
+from rlcore.data.sample import Experts, FinishReason, SamplingMasks, VersionSpan
 from rlcore.errors import EngineFailed
 from rollout.engines.sglang.limits import Limits, asks_sampling_mask
 

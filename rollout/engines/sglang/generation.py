@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
-from rlcore.data.sampling_masks import SamplingMasks
+from rlcore.data.sample import SamplingMasks
 from rlcore.errors import EngineFailed, UserError
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.checks import check_request as check_common

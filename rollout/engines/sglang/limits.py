@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlcore.data.generation import SamplingParams
-from rlcore.data.routed_experts import Experts
+from rlcore.data.sample import Experts
 from rlcore.errors import EngineFailed, ModelError
 from rollout.engines.checks import folder_vocab_size
 

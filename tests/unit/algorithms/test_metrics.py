@@ -29,7 +29,7 @@ from rlcore.algorithms import (
     value_loss,
 )
 from rlcore.algorithms.metrics import BATCH_METRICS
-from rlcore.algorithms.reductions import STREAMED_METRICS
+from rlcore.algorithms.moments import STREAMED_METRICS
 
 from .helpers import cu
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from rlcore.data.batch import BatchSamplingMasks, RolloutBatch
-from rlcore.data.sample import Sample
-from rlcore.data.sampling_masks import SamplingMasks
+from rlcore.data.sample import Sample, SamplingMasks
 from rlcore.errors import DataError
 from rlcore.runs.rollouts import read_rollouts, write_rollouts
-from rlcore.trainer.replay_source import ReplaySource
+from rlcore.trainer.sources import ReplaySource
 
 MakeSample = Callable[..., Sample]
 

@@ -6,12 +6,13 @@ import time
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from rlcore.deadlines import STALL_S
 from rlcore.launch import heartbeat as heartbeat
 from rlcore.launch.environment import here_key
 from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor, beat_key
-from rlcore.trainer.rank_sync import LocalStore, RankSync, read_failure
+from rlcore.trainer.rank_sync import RankSync, read_failure
 
 
 class Clock:
@@ -34,7 +35,7 @@ class Ranks:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.store = LocalStore()
+        self.store = HashStore()
         self.number = 0
         self.monitor = HeartbeatMonitor(self.store, range(2), limit_s=20, start_limit_s=60)
 
@@ -92,7 +93,7 @@ def test_a_rank_that_ignores_its_peers_misses_none(
 ) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
     monkeypatch.setattr(heartbeat, "NOTICE_S", 600.0)
-    store: Any = LocalStore()
+    store: Any = HashStore()
     beating = Heartbeat(
         store,
         RankSync(store, 0, 2, timeout_s=5),

@@ -12,11 +12,10 @@ import transformers
 
 from backends.megatron.convert.read import read_architecture
 from rlcore.algorithms import Moments
-from rlcore.data.batch import RolloutBatch
-from rlcore.data.step import UpdateResult
+from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.planning.devices import GPUS, peak_flops
 from rlcore.planning.shape import ModelShape
-from rlcore.trainer.mfu import Utilization
+from rlcore.trainer.step_metrics import Utilization
 
 EXAMPLES = Path(__file__).parents[3] / "examples/models"
 TINY = ModelShape(layers=2, hidden=8, heads=4, groups=2, head_dim=3, ffn=5, vocab=11)

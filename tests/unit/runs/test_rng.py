@@ -5,8 +5,7 @@ import random
 import numpy as np
 import torch
 
-from rlcore.runs.rng import restore_rng, rng_state, seed_rng
-from rlcore.runs.state import decode_state, encode_state
+from rlcore.runs.state import decode_state, encode_state, restore_rng, rng_state, seed_rng
 
 
 def draw() -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 
 from rlcore.errors import UserError
 from rlcore.runs.metrics import MetricsFile, read_metrics
-from rlcore.tracking.names import REWARD, curve
+from rlcore.tracking.format import REWARD, curve
 from rlcore.tracking.plot import plot_run, smoothed
 from rlcore.tracking.report import RunSummary, format_report, summarize
 

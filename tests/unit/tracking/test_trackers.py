@@ -52,8 +52,8 @@ def test_importing_the_trackers_loads_neither_torch_nor_services() -> None:
     code = (
         "import sys, rlcore.tracking, rlcore.tracking.wandb, rlcore.tracking.tensorboard,"
         " rlcore.tracking.plot, rlcore.tracking.hub, rlcore.tracking.report,"
-        " rlcore.runs.checkpoints, rlcore.runs.rng\nprint(sorted({'torch', 'wandb', 'tensorboard',"
-        " 'matplotlib', 'huggingface_hub'} & set(sys.modules)))"
+        " rlcore.runs.checkpoints, rlcore.runs.state\nprint(sorted({'torch', 'wandb',"
+        " 'tensorboard', 'matplotlib', 'huggingface_hub'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from torch.distributed import HashStore
 
 from backends.megatron.checkpoint.background import PendingCheckpoint
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.interfaces import PolicyBackend
 from rlcore.trainer.checkpointer import Checkpointer
 from rlcore.trainer.rank0 import RankZero
-from rlcore.trainer.rank_sync import LocalStore, RankSync
+from rlcore.trainer.rank_sync import RankSync
 
 
 class Writing:
@@ -57,7 +58,7 @@ class RecordingRankZero:
 def parts() -> tuple[Checkpointer, Writing, RecordingRankZero]:
     backend = Writing()
     rank0 = RecordingRankZero()
-    sync = RankSync(LocalStore(), 0, 1, timeout_s=0.2)
+    sync = RankSync(HashStore(), 0, 1, timeout_s=0.2)
     checkpointer = Checkpointer(sync, cast(PolicyBackend, backend), cast(RankZero, rank0))
     return checkpointer, backend, rank0
 
@@ -136,7 +137,7 @@ def test_a_run_that_trained_nothing_has_nothing_to_save(
 def test_any_rank_says_what_is_intact(tmp_path: Path) -> None:
     """The first rank that fails speaks for all."""
     checkpoints = tmp_path / "checkpoints"
-    store = LocalStore()
+    store = HashStore()
     (checkpoints / "step_000002").mkdir(parents=True)
     store.set("sync/1", str(checkpoints / ".step_000004.tmp" / "model"))  # rank 0 has opened it
 

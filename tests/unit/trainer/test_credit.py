@@ -100,12 +100,12 @@ def test_distillation_is_a_reward_of_each_token() -> None:
     teacher = {"path": "t"}
     given = {"estimator": {"name": "reinforce++", "gamma": 0.0}, "normalize_advantages": "none"}
     credit = make_credit({**given, "distillation": {"coef": 0.25}}, teacher=teacher)
-    assert credit.needs_teacher
-    assert credit.needs_logprobs
+    assert credit.passes.teacher
+    assert credit.passes.policy
     batch = make_batch(teacher_logprobs=-torch.rand(12, generator=torch.Generator().manual_seed(8)))
     gap = batch.vectors["teacher_logprobs"] - batch.vectors["logprobs"]
     without = make_credit(given)
-    assert not without.needs_teacher
+    assert not without.passes.teacher
     difference = credit.advantages(batch).advantages - without.advantages(batch).advantages
     torch.testing.assert_close(difference, 0.25 * gap)
 
@@ -168,8 +168,8 @@ def test_a_batch_that_does_not_know_its_policy_is_refused() -> None:
 
 def test_routing_replay_needs_the_pass_that_records() -> None:
     plain = {"estimator": {"name": "grpo"}}
-    assert not make_credit(plain).needs_logprobs
-    assert make_credit(plain, policy={"routing_replay": "logprobs"}).needs_logprobs
+    assert not make_credit(plain).passes.policy
+    assert make_credit(plain, policy={"routing_replay": "logprobs"}).passes.policy
 
 
 # --- what losses need of the whole optimizer step -------------------------------------------------
@@ -180,7 +180,7 @@ def test_each_optimizer_step_has_statistics_of_its_own(name: str) -> None:
     steps = [[0, 3, 2], [5, 1, 4]]
     credit = make_credit({"loss": {"name": name}, "minibatches": 2})
     batch = make_batch()
-    assert credit.needs_logprobs
+    assert credit.passes.policy
     assigned = credit.assign(batch, steps)
     loss = build_policy_loss(name)
     for k, rows in enumerate(steps):

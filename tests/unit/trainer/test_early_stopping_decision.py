@@ -6,7 +6,7 @@ import pytest
 
 from rlcore.config.load import load_config
 from rlcore.errors import ConfigError, RunFailed
-from rlcore.trainer.early_stopping import EarlyStopping
+from rlcore.trainer.rank0 import EarlyStopping
 
 MINIMAL = ("run.name=test", "model.path=model", "data.paths=data.jsonl", "training.steps=1")
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
+from torch.distributed import HashStore
 
 from rlcore.data.generation import MemoryTag
 from rlcore.errors import RunFailed
 from rlcore.interfaces import PolicyBackend
 from rlcore.trainer.gpu_sharing import GpuPhase, GpuSharing
-from rlcore.trainer.rank_sync import LocalStore, RankSync
+from rlcore.trainer.rank_sync import RankSync
 
 ALL = {"kv_cache", "cuda_graph", "weights"}
 
@@ -94,7 +95,7 @@ class Backend:
 
 
 def make(device: Device, rank: int = 0, ranks: int = 1, store: Any = None) -> GpuSharing:
-    sync = RankSync(store or LocalStore(), rank, ranks, timeout_s=5)
+    sync = RankSync(store or HashStore(), rank, ranks, timeout_s=5)
     memory = Memory(device) if rank == 0 else None
     sharing = GpuSharing(sync, cast(PolicyBackend, Backend(device, rank)), memory, timeout_s=5)
     assert device.moves.pop() == "offload"
@@ -185,7 +186,7 @@ def test_a_failure_does_not_change_the_phase() -> None:
 def test_every_rank_is_out_before_an_engine_takes_memory() -> None:
     """Rank 1 is late with everything; the device itself checks who is there."""
     device = Device()
-    store = LocalStore()
+    store = HashStore()
     # what ranks do in a phase is collective
     late = threading.Event()
     passes = threading.Barrier(2)

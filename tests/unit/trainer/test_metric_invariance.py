@@ -14,9 +14,8 @@ import torch
 
 from rlcore.algorithms import METRICS, Moments, PolicyLossInputs, metric_spec
 from rlcore.config import Config
-from rlcore.data.batch import RolloutBatch
+from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.sample import Sample, VersionSpan
-from rlcore.data.step import StepRollouts, UpdateResult
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.step_metrics import step_metrics, update_metrics

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlcore.algorithms import Correction, PolicyLossInputs, approx_kl, build_policy_loss, loss_kl
-from rlcore.algorithms.reductions import REDUCTIONS
+from rlcore.algorithms.moments import REDUCTIONS
 from rlcore.config.sections.algorithm import AlgorithmConfig
 from rlcore.trainer.objective import Objective
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from rlcore.config import Config
+from rlcore.data.batch import StepRollouts
 from rlcore.data.sample import Sample
-from rlcore.data.step import StepRollouts
 from rlcore.interfaces import RolloutSource
 from rlcore.launch.run_folder import conclude
 from rlcore.runs.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from torch.distributed import HashStore
 
 from rlcore.errors import ConfigError, DeadlineExceeded, FailedElsewhere, RunFailed, UserError
 from rlcore.trainer.rank_sync import (
     Failure,
-    LocalStore,
     PeerFailed,
     RankSync,
     in_one_line,
@@ -39,7 +39,7 @@ def run_ranks(*ranks: Callable[[], object]) -> list[object]:
 
 @pytest.fixture
 def pair() -> tuple[RankSync, RankSync]:
-    store = LocalStore()
+    store = HashStore()
     return RankSync(store, 0, 2, timeout_s=5), RankSync(store, 1, 2, timeout_s=5)
 
 
@@ -110,7 +110,7 @@ def test_what_a_peer_refused_is_bad_input_for_the_run(pair):
 
 
 def test_the_first_failure_is_the_one_that_counts():
-    store = LocalStore()
+    store = HashStore()
     post_failure(store, Failure(1, "first"))
     post_failure(store, Failure(0, "second"))
     assert read_failure(store) == Failure(1, "first")

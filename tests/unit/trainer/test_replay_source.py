@@ -11,7 +11,7 @@ import zstandard
 
 from rlcore.data.sample import Sample
 from rlcore.runs.rollouts import write_rollouts
-from rlcore.trainer.replay_source import ReplaySource
+from rlcore.trainer.sources import ReplaySource
 
 
 @pytest.mark.parametrize(("version", "expected"), [(9, 9), (None, None)])

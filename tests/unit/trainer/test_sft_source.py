@@ -9,7 +9,7 @@ import pytest
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
 from rlcore.errors import DataError
-from rlcore.trainer.sft_source import SFTSource
+from rlcore.trainer.sources import SFTSource
 
 
 def make_config(path: str, *, batch_size: int = 4, **data) -> Config:

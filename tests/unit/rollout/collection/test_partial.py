@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from rlcore.data.generation import Completion, GenerateRequest, Prefix, SamplingParams
-from rlcore.data.sample import VersionSpan
-from rlcore.data.sampling_masks import SamplingMasks
+from rlcore.data.sample import SamplingMasks, VersionSpan
 from rollout.collection.partial import MOST_IN_VAIN, PartialRollouts, shorten
 
 PROMPT = [1, 2, 3]

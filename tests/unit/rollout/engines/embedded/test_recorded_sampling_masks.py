@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_kit import VOCAB, request, with_engine
 
-from rlcore.data.sampling_masks import SamplingMasks
+from rlcore.data.sample import SamplingMasks
 from rollout.engines.embedded.codec import (
     decode_completion,
     decode_request,

@@ -11,7 +11,7 @@ import torch
 from engine_kit import VOCAB, request, with_engine
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rlcore.data.routed_experts import join_experts
+from rlcore.data.sample import join_experts
 from rlcore.errors import UserError
 from rollout.engines.embedded.codec import decode_completion, encode_completion
 

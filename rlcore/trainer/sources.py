@@ -1,32 +1,64 @@
-"""Supervised fine-tuning: batches from the labels of a data set, no engine and no reward."""
+"""Sources of samples without an engine: labels of a data set (SFT), or a recorded step (replay)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.config import Config
+from rlcore.data.batch import StepRollouts
 from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.rows import Example, read_examples
-from rlcore.data.sample import Sample, VersionSpan
-from rlcore.data.step import StepRollouts
+from rlcore.data.sample import SAMPLING_MASK_KEY, Sample, VersionSpan
 from rlcore.data.tokenizer import encode, render_chat
 from rlcore.errors import DataError
+from rlcore.runs.rollouts import read_rollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
-class SFTSource:
-    """A `RolloutSource` of `training.batch_size` rows a step, trained on label and EOS.
 
-    A chat row's label becomes the assistant's message; where `data.label_key` is null, its last
-    message is the label.
+class SourceWithoutEngine:
+    """An `rlcore.interfaces.RolloutSource` in which nothing generates."""
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
+        """Never called."""
+        raise AssertionError("no engine is here to evaluate with")
+
+    def published(self, step: int, version: int, incarnation: int) -> None:
+        """Never called."""
+        raise AssertionError("nothing generates here, so nothing is published")
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state, none."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Continue at `snapshot`."""
+
+    def keep_ledger(self, path: Path) -> None:
+        """There is no ledger: the step says which samples were trained on."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class SFTSource(SourceWithoutEngine):
+    """A source of `training.batch_size` rows a step, trained on label and EOS.
+
+    A chat row's label becomes the assistant's message. Where it has none (`data.label_key` is null,
+    or its value in the row is), the last message of the chat is the label, if the assistant's.
 
     Raises:
         DataError: a row without a text label; names it.
@@ -49,9 +81,6 @@ class SFTSource:
             shuffle=data.shuffle,
             fingerprint=self.prompts.fingerprint(),
         )
-
-    def start(self) -> None:
-        """Nothing generates in SFT."""
 
     def next_step(self, step: int) -> StepRollouts:
         """Return the next `training.batch_size` rows, by the cursor; `step` does not matter."""
@@ -81,12 +110,8 @@ class SFTSource:
         )
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
-        """Return no metrics and no samples: nothing generates in SFT."""
+        """Return no metrics and no samples."""
         return {}, []
-
-    def published(self, step: int, version: int, incarnation: int) -> None:
-        """Never called."""
-        raise AssertionError("nothing generates here, so nothing is published")
 
     def snapshot(self) -> dict[str, Any]:
         """Return the position in the data."""
@@ -96,12 +121,6 @@ class SFTSource:
         """Continue at the position of `snapshot`."""
         if state is not None:
             self._stream.restore(state["stream"])
-
-    def keep_ledger(self, path: Path) -> None:
-        """There is no ledger: labels are taken in order, so the step says which were trained."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _with_label(example: Example) -> Example:
@@ -156,3 +175,63 @@ def _answer_text(example: Example, prompt_text: str, tokenizer: PreTrainedTokeni
             " prefix of the whole chat"
         )
     return whole[len(prompt_text) :]
+
+
+class ReplaySource(SourceWithoutEngine):
+    """A source that returns the same recorded samples at every step.
+
+    Args:
+        greedy_baseline: the estimator needs a `baseline_reward` of every sample.
+        recorded: fields that every sample must have, each with the key that asks for it.
+
+    Raises:
+        DataError: the file holds no samples, or one lacks a field that is needed. Also for samples
+            with a sampling mask that `recorded` does not name: their log-probs depend on it.
+    """
+
+    def __init__(
+        self, path: Path, *, greedy_baseline: bool = False, recorded: Mapping[str, str] = NOTHING
+    ) -> None:
+        records = read_rollouts(path)
+        if not records:
+            raise DataError(f"training.replay: {path} holds no samples")
+        try:
+            self.samples = [Sample.from_record(record) for record in records]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"training.replay: {path} holds something else than samples: {error!r}"
+            ) from error
+        if greedy_baseline and any(sample.baseline_reward is None for sample in self.samples):
+            raise DataError(
+                f"training.replay: {path} was recorded without the greedy baselines that this"
+                " estimator needs; record a step with it, or use another estimator"
+            )
+        for name, key in recorded.items():
+            if any(getattr(sample, name) is None for sample in self.samples):
+                file_name = SAMPLING_MASK_KEY if name == "sampling_mask" else name
+                raise DataError(
+                    f"training.replay: {path} was recorded without {file_name}, which {key} needs:"
+                    " turn it off"
+                )
+        if "sampling_mask" not in recorded and any(
+            sample.sampling_mask is not None for sample in self.samples
+        ):
+            message = f"{path} was recorded with keep_sets: set policy.logprobs.keep_sets to true"
+            raise DataError(f"training.replay: {message}")
+        self.recorded_step: int | None = records[0].get("step")
+        newest = max(
+            (span.version for sample in self.samples for span in sample.versions), default=None
+        )
+        self.recorded_version: int | None = records[0].get("policy_version", newest)
+        self._policy_steps = {
+            span[0]: step
+            for record in records
+            for span, step in zip(record["versions"], record.get("policy_steps", ()))
+        }
+
+    def next_step(self, step: int) -> StepRollouts:
+        """Return the recorded samples again; `step` does not matter."""
+        return StepRollouts(
+            list(self.samples), {}, epoch=float(step), snapshot={}, policy_steps=self._policy_steps,
+            recorded_step=self.recorded_step, recorded_version=self.recorded_version,
+        )  # fmt: skip
