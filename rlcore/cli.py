@@ -79,7 +79,7 @@ def validate(arguments: argparse.Namespace) -> int:
     """Print the configuration, and which checks were made and which left out."""
     loaded = _load(arguments.settings)
     from rlcore.config.checks.all_checks import describe_checks
-    from rlcore.config.render import render
+    from rlcore.config.yaml_settings import render_config
 
     notes = list(loaded.notes)
     made = describe_checks()
@@ -106,7 +106,7 @@ def validate(arguments: argparse.Namespace) -> int:
             made.append("The model can be converted, and the layout and policy.megatron fit it")
         else:
             left_out.append(f"The layout fits the model: there is no folder {model} here")
-    print(render(loaded), end="")
+    print(render_config(loaded.config.model_dump(), loaded.origins), end="")
     for title, lines in (("notes", notes), ("checks made", made), ("checks left out", left_out)):
         if lines:
             print(f"\n# {title}:", *(f"#   {line}" for line in lines), sep="\n")

@@ -10,8 +10,7 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.parallel.stages import layers_of_stages
 from rlcore.config import Config
-from rlcore.config.derived import other_folders, samples_per_step
-from rlcore.config.passes import Passes, built_in_passes
+from rlcore.config.derived import Passes, built_in_passes, other_folders, samples_per_step
 from rlcore.config.sections.policy import ParallelConfig, default_chunk_elements
 from rlcore.errors import ConfigError
 from rlcore.planning.devices import GPUS

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rlcore.config.checks.servers import argument_name
+from rlcore.config.checks.engine import argument_name
 from rlcore.config.sections.rollout import EngineConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

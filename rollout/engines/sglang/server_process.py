@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 import torch
 
-from rlcore.config.checks.servers import cannot_start
+from rlcore.config.checks.engine import cannot_start
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
 from rollout.engines.child_process import Child, ChildServer, without_rank
