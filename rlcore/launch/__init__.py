@@ -24,10 +24,10 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
         and not under_torchrun()
     ):
         from rlcore.launch.compose import check_input
-        from rlcore.launch.local import supervise
+        from rlcore.launch.local import launch_ranks
 
         check_input(config, config.cluster.processes_per_node, resume=resume, overwrite=overwrite)
-        return supervise(config, arguments)
+        return launch_ranks(config, arguments)
     if config.cluster.launcher == "torchrun" and not under_torchrun():
         raise ConfigError(
             "cluster.launcher is torchrun, but this process has no RANK: start it with `torchrun"

@@ -51,6 +51,7 @@ from rlcore.trainer.loop import Trainer
 from rlcore.trainer.mfu import Utilization
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.rank0 import Outcome, RankZero
+from rlcore.trainer.rank_sync import on_rank0
 from rlcore.trainer.weight_publisher import WeightPublisher
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def run_rank(
     loaded = pin_initial_policy(loaded, resume=resume)
     config = loaded.config
     sync = process.sync
-    patience = loaded.config.cluster.start_timeout_s
+    start_s = config.cluster.start_timeout_s
     objective, credit = build_algorithm(config)
     with ExitStack() as stack, process.reporting_errors():
         # All input is checked before a run of the same name is touched.
@@ -110,14 +111,14 @@ def run_rank(
             lambda: open_handles(
                 config, process, stack, greedy_baseline=credit.needs_baseline, service=service
             ),
-            timeout_s=patience,
+            timeout_s=start_s,
         )
         if config.tracking.hub.repo:
             sync.run_on_rank0(
-                "reaching the hub", lambda: reach_hub(config.tracking.hub), timeout_s=patience
+                "reaching the hub", lambda: reach_hub(config.tracking.hub), timeout_s=start_s
             )
         prompts = sync.broadcast(
-            "counting the prompts", lambda: str(present(handles).num_prompts), timeout_s=patience
+            "counting the prompts", lambda: str(on_rank0(handles).num_prompts), timeout_s=start_s
         )
         steps = total_steps(config, int(prompts))
         backend = build_backend(
@@ -125,37 +126,31 @@ def run_rank(
         )
         stack.callback(backend.close)
         sharing = build_gpu_sharing(config, process, backend, handles)
-        sync.barrier("building the models", timeout_s=patience)
+        sync.barrier("building the models", timeout_s=start_s)
         run = sync.run_on_rank0(
             "opening the run",
             lambda: open_run(loaded, steps, stack, resume=resume, overwrite=overwrite),
-            timeout_s=patience,
+            timeout_s=start_s,
         )
         process.log.open(log_folder(config.run))
         if run is not None:
             mark_opened(sync.store)
             process.on_failure.append(lambda failure: run.end_with(RunFailed(str(failure))))
         # a large model loads for long
-        starting = patience + comeback_s(config.rollout.engine, engine_place_s(config))
+        engines_s = start_s + comeback_s(config.rollout.engine, engine_place_s(config))
         sync.run_on_rank0(
-            "starting the engines", lambda: present(handles).source.start(), timeout_s=starting
+            "starting the engines", lambda: on_rank0(handles).source.start(), timeout_s=engines_s
         )
         rank0 = journal = None
         if run is not None:
             journal = run.version_journal()
             rank0 = build_rank0(
-                loaded, process, present(handles), run, journal, backend, credit, steps
+                loaded, process, on_rank0(handles), run, journal, backend, credit, steps
             )
         publisher = build_weight_publisher(config, process, backend, handles, journal)
         return finish(
             Trainer(config, sync, backend, credit, steps, publisher, rank0, sharing), process
         )
-
-
-def present(handles: RolloutHandles | None) -> RolloutHandles:
-    """Return the handles, which rank 0 has."""
-    assert handles is not None, "only rank 0 has them"
-    return handles
 
 
 # --- the parts ------------------------------------------------------------------------------------
@@ -299,17 +294,16 @@ def build_weight_publisher(
     """Make what publishes weights to the engines; None where nothing generates."""
     if not generates(config):
         return None
-    patience = all_engines_timeout_s(config)
+    timeout_s = all_engines_timeout_s(config)
     if handles is None:
-        return WeightPublisher(backend, process.sync, sink=None, journal=None, timeout_s=patience)
-    told = handles.source.published
+        return WeightPublisher(backend, process.sync, sink=None, journal=None, timeout_s=timeout_s)
     return WeightPublisher(
         backend,
         process.sync,
         sink=handles.sink,
         journal=journal,
-        timeout_s=patience,
-        published=told,
+        timeout_s=timeout_s,
+        published=handles.source.published,
     )
 
 

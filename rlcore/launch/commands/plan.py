@@ -90,14 +90,13 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         other = others.get("critic.path", arch).shape
         trained.append(Trained("critic", other, True, given.offload, given.optimizer.offload))
     frozen: list[Frozen] = []
-    if passes.reference:
-        other = others.get("reference.path", arch).shape
-        frozen.append(
-            Frozen("reference", other, config.reference.offload, swapped_in=other == shape)
-        )
-    if passes.teacher:
-        other = others.get("teacher.path", arch).shape
-        frozen.append(Frozen("teacher", other, config.teacher.offload, swapped_in=other == shape))
+    for name, is_scored, section in (
+        ("reference", passes.reference, config.reference),
+        ("teacher", passes.teacher, config.teacher),
+    ):
+        if is_scored:
+            other = others.get(f"{name}.path", arch).shape
+            frozen.append(Frozen(name, other, section.offload, swapped_in=other == shape))
     prompt = config.data.max_prompt_tokens or min(_PROMPT, policy.max_tokens_per_microbatch // 2)
     response = (
         policy.max_tokens_per_microbatch - prompt
