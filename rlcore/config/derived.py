@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import reduce
+from operator import attrgetter
 from typing import Any
 
 from rlcore.config.built_in import built_in_estimators, built_in_losses
@@ -79,9 +79,7 @@ def needs_critic(estimator_needs: Collection[str]) -> bool:
 
 def coefficients(config: Config) -> dict[str, float]:
     """Return the values of COEFFICIENTS, by the estimator's keyword."""
-    return {
-        keyword: reduce(getattr, path.split("."), config) for keyword, path in COEFFICIENTS.items()
-    }
+    return {keyword: attrgetter(path)(config) for keyword, path in COEFFICIENTS.items()}
 
 
 def takes_coefficients(config: Config) -> bool | None:

@@ -100,7 +100,8 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
 
 def _validate(tree: Tree) -> Config:
     # An empty section for each required one, so that errors name the missing key in it.
-    required = {name: {} for name, field in Config.model_fields.items() if field.is_required()}
+    fields = Config.model_fields.items()
+    required: dict[str, Any] = {name: {} for name, field in fields if field.is_required()}
     try:
         return Config.model_validate(_numbers_as_text(required | plain(tree), tree))
     except ValidationError as error:

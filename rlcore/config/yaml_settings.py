@@ -173,25 +173,22 @@ def _parse(text: str, source: str, where: Where) -> Setting | Tree | None:
     try:
         loader = ConfigLoader(text)
         node = loader.get_single_node()
-        return None if node is None else _convert(loader, node, where, frozenset())
+        if node is None:
+            return None
+        _check_keys(node, where, frozenset())
+        return _convert(loader, node, where)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_one_line(error, source)) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _convert(
-    loader: ConfigLoader, node: yaml.Node, where: Where, above: frozenset[int]
-) -> Setting | Tree:
+def _convert(loader: ConfigLoader, node: yaml.Node, where: Where) -> Setting | Tree:
     if not isinstance(node, yaml.MappingNode):
-        _check_keys(node, where, above)
         text = node.value if isinstance(node, yaml.ScalarNode) else None
         return Setting(loader.construct_object(node, deep=True), where(node), text)
-    _check_keys(node, where, above)
     loader.flatten_mapping(node)
-    return {
-        key.value: _convert(loader, value, where, above | {id(node)}) for key, value in node.value
-    }
+    return {key.value: _convert(loader, value, where) for key, value in node.value}
 
 
 def _check_keys(node: yaml.Node, where: Where, above: frozenset[int]) -> None:

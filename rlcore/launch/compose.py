@@ -70,7 +70,7 @@ class RolloutHandles:
 
 
 class OpenService(Protocol):
-    """Opens the rollout service for rank 0: `open_service`, or `ray.remote_service.opener`."""
+    """Opens the rollout service for rank 0: `open_service`, or Ray's `open_remote_service`."""
 
     def __call__(
         self,

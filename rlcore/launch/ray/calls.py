@@ -82,23 +82,16 @@ def translate_error(error: RayError, what: str) -> RlcoreError:
             return cause
         return RunFailed(f"{what}: {type(cause).__name__}: {cause}")
     if isinstance(error, RayActorError):
+        why = _lines(error)[-1]  # Ray's last line says it
         if error.actor_init_failed:  # another start would fail, too
-            return RunFailed(
-                f"{what}: it could not begin:"
-                f" {last_line(error).partition(': ')[2] or last_line(error)}"
-            )
-        return ActorLost(f"{what}: its process is gone: {last_line(error)}")
+            return RunFailed(f"{what}: it could not begin: {why.partition(': ')[2] or why}")
+        return ActorLost(f"{what}: its process is gone: {why}")
     return RunFailed(f"{what}: {type(error).__name__}: {first_line(error)}")
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error; Ray's messages have many."""
     return _lines(error)[0]
-
-
-def last_line(error: BaseException) -> str:
-    """The last line of an error, where Ray says why an actor is gone."""
-    return _lines(error)[-1]
 
 
 def _lines(error: BaseException) -> list[str]:

@@ -164,7 +164,8 @@ class Driver:
                     " tracker, may be missing"
                 )
                 return 0 if status in FINISHED else INTERRUPTED
-            if not (is_loss and self._may_restart):
+            may_restart = self._restarts < self.config.cluster.max_restarts and not self._stopping
+            if not (is_loss and may_restart):
                 ranks.wait_for_peers()
                 self._log_relay.show()
                 return ranks.report(failure)
@@ -199,10 +200,6 @@ class Driver:
         )
         self._ranks = ranks  # from here on a stop request ends them cleanly
         return ranks.run(resume=resume, overwrite=overwrite, service=self._service)
-
-    @property
-    def _may_restart(self) -> bool:
-        return self._restarts < self.config.cluster.max_restarts and not self._stopping
 
     # --- the parts --------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -56,7 +57,7 @@ class RankActor:
         if environment["RANK"] == "0":
             self._actor_env.redirect_output()
             if service is not None:
-                from rlcore.launch.ray.remote_service import opener
+                from rlcore.launch.ray.remote_service import open_remote_service
 
-                open_service = opener(service)
+                open_service = partial(open_remote_service, service)
         return train_rank(loaded, resume=resume, overwrite=overwrite, service=open_service)

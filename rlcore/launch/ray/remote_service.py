@@ -19,7 +19,7 @@ from rlcore.data.step import StepRollouts
 from rlcore.deadlines import REWARD_START_S, SERVICE_ANSWER_S, SERVICE_GRACE_S
 from rlcore.errors import EngineFailed, PublicationFailed
 from rlcore.interfaces import RolloutEngine, WeightVerifier
-from rlcore.launch.compose import OpenService, RolloutHandles, all_engines_timeout_s
+from rlcore.launch.compose import RolloutHandles, all_engines_timeout_s
 from rlcore.launch.process import Process
 from rlcore.launch.ray.calls import ActorLost, answer, get, get_when_up
 from rlcore.launch.ray.service_actor import EngineInfo, OpenedService
@@ -37,33 +37,29 @@ SERVICE = "the rollout service"
 TOLD_AGAIN = ("restore", "keep_ledger", "published")
 
 
-def opener(actor: Any) -> OpenService:
-    """Return what opens the service of `actor`, a Ray handle, for rank 0."""
-
-    def open_service(
-        config: Config,
-        process: Process,
-        tokenizer: PreTrainedTokenizerBase,
-        stack: ExitStack,
-        *,
-        greedy_baseline: bool,
-    ) -> RolloutHandles:
-        client = ServiceClient(actor, config, greedy_baseline=greedy_baseline)
-        opened = client.open()
-        thread = LoopThread("publication")
-        stack.callback(thread.close)
-        participants = RemoteParticipants(client)
-        sink = WeightPublication(config, participants, thread.loop, device=process.device)
-        stack.callback(sink.close)
-        return RolloutHandles(
-            RemoteSource(client),
-            sink,
-            opened.num_prompts,
-            opened.prompt_lengths,
-            RemoteMemory(client),
-        )
-
-    return open_service
+def open_remote_service(
+    actor: Any,
+    config: Config,
+    process: Process,
+    tokenizer: PreTrainedTokenizerBase,
+    stack: ExitStack,
+    *,
+    greedy_baseline: bool,
+) -> RolloutHandles:
+    """Open the service of `actor`, a Ray handle, for rank 0; see `compose.OpenService`."""
+    client = ServiceClient(actor, config, greedy_baseline=greedy_baseline)
+    opened = client.open()
+    thread = LoopThread("publication")
+    stack.callback(thread.close)
+    sink = WeightPublication(config, RemoteParticipants(client), thread.loop, device=process.device)
+    stack.callback(sink.close)
+    return RolloutHandles(
+        RemoteSource(client),
+        sink,
+        opened.num_prompts,
+        opened.prompt_lengths,
+        RemoteMemory(client),
+    )
 
 
 class ServiceClient:
