@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from rlcore.config.load import Loaded
 from rlcore.errors import ConfigError, UserError
 from rlcore.launch.environment import under_torchrun
-from rlcore.launch.rank import train_rank
 
 
 def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[str] = ()) -> int:
@@ -39,6 +38,8 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
         from rlcore.launch.ray.driver import drive
 
         return drive(loaded, resume=resume, overwrite=overwrite)
+    from rlcore.launch.rank import train_rank
+
     return train_rank(loaded, resume=resume, overwrite=overwrite)
 
 
