@@ -87,7 +87,7 @@ def open_log(path: Path) -> logging.StreamHandler[TextIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a", buffering=1)
     _kept_open.append(file)
-    handler = logging.StreamHandler(file)
+    handler: logging.StreamHandler[TextIO] = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter(FORMAT))
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file)

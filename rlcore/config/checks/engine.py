@@ -238,11 +238,11 @@ def colocated(config: Config) -> Iterator[Problem]:
             " it off",
         )
     if (versions := config.rollout.max_staleness) > 0:
-        message = (
+        yield Problem(
+            "rollout.max_staleness",
             f"got {versions}, but engines that take turns with the trainer do not generate while it"
-            " trains: set it to 0, "
+            f" trains: set it to 0, or turn {COLOCATED} off",
         )
-        yield Problem("rollout.max_staleness", message + f"or turn {COLOCATED} off")
     if config.cluster.nodes > 1:
         message = (
             f"got {config.cluster.nodes}, but {COLOCATED} engines are all started on the first one:"
@@ -274,14 +274,12 @@ def engine_notes(config: Config) -> Iterator[Problem]:
     update_s = rollout.engine.update_timeout_s
     collective_s = config.cluster.collective_timeout_s
     if world_size(config) > 1 and update_s + ENGINE_ENDING_S > collective_s:
-        message = (
+        yield Problem(
+            f"{ENGINE}.update_timeout_s",
             f"got {update_s:g}, but while an engine hangs the other ranks wait in a collective, for"
-            f" {collective_s:g} s at most: "
+            f" {collective_s:g} s at most: leave cluster.collective_timeout_s at least"
+            f" {ENGINE_ENDING_S:g} s more than this",
         )
-        message += (
-            f"leave cluster.collective_timeout_s at least {ENGINE_ENDING_S:g} s more than this"
-        )
-        yield Problem(f"{ENGINE}.update_timeout_s", message)
     if (kind := KINDS.get(rollout.engine.kind)) is not None:
         yield from kind_notes(config, kind)
 

@@ -373,8 +373,10 @@ class RemoteMemory:
         return bool(self._call("any_running"))
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        limits: dict[str, Any] = {
-            "limit_s": self._limit_s,
-            "key": "rollout.engine.update_timeout_s",
-        }
-        return self._client.call("memory", method, *arguments, **limits)
+        return self._client.call(
+            "memory",
+            method,
+            *arguments,
+            limit_s=self._limit_s,
+            key="rollout.engine.update_timeout_s",
+        )
