@@ -7,7 +7,7 @@ import importlib.util
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +79,7 @@ def validate(arguments: argparse.Namespace) -> int:
     """Print the configuration, and which checks were made and which left out."""
     loaded = _load(arguments.settings)
     from rlcore.config.checks.all_checks import describe_checks
-    from rlcore.config.render import render
+    from rlcore.config.yaml_settings import render_config
 
     notes = list(loaded.notes)
     made = describe_checks()
@@ -106,7 +106,7 @@ def validate(arguments: argparse.Namespace) -> int:
             made.append("The model can be converted, and the layout and policy.megatron fit it")
         else:
             left_out.append(f"The layout fits the model: there is no folder {model} here")
-    print(render(loaded), end="")
+    print(render_config(loaded.config.model_dump(), loaded.origins), end="")
     for title, lines in (("notes", notes), ("checks made", made), ("checks left out", left_out)):
         if lines:
             print(f"\n# {title}:", *(f"#   {line}" for line in lines), sep="\n")
@@ -161,11 +161,9 @@ def plan_layouts(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
     from rlcore.launch.commands.plan import plan
 
-    for line in plan(
-        loaded.config, gpus=arguments.gpus, gpu_memory=arguments.gpu_memory, gpu=arguments.gpu
-    ):
-        print(line)
-    return 0
+    return _print_lines(
+        plan(loaded.config, gpus=arguments.gpus, gpu_memory=arguments.gpu_memory, gpu=arguments.gpu)
+    )
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -175,9 +173,7 @@ def status(arguments: argparse.Namespace) -> int:
     need_ray()
     from rlcore.launch.ray import status as runs
 
-    for line in runs.status(arguments.address):
-        print(line)
-    return 0
+    return _print_lines(runs.status(arguments.address))
 
 
 def stop(arguments: argparse.Namespace) -> int:
@@ -198,11 +194,8 @@ def init_model(arguments: argparse.Namespace) -> int:
     from rlcore.launch.commands.init_model import ModelSpec
     from rlcore.launch.commands.init_model import init_model as write
 
-    given = {
-        name: getattr(arguments, name)
-        for name in _MODEL_OPTIONS
-        if getattr(arguments, name) is not None
-    }
+    options = vars(arguments)
+    given = {name: options[name] for name in _MODEL_OPTIONS if options[name] is not None}
     spec = ModelSpec.preset(arguments.preset, **given)
     logging.disable_progress_bar()
     parameters = write(arguments.folder, spec, overwrite=arguments.overwrite)
@@ -216,33 +209,32 @@ def metrics(arguments: argparse.Namespace) -> int:
     """Print the definition of every metric."""
     from rlcore.launch.commands.catalogue import list_metrics, metrics_page
 
-    if arguments.markdown:
-        print(metrics_page(), end="")
-    else:
-        print("\n".join(list_metrics()))
-    return 0
+    return _print_lines(metrics_page().splitlines() if arguments.markdown else list_metrics())
 
 
 def config(arguments: argparse.Namespace) -> int:
+    """Print every key of a configuration."""
     from rlcore.config.reference import list_keys, reference_page
 
-    if arguments.markdown:
-        print(reference_page(), end="")
-    else:
-        print("\n".join(list_keys()))
-    return 0
+    return _print_lines(reference_page().splitlines() if arguments.markdown else list_keys())
 
 
 def algorithms(arguments: argparse.Namespace) -> int:
     """Print estimators and losses with their keywords."""
     from rlcore.launch.commands.catalogue import list_algorithms
 
-    print("\n".join(list_algorithms()))
-    return 0
+    return _print_lines(list_algorithms())
 
 
 def _load(settings: Sequence[str]) -> Loaded:
     return load_config(*split_arguments(settings))
+
+
+def _print_lines(lines: Iterable[str]) -> int:
+    """Print lines as they come, and return the exit code."""
+    for line in lines:
+        print(line)
+    return 0
 
 
 # --- their arguments ------------------------------------------------------------------------------

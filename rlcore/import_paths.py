@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from functools import reduce
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +26,6 @@ def import_object(path: str) -> Any:
     module_name, _, name = path.partition(":")
     module = importlib.import_module(module_name)
     try:
-        return reduce(getattr, name.split("."), module)
+        return attrgetter(name)(module)
     except AttributeError as error:
         raise NoSuchName(module, str(error)) from error

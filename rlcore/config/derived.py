@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from functools import reduce
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from rlcore.config.built_in import built_in_estimators
+from rlcore.config.built_in import built_in_estimators, built_in_losses
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
 
@@ -76,14 +77,9 @@ def needs_critic(estimator_needs: Collection[str]) -> bool:
     return "values" in estimator_needs
 
 
-def value_at(config: Config, path: str) -> Any:
-    """Return the value of a dotted key."""
-    return reduce(getattr, path.split("."), config)
-
-
 def coefficients(config: Config) -> dict[str, float]:
     """Return the values of COEFFICIENTS, by the estimator's keyword."""
-    return {keyword: value_at(config, path) for keyword, path in COEFFICIENTS.items()}
+    return {keyword: attrgetter(path)(config) for keyword, path in COEFFICIENTS.items()}
 
 
 def takes_coefficients(config: Config) -> bool | None:
@@ -109,11 +105,6 @@ def samples_per_step(config: Config) -> int:
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
-def prompts_per_step(config: Config) -> int:
-    """Return how many rows of the data one step uses up."""
-    return config.training.batch_size if config.is_sft else config.rollout.prompts_per_step
-
-
 def total_steps(config: Config, num_prompts: int) -> int:
     """Return the steps of the run; a started step counts.
 
@@ -131,17 +122,13 @@ def total_steps(config: Config, num_prompts: int) -> int:
         )
     if num_prompts < 1:
         raise ValueError(f"training.epochs needs the number of prompts, got {num_prompts}")
-    return max(1, math.ceil(training.epochs * num_prompts / prompts_per_step(config)))
+    per_step = training.batch_size if config.is_sft else config.rollout.prompts_per_step
+    return max(1, math.ceil(training.epochs * num_prompts / per_step))
 
 
 def updates_per_step(config: Config) -> int:
     """Return the optimizer steps that one batch gets."""
     return config.algorithm.epochs * config.algorithm.minibatches
-
-
-def optimizer_steps(config: Config, num_prompts: int) -> int:
-    """Return the optimizer steps of the run, the default of `policy.optimizer.decay_steps`."""
-    return total_steps(config, num_prompts) * updates_per_step(config)
 
 
 def other_folders(config: Config) -> dict[str, str]:
@@ -210,3 +197,83 @@ def model_parallel_size(config: Config) -> int:
     dense = parallel.tensor * parallel.context
     experts = expert_tensor * parallel.expert
     return math.lcm(dense, experts if parallel.expert > 1 else 1) * parallel.pipeline
+
+
+# --- the passes of a step -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of a step without gradients; a model without a pass is not loaded."""
+
+    policy: bool
+    reference: bool
+    teacher: bool
+    critic: bool
+
+    @property
+    def count(self) -> int:
+        """How many passes a step makes."""
+        return sum((self.policy, self.reference, self.teacher, self.critic))
+
+
+def passes(
+    config: Config,
+    *,
+    estimator_needs: Collection[str],
+    loss_needs: Collection[str],
+    whole_step_loss: bool,
+) -> Passes:
+    """Return the passes of the configured algorithm.
+
+    Args:
+        estimator_needs, loss_needs: the fields that the built estimator and policy loss declare.
+        whole_step_loss: the loss needs the log-probs of all of an optimizer step before it is
+            split.
+    """
+    reference = needs_reference(config, {*estimator_needs, *loss_needs})
+    critic = needs_critic(estimator_needs)
+    policy = not config.is_sft and (
+        whole_step_loss
+        or _scored_before_update(config, estimator_needs, reference=reference, critic=critic)
+    )
+    return Passes(policy, reference, needs_teacher(config, estimator_needs), critic)
+
+
+def built_in_passes(config: Config) -> Passes | None:
+    """Return `passes` if estimator and loss are built in; None if a plugin must be asked."""
+    estimator = built_in_estimators().get(config.algorithm.estimator.name)
+    loss = built_in_losses().get(config.algorithm.loss.name)
+    if estimator is None or loss is None:
+        return None
+    return passes(
+        config,
+        estimator_needs=estimator.needs,
+        loss_needs=loss.needs,
+        whole_step_loss=loss.batch_stats,
+    )
+
+
+def _scored_before_update(
+    config: Config, needs: Collection[str], *, reference: bool, critic: bool
+) -> bool:
+    """Return whether the policy needs a pass of its own before the update.
+
+    It needs none where one update sees the whole batch with the weights that made it.
+    """
+    algorithm = config.algorithm
+    training = config.training
+    if (
+        algorithm.old_logprobs == "recompute"
+        or training.early_stopping
+        or config.policy.routing_replay == "logprobs"
+    ):
+        return True
+    if any(coefficients(config).values()) or not {"kl", "logprobs"}.isdisjoint(needs):
+        return True
+    updated_once = (
+        updates_per_step(config) == 1
+        and training.debug != "rollout_only"
+        and not (critic and config.critic.warmup_steps)
+    )
+    return not updated_once and (algorithm.old_logprobs == "auto" or reference)

@@ -12,11 +12,21 @@ from pydantic import ValidationError
 
 from rlcore.config.checks.all_checks import check, notes_on
 from rlcore.config.messages import Problem, config_error, invalid_values
-from rlcore.config.schema import field_section, may_be_null, section_at
-from rlcore.config.sections.base import Plugin, Section
+from rlcore.config.schema import may_be_null, section_at
+from rlcore.config.sections.base import Plugin
 from rlcore.config.sections.root import Config
-from rlcore.config.tree import DEFAULT, KeyPath, Setting, Tree, find, merge, plain, settings
-from rlcore.config.yaml_reader import read_file, read_override
+from rlcore.config.yaml_settings import (
+    DEFAULT,
+    KeyPath,
+    Setting,
+    Tree,
+    find,
+    merge,
+    plain,
+    read_file,
+    read_override,
+    settings,
+)
 from rlcore.errors import ConfigError
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\-+]*=")
@@ -89,9 +99,11 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _validate(tree: Tree) -> Config:
-    values = _with_required_sections(plain(tree), Config)
+    # An empty section for each required one, so that errors name the missing key in it.
+    fields = Config.model_fields.items()
+    required: dict[str, Any] = {name: {} for name, field in fields if field.is_required()}
     try:
-        return Config.model_validate(_numbers_as_text(values, tree))
+        return Config.model_validate(_numbers_as_text(required | plain(tree), tree))
     except ValidationError as error:
         raise config_error(invalid_values(error, tree), tree) from None
 
@@ -105,27 +117,17 @@ def _numbers_as_text(values: dict[str, Any], tree: Tree) -> dict[str, Any]:
             path = tuple(str(key) for key in details["loc"])
             setting = find(tree, path)
             if (
-                details["type"] != "string_type"
-                or not isinstance(setting, Setting)
-                or setting.text is None
+                details["type"] == "string_type"
+                and isinstance(setting, Setting)
+                and setting.text is not None
+                and isinstance(setting.value, int | float)
+                and not isinstance(setting.value, bool)
             ):
-                continue
-            if isinstance(setting.value, int | float) and not isinstance(setting.value, bool):
                 holder = values
                 for key in path[:-1]:
                     holder = holder[key]
                 holder[path[-1]] = setting.text
     return values
-
-
-def _with_required_sections(values: dict[str, Any], section: type[Section]) -> dict[str, Any]:
-    """Add an empty section for each required one, so that errors name the missing key in it."""
-    required: dict[str, Any] = {
-        name: {}
-        for name, field in section.model_fields.items()
-        if field.is_required() and field_section(field.annotation)[0] is not None
-    }
-    return {**required, **values}
 
 
 def _without_empty_sections(layer: Tree, path: KeyPath = ()) -> Tree:

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rlcore.config.schema import suggest
-from rlcore.config.tree import DEFAULT, KeyPath, Tree, find, origin
+from rlcore.config.unknown_keys import unknown_key
+from rlcore.config.yaml_settings import DEFAULT, Tree, find, origin
 from rlcore.errors import ConfigError
 
 EXPECTED = {
@@ -65,7 +65,7 @@ def _problem(details: ErrorDetails, tree: Tree) -> Problem:
     path = tuple(str(key) for key in details["loc"])
     dotted = ".".join(path)
     if details["type"] == "extra_forbidden":
-        return Problem(dotted, _unknown(path))
+        return Problem(dotted, unknown_key(path))
     expected = _expected(details)
     if details["type"] == "missing":
         return Problem(dotted, f"missing: give it in a file or as {dotted}=VALUE")
@@ -74,13 +74,6 @@ def _problem(details: ErrorDetails, tree: Tree) -> Problem:
     if details["type"] == "string_type" and isinstance(details["input"], bool):
         expected += " (put it in quotes)"
     return Problem(dotted, f"got {_show(details['input'])}, expected {expected}")
-
-
-def _unknown(path: KeyPath) -> str:
-    if "." in path[-1]:
-        return "unknown key: in a file, nest the parts instead of joining them with dots"
-    near = suggest(path)
-    return "unknown key" + (f"; did you mean {near}?" if near else "")
 
 
 def _expected(details: ErrorDetails) -> str:

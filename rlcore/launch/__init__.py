@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from rlcore.config.load import Loaded
 from rlcore.errors import ConfigError, UserError
 from rlcore.launch.environment import under_torchrun
-from rlcore.launch.rank import train_rank
 
 
 def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[str] = ()) -> int:
@@ -24,10 +23,10 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
         and not under_torchrun()
     ):
         from rlcore.launch.compose import check_input
-        from rlcore.launch.local import supervise
+        from rlcore.launch.local import launch_ranks
 
         check_input(config, config.cluster.processes_per_node, resume=resume, overwrite=overwrite)
-        return supervise(config, arguments)
+        return launch_ranks(config, arguments)
     if config.cluster.launcher == "torchrun" and not under_torchrun():
         raise ConfigError(
             "cluster.launcher is torchrun, but this process has no RANK: start it with `torchrun"
@@ -39,6 +38,8 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
         from rlcore.launch.ray.driver import drive
 
         return drive(loaded, resume=resume, overwrite=overwrite)
+    from rlcore.launch.rank import train_rank
+
     return train_rank(loaded, resume=resume, overwrite=overwrite)
 
 

@@ -23,8 +23,12 @@ from rlcore.launch.run_folder import was_opened
 from rlcore.trainer.rank_sync import Store
 
 POLL_S = 0.1
+# Keys of the launcher's store ...
 _COUNT = "rlcore/attempts"
 _NEWEST = "rlcore/newest_attempt"
+# ... and of each attempt:
+_RESUMES = "resumes"
+_BEGUN = "begun"
 _ENDED = "ended"
 
 
@@ -75,15 +79,14 @@ def join_attempt(store: dist.Store, rank: int, world_size: int, *, timeout_s: fl
 def _announce(store: dist.Store, world_size: int, timeout_s: float) -> Attempt:
     _raise_if_ended(store)
     number = store.add(_COUNT, 1) - 1
-    resumes = any(
-        was_opened(dist.PrefixStore(store_prefix(before), store)) for before in range(number)
-    )
-    store.set(_resumes_key(number), str(int(resumes)))
-    store.set(_registered_key(number, 0), "")
+    resumes = any(was_opened(_keys_of(before, store)) for before in range(number))
+    keys = _keys_of(number, store)
+    keys.set(_RESUMES, str(int(resumes)))
+    keys.set(here_key(0), "")
     store.set(_NEWEST, str(number))
     deadline = time.monotonic() + timeout_s
     missing = list(range(1, world_size))
-    while missing := [rank for rank in missing if not store.check([_registered_key(number, rank)])]:
+    while missing := [rank for rank in missing if not keys.check([here_key(rank)])]:
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, missing))
             raise DeadlineExceeded(
@@ -91,7 +94,7 @@ def _announce(store: dist.Store, world_size: int, timeout_s: float) -> Attempt:
                 " start: look at its node's output"
             )
         time.sleep(POLL_S)
-    store.set(_begun_key(number), "")
+    keys.set(_BEGUN, "")
     return Attempt(number, resumes)
 
 
@@ -102,11 +105,12 @@ def _follow(store: dist.Store, rank: int, timeout_s: float) -> Attempt:
         _raise_if_ended(store)
         if store.check([_NEWEST]):
             number = int(store.get(_NEWEST))
-            has_begun = store.check([_begun_key(number)])
+            keys = _keys_of(number, store)
+            has_begun = keys.check([_BEGUN])
             if has_begun and registered == number:
-                return Attempt(number, store.get(_resumes_key(number)) == b"1")
+                return Attempt(number, keys.get(_RESUMES) == b"1")
             if not has_begun and registered != number:
-                store.set(_registered_key(number, rank), "")
+                keys.set(here_key(rank), "")
                 registered = number
         time.sleep(POLL_S)
     raise DeadlineExceeded(
@@ -117,18 +121,10 @@ def _follow(store: dist.Store, rank: int, timeout_s: float) -> Attempt:
 
 def _raise_if_ended(store: dist.Store) -> None:
     if store.check([_NEWEST]):
-        attempt = dist.PrefixStore(store_prefix(int(store.get(_NEWEST))), store)
+        attempt = _keys_of(int(store.get(_NEWEST)), store)
         if has_ended(attempt):
             raise RunHasEnded(int(attempt.get(_ENDED)))
 
 
-def _resumes_key(number: int) -> str:
-    return f"{store_prefix(number)}/resumes"
-
-
-def _registered_key(number: int, rank: int) -> str:
-    return f"{store_prefix(number)}/{here_key(rank)}"
-
-
-def _begun_key(number: int) -> str:
-    return f"{store_prefix(number)}/begun"
+def _keys_of(number: int, store: dist.Store) -> dist.Store:
+    return dist.PrefixStore(store_prefix(number), store)

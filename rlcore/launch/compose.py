@@ -22,34 +22,22 @@ from rlcore.config.derived import (
     generates,
     other_folders,
     recorded_fields,
-    total_steps,
-    updates_per_step,
 )
 from rlcore.config.load import Loaded
 from rlcore.data.rows import check_file
-from rlcore.errors import ConfigError, RunFailed
+from rlcore.errors import ConfigError
 from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutSource, WeightSink
 from rlcore.launch.engines import build_engines
-from rlcore.launch.finish import finish
-from rlcore.launch.logs import log_folder
 from rlcore.launch.process import Process
-from rlcore.launch.run_folder import (
-    OpenRun,
-    find_checkpoint,
-    mark_opened,
-    open_run,
-    pin_initial_policy,
-)
+from rlcore.launch.run_folder import OpenRun, find_checkpoint
 from rlcore.planning.devices import peak_flops
 from rlcore.runs.directory import check_run_name
 from rlcore.runs.versions import VersionJournal
 from rlcore.tracking import build_trackers
-from rlcore.tracking.hub import reach_hub
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.gpu_sharing import GpuSharing
-from rlcore.trainer.loop import Trainer
 from rlcore.trainer.objective import Objective
-from rlcore.trainer.rank0 import Outcome, RankZero
+from rlcore.trainer.rank0 import RankZero
 from rlcore.trainer.step_metrics import Utilization
 from rlcore.trainer.weight_publisher import WeightPublisher
 
@@ -69,7 +57,7 @@ class RolloutHandles:
 
 
 class OpenService(Protocol):
-    """Opens the rollout service for rank 0: `open_service`, or `ray.remote_service.opener`."""
+    """Opens the rollout service for rank 0: `open_service`, or Ray's `open_remote_service`."""
 
     def __call__(
         self,
@@ -82,83 +70,6 @@ class OpenService(Protocol):
     ) -> RolloutHandles:
         """Make the service without starting it; `stack` closes it."""
         ...
-
-
-def run_rank(
-    process: Process,
-    loaded: Loaded,
-    *,
-    resume: bool,
-    overwrite: bool,
-    service: OpenService | None = None,
-) -> Outcome:
-    """Build the parts of this rank, train, and end the run.
-
-    Args:
-        service: opens the rollout service on rank 0; default: `open_service`.
-    """
-    check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
-    loaded = pin_initial_policy(loaded, resume=resume)
-    config = loaded.config
-    sync = process.sync
-    patience = loaded.config.cluster.start_timeout_s
-    objective, credit = build_algorithm(config)
-    with ExitStack() as stack, process.reporting_errors():
-        # All input is checked before a run of the same name is touched.
-        handles = sync.run_on_rank0(
-            "reading the data",
-            lambda: open_handles(
-                config, process, stack, greedy_baseline=credit.needs_baseline, service=service
-            ),
-            timeout_s=patience,
-        )
-        if config.tracking.hub.repo:
-            sync.run_on_rank0(
-                "reaching the hub", lambda: reach_hub(config.tracking.hub), timeout_s=patience
-            )
-        prompts = sync.broadcast(
-            "counting the prompts", lambda: str(present(handles).num_prompts), timeout_s=patience
-        )
-        steps = total_steps(config, int(prompts))
-        backend = build_backend(
-            config, process, objective, credit, optimizer_steps=steps * updates_per_step(config)
-        )
-        stack.callback(backend.close)
-        sharing = build_gpu_sharing(config, process, backend, handles)
-        sync.barrier("building the models", timeout_s=patience)
-        run = sync.run_on_rank0(
-            "opening the run",
-            lambda: open_run(loaded, steps, stack, resume=resume, overwrite=overwrite),
-            timeout_s=patience,
-        )
-        process.log.open(log_folder(config.run))
-        if run is not None:
-            mark_opened(sync.store)
-            process.on_failure.append(lambda failure: run.end_with(RunFailed(str(failure))))
-        # a large model loads for long
-        starting = patience + comeback_s(config.rollout.engine, engine_place_s(config))
-        sync.run_on_rank0(
-            "starting the engines", lambda: present(handles).source.start(), timeout_s=starting
-        )
-        rank0 = journal = None
-        if run is not None:
-            journal = run.version_journal()
-            rank0 = build_rank0(
-                loaded, process, present(handles), run, journal, backend, credit, steps
-            )
-        publisher = build_weight_publisher(config, process, backend, handles, journal)
-        return finish(
-            Trainer(config, sync, backend, credit, steps, publisher, rank0, sharing), process
-        )
-
-
-def present(handles: RolloutHandles | None) -> RolloutHandles:
-    """Return the handles, which rank 0 has."""
-    assert handles is not None, "only rank 0 has them"
-    return handles
-
-
-# --- the parts ------------------------------------------------------------------------------------
 
 
 def build_algorithm(config: Config) -> tuple[Objective, CreditAssignment]:
@@ -299,17 +210,16 @@ def build_weight_publisher(
     """Make what publishes weights to the engines; None where nothing generates."""
     if not generates(config):
         return None
-    patience = all_engines_timeout_s(config)
+    timeout_s = all_engines_timeout_s(config)
     if handles is None:
-        return WeightPublisher(backend, process.sync, sink=None, journal=None, timeout_s=patience)
-    told = handles.source.published
+        return WeightPublisher(backend, process.sync, sink=None, journal=None, timeout_s=timeout_s)
     return WeightPublisher(
         backend,
         process.sync,
         sink=handles.sink,
         journal=journal,
-        timeout_s=patience,
-        published=told,
+        timeout_s=timeout_s,
+        published=handles.source.published,
     )
 
 

@@ -1,16 +1,22 @@
-"""The engines of a run, built where the launcher says."""
+"""The engines of a run, and their GPUs on this machine: the trainer's own if colocated, else free.
+
+GPUs are numbered as the trainer's processes see them, 0 to the last of `CUDA_VISIBLE_DEVICES`; rank
+k of a machine is on GPU k.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from rlcore.config import Config
+from rlcore.config.sections.rollout import EngineConfig
+from rlcore.errors import ConfigError
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.environment import under_torchrun
-from rlcore.launch.gpus import assign_gpus, visible_names
 from rlcore.launch.logs import log_folder
 from rlcore.launch.process import Process
 from rollout.engines.registry import EngineSite, factory_of
@@ -42,3 +48,80 @@ def engine_site(config: Config, *, world_size: int, local_ranks: int, logs: Path
         return [visible_names(numbers, os.environ) for numbers in assigned]
 
     return EngineSite(config, world_size, local_ranks, logs, gpus)
+
+
+def assign_gpus(config: EngineConfig, *, visible: int, ranks: int) -> list[tuple[int, ...]]:
+    """Return each engine's GPUs, one for each tensor-parallel rank; () for engines on the CPU.
+
+    Args:
+        visible: the number of GPUs of this machine; 0 on a CPU.
+        ranks: the number of trainer processes on it.
+
+    Raises:
+        ConfigError: there are too few GPUs, or `rollout.engine.gpus` names some that do not exist
+            or that an engine cannot have.
+    """
+    if not visible or config.device == "cpu":
+        if config.gpus:
+            where = (
+                "engines are on the CPU (rollout.engine.device)"
+                if config.device == "cpu"
+                else "torch sees no GPU here"
+            )
+            raise ConfigError(f"rollout.engine.gpus: got {config.gpus}, but {where}: leave it out")
+        return [()] * config.count
+    trainer = range(min(ranks, visible))
+    width = config.tensor_parallel
+    offered = list(config.gpus or (trainer if config.colocated else range(len(trainer), visible)))
+    if missing := [gpu for gpu in offered if gpu >= visible]:
+        raise ConfigError(
+            f"rollout.engine.gpus: got {missing[0]}, but this machine has GPUs 0 to {visible - 1}"
+        )
+    if config.colocated and (alone := [gpu for gpu in offered if gpu not in trainer]):
+        raise ConfigError(
+            f"rollout.engine.gpus: got {alone[0]}, which no trainer process is on"
+            f" ({_span(trainer)}): with rollout.engine.colocated engines take turns with the"
+            " trainer; leave gpus out"
+        )
+    if len(offered) < config.count * width:
+        raise ConfigError(_too_few(config, offered, visible, len(trainer)))
+    return [tuple(offered[index * width : (index + 1) * width]) for index in range(config.count)]
+
+
+def _too_few(config: EngineConfig, offered: Sequence[int], visible: int, trainer: int) -> str:
+    needed = config.count * config.tensor_parallel
+    wanted = (
+        f"{config.count} x rollout.engine.tensor_parallel {config.tensor_parallel} need {needed}"
+    )
+    if config.gpus:
+        return f"rollout.engine.gpus: got {len(offered)}, but rollout.engine.count {wanted}"
+    message = f"rollout.engine.count: {wanted} GPUs, but "
+    if config.colocated:
+        return (
+            message
+            + f"the trainer, whose GPUs they share, has {trainer} on this machine: use fewer or"
+            " smaller engines"
+        )
+    return (
+        message
+        + f"of the {visible} of this machine the trainer has {trainer}: use fewer or smaller"
+        " engines, or fewer trainer processes (cluster.processes_per_node), share GPUs by"
+        " rollout.engine.colocated, or name engines elsewhere in rollout.engine.urls"
+    )
+
+
+def _span(trainer: range) -> str:
+    return (
+        f"it is on {trainer[0]}"
+        if len(trainer) == 1
+        else f"they are on {trainer[0]} to {trainer[-1]}"
+    )
+
+
+def visible_names(gpus: Sequence[int], environment: Mapping[str, str]) -> list[str]:
+    """Name GPUs for a child's `CUDA_VISIBLE_DEVICES`; this process may see only some itself."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if not chosen:
+        return [str(gpu) for gpu in gpus]
+    names = [name.strip() for name in chosen.split(",")]
+    return [names[gpu] for gpu in gpus]

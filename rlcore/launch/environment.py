@@ -1,4 +1,4 @@
-"""Reads from the environment how this process was started. Imports nothing heavy."""
+"""The environment, which says how a process was started. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ from rlcore.deadlines import SPEAKER_S
 
 # The process id of our own supervisor, which tells the user how its ranks ended.
 SUPERVISED = "RLCORE_SUPERVISOR"
+
+
+def torchrun_environment(
+    rank: int, world_size: int, *, local_rank: int, local_world_size: int, host: str, port: int
+) -> dict[str, str]:
+    """The variables that torchrun would set, for a rank whose store our supervisor has."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        # The store is the supervisor's, so no rank chooses a port.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def under_torchrun() -> bool:

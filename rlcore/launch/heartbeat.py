@@ -16,8 +16,12 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from rlcore.config.sections.run import RunConfig
+from rlcore.config.sections.training import ClusterConfig
 from rlcore.deadlines import LEAVE_S, NOTICE_S, SIGNALLED_S, STALL_S
+from rlcore.errors import RunFailed
 from rlcore.launch.environment import here_key
+from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe_failure
 from rlcore.trainer.rank_sync import Failure, RankSync, Store, post_failure, read_failure
 
 BEAT_S = 1.0
@@ -36,9 +40,12 @@ def read_stuck(store: Store) -> int | None:
     return int(store.get(_STUCK)) if store.check([_STUCK]) else None
 
 
-def stuck_failure(rank: int) -> Failure:
-    """The failure of a stuck rank for which its peers waited until their deadline."""
-    return Failure(rank, "it did not come to where the others waited for it, and was ended")
+def raise_if_stuck(store: Store, failure: Failure, run: RunConfig) -> None:
+    """Raise RunFailed for the stuck rank that a late peer waited for, with that rank's stacks."""
+    stuck = read_stuck(store)
+    if failure.waited and stuck is not None:
+        blamed = Failure(stuck, "it did not come to where the others waited for it, and was ended")
+        raise RunFailed(describe_failure(blamed, run, lines=LAST_LINES_OF_A_STACK))
 
 
 class HeartbeatMonitor:
@@ -47,12 +54,10 @@ class HeartbeatMonitor:
     Only changes of a beat count, so no clocks are compared.
     """
 
-    def __init__(
-        self, store: Store, ranks: Iterable[int], *, limit_s: float, start_limit_s: float
-    ) -> None:
+    def __init__(self, store: Store, ranks: Iterable[int], cluster: ClusterConfig) -> None:
         self.store = store
-        self.limit_s = limit_s
-        self.start_limit_s = start_limit_s
+        self.limit_s = cluster.heartbeat_timeout_s
+        self.start_limit_s = cluster.start_timeout_s
         now = time.monotonic()
         self._beats: dict[int, tuple[str, float]] = dict.fromkeys(ranks, ("", now))
         self._checked_at = now

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from rlcore.config import Config
 from rlcore.deadlines import END_RANK_S, LEAVE_S, NOTICE_S, STACKS_S
 from rlcore.errors import BAD_INPUT, INTERRUPTED, RunFailed
-from rlcore.launch.environment import SUPERVISED, store_prefix
-from rlcore.launch.heartbeat import HeartbeatMonitor, read_stuck, stuck_failure
+from rlcore.launch.environment import SUPERVISED, store_prefix, torchrun_environment
+from rlcore.launch.heartbeat import HeartbeatMonitor, raise_if_stuck
 from rlcore.launch.logs import (
     LAST_LINES,
     LAST_LINES_OF_A_STACK,
@@ -39,7 +39,7 @@ from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 POLL_S = 0.1
 
 
-def supervise(config: Config, arguments: Sequence[str]) -> int:
+def launch_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Run `python -m rlcore ARGUMENTS` for every rank, and return the exit code of the run.
 
     Raises:
@@ -71,13 +71,7 @@ class _LocalRanks:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self.store = dist.PrefixStore(store_prefix(), self._host)
-        cluster = config.cluster
-        self._monitor = HeartbeatMonitor(
-            self.store,
-            range(self.count),
-            limit_s=cluster.heartbeat_timeout_s,
-            start_limit_s=cluster.start_timeout_s,
-        )
+        self._monitor = HeartbeatMonitor(self.store, range(self.count), config.cluster)
         self.lines = LAST_LINES
         self.workers: list[subprocess.Popen[bytes]] = []
         self._signal = 0  # the newest signal that was passed on
@@ -133,7 +127,6 @@ class _LocalRanks:
             RunFailed: rank 0 has not.
         """
         code_of_rank0 = self.codes[0]
-        stuck = read_stuck(self.store)
         if code_of_rank0 in (BAD_INPUT, INTERRUPTED):
             return int(code_of_rank0)
         if (
@@ -143,10 +136,7 @@ class _LocalRanks:
         ):
             return INTERRUPTED  # a rank that does not handle signals yet dies of them
         conclude_if_opened(self.config, self.store, failure, began=self._began)
-        if failure.waited and stuck is not None:
-            raise RunFailed(
-                describe_failure(stuck_failure(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK)
-            )
+        raise_if_stuck(self.store, failure, self.config.run)
         if failure.rank == 0 and code_of_rank0 is not None and code_of_rank0 > 0:
             return code_of_rank0
         raise RunFailed(describe_failure(failure, self.config.run, lines=self.lines))
@@ -193,20 +183,13 @@ def _start(
     rank: int, count: int, port: int, config: Config, arguments: Sequence[str]
 ) -> subprocess.Popen[bytes]:
     threads = config.run.threads or max(1, (os.cpu_count() or 1) // count)
-    environment = {
-        **os.environ,
-        SUPERVISED: str(os.getpid()),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # The store is ours, so no rank chooses a port.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": str(threads),
-    }
+    ours = torchrun_environment(
+        rank, count, local_rank=rank, local_world_size=count, host="127.0.0.1", port=port
+    )
+    ours |= {SUPERVISED: str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
     # A session of its own: only this process gets a Ctrl-C, and passes it on once.
     return subprocess.Popen(
-        [sys.executable, "-m", "rlcore", *arguments], env=environment, start_new_session=True
+        [sys.executable, "-m", "rlcore", *arguments],
+        env=os.environ | ours,
+        start_new_session=True,
     )

@@ -36,32 +36,20 @@ class RankLog:
         self._early = MemoryHandler(
             EARLY_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False
         )
-        self._file: logging.Handler | None = None
-        self._stream: TextIO | None = None
+        self._file: logging.StreamHandler[TextIO] | None = None
 
     def open(self, folder: Path) -> None:
         """Write to `folder`/rank_N.log from now on, beginning with the buffered records.
 
-        The whole output of the ranks above 0 goes there too. `kill -USR1 PID` writes the stack of
-        every thread into it.
+        The whole output of the ranks above 0 goes there too.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        file = rank_log_path(folder, self.rank).open("a", buffering=1)
-        _kept_open.append(file)
-        self._stream = file
-        self._file = logging.StreamHandler(file)
-        self._file.setFormatter(logging.Formatter(FORMAT))
+        self._file = open_log(rank_log_path(folder, self.rank))
         self._early.setTarget(self._file)
         self._early.flush()
         logging.getLogger().removeHandler(self._early)
         logging.getLogger().addHandler(self._file)
-        faulthandler.enable(file)
-        faulthandler.register(signal.SIGUSR1, file)
         if self.rank != 0:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+            log_output(self._file.stream)
 
     def log_error(self, error: BaseException) -> None:
         """End the file with the error that ended this rank.
@@ -76,8 +64,8 @@ class RankLog:
     def dump_stacks(self, failure: Failure) -> None:
         """Write every thread's stack, before a rank that does not leave is ended."""
         self._write(f"{failure}; this rank does not leave by itself and is ended, where it stands:")
-        if self._stream is not None:
-            faulthandler.dump_traceback(self._stream)
+        if self._file is not None:
+            faulthandler.dump_traceback(self._file.stream)
 
     def _write(self, text: str, error: BaseException | None = None) -> None:
         """Write to the file alone: another process tells the terminal."""
@@ -92,6 +80,26 @@ class RankLog:
         for handler in (self._early, self._file):
             if handler is not None:
                 logging.getLogger().removeHandler(handler)
+
+
+def open_log(path: Path) -> logging.StreamHandler[TextIO]:
+    """Open a process's log. `kill -USR1 PID` writes the stack of every thread into it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a", buffering=1)
+    _kept_open.append(file)
+    handler: logging.StreamHandler[TextIO] = logging.StreamHandler(file)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file)
+    return handler
+
+
+def log_output(file: TextIO) -> None:
+    """Send this process's whole output to `file`, that of native code too."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
 
 
 class Terminal(logging.Handler):

@@ -123,10 +123,7 @@ def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
         )
     # A connection of its own: one that the main thread waits on would delay the beats.
     beats = store.clone()  # type: ignore[attr-defined]  # torch's type stub lacks it
-    monitor = HeartbeatMonitor(
-        beats, peers, limit_s=cluster.heartbeat_timeout_s, start_limit_s=cluster.start_timeout_s
-    )
-    heartbeat = Heartbeat(beats, sync, monitor, on_failure)
+    heartbeat = Heartbeat(beats, sync, HeartbeatMonitor(beats, peers, cluster), on_failure)
     process = Process(
         rank, world_size, local_rank, device, sync, log, on_failure, heartbeat, attempt
     )

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import errno
+import logging
+from contextlib import ExitStack
+from pathlib import Path
 
+from rlcore.config.derived import comeback_s, engine_place_s, total_steps, updates_per_step
 from rlcore.config.load import Loaded
-from rlcore.errors import FAILED, RunFailed, exit_code
+from rlcore.errors import FAILED, DataError, RunFailed, UserError, exit_code
+from rlcore.launch.attempts import RunHasEnded, mark_ended
+from rlcore.launch.compose import (
+    OpenService,
+    build_algorithm,
+    build_backend,
+    build_gpu_sharing,
+    build_rank0,
+    build_weight_publisher,
+    check_input,
+    open_handles,
+)
 from rlcore.launch.environment import supervised, wait_for_reporter
+from rlcore.launch.logs import describe_failure, log_folder
+from rlcore.launch.process import Process, join
+from rlcore.launch.run_folder import mark_opened, open_run, pin_initial_policy
+from rlcore.runs.directory import Status
+from rlcore.tracking.hub import push_run, reach_hub
+from rlcore.trainer.loop import Trainer
+from rlcore.trainer.rank0 import FINISHED, Outcome, RankZero
+from rlcore.trainer.rank_sync import PeerFailed, in_one_line, on_rank0
 
-if TYPE_CHECKING:
-    from rlcore.launch.compose import OpenService
+logger = logging.getLogger(__name__)
 
 
 def train_rank(
@@ -20,12 +42,6 @@ def train_rank(
     Args:
         service: opens the rollout service on rank 0; default: in this process.
     """
-    from rlcore.launch.attempts import RunHasEnded
-    from rlcore.launch.compose import run_rank
-    from rlcore.launch.logs import describe_failure
-    from rlcore.launch.process import join
-    from rlcore.trainer.rank_sync import PeerFailed
-
     rank = 0
     try:
         with join(loaded.config) as process:
@@ -46,3 +62,117 @@ def train_rank(
             return FAILED
         raise RunFailed(describe_failure(error.failure, loaded.config.run)) from error
     return exit_code(outcome.status)
+
+
+def run_rank(
+    process: Process,
+    loaded: Loaded,
+    *,
+    resume: bool,
+    overwrite: bool,
+    service: OpenService | None = None,
+) -> Outcome:
+    """Build the parts of this rank, train, and end the run.
+
+    Args:
+        service: opens the rollout service on rank 0; default: `open_service`.
+    """
+    check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
+    loaded = pin_initial_policy(loaded, resume=resume)
+    config = loaded.config
+    sync = process.sync
+    start_s = config.cluster.start_timeout_s
+    objective, credit = build_algorithm(config)
+    with ExitStack() as stack, process.reporting_errors():
+        # All input is checked before a run of the same name is touched.
+        handles = sync.run_on_rank0(
+            "reading the data",
+            lambda: open_handles(
+                config, process, stack, greedy_baseline=credit.needs_baseline, service=service
+            ),
+            timeout_s=start_s,
+        )
+        if config.tracking.hub.repo:
+            sync.run_on_rank0(
+                "reaching the hub", lambda: reach_hub(config.tracking.hub), timeout_s=start_s
+            )
+        prompts = sync.broadcast(
+            "counting the prompts", lambda: str(on_rank0(handles).num_prompts), timeout_s=start_s
+        )
+        steps = total_steps(config, int(prompts))
+        backend = build_backend(
+            config, process, objective, credit, optimizer_steps=steps * updates_per_step(config)
+        )
+        stack.callback(backend.close)
+        sharing = build_gpu_sharing(config, process, backend, handles)
+        sync.barrier("building the models", timeout_s=start_s)
+        run = sync.run_on_rank0(
+            "opening the run",
+            lambda: open_run(loaded, steps, stack, resume=resume, overwrite=overwrite),
+            timeout_s=start_s,
+        )
+        process.log.open(log_folder(config.run))
+        if run is not None:
+            mark_opened(sync.store)
+            process.on_failure.append(lambda failure: run.end_with(RunFailed(str(failure))))
+        # a large model loads for long
+        engines_s = start_s + comeback_s(config.rollout.engine, engine_place_s(config))
+        sync.run_on_rank0(
+            "starting the engines", lambda: on_rank0(handles).source.start(), timeout_s=engines_s
+        )
+        rank0 = journal = None
+        if run is not None:
+            journal = run.version_journal()
+            rank0 = build_rank0(
+                loaded, process, on_rank0(handles), run, journal, backend, credit, steps
+            )
+        publisher = build_weight_publisher(config, process, backend, handles, journal)
+        return finish(
+            Trainer(config, sync, backend, credit, steps, publisher, rank0, sharing), process
+        )
+
+
+def finish(trainer: Trainer, process: Process) -> Outcome:
+    """Train, export, and write the result of the run, also of one that fails."""
+    config = trainer.config
+    rank0 = trainer.rank0
+    folder = Path(config.run.dir) / config.run.name / "hf"
+    try:
+        with process.reporting_errors():
+            outcome = trainer.train()
+            if outcome.status in FINISHED and config.checkpoint.export_hf:
+                trainer.backend.export_hf(folder)
+    except BaseException as error:
+        if rank0 is not None:
+            status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            if not isinstance(error, UserError):
+                _conclude_failed(rank0, status, error)
+            rank0.tracker.close(status)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunFailed(
+                f"{error}; free space under {config.run.dir} and continue with --resume"
+            ) from error
+        raise
+
+    def conclude() -> None:
+        on_rank0(rank0).conclude(outcome.status)
+        # A rank that is restarted from here on has nothing to do.
+        mark_ended(process.sync.store, exit_code(outcome.status))
+
+    process.sync.run_on_rank0("the result of the run", conclude)
+    # The other ranks leave meanwhile: an upload can take longer than they would wait.
+    if rank0 is not None:
+        if process.heartbeat is not None:
+            process.heartbeat.ignore_peers()
+        if outcome.status in FINISHED and config.tracking.hub.repo:
+            push_run(config.tracking.hub, folder, rank0.directory, rank0.tracker)
+        rank0.tracker.close(outcome.status)
+    return outcome
+
+
+def _conclude_failed(rank0: RankZero, status: Status, error: BaseException) -> None:
+    try:
+        rank0.conclude(status, reason=in_one_line(error))
+    # A full disk or damaged metrics: the user must hear the first error, not this one.
+    except (OSError, DataError) as second:
+        logger.error("result.json could not be written: %s", second)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlcore.config.render import render_config
+from rlcore.config.yaml_settings import render_config
 from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.runs.files import remove_tree, write_atomic
 

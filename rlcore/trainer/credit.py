@@ -27,8 +27,7 @@ from rlcore.algorithms import (
     stale_tokens,
 )
 from rlcore.config import Config
-from rlcore.config.derived import estimator_options
-from rlcore.config.passes import passes
+from rlcore.config.derived import estimator_options, passes
 from rlcore.data.batch import RolloutBatch, ragged_index
 from rlcore.errors import EmptyBatch, RunFailed
 from rlcore.trainer.objective import Objective, rules_of

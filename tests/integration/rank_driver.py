@@ -33,7 +33,7 @@ import psutil
 PRELOADED = (
     "transformers.models.qwen3.modeling_qwen3",
     "backends.megatron.backend",
-    "rlcore.launch.compose",
+    "rlcore.launch.rank",
     "rlcore.launch.local",
     "rlcore.launch.plugin_checks",
     "rollout.engines.embedded.engine",

@@ -290,7 +290,7 @@ def main() -> None:
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     import rlcore.data.tokenizer
-    import rlcore.launch.compose  # noqa: F401
+    import rlcore.launch.rank  # noqa: F401
     import rollout.engines.embedded.engine  # noqa: F401
     from backends.megatron import backend  # noqa: F401
 

@@ -10,7 +10,7 @@ from workspace import ROOT, Workspace
 
 from rlcore.runs.metrics import read_metrics
 
-COMPOSE = ROOT / "rlcore" / "launch" / "compose.py"
+RANK = ROOT / "rlcore" / "launch" / "rank.py"
 # TP 2 x CP 2 on 8 GPUs, engines on others
 RECIPE = ROOT / "examples" / "recipes" / "qwen2.5-7b-grpo-2nodes.yaml"
 
@@ -23,16 +23,16 @@ def test_a_recipe_runs_in_one_process_under_the_debugger(workspace: Workspace) -
         "rollout.samples_per_prompt=2", "training.steps=1", "checkpoint.export_hf=false",
         f"run.dir={workspace.folder / 'runs'}", "run.name=debugged",
     ]  # fmt: skip
-    place = [line.strip() for line in COMPOSE.read_text().splitlines()].index(
+    place = [line.strip() for line in RANK.read_text().splitlines()].index(
         "objective, credit = build_algorithm(config)"
     ) + 1
     done = subprocess.run(
         [str(ROOT / "scripts" / "debug.sh"), "--pdb", str(RECIPE), *smaller],
-        input=f"tbreak {COMPOSE}:{place}\ncontinue\nprint(process.world_size)\ncontinue\nquit\n",
+        input=f"tbreak {RANK}:{place}\ncontinue\nprint(process.world_size)\ncontinue\nquit\n",
         env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}, capture_output=True,
         text=True, timeout=150,
     )  # fmt: skip
-    assert f"> {COMPOSE}({place})run_rank()" in done.stdout, done.stdout + done.stderr
+    assert f"> {RANK}({place})run_rank()" in done.stdout, done.stdout + done.stderr
     assert "1 cpu rank" in done.stdout
     assert [
         row["step"]

@@ -17,9 +17,9 @@ NODES = 3
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Workspace]:
+def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Workspace]:
     threads = torch.get_num_threads()
-    yield Workspace(tmp_path_factory.mktemp("lab"), tiny_model)
+    yield Workspace(tmp_path_factory.mktemp("workspace"), tiny_model)
     torch.set_num_threads(threads)
 
 
@@ -33,13 +33,13 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def ray_runs(lab: Workspace, cluster: Any) -> RayRuns:
-    return RayRuns(lab, cluster.address)
+def ray_runs(workspace: Workspace, cluster: Any) -> RayRuns:
+    return RayRuns(workspace, cluster.address)
 
 
 @pytest.fixture(scope="session")
-def local(lab: Workspace) -> Run:
+def local(workspace: Workspace) -> Run:
     """The undisturbed run, of processes that the local launcher starts."""
-    run = lab.train("local", *COMMON)
+    run = workspace.train("local", *COMMON)
     assert run.code == 0, run.err
     return run

@@ -121,8 +121,8 @@ class Going:
 class RayRuns:
     """Runs `rlcore train` on the cluster at `address`, by default in this process."""
 
-    def __init__(self, lab: Workspace, address: str) -> None:
-        self.lab = lab
+    def __init__(self, workspace: Workspace, address: str) -> None:
+        self.workspace = workspace
         self.address = address
 
     @property
@@ -130,7 +130,7 @@ class RayRuns:
         return "cluster.launcher=ray", f"cluster.ray.address={self.address}"
 
     def going(self, name: str) -> Going:
-        return Going(Run(0, "", "", self.lab.folder / "runs" / name))
+        return Going(Run(0, "", "", self.workspace.folder / "runs" / name))
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
         """Start `rlcore train` in a process of its own."""
@@ -139,7 +139,7 @@ class RayRuns:
             "-m",
             "rlcore",
             "train",
-            str(self.lab.base),
+            str(self.workspace.base),
             f"run.name={name}",
             *self._settings,
             *arguments,
@@ -169,7 +169,7 @@ class RayRuns:
 
         thread = threading.Thread(target=act, daemon=True)
         thread.start()
-        run = self.lab.train(name, *self._settings, *arguments)
+        run = self.workspace.train(name, *self._settings, *arguments)
         thread.join(timeout=10)
         if failed:
             raise AssertionError(f"{failed[0]!r}; the run said: {run.out}{run.err}") from failed[0]

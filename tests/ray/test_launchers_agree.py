@@ -16,8 +16,8 @@ CLOCK = ("time/", "perf/")
 
 
 @pytest.fixture
-def launcher(lab: Workspace, tmp_path: Path) -> Iterator[Launcher]:
-    made = Launcher(lab, tmp_path)
+def launcher(workspace: Workspace, tmp_path: Path) -> Iterator[Launcher]:
+    made = Launcher(workspace, tmp_path)
     yield made
     made.close()
 

@@ -28,12 +28,12 @@ SHARES = (
 
 
 @pytest.fixture(scope="module")
-def gpu_runs(lab: Workspace) -> Iterator[RayRuns]:
+def gpu_runs(workspace: Workspace) -> Iterator[RayRuns]:
     """A head without GPUs, two nodes with four each."""
     with new_cluster() as made:
         for _ in range(2):
             add_node(made, cpus=2, gpus=4)
-        yield RayRuns(lab, made.address)
+        yield RayRuns(workspace, made.address)
 
 
 def visible(actor: Any) -> list[str]:

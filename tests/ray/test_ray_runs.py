@@ -144,7 +144,7 @@ def test_sigterm_and_rlcore_stop_save_and_end_the_run(ray_runs: RayRuns) -> None
     assert said == ["run signalled has ended: continue it with --resume\n"]
 
 
-def test_bad_input_is_one_line(ray_runs: RayRuns, lab: Workspace) -> None:
+def test_bad_input_is_one_line(ray_runs: RayRuns, workspace: Workspace) -> None:
     run = ray_runs.train("bad", *COMMON, "rollout.filters=nowhere:nothing")
     assert run.code == 2
     assert [

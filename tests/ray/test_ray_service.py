@@ -20,9 +20,8 @@ from rlcore.errors import PartLost
 from rlcore.launch.ray import service_actor
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost
-from rlcore.launch.ray.remote_service import RemoteParticipants
+from rlcore.launch.ray.remote_service import RemoteParticipants, ServiceClient
 from rlcore.launch.ray.service_actor import ServiceActor
-from rlcore.launch.ray.service_client import ServiceClient
 from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.rank_sync import RankSync
 from rlcore.trainer.weight_publisher import WeightPublisher

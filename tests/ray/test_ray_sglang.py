@@ -47,14 +47,17 @@ def raylet_above(pid: int) -> int:
     )
 
 
-def weights_by_version(lab: Workspace, run: Run) -> Iterator[tuple[int, Path]]:
+def weights_by_version(workspace: Workspace, run: Run) -> Iterator[tuple[int, Path]]:
     """Yield each version, but the last step's, with a Hugging Face folder of its weights."""
     for version in read_versions(run.folder / "versions.jsonl"):
         if version.step == 0:
-            yield version.version, lab.model
+            yield version.version, workspace.model
         elif version.step < STEPS:
-            folder = lab.folder / "exports" / run.folder.name / str(version.step)
-            assert lab.command("export", str(run.checkpoint(version.step)), str(folder)).code == 0
+            folder = workspace.folder / "exports" / run.folder.name / str(version.step)
+            assert (
+                workspace.command("export", str(run.checkpoint(version.step)), str(folder)).code
+                == 0
+            )
             yield version.version, folder
 
 
@@ -73,12 +76,12 @@ def check_books(run: Run, staleness: int) -> None:
     assert version_faults([vars(one) for one in read_versions(run.folder / "versions.jsonl")]) == []
 
 
-def check_logprobs(lab: Workspace, run: Run) -> None:
+def check_logprobs(workspace: Workspace, run: Run) -> None:
     """Every token has the log-prob that transformers gives it with the weights of its version."""
     samples = [sample for step in range(1, STEPS + 1) for sample in read_samples(run.folder, step)]
     gaps = {
         version: largest_gap(samples, version, folder)
-        for version, folder in weights_by_version(lab, run)
+        for version, folder in weights_by_version(workspace, run)
     }
     assert len(gaps) == STEPS
     assert max(gaps.values()) < 1e-4, gaps
@@ -88,7 +91,7 @@ def check_logprobs(lab: Workspace, run: Run) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_three_nodes_share_a_run(ray_runs: RayRuns, staleness: int) -> None:
-    lab = ray_runs.lab
+    workspace = ray_runs.workspace
     seen = []
     run = ray_runs.train(
         f"sglang_{staleness}",
@@ -102,6 +105,6 @@ def test_three_nodes_share_a_run(ray_runs: RayRuns, staleness: int) -> None:
     assert len(set.union(*seen[0].values())) == 3, "some parts shared a node"
 
     check_books(run, staleness)
-    check_logprobs(lab, run)
+    check_logprobs(workspace, run)
     if staleness == 0:
         assert all(row["rollout/train_rollout_logprob_diff"] < 1e-5 for row in run.metrics)

@@ -17,18 +17,18 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Workspace]:
+def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Workspace]:
     yield Workspace(tmp_path_factory.mktemp("ahead"), tiny_model)
     torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("mode", ["drain", "retract", "in_place", "abort"])
 def test_a_run_two_steps_ahead(
-    lab: Workspace, served: Served, monkeypatch: pytest.MonkeyPatch, mode: str
+    workspace: Workspace, served: Served, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setenv(API_KEY, served.keys.api)
     monkeypatch.setenv(ADMIN_KEY, served.keys.admin)
-    run = lab.train(
+    run = workspace.train(
         mode,
         *LEARNING,
         "rollout.engine.kind=sglang",

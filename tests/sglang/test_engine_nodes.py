@@ -36,7 +36,7 @@ def nodes(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 def test_engines_apart_outlive_a_restart_of_the_trainer(
     tmp_path: Path, tiny_model: Path, nodes: list[subprocess.Popen[bytes]]
 ) -> None:
-    lab = Workspace(tmp_path, tiny_model)
+    workspace = Workspace(tmp_path, tiny_model)
     servers = tmp_path / "servers.yaml"
     servers.write_text(
         "rollout: {engine: {kind: sglang, device: cpu, threads: 1, start_timeout_s: 250}}\n"
@@ -59,7 +59,12 @@ def test_engines_apart_outlive_a_restart_of_the_trainer(
     }
 
     def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
-        command = [str(ROOT / "scripts" / script), str(lab.base), "run.name=apart", *arguments]
+        command = [
+            str(ROOT / "scripts" / script),
+            str(workspace.base),
+            "run.name=apart",
+            *arguments,
+        ]
         with (tmp_path / f"{len(nodes)}.log").open("wb") as log:
             given = {**shared, **environment}
             nodes.append(

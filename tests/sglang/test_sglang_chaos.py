@@ -47,10 +47,10 @@ def test_no_sample_is_lost_or_counted_twice(
 ) -> None:
     model = tmp_path / "model"  # of its own: the session's server has the other, and runs on
     shutil.copytree(tiny_model, model)
-    lab = Workspace(tmp_path, model)
+    workspace = Workspace(tmp_path, model)
     sabotage = FaultInjector(dict(PLAN), settle=STEPS)
     sabotage.install(monkeypatch, ManagedServer)
-    run = lab.train("chaos", *TWO)
+    run = workspace.train("chaos", *TWO)
     assert run.code == 0, run.err
     assert sabotage.done == [fault for _, fault in PLAN.values()]
     check_accounting(run, steps=STEPS)

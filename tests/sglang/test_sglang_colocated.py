@@ -161,8 +161,8 @@ def test_a_checkpoint_in_between_costs_no_publication(shared: Shared) -> None:
 @pytest.mark.full
 def test_a_whole_run(tiny_model: Path, tmp_path: Path) -> None:
     """Two ranks and a server of the run's own, with an evaluation and a checkpoint in each step."""
-    lab = Workspace(tmp_path, tiny_model)
-    run = lab.train(
+    workspace = Workspace(tmp_path, tiny_model)
+    run = workspace.train(
         "colocated",
         *LEARNING,
         "training.steps=2",

@@ -23,8 +23,8 @@ GAP = "rollout/train_rollout_logprob_diff"
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Workspace]:
-    yield Workspace(tmp_path_factory.mktemp("lab"), tiny_model)
+def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Workspace]:
+    yield Workspace(tmp_path_factory.mktemp("workspace"), tiny_model)
     torch.set_num_threads(1)
 
 
@@ -53,17 +53,17 @@ def check_ends(run: Run, model: Path, *, steps: int) -> None:
 
 
 @pytest.mark.everyday
-def test_a_run_on_a_server_given_by_url(lab: Workspace, by_url: tuple[str, ...]) -> None:
+def test_a_run_on_a_server_given_by_url(workspace: Workspace, by_url: tuple[str, ...]) -> None:
     """Trained, evaluated, resumed, scored; the server outlives them all."""
     given = (
         *LEARNING,
         *by_url,
-        f"evaluation.paths=[{lab.folder / 'data' / 'heldout.jsonl'}]",
+        f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]",
         "evaluation.max_prompts=8",
         "evaluation.every=2",
         "checkpoint.every=1",
     )
-    run = lab.train("by url", *given, "training.steps=3")
+    run = workspace.train("by url", *given, "training.steps=3")
     assert run.code == 0, run.err
     assert all(
         row[GAP] < 1e-5 and row["rollout/staleness_max"] == 0 for row in run.metrics if row["step"]
@@ -71,15 +71,15 @@ def test_a_run_on_a_server_given_by_url(lab: Workspace, by_url: tuple[str, ...])
     assert {f"{GAP}_max", f"{GAP}_kl", "time/engine", "time/publish"} < set(run.rows[1])
     assert [step for step, row in run.rows.items() if "eval/score" in row] == [0, 2, 3]
     check_accounting(run, steps=3)
-    check_ends(run, lab.model, steps=3)
+    check_ends(run, workspace.model, steps=3)
 
-    resumed = lab.train("by url", *given, "training.steps=4", "--resume")
+    resumed = workspace.train("by url", *given, "training.steps=4", "--resume")
     assert resumed.code == 0, resumed.err
     assert resumed.rows[4][GAP] < 1e-5
     check_accounting(resumed, steps=4)
 
-    done = lab.command(
-        "eval", str(lab.base), "run.name=scored", *given, "--model", str(run.folder / "hf")
+    done = workspace.command(
+        "eval", str(workspace.base), "run.name=scored", *given, "--model", str(run.folder / "hf")
     )
     assert done.code == 0, done.err
     score = float(done.lines("eval/score")[0].split()[1])
@@ -87,10 +87,10 @@ def test_a_run_on_a_server_given_by_url(lab: Workspace, by_url: tuple[str, ...])
 
 
 def test_the_tokens_that_top_p_left_reach_the_trainer(
-    lab: Workspace, by_url: tuple[str, ...]
+    workspace: Workspace, by_url: tuple[str, ...]
 ) -> None:
     """Engine and trainer normalize log-probs over the same sampling masks."""
-    run = lab.train(
+    run = workspace.train(
         "keep-sets",
         *by_url,
         "rollout.sampling={top_p: 0.8, top_k: 12}",
@@ -104,27 +104,27 @@ def test_the_tokens_that_top_p_left_reach_the_trainer(
 
 
 def test_a_run_with_another_key_is_refused(
-    lab: Workspace, by_url: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, by_url: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(API_KEY, "wrong-key-of-this-test")
-    run = lab.train("wrong key", *by_url)
+    run = workspace.train("wrong key", *by_url)
     assert run.code == 2
     assert API_KEY in run.err
     assert "wrong-key-of-this-test" not in run.err
 
 
-def test_two_ranks_and_a_server_of_their_own(lab: Workspace, tmp_path: Path) -> None:
+def test_two_ranks_and_a_server_of_their_own(workspace: Workspace, tmp_path: Path) -> None:
     """With tensor parallelism: no server process is left behind, and the key is in no file."""
     name = "managed"
     secret = "secret-of-this-test"
     model = tmp_path / "model"
-    shutil.copytree(lab.model, model)
+    shutil.copytree(workspace.model, model)
     command = [
         sys.executable,
         "-m",
         "rlcore",
         "train",
-        str(lab.base),
+        str(workspace.base),
         f"run.name={name}",
         f"model.path={model}",
         *LEARNING,
@@ -142,7 +142,7 @@ def test_two_ranks_and_a_server_of_their_own(lab: Workspace, tmp_path: Path) -> 
         ).returncode
     said = (tmp_path / "terminal").read_text()
     assert code == 0, said
-    run = Run(code, said, "", lab.folder / "runs" / name)
+    run = Run(code, said, "", workspace.folder / "runs" / name)
     assert all(row[GAP] < 1e-5 for row in run.metrics)
     check_accounting(run, steps=2)
     assert (run.folder / "logs" / "engine_0.log").stat().st_size > 1000

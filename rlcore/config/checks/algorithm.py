@@ -133,13 +133,11 @@ def correction(config: Config) -> Iterator[Problem]:
             "supervised fine-tuning has no engine whose log-probs could differ: remove it",
         )
     elif algorithm.old_logprobs == "rollout":
-        message = (
-            f"{given.name!r} compares the trainer's log-probs with the engine's, and"
-            " algorithm.old_logprobs: rollout "
-        )
         yield Problem(
             f"{path}.name",
-            message + "takes the engine's for both: set recompute or auto there, or none here",
+            f"{given.name!r} compares the trainer's log-probs with the engine's, and"
+            " algorithm.old_logprobs: rollout takes the engine's for both: set recompute or auto"
+            " there, or none here",
         )
     elif algorithm.loss.name == DECOUPLED:
         message = (

@@ -9,66 +9,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rlcore.config.checks.algorithm import algorithm_notes, correction, loss_terms, reward_terms
-from rlcore.config.checks.colocated import colocated, colocated_notes, engine_gpus
-from rlcore.config.checks.engine import engine_kind, engine_notes, engine_servers, engine_transport
-from rlcore.config.checks.policy import fp8, layout, lengths, routing
-from rlcore.config.checks.ray import ray_launcher, ray_notes
-from rlcore.config.checks.rollout import sampling_masks, sampling_notes, staleness, staleness_notes
-from rlcore.config.checks.servers import managed_servers
-from rlcore.config.checks.training import (
-    batch,
-    data,
-    debugging,
-    early_stopping,
-    evaluation_notes,
-    length,
-    optimizer_notes,
-    optimizers,
-    sft_notes,
-    training_notes,
-)
+from rlcore.config.checks import algorithm, engine, policy, ray, rollout, training
 from rlcore.config.messages import Problem
 from rlcore.config.sections.root import Config
 
 Check = Callable[[Config], Iterator[Problem]]
 
 CHECKS: tuple[Check, ...] = (
-    length,
-    early_stopping,
-    reward_terms,
-    loss_terms,
-    correction,
-    batch,
-    layout,
-    fp8,
-    lengths,
-    routing,
-    sampling_masks,
-    engine_kind,
-    engine_servers,
-    managed_servers,
-    engine_transport,
-    engine_gpus,
-    colocated,
-    staleness,
-    ray_launcher,
-    optimizers,
-    debugging,
-    data,
+    training.length,
+    training.early_stopping,
+    algorithm.reward_terms,
+    algorithm.loss_terms,
+    algorithm.correction,
+    training.batch,
+    policy.layout,
+    policy.fp8,
+    policy.lengths,
+    policy.routing,
+    rollout.sampling_masks,
+    engine.engine_kind,
+    engine.engine_servers,
+    engine.managed_servers,
+    engine.engine_transport,
+    engine.engine_gpus,
+    engine.colocated,
+    rollout.staleness,
+    ray.ray_launcher,
+    training.optimizers,
+    training.debugging,
+    training.data,
 )
 
 NOTES: tuple[Check, ...] = (
-    training_notes,
-    algorithm_notes,
-    engine_notes,
-    colocated_notes,
-    staleness_notes,
-    ray_notes,
-    optimizer_notes,
-    evaluation_notes,
-    sft_notes,
-    sampling_notes,
+    training.training_notes,
+    algorithm.algorithm_notes,
+    engine.engine_notes,
+    engine.colocated_notes,
+    rollout.staleness_notes,
+    ray.ray_notes,
+    training.optimizer_notes,
+    training.evaluation_notes,
+    training.sft_notes,
+    rollout.sampling_notes,
 )
 
 

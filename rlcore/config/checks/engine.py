@@ -1,8 +1,9 @@
-"""Checks of `rollout.engine`: each kind of engine reads what is given. Pure, as all checks."""
+"""Checks of `rollout.engine`: its kind, its servers, its GPUs. Pure, as all checks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from rlcore.config.derived import generates, recorded_fields, truncates, world_size
@@ -13,8 +14,69 @@ from rlcore.config.sections.root import Config
 from rlcore.deadlines import ENGINE_ENDING_S
 
 ENGINE = "rollout.engine"
+COLOCATED = "rollout.engine.colocated"
+SERVER = "rollout.engine.server"
 # set by the user who starts the engines
 MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device")
+ANY_ADDRESS = ("", "0.0.0.0", "::")
+# what an offloaded trainer keeps, its CUDA context and the buffers of NCCL, takes a GiB or two a
+# process
+MOST_OF_A_GPU = 0.85
+
+_WEIGHTS = (
+    "weights are published to the ranks of one server, all of which hold parts of every layer"
+)
+_PARTS = (
+    "set rollout.engine.tensor_parallel: each rank of a server is taken to hold its own part of"
+    " every layer, and no copies"
+)
+_HTTP = "engines are asked and controlled over HTTP, which a server of SMG's gRPC does not speak"
+_ELSEWHERE = "an engine over several machines is started by hand, and given by rollout.engine.urls"
+_PLAIN = (
+    "engines speak plain HTTP on rollout.engine.host; put a proxy with TLS in front, and give"
+    " rollout.engine.urls"
+)
+OURS: dict[str, str] = {  # arguments of sglang.launch_server -> what to do instead
+    "model_path": "set model.path",
+    "model": "set model.path",
+    "tokenizer_path": "set model.tokenizer",
+    "dtype": "set rollout.engine.dtype",
+    "tp_size": "set rollout.engine.tensor_parallel",
+    "tensor_parallel_size": "set rollout.engine.tensor_parallel",
+    "device": "set rollout.engine.device",
+    "base_gpu_id": "set rollout.engine.gpus",
+    "gpu_id_step": "set rollout.engine.gpus",
+    "host": "set rollout.engine.host",
+    "port": "free ports are chosen when the engine starts",
+    "nccl_port": "free ports are chosen when the engine starts",
+    "api_key": "set RLCORE_ENGINE_API_KEY in the environment",
+    "admin_api_key": "set RLCORE_ENGINE_ADMIN_KEY in the environment",
+    "config": "write its arguments here",
+    "dp_size": f"set rollout.engine.count: {_WEIGHTS}",
+    "data_parallel_size": f"set rollout.engine.count: {_WEIGHTS}",
+    "pp_size": f"set rollout.engine.tensor_parallel: {_WEIGHTS}",
+    "pipeline_parallel_size": f"set rollout.engine.tensor_parallel: {_WEIGHTS}",
+    "attn_dp_size": _PARTS,
+    "attention_data_parallel_size": _PARTS,
+    "attn_cp_size": _PARTS,
+    "attention_context_parallel_size": _PARTS,
+    "dcp_size": _PARTS,
+    "decode_context_parallel_size": _PARTS,
+    "moe_dp_size": _PARTS,
+    "moe_data_parallel_size": _PARTS,
+    "dwdp_size": _PARTS,
+    "grpc_mode": _HTTP,
+    "smg_grpc_mode": _HTTP,
+    "nnodes": _ELSEWHERE,
+    "node_rank": _ELSEWHERE,
+    "dist_init_addr": _ELSEWHERE,
+    "nccl_init_addr": _ELSEWHERE,
+    "tokenizer_worker_num": "sglang asks for its keys only where it has one tokenizer",
+    "ssl_keyfile": _PLAIN,
+    "ssl_certfile": _PLAIN,
+    "ssl_keyfile_password": _PLAIN,
+    "weight_version": "it counts the publications of the run",
+}
 
 
 def engine_kind(config: Config) -> Iterator[Problem]:
@@ -92,6 +154,34 @@ def engine_servers(config: Config) -> Iterator[Problem]:
             )
 
 
+def managed_servers(config: Config) -> Iterator[Problem]:
+    """Servers that the run starts have an address and a device of this machine, and no argument
+    that is rlcore's to set.
+    """
+    engine = config.rollout.engine
+    if engine.kind == "sglang" and not engine.urls:
+        yield from cannot_start(engine)
+
+
+def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
+    """Yield arguments, hosts and devices that no server can be started with."""
+    for name in engine.server:
+        if (instead := OURS.get(argument_name(name))) is not None:
+            yield Problem(f"rollout.engine.server.{name}", f"not to be given here: {instead}")
+    if engine.host in ANY_ADDRESS:
+        message = (
+            f"{engine.host!r} is every address of this machine; give one that others can reach"
+            " it at"
+        )
+        yield Problem("rollout.engine.host", message)
+    if engine.device not in (None, "cuda", "cpu"):
+        message = (
+            f"got {engine.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses among"
+            " GPUs"
+        )
+        yield Problem("rollout.engine.device", message)
+
+
 def engine_transport(config: Config) -> Iterator[Problem]:
     """A folder for weights goes with a transport that writes there, and is known to who else reads
     it.
@@ -110,6 +200,67 @@ def engine_transport(config: Config) -> Iterator[Problem]:
         yield Problem(f"{ENGINE}.weights_dir", message)
 
 
+def engine_gpus(config: Config) -> Iterator[Problem]:
+    """An engine's GPUs are its own, and enough for its tensor-parallel ranks."""
+    engine = config.rollout.engine
+    if not engine.gpus:
+        return
+    if engine.device == "cpu":
+        yield Problem(
+            "rollout.engine.gpus",
+            f"got {engine.gpus}, but rollout.engine.device is 'cpu': leave one of them out",
+        )
+    elif len(set(engine.gpus)) < len(engine.gpus):
+        twice = next(gpu for gpu in engine.gpus if engine.gpus.count(gpu) > 1)
+        yield Problem(
+            "rollout.engine.gpus",
+            f"{twice} is named twice: every rank of every engine needs a GPU of its own",
+        )
+    elif len(engine.gpus) < (needed := engine.count * engine.tensor_parallel):
+        message = (
+            f"got {len(engine.gpus)}, but count {engine.count} x tensor_parallel"
+            f" {engine.tensor_parallel} need {needed}"
+        )
+        yield Problem("rollout.engine.gpus", message)
+
+
+def colocated(config: Config) -> Iterator[Problem]:
+    """Trainer and engines that take turns have engines of their own, on one machine, and nothing to
+    do at once.
+    """
+    engine = config.rollout.engine
+    if not engine.colocated or not generates(config):
+        return
+    if engine.urls:
+        yield Problem(
+            COLOCATED,
+            "engines given by rollout.engine.urls are somebody else's to stop and start: turn"
+            " it off",
+        )
+    if (versions := config.rollout.max_staleness) > 0:
+        yield Problem(
+            "rollout.max_staleness",
+            f"got {versions}, but engines that take turns with the trainer do not generate while it"
+            f" trains: set it to 0, or turn {COLOCATED} off",
+        )
+    if config.cluster.nodes > 1:
+        message = (
+            f"got {config.cluster.nodes}, but {COLOCATED} engines are all started on the first one:"
+            " use 1, or turn it off"
+        )
+        yield Problem("cluster.nodes", message)
+    if engine.transport == "distributed":
+        message = (
+            "got 'distributed', but NCCL takes no two processes on one GPU: leave it at auto, which"
+            " is 'tensor' here"
+        )
+        yield Problem("rollout.engine.transport", message)
+    if server_argument(engine, "enable_memory_saver") is False:
+        yield Problem(
+            f"{SERVER}.enable_memory_saver", f"got false, but {COLOCATED} needs it: leave it out"
+        )
+
+
 def engine_notes(config: Config) -> Iterator[Problem]:
     """Yield keys of `rollout` that have no effect, or not the expected one."""
     if not generates(config):
@@ -123,14 +274,12 @@ def engine_notes(config: Config) -> Iterator[Problem]:
     update_s = rollout.engine.update_timeout_s
     collective_s = config.cluster.collective_timeout_s
     if world_size(config) > 1 and update_s + ENGINE_ENDING_S > collective_s:
-        message = (
+        yield Problem(
+            f"{ENGINE}.update_timeout_s",
             f"got {update_s:g}, but while an engine hangs the other ranks wait in a collective, for"
-            f" {collective_s:g} s at most: "
+            f" {collective_s:g} s at most: leave cluster.collective_timeout_s at least"
+            f" {ENGINE_ENDING_S:g} s more than this",
         )
-        message += (
-            f"leave cluster.collective_timeout_s at least {ENGINE_ENDING_S:g} s more than this"
-        )
-        yield Problem(f"{ENGINE}.update_timeout_s", message)
     if (kind := KINDS.get(rollout.engine.kind)) is not None:
         yield from kind_notes(config, kind)
 
@@ -142,6 +291,31 @@ def kind_notes(config: Config, kind: EngineKind) -> Iterator[Problem]:
             "run.deterministic",
             f"covers the trainer alone: what {kind.title} samples differs from run to run",
         )
+
+
+def colocated_notes(config: Config) -> Iterator[Problem]:
+    """Yield a memory share that may not leave the trainer enough."""
+    engine = config.rollout.engine
+    share = server_argument(engine, "mem_fraction_static")
+    if engine.colocated and isinstance(share, int | float) and share > MOST_OF_A_GPU:
+        message = (
+            f"{share:g} may be too much: a offloaded trainer keeps CUDA's context and NCCL's"
+            " buffers, a GiB or two a process"
+        )
+        yield Problem(f"{SERVER}.mem_fraction_static", message)
+
+
+def server_argument(engine: EngineConfig, name: str) -> Any:
+    """Return the user's value of an SGLang argument, however it is spelled; None if not given."""
+    for given, value in engine.server.items():
+        if argument_name(given) == name:
+            return value
+    return None
+
+
+def argument_name(given: str) -> str:
+    """Return SGLang's name of an argument, spelled `tp_size`, `tp-size` or `--tp-size`."""
+    return given.lstrip("-").replace("-", "_")
 
 
 def _given(engine: EngineConfig, keys: Sequence[str], message: str) -> Iterator[Problem]:

@@ -40,19 +40,18 @@ def layout(config: Config) -> Iterator[Problem]:
         )
     elif cluster.launcher != "torchrun" and processes < model:
         path = "policy.parallel." + next(axis for axis in _SIZES if getattr(parallel, axis) > 1)
-        message = (
-            f"the layout needs {model} processes and the {cluster.launcher} launcher starts"
-            f" {processes}: set "
-        )
         other = "cluster.launcher=torchrun" if cluster.launcher == "local" else "cluster.nodes"
-        yield Problem(path, message + f"cluster.processes_per_node={model}, or {other}")
-    elif processes > 1 and processes % model:
-        message = (
-            f"{processes} processes do not divide into models of {model} (tensor x pipeline x"
-            " context, and experts): set "
+        yield Problem(
+            path,
+            f"the layout needs {model} processes and the {cluster.launcher} launcher starts"
+            f" {processes}: set cluster.processes_per_node={model}, or {other}",
         )
-        message += f"cluster.processes_per_node to a multiple of {model}"
-        yield Problem("policy.parallel", message)
+    elif processes > 1 and processes % model:
+        yield Problem(
+            "policy.parallel",
+            f"{processes} processes do not divide into models of {model} (tensor x pipeline x"
+            f" context, and experts): set cluster.processes_per_node to a multiple of {model}",
+        )
 
 
 def fp8(config: Config) -> Iterator[Problem]:

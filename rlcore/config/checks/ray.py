@@ -57,25 +57,20 @@ def _gpu_shares(config: Config) -> Iterator[Problem]:
     needed = engine.count * engine.tensor_parallel
     width = engine.tensor_parallel
     if engine.colocated and needed > (there := math.ceil(gpus_of_a_node(config))) > 0:
-        message = (
-            f"{engine.count} x rollout.engine.tensor_parallel {width} need {needed} GPUs, but the"
-            " ranks, whose GPUs they "
-        )
         yield Problem(
-            "rollout.engine.count", message + f"share, have {there}: use fewer or smaller engines"
+            "rollout.engine.count",
+            f"{engine.count} x rollout.engine.tensor_parallel {width} need {needed} GPUs, but the"
+            f" ranks, whose GPUs they share, have {there}: use fewer or smaller engines",
         )
     elif (
         not engine.colocated
         and not ray.engine_gpus.is_integer()
         and (ray.engine_gpus > 1 or width > 1)
     ):
-        message = (
-            f"got {ray.engine_gpus:g}, but Ray gives a share of one GPU or a whole number, and an"
-            " engine needs one GPU "
-        )
         yield Problem(
             "cluster.ray.engine_gpus",
-            message + f"for each of its {width} tensor-parallel ranks: set it to 1",
+            f"got {ray.engine_gpus:g}, but Ray gives a share of one GPU or a whole number, and an"
+            f" engine needs one GPU for each of its {width} tensor-parallel ranks: set it to 1",
         )
 
 

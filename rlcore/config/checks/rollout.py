@@ -28,11 +28,11 @@ def staleness_notes(config: Config) -> Iterator[Problem]:
     algorithm = config.algorithm
     compares = algorithm.correction.name != "none" or algorithm.loss.name == "decoupled_ppo"
     if steps > 1 and generates(config) and not compares and algorithm.old_logprobs != "rollout":
-        message = (
+        yield Problem(
+            "algorithm.correction.name",
             f"'none' with {_MAX_STALENESS} {steps}: tokens count as if the weights before their"
-            " step had made them: consider tis, "
+            " step had made them: consider tis, or algorithm.old_logprobs: rollout",
         )
-        yield Problem("algorithm.correction.name", message + "or algorithm.old_logprobs: rollout")
 
 
 def sampling_masks(config: Config) -> Iterator[Problem]:
@@ -48,11 +48,11 @@ def sampling_masks(config: Config) -> Iterator[Problem]:
             path, "supervised fine-tuning draws no tokens, its labels have no sets: turn it off"
         )
     elif bounded and truncates(config) and top_k < 2:
-        message = (
+        yield Problem(
+            path,
             f"SGLang reports only sets that rollout.sampling.top_k bounds, got {top_k}: set it to 2"
-            " or more, "
+            " or more, or turn keep-sets off",
         )
-        yield Problem(path, message + "or turn keep-sets off")
 
 
 def sampling_notes(config: Config) -> Iterator[Problem]:
@@ -73,8 +73,8 @@ def sampling_notes(config: Config) -> Iterator[Problem]:
             )
             yield Problem("policy.logprobs.keep_sets", message)
         else:
-            message = (
+            yield Problem(
+                "rollout.sampling",
                 "tokens come from the truncated distribution and are trained on as if they came"
-                " from the whole one: "
+                " from the whole one: consider policy.logprobs.keep_sets: true",
             )
-            yield Problem("rollout.sampling", message + "consider policy.logprobs.keep_sets: true")

@@ -65,11 +65,11 @@ def batch(config: Config) -> Iterator[Problem]:
             )
         return
     if algorithm.minibatches > rollout.prompts_per_step:
-        message = (
+        yield Problem(
+            "algorithm.minibatches",
             f"got {algorithm.minibatches}, at most rollout.prompts_per_step"
-            f" ({rollout.prompts_per_step}): "
+            f" ({rollout.prompts_per_step}): a group is never split",
         )
-        yield Problem("algorithm.minibatches", message + "a group is never split")
     estimator = built_in_estimators().get(algorithm.estimator.name)
     if rollout.samples_per_prompt == 1:
         if estimator is not None and estimator.compares_group:

@@ -224,11 +224,8 @@ def _fields(
         return [("needs", "depends on its keywords")]
     needs = [", ".join(sorted(built.needs))]
     for name, fields in coefficients.items():
-        needs += (
-            [f"{', '.join(sorted(fields - built.needs))} where {name} is not 0"]
-            if fields - built.needs
-            else []
-        )
+        if more := fields - built.needs:
+            needs.append(f"{', '.join(sorted(more))} where {name} is not 0")
     if getattr(built, "has_batch_stats", False):
         needs.append("a look at the whole optimizer step")
     return [("needs", "; ".join(filter(None, needs))), ("takes", ", ".join(sorted(built.optional)))]

@@ -10,8 +10,7 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.parallel.stages import layers_of_stages
 from rlcore.config import Config
-from rlcore.config.derived import other_folders, samples_per_step
-from rlcore.config.passes import Passes, built_in_passes
+from rlcore.config.derived import Passes, built_in_passes, other_folders, samples_per_step
 from rlcore.config.sections.policy import ParallelConfig, default_chunk_elements
 from rlcore.errors import ConfigError
 from rlcore.planning.devices import GPUS
@@ -91,14 +90,13 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         other = others.get("critic.path", arch).shape
         trained.append(Trained("critic", other, True, given.offload, given.optimizer.offload))
     frozen: list[Frozen] = []
-    if passes.reference:
-        other = others.get("reference.path", arch).shape
-        frozen.append(
-            Frozen("reference", other, config.reference.offload, swapped_in=other == shape)
-        )
-    if passes.teacher:
-        other = others.get("teacher.path", arch).shape
-        frozen.append(Frozen("teacher", other, config.teacher.offload, swapped_in=other == shape))
+    for name, is_scored, section in (
+        ("reference", passes.reference, config.reference),
+        ("teacher", passes.teacher, config.teacher),
+    ):
+        if is_scored:
+            other = others.get(f"{name}.path", arch).shape
+            frozen.append(Frozen(name, other, section.offload, swapped_in=other == shape))
     prompt = config.data.max_prompt_tokens or min(_PROMPT, policy.max_tokens_per_microbatch // 2)
     response = (
         policy.max_tokens_per_microbatch - prompt

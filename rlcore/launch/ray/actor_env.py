@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import io
 import logging
 import os
-import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -126,17 +124,11 @@ class LogRelay:
 
 def log_to(path: Path) -> None:
     """Send records and the output of native code to `path`; SIGUSR1 writes all stacks there."""
-    from rlcore.launch.logs import FORMAT, Terminal
+    from rlcore.launch.logs import Terminal, log_output, open_log
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", buffering=1)
-    handler = logging.StreamHandler(file)
-    handler.setFormatter(logging.Formatter(FORMAT))
+    handler = open_log(path)
     logging.getLogger().setLevel(logging.INFO)
     logging.getLogger().addHandler(handler)
     logging.getLogger().addHandler(Terminal())
     logging.captureWarnings(True)
-    faulthandler.enable(file)
-    faulthandler.register(signal.SIGUSR1, file)
-    os.dup2(file.fileno(), 1)
-    os.dup2(file.fileno(), 2)
+    log_output(handler.stream)

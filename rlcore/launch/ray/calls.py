@@ -1,4 +1,4 @@
-"""Calls of actors with deadlines; translates Ray's errors into ours."""
+"""Calls of actors with deadlines; translates Ray's errors into ours; finds actors that hang."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from rlcore.deadlines import ACTOR_END_S
+from rlcore.deadlines import ACTOR_END_S, STALL_S
 from rlcore.errors import DeadlineExceeded, PartLost, RlcoreError, RunFailed
 
 NAMESPACE = "rlcore"  # of all named actors
 POLL_S = 0.2  # between two calls of an actor that is being started
+BEAT_S = 1.0
 
 
 class ActorLost(PartLost):
@@ -81,23 +82,16 @@ def translate_error(error: RayError, what: str) -> RlcoreError:
             return cause
         return RunFailed(f"{what}: {type(cause).__name__}: {cause}")
     if isinstance(error, RayActorError):
+        why = _lines(error)[-1]  # Ray's last line says it
         if error.actor_init_failed:  # another start would fail, too
-            return RunFailed(
-                f"{what}: it could not begin:"
-                f" {last_line(error).partition(': ')[2] or last_line(error)}"
-            )
-        return ActorLost(f"{what}: its process is gone: {last_line(error)}")
+            return RunFailed(f"{what}: it could not begin: {why.partition(': ')[2] or why}")
+        return ActorLost(f"{what}: its process is gone: {why}")
     return RunFailed(f"{what}: {type(error).__name__}: {first_line(error)}")
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error; Ray's messages have many."""
     return _lines(error)[0]
-
-
-def last_line(error: BaseException) -> str:
-    """The last line of an error, where Ray says why an actor is gone."""
-    return _lines(error)[-1]
 
 
 def _lines(error: BaseException) -> list[str]:
@@ -122,3 +116,56 @@ def end_named(names: Iterable[str]) -> None:
             except (RayError, ValueError):  # it is gone
                 left.discard(name)
         time.sleep(POLL_S if left else 0.0)
+
+
+class HangDetector:
+    """Ends an actor that hangs: for Ray an actor lives as long as its process does.
+
+    It calls `beat` of the actor, which Ray starts again when it dies. The time until the first
+    answer does not count: the start has a deadline elsewhere.
+
+    Args:
+        limit_s: the silence after which the actor counts as hung.
+    """
+
+    def __init__(self, actor: Any, *, limit_s: float) -> None:
+        self._actor = actor
+        self._limit_s = limit_s
+        self._beat: Any = None  # the call that is not answered yet
+        self._is_up = False
+        now = time.monotonic()
+        self._heard_at = now
+        self._checked_at = now
+
+    def check(self) -> float | None:
+        """End the actor if it hangs, and return for how many seconds it was silent, else None.
+
+        Call it often; it never waits.
+        """
+        now = time.monotonic()
+        if now - self._checked_at > STALL_S:
+            self._heard_at = now
+        self._checked_at = now
+        if self._beat is None:
+            if now - self._heard_at >= BEAT_S:
+                self._beat = self._actor.beat.remote()
+            return None
+        if ray.wait([self._beat], timeout=0)[0]:
+            self._is_up = _succeeded(self._beat)
+            self._beat = None
+            self._heard_at = now
+            return None
+        silent_s = now - self._heard_at
+        if not self._is_up or silent_s < self._limit_s:
+            return None
+        self._is_up = False
+        ray.kill(self._actor, no_restart=False)
+        return silent_s
+
+
+def _succeeded(call: Any) -> bool:
+    try:
+        ray.get(call)
+    except RayError:  # its process is gone, and is started again
+        return False
+    return True

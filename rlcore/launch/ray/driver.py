@@ -31,15 +31,13 @@ from rlcore.deadlines import CLOSE_SERVICE_S
 from rlcore.errors import INTERRUPTED, RlcoreError, UserError
 from rlcore.launch.compose import check_input
 from rlcore.launch.ray.actor_env import ActorEnv, LogRelay
-from rlcore.launch.ray.calls import NAMESPACE, actor_name, end_named
+from rlcore.launch.ray.calls import NAMESPACE, HangDetector, actor_name, end_named
 from rlcore.launch.ray.cluster import Cluster, Reservation, connected, reserve
 from rlcore.launch.ray.engine_hosts import EngineHost
-from rlcore.launch.ray.hang_detector import HangDetector
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.ranks import Ranks
 from rlcore.launch.ray.service_actor import ServiceActor
-from rlcore.launch.ray.status import RunStatus
-from rlcore.launch.ray.stop_requests import StopRequests
+from rlcore.launch.ray.status import RunStatus, StopRequests
 from rlcore.launch.run_folder import conclude_unless_written
 from rlcore.runs.directory import RunDirectory, wait_until_free
 from rlcore.trainer.rank0 import FINISHED
@@ -165,7 +163,8 @@ class Driver:
                     " tracker, may be missing"
                 )
                 return 0 if status in FINISHED else INTERRUPTED
-            if not (is_loss and self._may_restart):
+            may_restart = self._restarts < self.config.cluster.max_restarts and not self._stopping
+            if not (is_loss and may_restart):
                 ranks.wait_for_peers()
                 self._log_relay.show()
                 return ranks.report(failure)
@@ -200,10 +199,6 @@ class Driver:
         )
         self._ranks = ranks  # from here on a stop request ends them cleanly
         return ranks.run(resume=resume, overwrite=overwrite, service=self._service)
-
-    @property
-    def _may_restart(self) -> bool:
-        return self._restarts < self.config.cluster.max_restarts and not self._stopping
 
     # --- the parts --------------------------------------------------------------------------------
 

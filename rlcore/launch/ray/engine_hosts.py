@@ -128,7 +128,10 @@ class HostedServer:
         await within(
             self._place_s,
             answer_when_up(self._host.pid.remote, what=f"engine {self.name}"),
-            self._no_placement,
+            lambda: (
+                f"engine {self.name} has no process after {self._place_s:g} s"
+                " (cluster.start_timeout_s): the cluster has no room for it (`ray status`)"
+            ),
         )
         self._begun = True
         self._ended = None
@@ -138,12 +141,6 @@ class HostedServer:
         self.pid = await answer_when_up(self._host.pid.remote, what=f"engine {self.name}")
         self._ended = asyncio.ensure_future(self._until_ended())
         return url
-
-    def _no_placement(self) -> str:
-        return (
-            f"engine {self.name} has no process after {self._place_s:g} s"
-            " (cluster.start_timeout_s): the cluster has no room for it (`ray status`)"
-        )
 
     async def _until_ended(self) -> str:
         try:

@@ -71,7 +71,7 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
     # Colocated engines are on one node, on the GPUs of its ranks, and need CPUs of their own.
     if engine.colocated and count:
         one_engine = _resources(asked.engine_cpus, 0.0)
-        node = added(node, times(one_engine, count))
+        node = added(node, *(one_engine,) * count)
         hosts = (0,) * count
         engines = ()
     return Placement(
@@ -110,11 +110,6 @@ def added(*parts: Resources) -> Resources:
         name: sum(part.get(name, 0.0) for part in parts)
         for name in dict.fromkeys(n for part in parts for n in part)
     }
-
-
-def times(one: Resources, count: int) -> Resources:
-    """Multiply resources."""
-    return {name: amount * count for name, amount in one.items()}
 
 
 def bundles(parts: Sequence[Resources]) -> list[Resources]:

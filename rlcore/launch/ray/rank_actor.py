@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -14,30 +15,6 @@ from rlcore.launch.ray.actor_env import ActorEnv
 
 if TYPE_CHECKING:
     from rlcore.launch.compose import OpenService
-
-
-@dataclass(frozen=True)
-class RankEnv:
-    """A rank's place among the others, and the address of their store."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    host: str
-    port: int
-
-    def environment(self) -> dict[str, str]:
-        """The variables that torchrun would set."""
-        return {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.host,
-            "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the driver's
-        }
 
 
 class RankActor:
@@ -53,11 +30,18 @@ class RankActor:
         return ray.get_runtime_context().get_node_id(), os.getpid(), gpus
 
     def run(
-        self, rank_env: RankEnv, loaded: Loaded, *, resume: bool, overwrite: bool, service: Any
+        self,
+        environment: Mapping[str, str],
+        loaded: Loaded,
+        *,
+        resume: bool,
+        overwrite: bool,
+        service: Any,
     ) -> int:
         """Train, and return the rank's exit code.
 
         Args:
+            environment: the variables that torchrun would set.
             service: the handle of the service actor; None where nothing generates.
 
         Raises:
@@ -66,14 +50,14 @@ class RankActor:
         # A rank that Ray gave GPUs sees only those, numbered from 0. Else it is as under torchrun.
         has_own = loaded.config.cluster.ray.rank_gpus > 0 and bool(self.where()[2])
         local = {"LOCAL_RANK": "0"} if has_own else {}
-        os.environ.update(rank_env.environment() | local | {SUPERVISED: str(os.getppid())})
+        os.environ.update({**environment, **local, SUPERVISED: str(os.getppid())})
         from rlcore.launch.rank import train_rank
 
         open_service: OpenService | None = None
-        if rank_env.rank == 0:
+        if environment["RANK"] == "0":
             self._actor_env.redirect_output()
             if service is not None:
-                from rlcore.launch.ray.remote_service import opener
+                from rlcore.launch.ray.remote_service import open_remote_service
 
-                open_service = opener(service)
+                open_service = partial(open_remote_service, service)
         return train_rank(loaded, resume=resume, overwrite=overwrite, service=open_service)

@@ -29,14 +29,14 @@ from rlcore.errors import (
     UserError,
 )
 from rlcore.launch.attempts import has_ended
-from rlcore.launch.environment import store_prefix
-from rlcore.launch.heartbeat import HeartbeatMonitor, read_stuck, stuck_failure
-from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe_failure
+from rlcore.launch.environment import store_prefix, torchrun_environment
+from rlcore.launch.heartbeat import HeartbeatMonitor, raise_if_stuck, read_stuck
+from rlcore.launch.logs import describe_failure
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost, first_line, get, translate_error
 from rlcore.launch.ray.cluster import Cluster
 from rlcore.launch.ray.placement import bundles
-from rlcore.launch.ray.rank_actor import RankActor, RankEnv
+from rlcore.launch.ray.rank_actor import RankActor
 from rlcore.launch.run_folder import conclude_if_opened, was_opened
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
@@ -70,13 +70,8 @@ class Ranks:
             cluster.address, 0, None, True, timedelta(seconds=STORE_S), wait_for_workers=False
         )
         self.store = dist.PrefixStore(store_prefix(), self._host)
-        limits = self.config.cluster
-        self._monitor = HeartbeatMonitor(
-            self.store,
-            range(len(cluster.placement.ranks)),
-            limit_s=limits.heartbeat_timeout_s,
-            start_limit_s=limits.start_timeout_s,
-        )
+        ranks = range(len(cluster.placement.ranks))
+        self._monitor = HeartbeatMonitor(self.store, ranks, self.config.cluster)
         self.actors: list[Any] = []
         self.nodes: list[str] = []  # the id of each rank's node
         self.pids: list[int] = []
@@ -134,14 +129,17 @@ class Ranks:
     def run(self, *, resume: bool, overwrite: bool, service: Any) -> Failure | None:
         """Run all ranks to their end; return a failure, which ends the run, at once."""
         places = self._cluster.placement.ranks
-        address = self._cluster.address
         for place, actor in zip(places, self.actors, strict=True):
-            ranks_there = sum(other.node == place.node for other in places)
-            rank_env = RankEnv(
-                place.rank, len(places), place.local_rank, ranks_there, address, self._host.port
+            environment = torchrun_environment(
+                place.rank,
+                len(places),
+                local_rank=place.local_rank,
+                local_world_size=sum(other.node == place.node for other in places),
+                host=self._cluster.address,
+                port=self._host.port,
             )
             ref = actor.run.remote(
-                rank_env, self._loaded, resume=resume, overwrite=overwrite, service=service
+                environment, self._loaded, resume=resume, overwrite=overwrite, service=service
             )
             self._runs[ref] = place.rank
         while True:
@@ -204,10 +202,7 @@ class Ranks:
         if self.codes.get(0) == INTERRUPTED:
             return INTERRUPTED
         conclude_if_opened(self.config, self.store, failure, began=self._began)
-        if (stuck := read_stuck(self.store)) is not None and failure.waited:
-            raise RunFailed(
-                describe_failure(stuck_failure(stuck), self.config.run, lines=LAST_LINES_OF_A_STACK)
-            )
+        raise_if_stuck(self.store, failure, self.config.run)
         if failure.rank == 0 and error is not None:
             raise error
         if failure.bad_input:

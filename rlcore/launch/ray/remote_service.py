@@ -1,4 +1,7 @@
-"""The rollout service as rank 0 uses it under Ray: samples, publication, and engine memory."""
+"""The rollout service as rank 0 uses it under Ray: samples, publication, and engine memory.
+
+All of it calls the service actor through a `ServiceClient`, which recovers when the service dies.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config import Config
+from rlcore.config.derived import comeback_s, engine_place_s
 from rlcore.data.batch import StepRollouts
 from rlcore.data.generation import MemoryTag
 from rlcore.data.sample import Sample
-from rlcore.deadlines import SERVICE_GRACE_S
+from rlcore.deadlines import REWARD_START_S, SERVICE_ANSWER_S, SERVICE_GRACE_S
 from rlcore.errors import EngineFailed, PublicationFailed
 from rlcore.interfaces import RolloutEngine, WeightVerifier
-from rlcore.launch.compose import OpenService, RolloutHandles, all_engines_timeout_s
+from rlcore.launch.compose import RolloutHandles, all_engines_timeout_s
 from rlcore.launch.process import Process
-from rlcore.launch.ray.calls import ActorLost
-from rlcore.launch.ray.service_actor import EngineInfo
-from rlcore.launch.ray.service_client import ServiceClient
+from rlcore.launch.ray.calls import ActorLost, answer, get, get_when_up
+from rlcore.launch.ray.service_actor import EngineInfo, OpenedService
 from rollout.asyncio_utils import LoopThread
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.publication import WeightPublication
@@ -28,33 +31,161 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def opener(actor: Any) -> OpenService:
-    """Return what opens the service of `actor`, a Ray handle, for rank 0."""
+WORD_KEY = "60 s and cluster.heartbeat_timeout_s, in which one that hangs is replaced"
+SERVICE = "the rollout service"
+# Methods of `RolloutSource` that a replacement service is told again, in this order.
+TOLD_AGAIN = ("restore", "keep_ledger", "published")
 
-    def open_service(
-        config: Config,
-        process: Process,
-        tokenizer: PreTrainedTokenizerBase,
-        stack: ExitStack,
-        *,
-        greedy_baseline: bool,
-    ) -> RolloutHandles:
-        client = ServiceClient(actor, config, greedy_baseline=greedy_baseline)
-        opened = client.open()
-        thread = LoopThread("publication")
-        stack.callback(thread.close)
-        participants = RemoteParticipants(client)
-        sink = WeightPublication(config, participants, thread.loop, device=process.device)
-        stack.callback(sink.close)
-        return RolloutHandles(
-            RemoteSource(client),
-            sink,
-            opened.num_prompts,
-            opened.prompt_lengths,
-            RemoteMemory(client),
+
+def open_remote_service(
+    actor: Any,
+    config: Config,
+    process: Process,
+    tokenizer: PreTrainedTokenizerBase,
+    stack: ExitStack,
+    *,
+    greedy_baseline: bool,
+) -> RolloutHandles:
+    """Open the service of `actor`, a Ray handle, for rank 0; see `compose.OpenService`."""
+    client = ServiceClient(actor, config, greedy_baseline=greedy_baseline)
+    opened = client.open()
+    thread = LoopThread("publication")
+    stack.callback(thread.close)
+    sink = WeightPublication(config, RemoteParticipants(client), thread.loop, device=process.device)
+    stack.callback(sink.close)
+    return RolloutHandles(
+        RemoteSource(client),
+        sink,
+        opened.num_prompts,
+        opened.prompt_lengths,
+        RemoteMemory(client),
+    )
+
+
+class ServiceClient:
+    """Calls the service for rank 0, and recovers when it dies.
+
+    Rank 0's main thread and its publication thread use it, never both at once.
+    """
+
+    def __init__(self, actor: Any, config: Config, *, greedy_baseline: bool) -> None:
+        self.actor = actor
+        self.config = config
+        self._greedy_baseline = greedy_baseline
+        self._token = ""
+        self._started = False
+        self._unanswered: list[Any] = []  # notifications, awaited with the next call
+        self._told: dict[str, tuple[Any, ...]] = {}  # newest arguments of methods in TOLD_AGAIN
+
+    # --- the service's life -----------------------------------------------------------------------
+
+    def open(self) -> OpenedService:
+        """Let the service read its prompts. Raises UserError for bad prompts and the like."""
+        limit = self.config.cluster.start_timeout_s
+        opened: OpenedService = get_when_up(
+            lambda: self.actor.open.remote(greedy_baseline=self._greedy_baseline),
+            limit_s=limit,
+            what=f"opening {SERVICE}",
+            key="cluster.start_timeout_s",
+        )
+        self._token = opened.token
+        self._unanswered = []
+        return opened
+
+    def start(self) -> None:
+        """Start the service's engines and reward workers."""
+        limit = (
+            comeback_s(self.config.rollout.engine, engine_place_s(self.config))
+            + REWARD_START_S
+            + SERVICE_GRACE_S
+        )
+        self.call(
+            "start", limit_s=limit, key="cluster.start_timeout_s and rollout.engine.start_timeout_s"
+        )
+        self._started = True
+
+    def reopen(self) -> None:
+        """Bring the replacement service, after ActorLost, to the state of the last hand-over.
+
+        Its engines wait for weights. Raises ActorLost where engines share the trainer's GPUs: what
+        they hold there is not known any more.
+        """
+        if self.config.rollout.engine.colocated:
+            raise ActorLost(
+                f"{SERVICE} died, and with it the knowledge of what its engines keep on the"
+                " trainer's GPUs"
+            )
+        self.open()
+        if self._started:
+            self.start()
+        for method in TOLD_AGAIN:
+            if method in self._told:
+                self._tell(method)
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Call a method in TOLD_AGAIN, of the replacement if the service has died."""
+        self.remember(method, *arguments)
+        try:
+            self._tell(method)
+        except ActorLost:
+            self.reopen()  # which tells it
+
+    def remember(self, method: str, *arguments: Any) -> None:
+        """Have a replacement service told this."""
+        self._told[method] = arguments
+
+    @property
+    def state(self) -> Any:
+        """The state that a replacement service would restore; None for its beginning."""
+        return self._told.get("restore", (None,))[0]
+
+    def _tell(self, method: str) -> None:
+        # A large buffer or a long journal takes its time.
+        start_s = self.config.cluster.start_timeout_s
+        slow = {"limit_s": start_s, "key": "cluster.start_timeout_s"}
+        limits: dict[str, Any] = {} if method == "published" else slow
+        self.call("source", method, *self._told[method], **limits)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def call(
+        self, part: str, *arguments: Any, limit_s: float = SERVICE_ANSWER_S, key: str = WORD_KEY
+    ) -> Any:
+        """Call a method of the actor, from the main thread.
+
+        Raises ActorLost, DeadlineExceeded, or what the service raised.
+
+        Args:
+            limit_s: for a service that lives. A service that hangs has
+                `cluster.heartbeat_timeout_s` more, after which it is lost.
+        """
+        heartbeat_s = self.config.cluster.heartbeat_timeout_s
+        for notification in self._take_unanswered():
+            get(notification, limit_s=SERVICE_ANSWER_S + heartbeat_s, what=SERVICE, key=WORD_KEY)
+        return get(
+            self._send(part, arguments),
+            limit_s=limit_s + heartbeat_s,
+            what=f"{SERVICE}: {part}",
+            key=key,
         )
 
-    return open_service
+    async def call_async(self, part: str, *arguments: Any) -> Any:
+        """As `call`, from the publication's loop, which has limits of its own."""
+        for notification in self._take_unanswered():
+            await answer(notification, what=SERVICE)
+        return await answer(self._send(part, arguments), what=SERVICE)
+
+    def notify(self, *arguments: Any) -> None:
+        """Call the actor's `notify` without waiting; the next call waits for it."""
+        self._unanswered.append(self._send("notify", arguments))
+
+    def _send(self, part: str, arguments: tuple[Any, ...]) -> Any:
+        return getattr(self.actor, part).remote(self._token, *arguments)
+
+    def _take_unanswered(self) -> list[Any]:
+        notifications = self._unanswered
+        self._unanswered = []
+        return notifications
 
 
 class RemoteParticipants:
@@ -242,8 +373,10 @@ class RemoteMemory:
         return bool(self._call("any_running"))
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        limits: dict[str, Any] = {
-            "limit_s": self._limit_s,
-            "key": "rollout.engine.update_timeout_s",
-        }
-        return self._client.call("memory", method, *arguments, **limits)
+        return self._client.call(
+            "memory",
+            method,
+            *arguments,
+            limit_s=self._limit_s,
+            key="rollout.engine.update_timeout_s",
+        )

@@ -12,7 +12,7 @@ import faulthandler
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -60,14 +60,7 @@ class EngineInfo:
     @classmethod
     def of(cls, engine: Any) -> EngineInfo:
         """Read it from an engine of the service."""
-        return cls(
-            engine.name,
-            engine.managed,
-            engine.transports,
-            engine.url,
-            engine.group_ranks,
-            engine.in_group,
-        )
+        return cls(**{field.name: getattr(engine, field.name) for field in fields(cls)})
 
 
 class ServiceActor:

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import torch
 
-from rlcore.config.checks.servers import argument_name, cannot_start
+from rlcore.config.checks.engine import argument_name, cannot_start
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
 from rollout.engines.checks import folder_vocab_size

@@ -28,8 +28,7 @@ from rlcore.algorithms.normalization import NormalizationMode
 from rlcore.config import Config
 from rlcore.config.built_in import built_in_estimators, built_in_losses
 from rlcore.config.checks.algorithm import DECOUPLED
-from rlcore.config.derived import COEFFICIENTS
-from rlcore.config.passes import built_in_passes
+from rlcore.config.derived import COEFFICIENTS, built_in_passes
 from rlcore.config.sections.algorithm import Aggregation, CorrectionConfig, Normalization
 from rlcore.config.sections.algorithm import KLKind as ConfiguredKLKind
 from rlcore.trainer.credit import CreditAssignment

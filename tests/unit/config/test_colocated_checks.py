@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from rlcore.config.checks.all_checks import notes_on
-from rlcore.config.checks.colocated import colocated
+from rlcore.config.checks.engine import colocated
 from rlcore.config.load import Loaded
 
 SGLANG = "rollout.engine.kind=sglang"

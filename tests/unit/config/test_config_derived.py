@@ -115,9 +115,8 @@ def test_optimizer_steps_and_sizes(load):
         "algorithm.minibatches=3",
         "rollout.prompts_per_step=4",
     ).config
-    assert derived.optimizer_steps(config, 0) == 42
+    assert derived.total_steps(config, 0) * derived.updates_per_step(config) == 42
     assert derived.samples_per_step(config) == 32
-    assert derived.prompts_per_step(config) == 4
     assert derived.model_parallel_size(config) == 1
 
 

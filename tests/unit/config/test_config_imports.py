@@ -24,7 +24,7 @@ HEAVY = (
         "rlcore.config",
         "rlcore.config.load",
         "rlcore.config.derived",
-        "rlcore.config.render",
+        "rlcore.config.yaml_settings",
         "rlcore.cli",
     ],
 )

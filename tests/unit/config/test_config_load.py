@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.load import load_config, split_arguments
-from rlcore.config.schema import ALIASES, known_keys, suggest
+from rlcore.config.schema import known_keys
+from rlcore.config.unknown_keys import ALIASES, suggest
 from rlcore.errors import ConfigError
 
 BASE = """\

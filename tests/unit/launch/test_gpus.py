@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
-from rlcore.launch.gpus import assign_gpus, visible_names
+from rlcore.launch.engines import assign_gpus, visible_names
 
 
 def assign(visible: int, ranks: int, **engine: Any) -> list[tuple[int, ...]]:

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from rlcore.config.sections.training import ClusterConfig
 from rlcore.deadlines import STALL_S
 from rlcore.launch import heartbeat as heartbeat
 from rlcore.launch.environment import here_key
 from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor, beat_key
 from rlcore.trainer.rank_sync import RankSync, read_failure
+
+
+def limits(*, start_s: float) -> ClusterConfig:
+    return ClusterConfig(heartbeat_timeout_s=20, start_timeout_s=start_s)
 
 
 class Clock:
@@ -37,7 +42,7 @@ class Ranks:
         self.clock = clock
         self.store = HashStore()
         self.number = 0
-        self.monitor = HeartbeatMonitor(self.store, range(2), limit_s=20, start_limit_s=60)
+        self.monitor = HeartbeatMonitor(self.store, range(2), limits(start_s=60))
 
     def beat(self, *ranks: int, doing: str = "training") -> None:
         self.number += 1
@@ -97,7 +102,7 @@ def test_a_rank_that_ignores_its_peers_misses_none(
     beating = Heartbeat(
         store,
         RankSync(store, 0, 2, timeout_s=5),
-        HeartbeatMonitor(store, [1], limit_s=20, start_limit_s=0.5),
+        HeartbeatMonitor(store, [1], limits(start_s=0.5)),
         [],
     )
     if ignores:

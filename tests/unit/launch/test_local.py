@@ -47,7 +47,7 @@ def test_a_signal_while_ranks_start_ends_the_run_as_asked(
     )
     asking = threading.Timer(0.3, lambda: os.kill(os.getpid(), number))
     asking.start()
-    assert local.supervise(config, []) == INTERRUPTED
+    assert local.launch_ranks(config, []) == INTERRUPTED
     asking.join()
 
 
@@ -61,7 +61,7 @@ def test_a_rank_that_was_not_started_yet_gets_the_signal(
 
     monkeypatch.setattr(local, "_start", start)
     began = time.monotonic()
-    assert local.supervise(config, []) == INTERRUPTED
+    assert local.launch_ranks(config, []) == INTERRUPTED
     assert time.monotonic() - began < 10
 
 
@@ -85,7 +85,7 @@ def test_a_signal_while_ranks_are_ended_leaves_no_process(
     monkeypatch.setattr(local, "END_RANK_S", 2.0)
     asking = threading.Timer(1.5, ask_to_end)
     asking.start()
-    assert local.supervise(config, []) == 1
+    assert local.launch_ranks(config, []) == 1
     asking.join()
     assert workers[1].returncode == -signal.SIGKILL
 
@@ -98,4 +98,4 @@ def test_a_rank_that_others_kill_has_failed(
 
     monkeypatch.setattr(local, "_start", start)
     with pytest.raises(RunFailed, match="rank 1 failed: it was killed by SIGTERM"):
-        local.supervise(config, [])
+        local.launch_ranks(config, [])

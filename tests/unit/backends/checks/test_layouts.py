@@ -293,6 +293,6 @@ def test_a_refusal_comes_before_any_rank(
     def start(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("rlcore.launch.local.supervise", start)
+    monkeypatch.setattr("rlcore.launch.local.launch_ranks", start)
     assert cli.main(["train", *arguments(models / "dense", overrides)]) == 2
     assert capsys.readouterr().err.startswith("rlcore: policy.")

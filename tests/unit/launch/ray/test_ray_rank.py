@@ -12,14 +12,15 @@ from torch.distributed import HashStore
 
 import rlcore.launch.rank
 from rlcore.launch.attempts import mark_ended
+from rlcore.launch.environment import torchrun_environment
 from rlcore.launch.ray import rank_actor as rank_module
 from rlcore.launch.ray import ranks as ranks_module
 from rlcore.launch.ray.actor_env import ActorEnv
-from rlcore.launch.ray.rank_actor import RankActor, RankEnv
+from rlcore.launch.ray.rank_actor import RankActor
 from rlcore.launch.ray.ranks import Ranks
 
-RANK_ENV = RankEnv(
-    rank=7, world_size=8, local_rank=3, local_world_size=4, host="10.0.0.1", port=2345
+ENVIRONMENT = torchrun_environment(
+    7, 8, local_rank=3, local_world_size=4, host="10.0.0.1", port=2345
 )
 
 
@@ -54,7 +55,7 @@ def found_by_the_rank(
     )
     assert (
         RankActor(Here()).run(
-            RANK_ENV, loaded, resume=True, overwrite=False, service="service of rank 0"
+            ENVIRONMENT, loaded, resume=True, overwrite=False, service="service of rank 0"
         )
         == 5
     )

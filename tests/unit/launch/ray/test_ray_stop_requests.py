@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from rlcore.launch.ray.stop_requests import StopRequests
+from rlcore.launch.ray.status import StopRequests
 
 
 def ask() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config.checks.servers import OURS, cannot_start
+from rlcore.config.checks.engine import OURS, cannot_start
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, ModelError
 from rollout.engines.child_process import members

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from rlcore.errors import DataError
 from rlcore.launch.attempts import FIRST, RunHasEnded, join_attempt
-from rlcore.launch.finish import finish
 from rlcore.launch.process import Process
+from rlcore.launch.rank import finish
 from rlcore.runs.directory import Status
 from rlcore.trainer.loop import Trainer
 from rlcore.trainer.rank0 import Outcome

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from rlcore.config.load import load_config
-from rlcore.config.render import render
+from rlcore.config.load import Loaded, load_config
+from rlcore.config.yaml_settings import render_config
 
 AWKWARD = (
     "run.name='1e-3'",
@@ -15,6 +15,10 @@ AWKWARD = (
     "algorithm.estimator={name: ppo, lam: 0.95, on: 'off'}",
     "reward.parts={a: {function: 'm:f'}, 'b c': {model: {path: x}}}",
 )
+
+
+def render(loaded: Loaded) -> str:
+    return render_config(loaded.config.model_dump(), loaded.origins)
 
 
 def test_what_is_printed_loads_to_the_same_configuration(load, write):

@@ -1,4 +1,4 @@
-"""YAML with line numbers, without YAML's traps.
+"""Settings as YAML, without YAML's traps: read with line numbers, and written with origins.
 
 `1e-6` is a number, `2026-01-31` and `12:30` are text, `010` is not octal, and a key that is written
 twice is an error. ruamel.yaml is no replacement: dates stay dates, a number loses its text, tags
@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import yaml
 
-from rlcore.config.tree import OVERRIDE, Setting, Tree
 from rlcore.errors import ConfigError
+
+DEFAULT = "default"
+OVERRIDE = "override"
+
+KeyPath = tuple[str, ...]
 
 _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
@@ -29,6 +34,71 @@ _FLOAT = re.compile(
 )
 _DIGITS = list("-+.0123456789")
 Where = Callable[[yaml.Node], str]
+_COMMENT_COLUMN = 52
+_ENDLESS = 1 << 20
+
+
+# --- settings as they were written ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value (scalar or list), its origin (`file:line` or "override"), and a scalar's text."""
+
+    value: Any
+    origin: str
+    text: str | None = None
+
+
+Tree = dict[str, Union[Setting, "Tree"]]
+
+
+def merge(base: Tree, over: Tree) -> Tree:
+    """Put `over` on top of `base`: maps merge, everything else replaces."""
+    merged = dict(base)
+    for key, new in over.items():
+        old = merged.get(key)
+        merged[key] = merge(old, new) if isinstance(old, dict) and isinstance(new, dict) else new
+    return merged
+
+
+def plain(tree: Tree) -> dict[str, Any]:
+    """Return the values alone."""
+    return {
+        key: plain(node) if isinstance(node, dict) else node.value for key, node in tree.items()
+    }
+
+
+def settings(tree: Tree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Setting]]:
+    """Yield every leaf with its path, in the order written."""
+    for key, node in tree.items():
+        if isinstance(node, dict):
+            yield from settings(node, (*path, key))
+        else:
+            yield (*path, key), node
+
+
+def find(tree: Tree, path: KeyPath) -> Setting | Tree | None:
+    """Return the node at `path`, or None. The index of a list item finds the list."""
+    node: Setting | Tree = tree
+    for key in path:
+        if isinstance(node, Setting):
+            return node
+        if key not in node:
+            return None
+        node = node[key]
+    return node
+
+
+def origin(tree: Tree, path: KeyPath) -> str:
+    """Return where `path` was written, for a map its first setting; else "default"."""
+    node = find(tree, path)
+    if isinstance(node, dict):
+        node = next((setting for _, setting in settings(node)), None)
+    return DEFAULT if node is None else node.origin
+
+
+# --- reading --------------------------------------------------------------------------------------
 
 
 class ConfigLoader(yaml.SafeLoader):
@@ -103,25 +173,22 @@ def _parse(text: str, source: str, where: Where) -> Setting | Tree | None:
     try:
         loader = ConfigLoader(text)
         node = loader.get_single_node()
-        return None if node is None else _convert(loader, node, where, frozenset())
+        if node is None:
+            return None
+        _check_keys(node, where, frozenset())
+        return _convert(loader, node, where)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_one_line(error, source)) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _convert(
-    loader: ConfigLoader, node: yaml.Node, where: Where, above: frozenset[int]
-) -> Setting | Tree:
+def _convert(loader: ConfigLoader, node: yaml.Node, where: Where) -> Setting | Tree:
     if not isinstance(node, yaml.MappingNode):
-        _check_keys(node, where, above)
         text = node.value if isinstance(node, yaml.ScalarNode) else None
         return Setting(loader.construct_object(node, deep=True), where(node), text)
-    _check_keys(node, where, above)
     loader.flatten_mapping(node)
-    return {
-        key.value: _convert(loader, value, where, above | {id(node)}) for key, value in node.value
-    }
+    return {key.value: _convert(loader, value, where) for key, value in node.value}
 
 
 def _check_keys(node: yaml.Node, where: Where, above: frozenset[int]) -> None:
@@ -157,3 +224,33 @@ def _one_line(error: yaml.MarkedYAMLError, source: str) -> str:
     )
     what = ", ".join(part for part in (error.context, error.problem) if part)
     return f"{source}{at}: not valid YAML: {what}"
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def render_config(values: Mapping[str, Any], origins: Mapping[str, object]) -> str:
+    """Return YAML of nested `values`; `origins` maps dotted keys to comments."""
+    return "".join(f"{line}\n" for line in _lines(values, origins, "", ""))
+
+
+def _lines(
+    values: Mapping[str, Any], origins: Mapping[str, object], path: str, indent: str
+) -> Iterator[str]:
+    for key, value in values.items():
+        head = f"{indent}{_flow(key)}:"
+        if isinstance(value, Mapping) and value:
+            yield head
+            yield from _lines(value, origins, f"{path}{key}.", indent + "  ")
+            continue
+        line = f"{head} {_flow(value)}"
+        comment = " ".join(str(origins.get(path + key, "")).split())
+        yield f"{line.ljust(_COMMENT_COLUMN)}  # {comment}" if comment else line
+
+
+def _flow(value: Any) -> str:
+    """Return one line of YAML."""
+    text = yaml.dump(
+        value, Dumper=ConfigDumper, default_flow_style=True, width=_ENDLESS, allow_unicode=True
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
