@@ -12,7 +12,7 @@ import torch
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.bridges.protocol import FamilyBridge
-from backends.megatron.convert.families.llama import TRUNK
+from backends.megatron.convert.families import TRUNK
 from backends.megatron.convert.layout import hf_shapes, pack
 from backends.megatron.convert.table import (
     OUTPUT_LAYER,
