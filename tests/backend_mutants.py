@@ -63,7 +63,7 @@ MUTANTS = [
     # the pipeline
     ("batched transfers in the interleaved schedule", B + "model/gpt.py", '"overlap_p2p_comm": interleaved,\n        "batch_p2p_comm": not interleaved,',
      '"overlap_p2p_comm": False,\n        "batch_p2p_comm": True,', on("vpp2")),
-    ("layers numbered from their own stage", B + "convert/names.py", "{int(layer.layer_number) - 1}", "{match[1]}", on("pp2_uneven")),
+    ("layers numbered from their own stage", B + "convert/layout.py", "{int(layer.layer_number) - 1}", "{match[1]}", on("pp2_uneven")),
     # context parallelism
     ("targets shifted after the split", B + "batch/pack.py", "target_tokens=ids[trainable[own]].to(device)",
      "target_tokens=ids[local].roll(-1)[index[own]].to(device)", on("cp2")),

@@ -31,7 +31,7 @@ from backends.megatron.checkpoint.shards import (
     write_sharded,
 )
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.names import unwrap
+from backends.megatron.convert.layout import unwrap
 from backends.megatron.convert.table import VALUE_HEAD
 from backends.megatron.model.gpt import ValueModel
 from backends.megatron.parallel.rank_errors import raise_on_all_ranks

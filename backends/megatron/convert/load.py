@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.layout import Slice, hf_shapes, pack, tp_slice
-from backends.megatron.convert.names import owned_parameters
+from backends.megatron.convert.layout import Slice, hf_shapes, owned_parameters, pack, tp_slice
 from backends.megatron.convert.table import VALUE_HEAD, Entry, Split
 from rlcore.errors import ModelError
 

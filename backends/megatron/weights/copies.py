@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from backends.megatron.convert.names import named_weights
+from backends.megatron.convert.layout import named_weights
 
 
 class HostWeights:

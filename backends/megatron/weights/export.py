@@ -23,8 +23,14 @@ from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.folder import FolderWriter
-from backends.megatron.convert.layout import Slice, hf_shapes, model_entries, tp_slice, unpack
-from backends.megatron.convert.names import owned_parameters
+from backends.megatron.convert.layout import (
+    Slice,
+    hf_shapes,
+    model_entries,
+    owned_parameters,
+    tp_slice,
+    unpack,
+)
 from backends.megatron.convert.table import Entry, Split
 from backends.megatron.parallel.rank_errors import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
