@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from backends.megatron.batch.transfer import broadcast_json
-from backends.megatron.parallel.rank_errors import raise_on_all_ranks
+from backends.megatron.parallel.agreement import broadcast_json, raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from rlcore.algorithms import Advantages, GuardedEstimator, MissingInputError, estimator_keywords
 from rlcore.algorithms.guard import SOURCES

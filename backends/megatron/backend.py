@@ -153,7 +153,7 @@ class MegatronBackend:
         if batch is not None and self.config.policy.routing_replay == "engine":
             check_records(batch, self.policy.arch)
         multiple = pack_multiple(self.config)
-        self._local_batch = LocalBatch.receive(
+        self._local_batch = LocalBatch(
             batch, plans, self.parallel, self.device, pad_multiple=multiple
         )
 

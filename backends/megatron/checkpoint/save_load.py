@@ -34,7 +34,7 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.layout import unwrap
 from backends.megatron.convert.table import VALUE_HEAD
 from backends.megatron.model.gpt import ValueModel
-from backends.megatron.parallel.rank_errors import raise_on_all_ranks
+from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.optimizer import ScheduledOptimizer
 from rlcore.errors import ModelError

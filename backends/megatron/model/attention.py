@@ -16,9 +16,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from backends.megatron.batch.context import gather_keys_values
 from backends.megatron.batch.cp_layout import PackLayout
-from backends.megatron.batch.pack import PackedSequences
+from backends.megatron.batch.pack import PackedSequences, gather_keys_values
 from backends.megatron.model.elementwise import rotate
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backends.megatron.batch.local_batch import LocalBatch
 from backends.megatron.batch.pack import MicroBatch
-from backends.megatron.batch.transfer import broadcast_json
+from backends.megatron.parallel.agreement import broadcast_json
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.passes import Loss
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs, value_clipped, value_loss

@@ -14,8 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from backends.megatron.batch.context import gather_targets
-from backends.megatron.batch.pack import MicroBatch
+from backends.megatron.batch.pack import MicroBatch, gather_targets
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.model.head import Targets
 from backends.megatron.model.moe import clear_losses, padding_mask

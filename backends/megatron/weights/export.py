@@ -32,7 +32,7 @@ from backends.megatron.convert.layout import (
     unpack,
 )
 from backends.megatron.convert.table import Entry, Split
-from backends.megatron.parallel.rank_errors import raise_on_all_ranks
+from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.weights.prefetch import prefetched
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
