@@ -20,7 +20,14 @@ with importing_megatron():
     from megatron.core.parallel_state import get_global_memory_buffer
 
     from backends.megatron.batch.local_batch import LocalBatch
-    from backends.megatron.build import BuildContext, build_critic, build_policy
+    from backends.megatron.build import (
+        BuildContext,
+        Frozen,
+        build_critic,
+        build_policy,
+        build_reference,
+        build_teacher,
+    )
     from backends.megatron.checkpoint.background import PendingCheckpoint
     from backends.megatron.checkpoint.save_load import (
         Saved,
@@ -32,7 +39,6 @@ with importing_megatron():
     from backends.megatron.checkpoint.shards import HostCopies
     from backends.megatron.checks.layout import check_layout
     from backends.megatron.convert.read import read_architecture
-    from backends.megatron.frozen import Frozen, build_reference, build_teacher
     from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.layers import layers_of
     from backends.megatron.model.moe import mean_losses

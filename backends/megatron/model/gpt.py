@@ -30,8 +30,7 @@ from backends.megatron.model.elementwise import SwiGLU
 from backends.megatron.model.head import LogprobHead, Targets, ValueHead
 from backends.megatron.model.latent_attention import LatentConfig, use_latent_attention
 from backends.megatron.model.layers import LOCAL_FIELDS
-from backends.megatron.model.moe import moe_fields
-from backends.megatron.model.sigmoid_router import router_class
+from backends.megatron.model.moe import moe_fields, router_class
 from backends.megatron.parallel.stages import stage_fields
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backends.megatron.batch.pack import PackedSequences
 from backends.megatron.model.elementwise import rotate
-from backends.megatron.model.sigmoid_router import router_class
+from backends.megatron.model.moe import router_class
 from rlcore.errors import ConfigError
 
 FINAL_NORM = TENorm

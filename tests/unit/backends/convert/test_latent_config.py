@@ -27,8 +27,7 @@ with importing_megatron():
     from backends.megatron.batch.cp_layout import PackLayout
     from backends.megatron.model import te_layers
     from backends.megatron.model.attention import bucketed_attention
-    from backends.megatron.model.moe import PackRouter
-    from backends.megatron.model.sigmoid_router import SigmoidRouter
+    from backends.megatron.model.moe import PackRouter, SigmoidRouter
 
 # As DeepSeek writes it, before transformers 5.
 CONFIG: dict[str, Any] = {
