@@ -40,14 +40,21 @@ with importing_megatron():
     from backends.megatron.checks.layout import check_layout
     from backends.megatron.convert.read import read_architecture
     from backends.megatron.model.attention import uses_varlen
+    from backends.megatron.model.head import HeadOptions
     from backends.megatron.model.layers import layers_of
     from backends.megatron.model.moe import mean_losses
     from backends.megatron.model.routing_replay import Routing, changed_share, check_records
     from backends.megatron.parallel.state import destroy_parallel, init_parallel, init_process_group
-    from backends.megatron.training.losses import critic_loss, policy_loss, shared_moments
     from backends.megatron.training.offload import OffloadedTensors
     from backends.megatron.training.optimizer import StepReport
-    from backends.megatron.training.passes import HeadOptions, Model, score_pass, training_pass
+    from backends.megatron.training.passes import (
+        Model,
+        critic_loss,
+        policy_loss,
+        score_pass,
+        shared_moments,
+        training_pass,
+    )
     from backends.megatron.weights.export import WeightExporter, export_hf
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError
 
@@ -44,14 +42,6 @@ def layers_of_stages(layers: int, parallel: ParallelConfig) -> list[int]:
 def nearest_divisor(wanted: int, *sizes: int) -> int:
     """The largest number up to `wanted` that divides all of `sizes`."""
     return next(n for n in range(wanted, 0, -1) if not any(size % n for size in sizes))
-
-
-def stage_fields(parallel: ParallelConfig) -> dict[str, Any]:
-    """Megatron's TransformerConfig fields for an uneven split."""
-    return {
-        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
-    }
 
 
 def _given(first: int | None, last: int | None) -> str:
