@@ -26,8 +26,7 @@ from backends.megatron.batch import local_batch
 from backends.megatron.batch.cp_layout import PackLayout
 from backends.megatron.batch.local_batch import ShardMap
 from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
-from backends.megatron.checks.layout import check_layout
-from backends.megatron.parallel.stages import layers_of_stages
+from backends.megatron.checks.layout import check_layout, layers_of_stages
 from backends.megatron.parallel.state import CPRank
 from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
 from rlcore.data.packing import MinibatchPlan, padded_length
@@ -257,7 +256,6 @@ def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
         ),
         ({"pipeline": 3, "first_stage_layers": 1}, 3, "5 are left for 2 stages"),
         ({"pipeline": 2, "last_stage_layers": 6}, 2, "0 are left for 1 stages"),
-        ({"last_stage_layers": 6}, 1, "last_stage_layers: needs pipeline > 1"),
         ({"context": 2}, 3, "context 2 = 2 does not divide the world size 3"),
     ],
 )

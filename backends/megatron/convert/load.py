@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.layout import Slice, hf_shapes, owned_parameters, pack, tp_slice
 from backends.megatron.convert.table import VALUE_HEAD, Entry, Split
+from backends.megatron.parallel.state import ParallelState
 from rlcore.errors import ModelError
-
-if TYPE_CHECKING:
-    from backends.megatron.parallel.state import ParallelState
 
 
 class SafetensorsFolder:

@@ -14,8 +14,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor, nn
 
-from backends.megatron.checks.recompute import check_recompute
-from backends.megatron.checks.transformer_fields import FUSIONS, INIT_METHODS, check_overrides
+from backends.megatron.checks.transformer_fields import (
+    FUSIONS,
+    INIT_METHODS,
+    check_overrides,
+    check_recompute,
+)
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.model.attention import PackedRotaryEmbedding
 from backends.megatron.model.head import LogprobHead, Targets, ValueHead
