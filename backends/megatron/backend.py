@@ -28,7 +28,6 @@ with importing_megatron():
         build_reference,
         build_teacher,
     )
-    from backends.megatron.checkpoint.background import PendingCheckpoint
     from backends.megatron.checkpoint.save_load import (
         Saved,
         load_checkpoint,
@@ -36,7 +35,7 @@ with importing_megatron():
         saved_layout,
         start_checkpoint,
     )
-    from backends.megatron.checkpoint.shards import HostCopies
+    from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint
     from backends.megatron.checks.layout import check_layout
     from backends.megatron.convert.read import read_architecture
     from backends.megatron.model.attention import uses_varlen

@@ -19,15 +19,20 @@ from typing import Any
 
 from torch import nn
 
-from backends.megatron.checkpoint.background import PendingCheckpoint
-from backends.megatron.checkpoint.errors import read_errors, write_errors
-from backends.megatron.checkpoint.megatron_fixes import fixed_state
-from backends.megatron.checkpoint.optimizer_state import METADATA, completed, tensors_as_saved
+from backends.megatron.checkpoint.optimizer_state import (
+    METADATA,
+    completed,
+    fixed_state,
+    tensors_as_saved,
+)
 from backends.megatron.checkpoint.shards import (
     HostCopies,
+    PendingCheckpoint,
     plan_sharded,
+    read_errors,
     read_sharded,
     saved_names,
+    write_errors,
     write_sharded,
 )
 from backends.megatron.convert.architecture import Architecture

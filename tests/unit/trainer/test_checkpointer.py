@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from backends.megatron.checkpoint.background import PendingCheckpoint
+from backends.megatron.checkpoint.shards import PendingCheckpoint
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.interfaces import PolicyBackend
 from rlcore.trainer.checkpointer import Checkpointer
