@@ -42,7 +42,14 @@ with importing_megatron():
     from backends.megatron.model.head import HeadOptions
     from backends.megatron.model.layers import layers_of
     from backends.megatron.model.moe import mean_losses
-    from backends.megatron.model.routing_replay import Routing, changed_share, check_records
+    from backends.megatron.model.routing_replay import (
+        Routing,
+        changed_share,
+        check_records,
+        own_routing,
+        recording,
+        replaying,
+    )
     from backends.megatron.parallel.state import destroy_parallel, init_parallel, init_process_group
     from backends.megatron.training.offload import OffloadedTensors
     from backends.megatron.training.optimizer import StepReport
@@ -311,7 +318,9 @@ class MegatronBackend:
         """Inside, everything that a checkpoint holds is on the device."""
         stack = ExitStack()
         for model in self._trained.values():
-            stack.enter_context(model.on_device_with_optimizer())
+            stack.enter_context(model.on_device())
+            if model.optimizer is not None:
+                stack.enter_context(model.optimizer.state.on_device())
         return stack
 
     @property
@@ -360,6 +369,10 @@ class MegatronBackend:
     def describe(self) -> dict[str, str]:
         """The choices of layout, layers and optimizer, for the first lines of a run."""
         p = self.parallel
+        checkpoint = self.config.policy.checkpoint
+        weights = self.config.model.path
+        if checkpoint is not None:
+            weights = f"{checkpoint}, saved at {saved_layout(Path(checkpoint))}"
         dtype = DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
         layers = layers_of(self.config, self.device.type, latent=self.policy.arch.latent_attention)
@@ -379,15 +392,9 @@ class MegatronBackend:
             "layers": str(layers),
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
             "models": " + ".join(models),
-            "weights": self._initial_weights(),
+            "weights": weights,
             "dtype": self.config.model.dtype,
         }
-
-    def _initial_weights(self) -> str:
-        checkpoint = self.config.policy.checkpoint
-        if checkpoint is None:
-            return self.config.model.path
-        return f"{checkpoint}, saved at {saved_layout(Path(checkpoint))}"
 
     def close(self) -> None:
         """Give up the models and Megatron's groups, and the process group if it was made here."""
@@ -424,8 +431,8 @@ class MegatronBackend:
 
     def _routing(self, model: str) -> Routing:
         if model != "policy":
-            return Routing.OWN
-        return Routing.GIVEN if self.config.policy.routing_replay == "engine" else Routing.RECORDED
+            return own_routing
+        return replaying if self.config.policy.routing_replay == "engine" else recording
 
     def _on_device(self, name: str) -> AbstractContextManager[Model]:
         """Inside, the model with its weights on the device."""

@@ -234,16 +234,17 @@ def _load(
 
 
 def _descriptions(models: Sequence[Saved]) -> dict[str, Any]:
-    return {model.name: _description(model) for model in models}
-
-
-def _description(model: Saved) -> dict[str, Any]:
     return {
-        "architecture": _fingerprint(model),
-        "head": model.head,
-        "dtype": _dtype(model),
-        "distributed_optimizer": model.optimizer.config.distributed if model.optimizer else None,
-        "steps_taken": model.optimizer.steps_taken if model.optimizer else 0,
+        model.name: {
+            "architecture": _fingerprint(model),
+            "head": model.head,
+            "dtype": _dtype(model),
+            "distributed_optimizer": (
+                model.optimizer.config.distributed if model.optimizer else None
+            ),
+            "steps_taken": model.optimizer.steps_taken if model.optimizer else 0,
+        }
+        for model in models
     }
 
 
@@ -291,19 +292,17 @@ def _read_manifest(folder: Path, names: Sequence[str], parallel: ParallelState) 
                     f"checkpoint {folder}: it holds no {name}, only {', '.join(models)}"
                 )
         for name, size in files.items():
-            if name.split("/")[0] in names:
-                _check_file(folder, name, size)
+            if name.split("/")[0] not in names:
+                continue
+            path = folder / name
+            if not path.is_file():
+                raise ModelError(f"checkpoint {folder}: {name} is missing")
+            if path.stat().st_size != size:
+                raise ModelError(
+                    f"checkpoint {folder}: {name} has {path.stat().st_size} bytes, {size} were"
+                    " written"
+                )
     return manifest
-
-
-def _check_file(folder: Path, name: str, size: int) -> None:
-    path = folder / name
-    if not path.is_file():
-        raise ModelError(f"checkpoint {folder}: {name} is missing")
-    if path.stat().st_size != size:
-        raise ModelError(
-            f"checkpoint {folder}: {name} has {path.stat().st_size} bytes, {size} were written"
-        )
 
 
 def _check_same(

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from backends.megatron.batch.pack import PackedSequences
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.model.attention import LocalRMSNorm, PackedAttention
+from backends.megatron.model.attention import CoreAttention, LocalRMSNorm, PackedAttention
 from backends.megatron.model.elementwise import SwiGLU, rotate
-from backends.megatron.model.latent_attention import use_latent_attention
+from backends.megatron.model.latent_attention import LatentAttention, LatentRMSNorm
 from backends.megatron.model.moe import router_class
 from rlcore.errors import ConfigError
 
@@ -58,7 +58,10 @@ def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> Modu
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
     if config.multi_latent_attention:
-        use_latent_attention(parts.self_attention)
+        parts.self_attention.module = LatentAttention
+        latent = parts.self_attention.submodules
+        latent.core_attention = CoreAttention
+        latent.q_layernorm = latent.kv_layernorm = LatentRMSNorm
     else:
         attention = parts.self_attention.submodules
         attention.core_attention = PackedAttention

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from backends.megatron.batch.pack import MicroBatch, gather_targets
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.model.head import HeadOptions, Targets
 from backends.megatron.model.moe import clear_losses, padding_mask
-from backends.megatron.model.routing_replay import Routing, replaying, routed, start_step
+from backends.megatron.model.routing_replay import Routing, own_routing, replaying, start_step
 from backends.megatron.parallel.agreement import broadcast_json
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.offload import OffloadedTensors, Retention
@@ -74,15 +74,6 @@ class Model:
                 stack.enter_context(tensors.on_device())
             yield self
 
-    @contextmanager
-    def on_device_with_optimizer(self) -> Iterator[None]:
-        """Inside, weights and optimizer state are on the device."""
-        with (
-            self.on_device(),
-            nullcontext() if self.optimizer is None else self.optimizer.state.on_device(),
-        ):
-            yield
-
     def _weights(self) -> list[Tensor]:
         return [p for chunk in self.chunks for p in chunk.parameters()]
 
@@ -104,12 +95,12 @@ def score_pass(
     micro_batches: Sequence[MicroBatch],
     head: HeadOptions,
     *,
-    routing: Routing = Routing.OWN,
+    routing: Routing = own_routing,
 ) -> list[Any]:
     """Run the model without gradients. Collective.
 
     Args:
-        routing: which experts the pass uses, and whether a later `training_pass` replays them.
+        routing: `own_routing`; `recording`, for a later `training_pass`; or `replaying`.
 
     Returns:
         The output of the last stage for each micro-batch; an empty list on other stages.
@@ -119,7 +110,7 @@ def score_pass(
         data: Iterator[MicroBatch], module: nn.Module
     ) -> tuple[Any, Callable[..., Any]]:
         micro = next(data)
-        with routed(routing, _chunk(model, module), micro):
+        with routing(_chunk(model, module), micro):
             output = _forward(model, module, micro, head)
         # With experts Megatron asks for the device of the model's output: one tensor is enough.
         first = output[0] if isinstance(output, tuple) else output
