@@ -227,10 +227,7 @@ def _steps(
 def _scatter(
     shares: Sequence[Mapping[str, Tensor]] | None, parallel: ParallelState
 ) -> dict[str, Tensor]:
-    """Send the CPU tensors `shares[d]` of rank 0 to every rank of replica d. Collective.
-
-    Other ranks pass None.
-    """
+    """Send the CPU tensors `shares[d]` of rank 0 to every rank of replica d. Collective."""
     if parallel.world_size == 1:
         assert shares is not None
         return dict(shares[0])
@@ -269,9 +266,7 @@ def _raw(share: Mapping[str, Tensor]) -> list[Tensor]:
 def _gather(
     own: Tensor | None, sizes: Sequence[tuple[int, int]], parallel: ParallelState
 ) -> list[Tensor] | None:
-    """Gather a tensor of each replica's last stage to rank 0, in the order of the replicas.
-
-    Collective; returns None on other ranks.
+    """Gather a tensor of each replica's last stage to rank 0, in their order. Collective.
 
     Args:
         own: this rank's results, fp32 [k, M_d]; used on the source rank of each replica only.

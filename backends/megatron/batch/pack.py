@@ -33,16 +33,6 @@ class PackedSequences(PackedSeqParams):
     cos: Tensor | None = None  # [T, 1, d/2]: of the angle of each token at its position
     sin: Tensor | None = None
 
-    @classmethod
-    def of(cls, layout: PackLayout) -> PackedSequences:
-        """The packed sequences of a layout, without angles."""
-        return cls(
-            qkv_format="thd",
-            max_seqlen_q=layout.longest,
-            max_seqlen_kv=layout.longest,
-            layout=layout,
-        )
-
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -118,6 +108,7 @@ def make_micro_batch(
     padded = [padded_length(n, cp.chunks) for n in lengths.tolist()]
     pads = pad_lengths(num_slots - sum(padded), max(padded, default=0), cp.chunks)
 
+    layout = PackLayout.of_lengths(padded + pads, device, cp)
     starts = torch.tensor([0, *padded], dtype=torch.int64).cumsum(0)[:-1]
     shift = starts - (batch.cu_tokens[first:last] - model.start)
     # slots of the tokens in the whole pack
@@ -141,7 +132,12 @@ def make_micro_batch(
     own = (index >= 0).nonzero()[:, 0]
     return MicroBatch(
         input_ids=ids[local][None].to(device),
-        packed=PackedSequences.of(PackLayout.of_lengths(padded + pads, device, cp)),
+        packed=PackedSequences(
+            qkv_format="thd",
+            max_seqlen_q=layout.longest,
+            max_seqlen_kv=layout.longest,
+            layout=layout,
+        ),
         target_index=index[own].to(device),
         target_tokens=ids[trainable[own]].to(device),
         target_own=own.to(device),

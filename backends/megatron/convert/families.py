@@ -139,8 +139,15 @@ MIXTRAL = Family(
 )
 
 
-def _low_rank(megatron: str, hf: str, split: Split = Split.COLUMN, **only: str) -> Entry:
-    return Entry(_ATTENTION_M + megatron, (_ATTENTION_H + hf,), split, **only)
+def _low_rank(
+    megatron: str,
+    hf: str,
+    split: Split = Split.COLUMN,
+    *,
+    where: str | None = None,
+    unless: str | None = None,
+) -> Entry:
+    return Entry(_ATTENTION_M + megatron, (_ATTENTION_H + hf,), split, where=where, unless=unless)
 
 
 _LATENT_ATTENTION = (

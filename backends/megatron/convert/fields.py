@@ -82,10 +82,7 @@ def _rope_factor(where: str, kind: str, rope: Mapping[str, Any]) -> float:
 def expert_fields(
     folder: Path, config: dict[str, Any], experts: Experts, num_layers: int
 ) -> dict[str, Any]:
-    """Read the `moe_*` fields.
-
-    Raises ModelError for a missing number, and for a model without a single layer of experts.
-    """
+    """Read the `moe_*` fields; ModelError for a missing number, and where no layer has experts."""
     num_experts = integer(folder, config, *experts.count)
     topk = integer(folder, config, "num_experts_per_tok")
     if topk > num_experts:

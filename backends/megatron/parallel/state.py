@@ -197,11 +197,7 @@ def _ask_layout(mpu: Any) -> dict[str, int]:
 
 
 def _ask(mpu: Any, function: str, *, otherwise: int | None = None) -> int:
-    """Call `function` of `mpu`, which must return an int.
-
-    `otherwise`, where given, is returned if there is no such function or it returns no int; else
-    that raises AttributeError or TypeError naming the function.
-    """
+    """Call `function` of `mpu`; without one that returns an int the answer is `otherwise`."""
     asked = getattr(mpu, function, None)
     answer = asked() if callable(asked) else None
     if isinstance(answer, int):
@@ -220,10 +216,7 @@ def _ask(mpu: Any, function: str, *, otherwise: int | None = None) -> int:
 def _ask_axis(
     mpu: Any, axis: str, *, otherwise: tuple[int | None, int | None] = (None, None)
 ) -> tuple[int, int]:
-    """Return (size, rank) of this process on one axis of the layout.
-
-    Raises ValueError for a rank outside the size.
-    """
+    """Return (size, rank) of this process on one axis of the layout."""
     size = _ask(mpu, f"get_{axis}_world_size", otherwise=otherwise[0])
     rank = _ask(mpu, f"get_{axis}_rank", otherwise=otherwise[1])
     if not 0 <= rank < size:

@@ -245,10 +245,7 @@ class WeightExporter:
         return alone, packed
 
     def _parts(self, bucket: Bucket, rank: int) -> list[_Part]:
-        """The parts of a bucket that `rank` sends, in the bucket's order.
-
-        Rank 0 and the sender compute the same list.
-        """
+        """The parts of a bucket that `rank` sends, the same list on rank 0 and the sender."""
         key = bucket.index, rank
         if key not in self._plans:
             parts = []

@@ -127,10 +127,7 @@ def _configured(bridge: FamilyBridge, arch: Architecture) -> Architecture:
 
 
 def _bridged_fields(bridge: FamilyBridge, arch: Architecture) -> dict[str, Any]:
-    """Read `arch.transformer` of a family that only the bridge knows.
-
-    Raises ModelError naming the first field that our layers do not carry.
-    """
+    """Read `arch.transformer` of a family that only the bridge knows."""
     with importing_megatron():
         from megatron.core.transformer import TransformerConfig
     defaults = {
@@ -215,10 +212,7 @@ def _layer_pattern(every: int | list[int], num_layers: int) -> int | list[int]:
 
 
 def _rotary_arguments(bridge: FamilyBridge) -> dict[str, Any]:
-    """The keyword arguments of `GPTModel` for rotary positions that `config.json` does not tell.
-
-    Raises ModelError for an argument of `GPTModel` that our builder does not pass on.
-    """
+    """The keyword arguments of `GPTModel` for rotary positions that `config.json` does not tell."""
     given = {key: value for key, value in bridge.gpt_arguments().items() if key not in _FROM_CONFIG}
     if (kind := given.pop("position_embedding_type", "rope")) != "rope":
         raise ModelError(
