@@ -63,7 +63,7 @@ MUTANTS = [
     # the pipeline
     ("batched transfers in the interleaved schedule", B + "model/gpt.py", '"overlap_p2p_comm": interleaved,\n        "batch_p2p_comm": not interleaved,',
      '"overlap_p2p_comm": False,\n        "batch_p2p_comm": True,', on("vpp2")),
-    ("layers numbered from their own stage", B + "convert/names.py", "{int(layer.layer_number) - 1}", "{match[1]}", on("pp2_uneven")),
+    ("layers numbered from their own stage", B + "convert/layout.py", "{int(layer.layer_number) - 1}", "{match[1]}", on("pp2_uneven")),
     # context parallelism
     ("targets shifted after the split", B + "batch/pack.py", "target_tokens=ids[trainable[own]].to(device)",
      "target_tokens=ids[local].roll(-1)[index[own]].to(device)", on("cp2")),
@@ -72,11 +72,11 @@ MUTANTS = [
      "whole[: len(whole) // cp.size].to(device)", on("cp2")),
     ("the loss multiplied by CP", B + "training/passes.py", "whole(micro, output)) * step_tokens",
      "whole(micro, output)) * step_tokens * model.config.context_parallel_size", on("cp2")),
-    ("the backward of CP's gather summed", B + "batch/context.py", "return gradients[0].index_select(1, own), None, None, None",
+    ("the backward of CP's gather summed", B + "batch/pack.py", "return gradients[0].index_select(1, own), None, None, None",
      "from megatron.core import mpu\n"
      "        dist.all_reduce(whole := gradients[0].contiguous(), group=mpu.get_context_parallel_group())\n"
      "        return whole.index_select(1, own), None, None, None", on("cp2")),
-    ("gradients of keys and values stay with the queries", B + "batch/context.py", "tensor_parallel_output_grad=True",
+    ("gradients of keys and values stay with the queries", B + "batch/pack.py", "tensor_parallel_output_grad=True",
      "tensor_parallel_output_grad=False", on("cp2")),
     # routers
     ("router losses too small by the ranks of a pack", B + "model/moe.py", "MoEAuxLossAutoScaler.apply(activation, coeff * part)",

@@ -1,8 +1,8 @@
-"""Advantages and returns of a batch, on every rank.
+"""Advantages and returns of a batch for callers outside of a run; no training step comes here.
 
-The estimator of the configuration computes them once, on rank 0. This needs neither Megatron nor a
-GPU, nor torch.distributed: a CPU unit test calls it with a stub of `megatron.core.mpu` (see
-`backends.megatron.testing`).
+Training computes them in `rlcore.trainer.credit`, which this calls once, on rank 0, and sends the
+result to every rank. It needs neither Megatron nor a GPU, nor torch.distributed: a CPU unit test
+calls it with a stub of `megatron.core.mpu` (see `backends.megatron.testing`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from backends.megatron.batch.transfer import broadcast_json
-from backends.megatron.parallel.rank_errors import raise_on_all_ranks
+from backends.megatron.parallel.agreement import broadcast_json, raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from rlcore.algorithms import Advantages, GuardedEstimator, MissingInputError, estimator_keywords
 from rlcore.algorithms.guard import SOURCES

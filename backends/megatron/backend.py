@@ -20,8 +20,14 @@ with importing_megatron():
     from megatron.core.parallel_state import get_global_memory_buffer
 
     from backends.megatron.batch.local_batch import LocalBatch
-    from backends.megatron.build import BuildContext, build_critic, build_policy
-    from backends.megatron.checkpoint.background import PendingCheckpoint
+    from backends.megatron.build import (
+        BuildContext,
+        Frozen,
+        build_critic,
+        build_policy,
+        build_reference,
+        build_teacher,
+    )
     from backends.megatron.checkpoint.save_load import (
         Saved,
         load_checkpoint,
@@ -29,19 +35,32 @@ with importing_megatron():
         saved_layout,
         start_checkpoint,
     )
-    from backends.megatron.checkpoint.shards import HostCopies
+    from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint
     from backends.megatron.checks.layout import check_layout
     from backends.megatron.convert.read import read_architecture
-    from backends.megatron.frozen import Frozen, build_reference, build_teacher
     from backends.megatron.model.attention import uses_varlen
+    from backends.megatron.model.head import HeadOptions
     from backends.megatron.model.layers import layers_of
     from backends.megatron.model.moe import mean_losses
-    from backends.megatron.model.routing_replay import Routing, changed_share, check_records
+    from backends.megatron.model.routing_replay import (
+        Routing,
+        changed_share,
+        check_records,
+        own_routing,
+        recording,
+        replaying,
+    )
     from backends.megatron.parallel.state import destroy_parallel, init_parallel, init_process_group
-    from backends.megatron.training.losses import critic_loss, policy_loss, shared_moments
     from backends.megatron.training.offload import OffloadedTensors
     from backends.megatron.training.optimizer import StepReport
-    from backends.megatron.training.passes import HeadOptions, Model, score_pass, training_pass
+    from backends.megatron.training.passes import (
+        Model,
+        critic_loss,
+        policy_loss,
+        score_pass,
+        shared_moments,
+        training_pass,
+    )
     from backends.megatron.weights.export import WeightExporter, export_hf
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
@@ -152,7 +171,7 @@ class MegatronBackend:
         if batch is not None and self.config.policy.routing_replay == "engine":
             check_records(batch, self.policy.arch)
         multiple = pack_multiple(self.config)
-        self._local_batch = LocalBatch.receive(
+        self._local_batch = LocalBatch(
             batch, plans, self.parallel, self.device, pad_multiple=multiple
         )
 
@@ -298,7 +317,9 @@ class MegatronBackend:
         """Inside, everything that a checkpoint holds is on the device."""
         stack = ExitStack()
         for model in self._trained.values():
-            stack.enter_context(model.on_device_with_optimizer())
+            stack.enter_context(model.on_device())
+            if model.optimizer is not None:
+                stack.enter_context(model.optimizer.state.on_device())
         return stack
 
     @property
@@ -347,6 +368,10 @@ class MegatronBackend:
     def describe(self) -> dict[str, str]:
         """The choices of layout, layers and optimizer, for the first lines of a run."""
         p = self.parallel
+        checkpoint = self.config.policy.checkpoint
+        weights = self.config.model.path
+        if checkpoint is not None:
+            weights = f"{checkpoint}, saved at {saved_layout(Path(checkpoint))}"
         dtype = DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
         layers = layers_of(self.config, self.device.type, latent=self.policy.arch.latent_attention)
@@ -366,15 +391,9 @@ class MegatronBackend:
             "layers": str(layers),
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
             "models": " + ".join(models),
-            "weights": self._initial_weights(),
+            "weights": weights,
             "dtype": self.config.model.dtype,
         }
-
-    def _initial_weights(self) -> str:
-        checkpoint = self.config.policy.checkpoint
-        if checkpoint is None:
-            return self.config.model.path
-        return f"{checkpoint}, saved at {saved_layout(Path(checkpoint))}"
 
     def close(self) -> None:
         """Give up the models and Megatron's groups, and the process group if it was made here."""
@@ -411,8 +430,8 @@ class MegatronBackend:
 
     def _routing(self, model: str) -> Routing:
         if model != "policy":
-            return Routing.OWN
-        return Routing.GIVEN if self.config.policy.routing_replay == "engine" else Routing.RECORDED
+            return own_routing
+        return replaying if self.config.policy.routing_replay == "engine" else recording
 
     def _on_device(self, name: str) -> AbstractContextManager[Model]:
         """Inside, the model with its weights on the device."""

@@ -1,18 +1,23 @@
-"""Trained models from a configuration: architecture, chunks, weights, wrappers, optimizer.
+"""Models from a configuration: architecture, chunks, weights, wrappers, optimizer.
 
-The module `frozen` builds the models that stay frozen.
+Policy and critic are trained. The reference and the teacher are scored and never trained; their
+weights are on the device, or in host memory between passes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from backends.megatron.checkpoint.save_load import load_weights
 from backends.megatron.checks.layout import check_layout, check_vocabularies
 from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.layout import named_weights
 from backends.megatron.convert.load import load_hf
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.model.gpt import (
@@ -27,9 +32,9 @@ from backends.megatron.model.routing_replay import replay_routing
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.optimizer import ScheduledOptimizer
 from backends.megatron.training.passes import Model
-from backends.megatron.weights.copies import copy_trunk
 from rlcore.config import Config
 from rlcore.config.sections.policy import OptimizerConfig
+from rlcore.errors import ConfigError
 from rlcore.weights import DTYPES
 
 
@@ -114,7 +119,7 @@ def build_critic(context: BuildContext, policy: Model) -> Model:
     arch = context.other_architecture(critic.path, "critic.path")
     model = context.build(arch, value_head=True)
     if critic.path is None:
-        copy_trunk(policy.chunks, model.chunks)
+        _copy_trunk(policy.chunks, model.chunks)
     else:
         load_hf(model.chunks, arch, Path(critic.path), context.parallel)
     context.start_training(
@@ -123,3 +128,139 @@ def build_critic(context: BuildContext, policy: Model) -> Model:
     )
     model.make_offloadable(context.device, offload=critic.offload)
     return model
+
+
+# --- frozen models --------------------------------------------------------------------------------
+
+
+class SwappedIn:
+    """Weights in (on CUDA pinned) host memory that are swapped into the policy for a pass.
+
+    They take no device memory beside the policy's.
+    """
+
+    def __init__(self, policy: Model, weights: Sequence[Tensor]) -> None:
+        self._policy = policy
+        self._weights = weights
+        # the policy's own weights while these are in their place; allocated at the first swap
+        self._aside: list[Tensor] = []
+
+    @contextmanager
+    def on_device(self) -> Iterator[Model]:
+        """Inside, the policy's modules with these weights; afterwards their own, bit for bit.
+
+        Everything is copied into existing storage: gradient and optimizer buffers are views of it.
+        """
+        with self._policy.on_device():
+            own = _weights(self._policy.chunks)
+            if not self._aside:
+                self._aside = [torch.empty_like(w, pin_memory=w.is_pinned()) for w in self._weights]
+            _copy(own, self._aside)
+            _copy(self._weights, own)
+            try:
+                yield self._policy
+            finally:
+                _copy(self._aside, own)
+
+
+Frozen = Model | SwappedIn  # a model for passes without gradients
+
+
+def build_reference(context: BuildContext, policy: Model) -> Frozen:
+    """Build the model that KL is measured against: `reference.path`, or the policy as it is now.
+
+    Call before training starts.
+    """
+    given = context.config.reference
+    return _build(context, policy, given.path, "reference.path", offload=given.offload)
+
+
+def build_teacher(context: BuildContext, policy: Model) -> Frozen:
+    """Build the model that the policy learns from. Call before training starts.
+
+    It may have any size, but has the policy's vocabulary and layout.
+
+    Raises:
+        ConfigError: `teacher.path` is not given.
+        ModelError: its vocabulary is not the policy's, or it cannot be laid out like it.
+    """
+    given = context.config.teacher
+    if given.path is None:
+        raise ConfigError("teacher.path: missing: name the model to learn from")
+    return _build(context, policy, given.path, "teacher.path", offload=given.offload)
+
+
+def _build(
+    context: BuildContext, policy: Model, path: str | None, key: str, *, offload: bool
+) -> Frozen:
+    arch = context.other_architecture(path, key)
+    if offload and _computes_like(arch, context.arch):
+        return SwappedIn(policy, _host_weights(context, policy, arch, path))
+    model = context.build(arch)
+    if path is None:
+        _copy(_weights(policy.chunks), _weights(model.chunks))
+    else:
+        load_hf(model.chunks, arch, Path(path), context.parallel)
+    # Passes run without gradients, but the weights keep `requires_grad`: because of it torch.matmul
+    # folds [T, 1, H] to a matrix, where it might else expand the weight to [T, H, H']. So the
+    # reference computes what the policy does, bit for bit.
+    for module in model.modules:
+        module.eval()
+    model.make_offloadable(context.device, offload=offload)
+    return model
+
+
+def _host_weights(
+    context: BuildContext, policy: Model, arch: Architecture, path: str | None
+) -> list[Tensor]:
+    """Read the weights of `path` through the policy's modules, which get their own back."""
+    own = _weights(policy.chunks)
+    initial = [_host_copy(weight) for weight in own]
+    if path is None:
+        return initial
+    load_hf(policy.chunks, arch, Path(path), context.parallel)
+    weights = [_host_copy(weight) for weight in own]
+    _copy(initial, own)
+    return weights
+
+
+def _computes_like(arch: Architecture, policy: Architecture) -> bool:
+    """Whether the policy's modules with the other model's weights compute what that model does."""
+    computed = (
+        "family",
+        "transformer",
+        "activation",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rope_scaling",
+    )
+    return all(getattr(arch, name) == getattr(policy, name) for name in computed)
+
+
+# --- copies of weights ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _copy_trunk(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> None:
+    """Copy the weights that two models have in common: all but their heads."""
+    for own, other in zip(target, source):
+        given = dict(named_weights(other))
+        for name, weight in named_weights(own):
+            if name in given:
+                weight.copy_(given[name])
+
+
+@torch.no_grad()
+def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    for given, own in zip(source, target):
+        own.copy_(given)
+
+
+def _weights(chunks: Sequence[nn.Module]) -> list[Tensor]:
+    return [weight for chunk in chunks for _, weight in named_weights(chunk)]
+
+
+@torch.no_grad()
+def _host_copy(parameter: Tensor) -> Tensor:
+    host = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
+    return host.copy_(parameter)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from backends.megatron.checks.layout import check_replay
-from backends.megatron.checks.recompute import check_recompute
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron
 from backends.megatron.model.layers import layer_fields, layers_of
@@ -30,7 +29,7 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
     if not policy.megatron:
         return
     with importing_megatron():
-        from backends.megatron.checks.transformer_fields import check_overrides
+        from backends.megatron.checks.transformer_fields import check_overrides, check_recompute
         from backends.megatron.model.gpt import transformer_config
     if device is None or layers is None:
         check_overrides(policy.megatron, arch)

@@ -16,8 +16,8 @@ from optimizer_state import export_state
 from torch import nn
 
 from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.layout import owned_parameters
 from backends.megatron.convert.load import load_hf
-from backends.megatron.convert.names import owned_parameters
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron
 

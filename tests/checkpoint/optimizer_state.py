@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.names import owned_parameters
+from backends.megatron.convert.layout import owned_parameters
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():

@@ -43,7 +43,7 @@ def build(case: dict[str, Any], folder: Path, *, offload: bool) -> MegatronBacke
 def state(model: Model) -> list[Tensor]:
     """Weights and optimizer state on this rank."""
     assert model.optimizer is not None
-    with model.on_device_with_optimizer():
+    with model.on_device(), model.optimizer.state.on_device():
         tensors = [p for chunk in model.chunks for p in chunk.parameters()]
         for part in model.optimizer.parts:
             for parameter in (p for group in part.param_groups for p in group["params"]):

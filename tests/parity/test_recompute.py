@@ -10,10 +10,13 @@ import pytest
 import torch
 from spawn import run_ranks
 
-from backends.megatron.checks.recompute import check_recompute
 from backends.megatron.convert.architecture import Architecture
+from backends.megatron.cpu.shim import importing_megatron
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError
+
+with importing_megatron():
+    from backends.megatron.checks.transformer_fields import check_recompute
 
 RANKS = Path(__file__).with_name("recompute_ranks.py")
 Choices = dict[str, dict[str, Any]]

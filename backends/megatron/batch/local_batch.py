@@ -1,19 +1,22 @@
 """The part of a step's batch that a rank holds.
 
-Rank 0 distributes the batch over the replicas; each rank makes packs of its share.
+Rank 0 sends each data-parallel rank's share to one rank of its replica, which broadcasts it there,
+over gloo and without pickling; each rank makes packs of its share. One rank of each replica's last
+stage sends its results to rank 0. With one process nothing is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from backends.megatron.batch.pack import MicroBatch, make_micro_batch, pack_size
-from backends.megatron.batch.transfer import gather_rows, scatter_shares
+from backends.megatron.parallel.agreement import broadcast_json
 from backends.megatron.parallel.state import ParallelState
 from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch, ragged_index
 from rlcore.data.packing import MinibatchPlan, padded_length
@@ -57,64 +60,47 @@ class ShardMap:
 class LocalMinibatch:
     """One optimizer step's part of the local batch."""
 
-    borders: tuple[int, ...]  # [micro-batches + 1], counted in sequences
+    borders: Sequence[int]  # [micro-batches + 1], counted in sequences
     # model tokens of the whole optimizer step, over data and context parallelism
     step_tokens: int
 
 
 class LocalBatch:
-    """This rank's share of a batch.
+    """This rank's share of the batch that rank 0 distributes.
 
     Its sequences stand in the order of the micro-batches, so that a micro-batch is a slice of every
-    vector.
+    vector. Making it is collective; other ranks than 0 pass None.
     """
 
     def __init__(
         self,
-        batch: RolloutBatch,
-        minibatches: Sequence[LocalMinibatch],
-        parallel: ParallelState,
-        device: torch.device,
-        *,
-        pad_multiple: int,
-        shard_map: ShardMap | None,
-    ) -> None:
-        self.batch = batch
-        self.minibatches = tuple(minibatches)
-        self.vectors = {name: value.to(device) for name, value in batch.vectors.items()}
-        self.stats: dict[str, Tensor] = {}
-        self._parallel = parallel
-        self._device = device
-        self._pad_multiple = pad_multiple
-        self._shard_map = shard_map  # on rank 0
-        self._packs: dict[int, list[MicroBatch]] = {}
-
-    @classmethod
-    def receive(
-        cls,
         batch: RolloutBatch | None,
         plans: Sequence[MinibatchPlan] | None,
         parallel: ParallelState,
         device: torch.device,
         *,
         pad_multiple: int,
-    ) -> LocalBatch:
-        """Distribute the batch of rank 0, and return this rank's share.
-
-        Collective; other ranks pass None.
-        """
-        shard_map = None
+    ) -> None:
+        self.stats: dict[str, Tensor] = {}
+        self._parallel = parallel
+        self._device = device
+        self._pad_multiple = pad_multiple
+        self._shard_map: ShardMap | None = None  # on rank 0
+        self._packs: dict[int, list[MicroBatch]] = {}
+        steps = None
         shares = None
         if batch is not None:
             assert plans is not None
-            shard_map = ShardMap.of(batch, plans, parallel.dp_size)
-            shares = [_share(batch, plans, d, order) for d, order in enumerate(shard_map.orders)]
-        share = scatter_shares(shares, parallel)
-        minibatches = _decode(share.pop("plan"))
+            self._shard_map = ShardMap.of(batch, plans, parallel.dp_size)
+            steps = [_steps(batch, plans, d) for d in range(parallel.dp_size)]
+            shares = [_share(batch, order) for order in self._shard_map.orders]
+        steps = broadcast_json(steps, 0, parallel.control_group)
+        self.minibatches = [LocalMinibatch(*step) for step in steps[parallel.dp_rank]]
+        share = _scatter(shares, parallel)
         sampling_mask = None
         if "mask_tokens" in share:
             sampling_mask = BatchSamplingMasks(share.pop("mask_tokens"), share.pop("mask_offsets"))
-        own = RolloutBatch(
+        self.batch = RolloutBatch(
             tokens=share.pop("tokens"),
             cu_tokens=share.pop("cu_tokens"),
             loss_mask=share.pop("loss_mask"),
@@ -122,9 +108,7 @@ class LocalBatch:
             routed_experts=share.pop("routed_experts", None),
             vectors=share,  # all that is left
         )
-        return cls(
-            own, minibatches, parallel, device, pad_multiple=pad_multiple, shard_map=shard_map
-        )
+        self.vectors = {name: value.to(device) for name, value in share.items()}
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
         """Take per-token vectors [M] of the whole batch from rank 0. Collective.
@@ -146,7 +130,7 @@ class LocalBatch:
                 {k: v if k.startswith(BATCH_STATS) else _plain(v)[rows] for k, v in vectors.items()}
                 for rows in self._shard_map.rows
             ]
-        for name, value in scatter_shares(shares, self._parallel).items():
+        for name, value in _scatter(shares, self._parallel).items():
             where = self.stats if name.startswith(BATCH_STATS) else self.vectors
             where[name] = value.to(self._device)
 
@@ -157,7 +141,7 @@ class LocalBatch:
         """
         stacked = None if own is None else torch.stack([x.detach().float().cpu() for x in own])
         all_rows = () if self._shard_map is None else self._shard_map.rows
-        parts = gather_rows(stacked, [(count, len(rows)) for rows in all_rows], self._parallel)
+        parts = _gather(stacked, [(count, len(rows)) for rows in all_rows], self._parallel)
         if self._shard_map is None or parts is None:
             return None
         whole = torch.empty(count, self._shard_map.num_trainable)
@@ -208,10 +192,8 @@ def _plain(vector: Tensor) -> Tensor:
     return vector.detach().to("cpu", torch.float32 if vector.is_floating_point() else vector.dtype)
 
 
-def _share(
-    batch: RolloutBatch, plans: Sequence[MinibatchPlan], d: int, order: Tensor
-) -> dict[str, Tensor]:
-    """The tensors that are sent to data-parallel rank `d`."""
+def _share(batch: RolloutBatch, order: Tensor) -> dict[str, Tensor]:
+    """The tensors that are sent to the data-parallel rank that holds the sequences `order`."""
     part = batch.select(order)
     vectors = {name: _plain(value) for name, value in part.vectors.items() if name not in ON_RANK_0}
     mask = part.sampling_mask
@@ -221,38 +203,87 @@ def _share(
         "tokens": part.tokens,
         "cu_tokens": part.cu_tokens,
         "loss_mask": part.loss_mask,
-        "plan": _encode(batch, plans, d),
         **masks,
         **routed,
         **vectors,
     }
 
 
-def _encode(batch: RolloutBatch, plans: Sequence[MinibatchPlan], d: int) -> Tensor:
-    """The plans of data-parallel rank `d` as int64.
-
-    For each optimizer step: its model tokens, its number of micro-batches, and the number of
-    sequences in each.
-    """
+def _steps(
+    batch: RolloutBatch, plans: Sequence[MinibatchPlan], d: int
+) -> list[tuple[list[int], int]]:
+    """The fields of each `LocalMinibatch` of data-parallel rank `d`."""
     lengths = batch.lengths
-    numbers: list[int] = []
+    steps: list[tuple[list[int], int]] = []
+    first = 0
     for plan in plans:
         everyone = [i for rank in range(len(plan.microbatches)) for i in plan.sequences(rank)]
-        micro = plan.microbatches[d]
-        numbers += [int(lengths[everyone].sum()), len(micro), *map(len, micro)]
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
-def _decode(plan: Tensor) -> list[LocalMinibatch]:
-    numbers = plan.tolist()
-    minibatches: list[LocalMinibatch] = []
-    at = first = 0
-    while at < len(numbers):
-        step_tokens, micro = numbers[at : at + 2]
-        borders = [first]
-        for count in numbers[at + 2 : at + 2 + micro]:
-            borders.append(borders[-1] + count)
-        minibatches.append(LocalMinibatch(tuple(borders), step_tokens))
-        at = at + 2 + micro
+        borders = list(accumulate(map(len, plan.microbatches[d]), initial=first))
+        steps.append((borders, int(lengths[everyone].sum())))
         first = borders[-1]
-    return minibatches
+    return steps
+
+
+def _scatter(
+    shares: Sequence[Mapping[str, Tensor]] | None, parallel: ParallelState
+) -> dict[str, Tensor]:
+    """Send the CPU tensors `shares[d]` of rank 0 to every rank of replica d. Collective."""
+    if parallel.world_size == 1:
+        assert shares is not None
+        return dict(shares[0])
+    layouts = None
+    if shares is not None:
+        layouts = [
+            [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in s.items()]
+            for s in shares
+        ]
+    layouts = broadcast_json(layouts, 0, parallel.control_group)
+    leader = parallel.replica_leaders[parallel.dp_rank]
+    if shares is not None:
+        own = {name: tensor.contiguous() for name, tensor in shares[0].items()}
+        for share, other in list(zip(shares, parallel.replica_leaders))[1:]:
+            for data in _raw(share):
+                dist.send(data, other, group=parallel.control_group)
+    else:
+        own = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype))
+            for name, dtype, shape in layouts[parallel.dp_rank]
+        }
+        if parallel.rank == leader:
+            for data in _raw(own):
+                dist.recv(data, 0, group=parallel.control_group)
+    if parallel.replica_group.size() > 1:
+        for data in _raw(own):
+            dist.broadcast(data, leader, group=parallel.replica_group)
+    return own
+
+
+def _raw(share: Mapping[str, Tensor]) -> list[Tensor]:
+    """The bytes of each tensor that is not empty: uint8, a view where the tensor is contiguous."""
+    return [t.contiguous().view(-1).view(torch.uint8) for t in share.values() if t.numel()]
+
+
+def _gather(
+    own: Tensor | None, sizes: Sequence[tuple[int, int]], parallel: ParallelState
+) -> list[Tensor] | None:
+    """Gather a tensor of each replica's last stage to rank 0, in their order. Collective.
+
+    Args:
+        own: this rank's results, fp32 [k, M_d]; used on the source rank of each replica only.
+        sizes: (k, M_d) of each replica; used on rank 0 only.
+    """
+    source = parallel.score_sources[parallel.dp_rank]
+    if parallel.rank == 0:
+        gathered = []
+        for rank, (k, m) in zip(parallel.score_sources, sizes):
+            if rank == 0:
+                assert own is not None
+                gathered.append(own)
+            else:
+                gathered.append(torch.empty(k, m))
+                dist.recv(gathered[-1], rank, group=parallel.control_group)
+        return gathered
+    if parallel.rank == source:
+        assert own is not None
+        dist.send(own.contiguous(), 0, group=parallel.control_group)
+    return None

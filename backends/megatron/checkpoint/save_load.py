@@ -19,22 +19,27 @@ from typing import Any
 
 from torch import nn
 
-from backends.megatron.checkpoint.background import PendingCheckpoint
-from backends.megatron.checkpoint.errors import read_errors, write_errors
-from backends.megatron.checkpoint.megatron_fixes import fixed_state
-from backends.megatron.checkpoint.optimizer_state import METADATA, completed, tensors_as_saved
+from backends.megatron.checkpoint.optimizer_state import (
+    METADATA,
+    completed,
+    fixed_state,
+    tensors_as_saved,
+)
 from backends.megatron.checkpoint.shards import (
     HostCopies,
+    PendingCheckpoint,
     plan_sharded,
+    read_errors,
     read_sharded,
     saved_names,
+    write_errors,
     write_sharded,
 )
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.names import unwrap
+from backends.megatron.convert.layout import unwrap
 from backends.megatron.convert.table import VALUE_HEAD
 from backends.megatron.model.gpt import ValueModel
-from backends.megatron.parallel.rank_errors import raise_on_all_ranks
+from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.optimizer import ScheduledOptimizer
 from rlcore.errors import ModelError
@@ -229,16 +234,17 @@ def _load(
 
 
 def _descriptions(models: Sequence[Saved]) -> dict[str, Any]:
-    return {model.name: _description(model) for model in models}
-
-
-def _description(model: Saved) -> dict[str, Any]:
     return {
-        "architecture": _fingerprint(model),
-        "head": model.head,
-        "dtype": _dtype(model),
-        "distributed_optimizer": model.optimizer.config.distributed if model.optimizer else None,
-        "steps_taken": model.optimizer.steps_taken if model.optimizer else 0,
+        model.name: {
+            "architecture": _fingerprint(model),
+            "head": model.head,
+            "dtype": _dtype(model),
+            "distributed_optimizer": (
+                model.optimizer.config.distributed if model.optimizer else None
+            ),
+            "steps_taken": model.optimizer.steps_taken if model.optimizer else 0,
+        }
+        for model in models
     }
 
 
@@ -286,19 +292,17 @@ def _read_manifest(folder: Path, names: Sequence[str], parallel: ParallelState) 
                     f"checkpoint {folder}: it holds no {name}, only {', '.join(models)}"
                 )
         for name, size in files.items():
-            if name.split("/")[0] in names:
-                _check_file(folder, name, size)
+            if name.split("/")[0] not in names:
+                continue
+            path = folder / name
+            if not path.is_file():
+                raise ModelError(f"checkpoint {folder}: {name} is missing")
+            if path.stat().st_size != size:
+                raise ModelError(
+                    f"checkpoint {folder}: {name} has {path.stat().st_size} bytes, {size} were"
+                    " written"
+                )
     return manifest
-
-
-def _check_file(folder: Path, name: str, size: int) -> None:
-    path = folder / name
-    if not path.is_file():
-        raise ModelError(f"checkpoint {folder}: {name} is missing")
-    if path.stat().st_size != size:
-        raise ModelError(
-            f"checkpoint {folder}: {name} has {path.stat().st_size} bytes, {size} were written"
-        )
 
 
 def _check_same(

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from rlcore.errors import RunFailed
+from rlcore.deadlines import CHECKPOINT_TENSOR_S
+from rlcore.errors import FailedElsewhere, ModelError, RunFailed
 
 # the contents of one file: (path, name, (serialised objects, tensors))
 _Bucket = tuple[Path, str, tuple[Any, Any]]
@@ -134,6 +138,61 @@ class PlannedShards:
             step()
 
 
+class PendingCheckpoint:
+    """This rank's part of a checkpoint, written by a thread that starts here.
+
+    It is a thread and no process, since a fork can deadlock in a trainer with threads. It calls
+    neither Megatron nor a collective, and releases the interpreter while the disk works.
+    """
+
+    def __init__(
+        self, folder: Path, planned: Sequence[PlannedShards], seal: Callable[[], None]
+    ) -> None:
+        self._folder = folder
+        self._planned = planned
+        self._seal = seal
+        self._seconds: float | None = None
+        self._failure: Exception | None = None
+        self._cancelled = threading.Event()
+        # A daemon: a disk that hangs must not keep the process.
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        began = time.perf_counter()
+        try:
+            with write_errors(self._folder):
+                for part in self._planned:
+                    part.write(self._cancelled)
+        except Exception as error:  # noqa: BLE001  # raised by `written`, on the thread that asks
+            self._failure = error
+        self._seconds = time.perf_counter() - began
+
+    def written(self) -> float | None:
+        """The seconds that the writing took; None while it goes on.
+
+        Raises RunFailed naming the folder and the reason.
+        """
+        if self._seconds is not None and self._failure is not None:
+            raise self._failure
+        return self._seconds
+
+    def finish(self) -> None:
+        """Complete the checkpoint, when `written` has returned a number on every rank.
+
+        Collective; call inside `megatron_device`. Raises RunFailed naming folder and reason.
+        """
+        with write_errors(self._folder):
+            for part in self._planned:
+                part.finish()
+        self._seal()
+
+    def cancel(self) -> None:
+        """Stop writing after the current tensor, and wait for that."""
+        self._cancelled.set()
+        self._thread.join(CHECKPOINT_TENSOR_S)
+
+
 class _InProcess(TorchDistSaveShardedStrategy):
     """`torch_dist` with one file a rank, written in this process."""
 
@@ -195,3 +254,54 @@ def _local_results() -> Iterator[None]:
         yield
     finally:
         filesystem_async._results_queue = before
+
+
+# --- errors of torch, Megatron and the disk, as one line that names the checkpoint ----------------
+
+
+@contextmanager
+def read_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of reading into ModelError."""
+    try:
+        yield
+    except (
+        CheckpointingException,
+        CheckpointException,
+        UnpicklingError,
+        EOFError,
+        OSError,
+        RuntimeError,
+    ) as error:
+        raise ModelError(f"checkpoint {folder}: cannot be loaded: {_first_cause(error)}") from error
+
+
+@contextmanager
+def write_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of writing into RunFailed, or FailedElsewhere if another rank has the reason."""
+    try:
+        yield
+    except (CheckpointException, OSError, RuntimeError) as error:
+        kind = FailedElsewhere if _is_bystander(error) else RunFailed
+        raise kind(f"writing {folder}: {_first_cause(error)}") from error
+
+
+def _is_bystander(error: BaseException) -> bool:
+    """Whether torch only says that some rank failed: rank 0 alone receives the reason."""
+    return isinstance(error, CheckpointException) and not error.failures
+
+
+def _first_cause(error: BaseException) -> str:
+    """The reason in one line.
+
+    torch's CheckpointException carries a traceback of every rank, its unpickler a page of advice.
+    """
+    where = ""
+    if _is_bystander(error):
+        return "another rank failed; the log of rank 0 has the reason"
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        error = cause
+        where = f" (rank {rank})"
+    if isinstance(error, (UnpicklingError, EOFError)):
+        return f"a file holds other bytes than were written{where}"
+    return f"{(str(error) or type(error).__name__).splitlines()[0]}{where}"

@@ -6,14 +6,10 @@ Imports neither torch nor Megatron, so that `rlcore plan` and login nodes can us
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from backends.megatron.parallel.stages import layers_of_stages, nearest_divisor
+from backends.megatron.convert.architecture import Architecture
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError, ModelError
-
-if TYPE_CHECKING:
-    from backends.megatron.convert.architecture import Architecture
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) -> None:
@@ -46,13 +42,70 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, world_size: int) 
         sizes.append(("q_lora_rank", model["q_lora_rank"] or heads))
     for what, size in sizes:
         if size % tp:
-            nearest = nearest_divisor(tp, *(size for _, size in sizes))
+            nearest = _nearest_divisor(tp, *(size for _, size in sizes))
             raise ConfigError(
                 f"policy.parallel.tensor: {tp} does not divide the model's {what} ({size}); set it"
                 f" to {nearest}"
             )
     layers_of_stages(model["num_layers"], parallel)
     _check_experts(arch, parallel, world_size)
+
+
+def layers_of_stages(layers: int, parallel: ParallelConfig) -> list[int]:
+    """The number of layers of each pipeline stage, over all its model chunks.
+
+    Raises ConfigError where they do not divide, naming the keys and the nearest split that fits.
+    """
+    pp = parallel.pipeline
+    vpp = parallel.virtual_pipeline
+    first = parallel.first_stage_layers
+    last = parallel.last_stage_layers
+    middle = pp - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if rest < middle or (rest > 0 and not middle) or (middle and rest % middle):
+        left = (
+            f"{rest} are left for {middle} stages" if rest >= 0 else f"{-rest} too many are given"
+        )
+        raise ConfigError(
+            f"policy.parallel: pipeline {pp}{_given(first, last)} does not divide the model's"
+            f" {layers} layers: {left}; {_advice(layers, pp)}"
+        )
+    each = rest // middle if middle else 0
+    stages = [*([first] if first else []), *[each] * middle, *([last] if last else [])]
+    if any(n % vpp for n in stages):
+        raise ConfigError(
+            f"policy.parallel: virtual_pipeline {vpp} does not divide the layers of every stage,"
+            f" {stages} of {layers} layers; set it to 1, or first_stage_layers and"
+            " last_stage_layers so that it does"
+        )
+    return stages
+
+
+def _given(first: int | None, last: int | None) -> str:
+    return "".join(
+        f", {key} {size}"
+        for key, size in (("first_stage_layers", first), ("last_stage_layers", last))
+        if size is not None
+    )
+
+
+def _advice(layers: int, pp: int) -> str:
+    if pp > layers:
+        return f"choose at most {layers} stages"
+    if layers % pp == 0:
+        return f"leave first_stage_layers and last_stage_layers out for {layers // pp} in each"
+    each = -(-layers // pp)
+    short = layers - each * (pp - 1)
+    if short > 0:
+        return (
+            f"set last_stage_layers={short} alone for {pp - 1} stages of {each} and a short"
+            " last one"
+        )
+    each = layers // pp
+    return (
+        f"set last_stage_layers={layers - each * (pp - 1)} alone for {pp - 1} stages of {each} and"
+        " a long last one"
+    )
 
 
 def check_others(
@@ -116,7 +169,7 @@ def _check_experts(arch: Architecture, parallel: ParallelConfig, world_size: int
             f" out{'' if arch.num_experts % (tp // etp) else f', or set expert={tp // etp}'}"
         )
     if world_size % (etp * ep * pp):
-        smaller = nearest_divisor(ep, arch.num_experts, world_size // (etp * pp))
+        smaller = _nearest_divisor(ep, arch.num_experts, world_size // (etp * pp))
         raise ConfigError(
             f"policy.parallel: expert_tensor {etp} x expert {ep} x pipeline {pp} = {etp * ep * pp}"
             f" does not divide the world size {world_size}; start a multiple of it, or set"
@@ -128,12 +181,12 @@ def _check_sizes(arch: Architecture, tp: int, etp: int, ep: int) -> None:
     if tp % etp:
         raise ConfigError(
             f"policy.parallel.expert_tensor: {etp} does not divide tensor ({tp}); leave it out, or"
-            f" set it to {nearest_divisor(etp, tp)}"
+            f" set it to {_nearest_divisor(etp, tp)}"
         )
     if arch.num_experts % ep:
         raise ConfigError(
             f"policy.parallel.expert: {ep} does not divide the model's experts"
-            f" ({arch.num_experts}); set it to {nearest_divisor(ep, arch.num_experts)}"
+            f" ({arch.num_experts}); set it to {_nearest_divisor(ep, arch.num_experts)}"
         )
     for key, size, field in (
         ("expert_tensor", etp, "moe_ffn_hidden_size"),
@@ -143,5 +196,10 @@ def _check_sizes(arch: Architecture, tp: int, etp: int, ep: int) -> None:
         if width and width % size:
             raise ConfigError(
                 f"policy.parallel.{key}: {size} does not divide an expert's width ({width}); set it"
-                f" to {nearest_divisor(size, width, tp)}"
+                f" to {_nearest_divisor(size, width, tp)}"
             )
+
+
+def _nearest_divisor(wanted: int, *sizes: int) -> int:
+    """The largest number up to `wanted` that divides all of `sizes`."""
+    return next(n for n in range(wanted, 0, -1) if not any(size % n for size in sizes))

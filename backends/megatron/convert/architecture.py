@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from backends.megatron.convert.families import FAMILIES
-from backends.megatron.convert.latent import latent_shapes
+from backends.megatron.convert.fields import latent_shapes
 from backends.megatron.convert.table import Entry, Family
 from rlcore.planning.shape import ModelShape
 

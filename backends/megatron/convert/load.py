@@ -6,20 +6,17 @@ import json
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.layout import Slice, hf_shapes, pack, tp_slice
-from backends.megatron.convert.names import owned_parameters
-from backends.megatron.convert.table import VALUE_HEAD, Entry, Split
+from backends.megatron.convert.layout import Slice, hf_shapes, owned_parameters, pack, tp_slice
+from backends.megatron.convert.table import VALUE_HEAD, Split
+from backends.megatron.parallel.state import ParallelState
 from rlcore.errors import ModelError
-
-if TYPE_CHECKING:
-    from backends.megatron.parallel.state import ParallelState
 
 
 class SafetensorsFolder:
@@ -99,41 +96,26 @@ class SafetensorsFolder:
 @torch.no_grad()
 def load_hf(
     chunks: Sequence[nn.Module], arch: Architecture, folder: Path | str, parallel: ParallelState
-) -> list[str]:
+) -> None:
     """Fill this rank's model chunks from a folder, in place and without communication.
 
     Vocabulary padding becomes zero. `arch` is the built model's architecture; the folder may be
     another checkpoint of it, or a sequence classifier whose `score.weight` becomes the value head.
-    Returns the parameters that the folder lacks and that stay as they are: the value head, where
-    the folder is a language model. Raises ModelError for a shard or tensor that is missing or has
-    another shape.
+    The folder of a language model leaves the value head as it is. Raises ModelError for a shard or
+    tensor that is missing or has another shape.
     """
-    unchanged: list[str] = []
     with SafetensorsFolder(Path(folder)) as source:
         for entry, param, _ in owned_parameters(chunks, arch):
             if entry.megatron == VALUE_HEAD and entry.hf[0] not in source:
-                unchanged.append(entry.megatron)
                 continue
-            pieces = _read_pieces(source, arch, entry, param, parallel)
+            padded = param.size(0) * parallel.tp_size if entry.split is Split.VOCAB else 0
+            rank, size = (
+                (parallel.tp_rank, parallel.tp_size)
+                if entry.expert is None
+                else (parallel.etp_rank, parallel.etp_size)
+            )
+            pieces = []
+            for name, shape in zip(entry.hf, hf_shapes(arch, entry)):
+                part = tp_slice(entry.split, shape, rank, size, padded)
+                pieces.append(source.read(name, shape, part))
             pack(entry.split, pieces, arch.transformer["kv_channels"], param.data)
-    return unchanged
-
-
-def _read_pieces(
-    source: SafetensorsFolder,
-    arch: Architecture,
-    entry: Entry,
-    param: Tensor,
-    parallel: ParallelState,
-) -> list[Tensor]:
-    padded = param.size(0) * parallel.tp_size if entry.split is Split.VOCAB else 0
-    rank, size = (
-        (parallel.tp_rank, parallel.tp_size)
-        if entry.expert is None
-        else (parallel.etp_rank, parallel.etp_size)
-    )
-    pieces = []
-    for name, shape in zip(entry.hf, hf_shapes(arch, entry)):
-        part = tp_slice(entry.split, shape, rank, size, padded)
-        pieces.append(source.read(name, shape, part))
-    return pieces

@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from backends.megatron.convert.architecture import Architecture, BridgeKind
-from backends.megatron.convert.experts import expert_fields
 from backends.megatron.convert.families import FAMILIES
-from backends.megatron.convert.keys import integer
-from backends.megatron.convert.latent import latent_fields
+from backends.megatron.convert.fields import (
+    expert_fields,
+    integer,
+    latent_fields,
+    rope_arguments,
+)
 from backends.megatron.convert.table import Family
 from rlcore.errors import ModelError
-
-# Megatron hard-codes these three of Llama 3's RoPE scaling; only the factor is an argument.
-_LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def read_architecture(
@@ -49,7 +45,7 @@ def read_architecture(
         theta = float(transformer["rotary_base"])
         scaling = None
     else:
-        theta, scaling = _rope(folder, config)
+        theta, scaling = rope_arguments(folder, config)
     arch = Architecture(
         family=family.model_type,
         hf_config=config,
@@ -188,34 +184,3 @@ def _check_weights(folder: Path) -> None:
     raise ModelError(
         f"{folder}: no weights: no *.safetensors and no model.safetensors.index.json{hint}"
     )
-
-
-def _rope(folder: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Read (theta, scaling as GPTModel's keyword arguments) from either spelling.
-
-    transformers 5 writes one `rope_parameters`; before, there were `rope_theta` and `rope_scaling`.
-    """
-    where = folder / "config.json"
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return theta, None
-    if kind not in ("linear", "llama3"):
-        raise ModelError(
-            f"{where}: RoPE type {kind!r} is not supported; expected default, linear or llama3"
-        )
-    if not isinstance(rope.get("factor"), (int, float)):
-        raise ModelError(
-            f"{where}: {kind} RoPE scaling with factor {rope.get('factor')!r}, expected a number"
-        )
-    factor = float(rope["factor"])
-    if kind == "linear":
-        return theta, {"seq_len_interpolation_factor": factor}
-    for key, expected in _LLAMA3_ROPE.items():
-        if float(rope.get(key, expected)) != expected:
-            raise ModelError(
-                f"{where}: llama3 RoPE scaling with {key} {rope[key]}; megatron-core supports"
-                f" {expected:g} alone"
-            )
-    return theta, {"rope_scaling": True, "rope_scaling_factor": factor}

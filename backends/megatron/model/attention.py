@@ -16,9 +16,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from backends.megatron.batch.context import gather_keys_values
 from backends.megatron.batch.cp_layout import PackLayout
-from backends.megatron.batch.pack import PackedSequences
+from backends.megatron.batch.pack import PackedSequences, gather_keys_values
 from backends.megatron.model.elementwise import rotate
 
 
@@ -76,10 +75,9 @@ class CoreAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
+        *unused: Any,
         packed_seq_params: PackedSequences | None = None,
+        **unused_options: Any,
     ) -> Tensor:
         """q [T, heads, d], k [T, groups, d] and v [T, groups, d_v] -> [T, heads * d_v]."""
         if packed_seq_params is None or packed_seq_params.layout is None:

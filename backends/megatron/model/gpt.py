@@ -1,9 +1,8 @@
-"""Megatron models from an architecture: configuration, layer specs, chunks, and their wrappers."""
+"""Megatron models from an architecture: configuration, chunks, and their wrappers."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,28 +10,23 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from backends.megatron.checks.recompute import check_recompute
-from backends.megatron.checks.transformer_fields import FUSIONS, INIT_METHODS, check_overrides
+from backends.megatron.checks.transformer_fields import (
+    FUSIONS,
+    INIT_METHODS,
+    check_overrides,
+    check_recompute,
+)
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.model.attention import LocalRMSNorm, PackedAttention, PackedRotaryEmbedding
-from backends.megatron.model.elementwise import SwiGLU
+from backends.megatron.model.attention import PackedRotaryEmbedding
 from backends.megatron.model.head import LogprobHead, Targets, ValueHead
-from backends.megatron.model.latent_attention import LatentConfig, use_latent_attention
+from backends.megatron.model.latent_attention import LatentConfig
+from backends.megatron.model.layer_specs import layer_specs
 from backends.megatron.model.layers import LOCAL_FIELDS
 from backends.megatron.model.moe import moe_fields
-from backends.megatron.model.sigmoid_router import router_class
-from backends.megatron.parallel.stages import stage_fields
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError
 from rlcore.weights import DTYPES
@@ -66,7 +60,8 @@ def transformer_config(
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
-        **stage_fields(parallel),
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
         "context_parallel_size": parallel.context,
         "sequence_parallel": parallel.sequence,
         "params_dtype": torch_dtype,
@@ -103,107 +98,62 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) 
     return -(-vocab_size // multiple) * multiple
 
 
-class PolicyModel(GPTModel):
-    """A GPTModel whose last stage returns (logprobs [M], entropy [M] or None) of its `labels`."""
+class PackModel(GPTModel):
+    """A GPTModel over packs, whose last stage returns what `head` makes of its `labels`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # with latent attention each layer has its own
+        if not self.config.multi_latent_attention:
+            self.rotary_pos_emb.__class__ = PackedRotaryEmbedding
+
+    def head(self, hidden: Tensor, targets: Targets) -> Any:
+        """Compute the results of the last stage from its hidden states."""
+        raise NotImplementedError
+
+    def _postprocess(
+        self, hidden_states: Tensor, *args: Any, labels: Targets | None = None, **kwargs: Any
+    ) -> Any:
+        if not self.post_process:
+            return hidden_states
+        assert labels is not None, "pass labels=Targets(...) with the micro-batch"
+        return self.head(hidden_states, labels)
+
+
+class PolicyModel(PackModel):
+    """A language model: (logprobs [M], entropy [M] or None)."""
 
     def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.true_vocab_size = true_vocab_size
-        _rotate_packs(self)
         if self.post_process:
             self.output_layer.__class__ = LogprobHead
 
-    def _postprocess(
-        self, hidden_states: Tensor, *args: Any, labels: Targets | None = None, **kwargs: Any
-    ) -> Any:
-        if not self.post_process:
-            return hidden_states
-        assert labels is not None, "pass labels=Targets(...) with the micro-batch"
-        weight = (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else None
-        )
-        return self.output_layer(hidden_states, labels, self.true_vocab_size, weight)
+    def head(self, hidden: Tensor, targets: Targets) -> Any:
+        """Call the output layer, with the embedding as its weight where they are tied."""
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else None
+        return self.output_layer(hidden, targets, self.true_vocab_size, weight)
 
 
-class ValueModel(GPTModel):
-    """A GPTModel with a value head instead of an output layer: values [M], in fp32."""
+class ValueModel(PackModel):
+    """A model with a value head instead of an output layer: values [M], in fp32."""
 
     def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
-        kwargs["share_embeddings_and_output_weights"] = False
-        super().__init__(*args, **kwargs)
-        _rotate_packs(self)
+        super().__init__(*args, share_embeddings_and_output_weights=False, **kwargs)
         if self.post_process:
             del self.output_layer
             self.value_head = ValueHead(self.config, self.pg_collection.tp, seed=seed)
 
-    def _postprocess(
-        self, hidden_states: Tensor, *args: Any, labels: Targets | None = None, **kwargs: Any
-    ) -> Any:
-        if not self.post_process:
-            return hidden_states
-        assert labels is not None, "pass labels=Targets(...) with the micro-batch"
-        return self.value_head(hidden_states, labels)
+    def head(self, hidden: Tensor, targets: Targets) -> Any:
+        """Call the value head."""
+        return self.value_head(hidden, targets)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> Any:
         """Call MegatronModule's function, since GPTModel's own expects an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
-
-
-def _rotate_packs(model: GPTModel) -> None:
-    """Replace the model's rotary positions; with latent attention each layer has its own."""
-    if not model.config.multi_latent_attention:
-        model.rotary_pos_emb.__class__ = PackedRotaryEmbedding
-
-
-def _layer_specs(
-    arch: Architecture, config: TransformerConfig, vp_stage: int | None
-) -> TransformerBlockSubmodules:
-    """The specifications of the layers of one chunk."""
-    layer_spec: Callable[[TransformerConfig, int | None], ModuleSpec] = _layer_spec
-    norm: Any = LocalRMSNorm
-    if config.transformer_impl == "transformer_engine":
-        from backends.megatron.model import te_layers
-
-        layer_spec = te_layers.te_layer_spec
-        norm = te_layers.FINAL_NORM
-    dense, moe = (layer_spec(config, experts) for experts in (None, config.num_moe_experts))
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    here = arch.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
-    return TransformerBlockSubmodules(
-        layer_specs=[moe if has else dense for has in here], layer_norm=norm
-    )
-
-
-def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """Megatron's local layer with packed attention and torch's RMSNorm."""
-    layer = copy.deepcopy(
-        get_gpt_layer_local_spec(
-            num_experts=num_experts,
-            qk_layernorm=config.qk_layernorm,
-            multi_latent_attention=config.multi_latent_attention,
-            normalization=config.normalization,
-        )
-    )
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
-    if config.multi_latent_attention:
-        use_latent_attention(parts.self_attention)
-    else:
-        attention = parts.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
-    if num_experts is None:
-        parts.mlp.submodules.activation_func = SwiGLU
-    else:
-        parts.mlp.submodules.router = router_class(config)
-        for net in (parts.mlp.submodules.experts, parts.mlp.submodules.shared_experts):
-            net.submodules.activation_func = SwiGLU
-    return layer
 
 
 def build_chunks(
@@ -225,7 +175,7 @@ def build_chunks(
         vp_stage = stage if virtual else None
         common: dict[str, Any] = dict(
             config=config,
-            transformer_layer_spec=_layer_specs(arch, config, vp_stage),
+            transformer_layer_spec=layer_specs(arch, config, vp_stage),
             vocab_size=padded_vocab,
             max_sequence_length=arch.max_position_embeddings,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -14,22 +14,26 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from backends.megatron.batch.pack import MicroBatch
 from backends.megatron.model.fused_head import fused_logprobs
-from rlcore.data.batch import BatchSamplingMasks
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Options of the output layer."""
+
+    temperature: float  # log-probs are those of logits / temperature
+    # logits that exist at one time; by default `default_chunk_elements` of the device
+    chunk_elements: int | None
+    entropy: bool = True  # whether to compute the entropy
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The predictions of one micro-batch on this rank, and options of the head."""
+    """The micro-batch whose M targets on this rank are predicted, and how."""
 
-    index: Tensor  # int64 [M]: slots in the pack, before the sequence-parallel split
-    tokens: Tensor  # int64 [M]: the successor of each slot
-    entropy: bool = True  # whether to compute the entropy
-    temperature: float = 1.0  # log-probs are those of logits / temperature
-    # logits that exist at one time; by default `default_chunk_elements` of the device
-    chunk_elements: int | None = None
-    # the tokens of the softmax; by default all
-    sampling_mask: BatchSamplingMasks | None = None
+    micro: MicroBatch
+    options: HeadOptions
 
 
 class LogprobHead(ColumnParallelLinear):
@@ -50,27 +54,27 @@ class LogprobHead(ColumnParallelLinear):
         """
         assert self.bias is None, "an output layer with a bias is not supported"
         assert hidden.size(1) == 1, "packed input has a batch dimension of 1"
+        micro = targets.micro
         # the backward of the gather is the reduce-scatter of the ranks' parts
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=self.tp_group
             )
-            rows = hidden[:, 0].index_select(0, targets.index)
+            rows = hidden[:, 0].index_select(0, micro.target_index)
         else:  # index first: the backward then all-reduces [M, H], not [T, H]
             rows = copy_to_tensor_model_parallel_region(
-                hidden[:, 0].index_select(0, targets.index), group=self.tp_group
+                hidden[:, 0].index_select(0, micro.target_index), group=self.tp_group
             )
-        own = self.weight if weight is None else weight
         return fused_logprobs(
             rows,
-            own,
-            targets.tokens,
+            self.weight if weight is None else weight,
+            micro.target_tokens,
             vocab_size=vocab_size,
             tp=self.tp_group,
-            entropy=targets.entropy,
-            temperature=targets.temperature,
-            tile_elements=targets.chunk_elements,
-            sampling_mask=targets.sampling_mask,
+            entropy=targets.options.entropy,
+            temperature=targets.options.temperature,
+            tile_elements=targets.options.chunk_elements,
+            sampling_mask=micro.sampling_mask,
         )
 
 
@@ -107,4 +111,4 @@ class ValueHead(nn.Module):
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        return values.index_select(0, targets.index)
+        return values.index_select(0, targets.micro.target_index)

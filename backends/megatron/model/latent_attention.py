@@ -24,7 +24,7 @@ from megatron.core.transformer import MLATransformerConfig, multi_latent_attenti
 from torch import Tensor
 
 from backends.megatron.batch.pack import PackedSequences
-from backends.megatron.model.attention import CoreAttention, LocalRMSNorm
+from backends.megatron.model.attention import LocalRMSNorm
 from backends.megatron.model.elementwise import rotate
 
 
@@ -135,13 +135,6 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         if self.config.rope_interleave:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
         return rotate(x, cos, sin)
-
-
-def use_latent_attention(attention: Any) -> None:
-    """Replace the parts of Megatron's specification of a latent self-attention by ours."""
-    attention.module = LatentAttention
-    attention.submodules.core_attention = CoreAttention
-    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentRMSNorm
 
 
 def _split_heads(x: Tensor, heads: int, first: int, second: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -45,7 +44,7 @@ class ExpertChoice:
         # number of tokens whose own choice differs from the given one
         self.changed: Tensor | None = None
         # the given choices of forwards that the backward runs once more, oldest first
-        self._again: deque[Tensor] = deque()
+        self.again: deque[Tensor] = deque()
 
     def get_replay_topk(
         self,
@@ -60,8 +59,8 @@ class ExpertChoice:
         The name and the arguments are Megatron's.
         """
         # a recomputed layer has gradients only when the backward runs it once more
-        if torch.is_grad_enabled() and self._again:
-            given = self._again.popleft().long()
+        if torch.is_grad_enabled() and self.again:
+            given = self.again.popleft().long()
             return scores.gather(1, given), given
         if self.given is None:
             chosen, self.made = default_compute_topk(
@@ -73,17 +72,12 @@ class ExpertChoice:
         )[1]
         given = torch.where((self.given < 0).any(dim=1, keepdim=True), own, self.given.long())
         if self.recomputed and not torch.is_grad_enabled():
-            self._again.append(given.to(torch.int16))
+            self.again.append(given.to(torch.int16))
         differs = (own.sort(dim=1).values != given.sort(dim=1).values).any(dim=1)
         if self.hidden is not None:
             differs &= ~self.hidden
         self.changed = differs.sum() + (0 if self.changed is None else self.changed)
         return scores.gather(1, given), given
-
-    def start_step(self) -> None:
-        """Forget the optimizer step before."""
-        self.changed = None
-        self._again.clear()
 
 
 def replay_routing(chunks: Sequence[GPTModel], arch: Architecture) -> None:
@@ -169,26 +163,20 @@ def check_records(batch: RolloutBatch, arch: Architecture) -> None:
         )
 
 
-class Routing(Enum):
-    """The experts that a pass without gradients uses."""
-
-    OWN = "the routers' choice"
-    RECORDED = "the routers' choice, stored with the micro-batches"
-    GIVEN = "the experts that are stored with the micro-batches"
+Routing = Callable[[GPTModel, MicroBatch], AbstractContextManager[None]]
 
 
-def routed(routing: Routing, chunk: GPTModel, micro: MicroBatch) -> AbstractContextManager[None]:
-    """Put this around a forward of a pass without gradients."""
-    if routing is Routing.RECORDED:
-        return recording(chunk, micro)
-    return replaying(chunk, micro) if routing is Routing.GIVEN else nullcontext()
+def own_routing(chunk: GPTModel, micro: MicroBatch) -> AbstractContextManager[None]:
+    """Put this around a forward to leave the choice to the routers, as without replay."""
+    return nullcontext()
 
 
 def start_step(chunks: Sequence[GPTModel]) -> None:
     """Drop the counts of the last optimizer step, and recomputations that an error prevented."""
     for chunk in chunks:
         for _, choice in _choices(chunk):
-            choice.start_step()
+            choice.changed = None
+            choice.again.clear()
 
 
 def changed_share(chunks: Sequence[GPTModel], arch: Architecture, step_tokens: int) -> float:

@@ -14,8 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from backends.megatron.parallel.mpu import MPU_GROUPS, ask, ask_axis, ask_groups
 from rlcore.config.sections.policy import ParallelConfig
+
+# our name of a group -> the function of mpu that returns it, and the arguments
+_MPU_GROUPS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
+    "tp_group": ("get_tensor_model_parallel_group", {}),
+    "pp_group": ("get_pipeline_model_parallel_group", {}),
+    "dp_group": ("get_data_parallel_group", {}),
+    "cp_group": ("get_context_parallel_group", {}),
+    "dp_cp_group": ("get_data_parallel_group", {"with_context_parallel": True}),
+    "mp_group": ("get_model_parallel_group", {}),
+}
 
 
 class CPRank(NamedTuple):
@@ -52,7 +61,7 @@ class _Group:
             why = "torch.distributed was not initialised when it was made"
             if state.is_distributed:
                 why = (
-                    f"mpu.{MPU_GROUPS[self.name][0]} is missing, or returned no ProcessGroup of"
+                    f"mpu.{_MPU_GROUPS[self.name][0]} is missing, or returned no ProcessGroup of"
                     " torch"
                 )
             raise RuntimeError(
@@ -154,7 +163,7 @@ class ParallelState:
         replicas = _replicas(coordinates, dp_size, pp_size)
         if groups:
             made = [_gloo_group(r, timeout_s, f"REPLICA_{d}") for d, r in enumerate(replicas)]
-            groups |= {"replica_group": made[dp_rank], **ask_groups(mpu)}
+            groups |= {"replica_group": made[dp_rank], **_ask_groups(mpu)}
         return cls(
             rank=rank,
             world_size=len(coordinates),
@@ -169,29 +178,64 @@ class ParallelState:
 
 def _ask_layout(mpu: Any) -> dict[str, int]:
     """The fields of `ParallelState` that Megatron knows."""
-    tp_size, tp_rank = ask_axis(mpu, "tensor_model_parallel")
-    pp_size, pp_rank = ask_axis(mpu, "pipeline_model_parallel")
-    dp_size, dp_rank = ask_axis(mpu, "data_parallel")
-    cp_size, cp_rank = ask_axis(mpu, "context_parallel")
-    ep_size, ep_rank = ask_axis(mpu, "expert_model_parallel", otherwise=(1, 0))
-    etp_size, etp_rank = ask_axis(mpu, "expert_tensor_parallel", otherwise=(tp_size, tp_rank))
-    edp_rank = (dp_rank * cp_size + cp_rank) // ep_size
-    return {
-        "tp_size": tp_size,
-        "tp_rank": tp_rank,
-        "pp_size": pp_size,
-        "pp_rank": pp_rank,
-        "dp_size": dp_size,
-        "dp_rank": dp_rank,
-        "cp_size": cp_size,
-        "cp_rank": cp_rank,
-        "ep_size": ep_size,
-        "ep_rank": ep_rank,
-        "etp_size": etp_size,
-        "etp_rank": etp_rank,
-        "edp_rank": ask(mpu, "get_expert_data_parallel_rank", otherwise=edp_rank),
-        "vpp_size": ask(mpu, "get_virtual_pipeline_model_parallel_world_size", otherwise=1),
+    axes = {
+        "tp": _ask_axis(mpu, "tensor_model_parallel"),
+        "pp": _ask_axis(mpu, "pipeline_model_parallel"),
+        "dp": _ask_axis(mpu, "data_parallel"),
+        "cp": _ask_axis(mpu, "context_parallel"),
+        "ep": _ask_axis(mpu, "expert_model_parallel", otherwise=(1, 0)),
     }
+    axes["etp"] = _ask_axis(mpu, "expert_tensor_parallel", otherwise=axes["tp"])
+    layout: dict[str, int] = {}
+    for axis, (size, rank) in axes.items():
+        layout[f"{axis}_size"] = size
+        layout[f"{axis}_rank"] = rank
+    edp_rank = (layout["dp_rank"] * layout["cp_size"] + layout["cp_rank"]) // layout["ep_size"]
+    layout["edp_rank"] = _ask(mpu, "get_expert_data_parallel_rank", otherwise=edp_rank)
+    layout["vpp_size"] = _ask(mpu, "get_virtual_pipeline_model_parallel_world_size", otherwise=1)
+    return layout
+
+
+def _ask(mpu: Any, function: str, *, otherwise: int | None = None) -> int:
+    """Call `function` of `mpu`; without one that returns an int the answer is `otherwise`."""
+    asked = getattr(mpu, function, None)
+    answer = asked() if callable(asked) else None
+    if isinstance(answer, int):
+        return answer
+    if otherwise is not None:
+        return otherwise
+    if not callable(asked):
+        raise AttributeError(
+            f"mpu has no function {function}; a stub of it needs one that returns an int"
+        )
+    raise TypeError(
+        f"mpu.{function}() returned {answer!r}, expected an int: give the stub that answer"
+    )
+
+
+def _ask_axis(
+    mpu: Any, axis: str, *, otherwise: tuple[int | None, int | None] = (None, None)
+) -> tuple[int, int]:
+    """Return (size, rank) of this process on one axis of the layout."""
+    size = _ask(mpu, f"get_{axis}_world_size", otherwise=otherwise[0])
+    rank = _ask(mpu, f"get_{axis}_rank", otherwise=otherwise[1])
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"mpu.get_{axis}_rank() is {rank}, expected 0 to {size - 1}, as get_{axis}_world_size()"
+            f" is {size}"
+        )
+    return size, rank
+
+
+def _ask_groups(mpu: Any) -> dict[str, ProcessGroup]:
+    """Return Megatron's process groups by our names; a stub may lack some or all."""
+    found: dict[str, ProcessGroup] = {}
+    for name, (function, arguments) in _MPU_GROUPS.items():
+        asked = getattr(mpu, function, None)
+        group = asked(**arguments) if callable(asked) else None
+        if isinstance(group, ProcessGroup):
+            found[name] = group
+    return found
 
 
 def _gloo_group(ranks: list[int] | None, timeout_s: float, name: str) -> ProcessGroup:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,18 +181,17 @@ class ScheduledOptimizer:
                     state["step"] = state["step"].clone()
 
 
-class _step_stays_out_of_loading:
+@contextmanager
+def _step_stays_out_of_loading() -> Iterator[None]:
     """Inside, the distributed optimizer's loader keeps each parameter's own `step`."""
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
 
-    def __enter__(self) -> None:
-        self.original = DistributedOptimizer._set_main_param_and_optimizer_states
-        original = self.original
+    def keeping_step(optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        own = optimizer._get_main_param_and_optimizer_states(parameter)
+        original(optimizer, parameter, {**own, **tensors})
 
-        def keeping_step(optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-            own = optimizer._get_main_param_and_optimizer_states(parameter)
-            original(optimizer, parameter, {**own, **tensors})
-
-        DistributedOptimizer._set_main_param_and_optimizer_states = keeping_step
-
-    def __exit__(self, *exception: object) -> None:
-        DistributedOptimizer._set_main_param_and_optimizer_states = self.original
+    DistributedOptimizer._set_main_param_and_optimizer_states = keeping_step
+    try:
+        yield
+    finally:
+        DistributedOptimizer._set_main_param_and_optimizer_states = original

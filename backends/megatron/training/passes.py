@@ -1,27 +1,34 @@
-"""Passes of a model over micro-batches, through Megatron's pipeline schedules."""
+"""Passes of a model over micro-batches, through Megatron's pipeline schedules, and their losses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from backends.megatron.batch.context import gather_targets
-from backends.megatron.batch.pack import MicroBatch
+from backends.megatron.batch.local_batch import LocalBatch
+from backends.megatron.batch.pack import MicroBatch, gather_targets
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.model.head import Targets
+from backends.megatron.model.head import HeadOptions, Targets
 from backends.megatron.model.moe import clear_losses, padding_mask
-from backends.megatron.model.routing_replay import Routing, replaying, routed, start_step
+from backends.megatron.model.routing_replay import Routing, own_routing, replaying, start_step
+from backends.megatron.parallel.agreement import broadcast_json
+from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.offload import OffloadedTensors, Retention
 from backends.megatron.training.optimizer import ScheduledOptimizer, StepReport
+from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs, value_clipped, value_loss
+from rlcore.config.sections.policy import CriticConfig
+
+_PER_TOKEN = ("ref_logprobs", "rollout_logprobs", "versions")
 
 
 @dataclass
@@ -67,15 +74,6 @@ class Model:
                 stack.enter_context(tensors.on_device())
             yield self
 
-    @contextmanager
-    def on_device_with_optimizer(self) -> Iterator[None]:
-        """Inside, weights and optimizer state are on the device."""
-        with (
-            self.on_device(),
-            nullcontext() if self.optimizer is None else self.optimizer.state.on_device(),
-        ):
-            yield
-
     def _weights(self) -> list[Tensor]:
         return [p for chunk in self.chunks for p in chunk.parameters()]
 
@@ -88,26 +86,6 @@ class Model:
         ]
 
 
-@dataclass(frozen=True)
-class HeadOptions:
-    """Options of the output layer."""
-
-    temperature: float
-    chunk_elements: int | None
-    entropy: bool = True
-
-    def targets(self, micro: MicroBatch) -> Targets:
-        """The output layer's input for one micro-batch."""
-        return Targets(
-            micro.target_index,
-            micro.target_tokens,
-            self.entropy,
-            self.temperature,
-            self.chunk_elements,
-            micro.sampling_mask,
-        )
-
-
 # (micro-batch, the head's result for all its targets) -> weighted sum
 Loss = Callable[[MicroBatch, Any], Tensor]
 
@@ -117,12 +95,12 @@ def score_pass(
     micro_batches: Sequence[MicroBatch],
     head: HeadOptions,
     *,
-    routing: Routing = Routing.OWN,
+    routing: Routing = own_routing,
 ) -> list[Any]:
     """Run the model without gradients. Collective.
 
     Args:
-        routing: which experts the pass uses, and whether a later `training_pass` replays them.
+        routing: `own_routing`; `recording`, for a later `training_pass`; or `replaying`.
 
     Returns:
         The output of the last stage for each micro-batch; an empty list on other stages.
@@ -132,7 +110,7 @@ def score_pass(
         data: Iterator[MicroBatch], module: nn.Module
     ) -> tuple[Any, Callable[..., Any]]:
         micro = next(data)
-        with routed(routing, _chunk(model, module), micro):
+        with routing(_chunk(model, module), micro):
             output = _forward(model, module, micro, head)
         # With experts Megatron asks for the device of the model's output: one tensor is enough.
         first = output[0] if isinstance(output, tuple) else output
@@ -190,7 +168,7 @@ def _forward(model: Model, module: nn.Module, micro: MicroBatch, head: HeadOptio
         micro.input_ids,
         None,
         None,
-        labels=head.targets(micro),
+        labels=Targets(micro, head),
         packed_seq_params=micro.packed,
         padding_mask=padding_mask(micro.padding, model.config, _chunk(model, module)),
     )
@@ -241,3 +219,81 @@ def _evaluating(model: Model) -> Iterator[None]:
     finally:
         for module in trained:
             module.train()
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def policy_loss(
+    objective: Callable[[PolicyLossInputs], PolicyLoss],
+    batch: LocalBatch,
+    minibatch: int,
+    moments: Moments,
+) -> Loss:
+    """The policy's loss of a micro-batch: `sum(weights * objective)`.
+
+    Without assigned `old_logprobs` the step is on-policy and takes its own, detached.
+    """
+    stats = batch.batch_stats(minibatch)
+
+    def loss(micro: MicroBatch, output: Any) -> Tensor:
+        logprobs, entropy = output
+        given = {
+            name: batch.vectors[name][micro.rows] for name in _PER_TOKEN if name in batch.vectors
+        }
+        if "sequence_ids" in batch.vectors:
+            given["sequence_ids"] = batch.vectors["sequence_ids"][micro.sequences]
+        old = batch.vectors.get("old_logprobs")
+        inputs = PolicyLossInputs(
+            cu_seqlens=micro.cu_seqlens,
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if old is None else old[micro.rows],
+            advantages=batch.vector("advantages")[micro.rows],
+            entropy=entropy,
+            weights=batch.vector("weights")[micro.rows],
+            batch_stats=stats,
+            **given,
+        )
+        result = objective(inputs)
+        assert inputs.weights is not None
+        moments.add_objective(result, inputs.weights)
+        return (inputs.weights * result.per_token).sum()
+
+    return loss
+
+
+def critic_loss(config: CriticConfig, batch: LocalBatch, moments: Moments) -> Loss:
+    """The critic's loss of a micro-batch: `value_loss_coef * sum(weights * value_loss)`.
+
+    The metric is without the coefficient.
+    """
+
+    def loss(micro: MicroBatch, output: Any) -> Tensor:
+        returns = batch.vector("returns")[micro.rows]
+        weights = batch.vector("weights")[micro.rows]
+        old = batch.vectors["values"][micro.rows] if "values" in batch.vectors else None
+        per_token = value_loss(output, old, returns, config.value_clip)
+        moments.add_value_loss(
+            per_token, weights, value_clipped(output, old, returns, config.value_clip)
+        )
+        return config.value_loss_coef * (weights * per_token).sum()
+
+    return loss
+
+
+def shared_moments(moments: Moments, parallel: ParallelState) -> Moments:
+    """Merge the moments of all replicas and send them to every pipeline stage. Collective."""
+    names = moments.names
+    if parallel.is_last_stage and parallel.dp_size > 1:
+        sums, maxima = moments.pack(names)
+        dist.all_reduce(sums, group=parallel.dp_group)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_group)
+        moments = Moments.unpack(names, sums, maxima)
+    if parallel.pp_size > 1:
+        packed = [names, *(x.tolist() for x in moments.pack(names))]
+        names, sums, maxima = broadcast_json(
+            packed, parallel.score_sources[parallel.dp_rank], parallel.replica_group
+        )
+        wide = (torch.tensor(x, dtype=torch.float64) for x in (sums, maxima))
+        moments = Moments.unpack(names, *wide)
+    return moments

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -23,10 +23,16 @@ from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.folder import FolderWriter
-from backends.megatron.convert.layout import Slice, hf_shapes, model_entries, tp_slice, unpack
-from backends.megatron.convert.names import owned_parameters
+from backends.megatron.convert.layout import (
+    Slice,
+    hf_shapes,
+    model_entries,
+    owned_parameters,
+    tp_slice,
+    unpack,
+)
 from backends.megatron.convert.table import Entry, Split
-from backends.megatron.parallel.rank_errors import raise_on_all_ranks
+from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.weights.prefetch import prefetched
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
@@ -108,17 +114,6 @@ class _Coordinates:
     ep: int
     expert_replica: int  # ... and of the experts'
 
-    @classmethod
-    def of(cls, p: ParallelState) -> _Coordinates:
-        return cls(
-            p.tp_rank,
-            p.pp_rank,
-            p.dp_rank * p.cp_size + p.cp_rank,
-            p.etp_rank,
-            p.ep_rank,
-            p.edp_rank,
-        )
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -155,7 +150,8 @@ class WeightExporter:
         self.parallel = parallel
         self.head = head
         self.specs = weight_specs(arch, dtype, head)
-        self.buckets = cut_buckets(self.specs, min(bucket_bytes, _overlapping_size(self.specs)))
+        overlapping = sum(spec.num_bytes for spec in self.specs) // _BUCKETS
+        self.buckets = cut_buckets(self.specs, min(bucket_bytes, max(_SMALL_BUCKET, overlapping)))
         own = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
         self._params: dict[str, Tensor] = {entry.megatron: param for entry, param in own}
         self._device = own[0][1].device
@@ -249,10 +245,7 @@ class WeightExporter:
         return alone, packed
 
     def _parts(self, bucket: Bucket, rank: int) -> list[_Part]:
-        """The parts of a bucket that `rank` sends, in the bucket's order.
-
-        Rank 0 and the sender compute the same list.
-        """
+        """The parts of a bucket that `rank` sends, the same list on rank 0 and the sender."""
         key = bucket.index, rank
         if key not in self._plans:
             parts = []
@@ -303,9 +296,11 @@ class WeightExporter:
 
     def _gather_coordinates(self) -> list[_Coordinates]:
         """The coordinates of every rank of the world."""
-        own = torch.tensor(astuple(_Coordinates.of(self.parallel)))
-        gathered = [torch.empty_like(own) for _ in range(self.parallel.world_size)]
-        dist.all_gather(gathered, own, group=self.parallel.control_group)
+        p = self.parallel
+        replica = p.dp_rank * p.cp_size + p.cp_rank
+        own = torch.tensor([p.tp_rank, p.pp_rank, replica, p.etp_rank, p.ep_rank, p.edp_rank])
+        gathered = [torch.empty_like(own) for _ in range(p.world_size)]
+        dist.all_gather(gathered, own, group=p.control_group)
         return [_Coordinates(*numbers.tolist()) for numbers in gathered]
 
     def _find_sources(self) -> dict[str, _Source]:
@@ -332,10 +327,6 @@ class WeightExporter:
                 size, dtype=torch.uint8, device=self._device
             )
         return buffer[:size]
-
-
-def _overlapping_size(specs: Sequence[TensorSpec]) -> int:
-    return max(_SMALL_BUCKET, sum(spec.num_bytes for spec in specs) // _BUCKETS)
 
 
 def _is_sent_as(part: _Part, own: Tensor) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from backends.megatron.checks.layout import check_layout, check_others
+from backends.megatron.checks.layout import check_layout, check_others, layers_of_stages
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.read import read_architecture
-from backends.megatron.parallel.stages import layers_of_stages
 from rlcore.config import Config
 from rlcore.config.derived import Passes, built_in_passes, other_folders, samples_per_step
 from rlcore.config.sections.policy import ParallelConfig, default_chunk_elements

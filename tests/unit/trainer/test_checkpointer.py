@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed import HashStore
 
-from backends.megatron.checkpoint.background import PendingCheckpoint
+from backends.megatron.checkpoint.shards import PendingCheckpoint
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.interfaces import PolicyBackend
 from rlcore.trainer.checkpointer import Checkpointer

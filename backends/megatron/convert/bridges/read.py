@@ -1,34 +1,39 @@
 """An architecture whose conversion table comes from another package.
 
-Where we lack the family, its TransformerConfig fields come from there too. They must be fields that
-our layers carry; other fields are ours to decide, or refused by name.
+A package's names and conversions become rows of a table of ours, with a proof that the conversions
+are the same. Where we lack the family, its TransformerConfig fields come from there too. They must
+be fields that our layers carry; other fields are ours to decide, or refused by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from backends.megatron.convert.architecture import Architecture, BridgeKind
-from backends.megatron.convert.bridges.mbridge import open_mbridge
-from backends.megatron.convert.bridges.megatron_bridge import open_megatron_bridge
-from backends.megatron.convert.bridges.protocol import PREDICTED_LAYERS, FamilyBridge
-from backends.megatron.convert.bridges.table import bridged_entries
-from backends.megatron.convert.experts import sigmoid_fields
-from backends.megatron.convert.families import FAMILIES
+from backends.megatron.convert.bridges.packages import BRIDGES, PREDICTED_LAYERS, FamilyBridge
+from backends.megatron.convert.families import FAMILIES, TRUNK
+from backends.megatron.convert.fields import sigmoid_fields
+from backends.megatron.convert.layout import hf_shapes, pack
 from backends.megatron.convert.load import SafetensorsFolder
+from backends.megatron.convert.table import (
+    OUTPUT_LAYER,
+    VALUE_HEAD,
+    WORD_EMBEDDING,
+    Entry,
+    Layers,
+    Split,
+    local_spelling,
+)
 from backends.megatron.cpu.shim import importing_megatron
 from rlcore.errors import ModelError
-
-BRIDGES: dict[str, Callable[[Architecture], FamilyBridge]] = {
-    "mbridge": open_mbridge,
-    "megatron-bridge": open_megatron_bridge,
-}
 
 # Options that change a model and that a bridge may ignore, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -73,6 +78,9 @@ _OURS = frozenset({
 })  # fmt: skip
 # `read_architecture` has them from config.json
 _FROM_CONFIG = ("vocab_size", "max_sequence_length", "rotary_base")
+# placeholders for the numbers of layer and expert, which no name contains otherwise
+_LAYER = 7919
+_EXPERT = 6007
 
 
 def through_bridge(arch: Architecture, kind: BridgeKind, *, weights: bool) -> Architecture:
@@ -119,10 +127,7 @@ def _configured(bridge: FamilyBridge, arch: Architecture) -> Architecture:
 
 
 def _bridged_fields(bridge: FamilyBridge, arch: Architecture) -> dict[str, Any]:
-    """Read `arch.transformer` of a family that only the bridge knows.
-
-    Raises ModelError naming the first field that our layers do not carry.
-    """
+    """Read `arch.transformer` of a family that only the bridge knows."""
     with importing_megatron():
         from megatron.core.transformer import TransformerConfig
     defaults = {
@@ -207,10 +212,7 @@ def _layer_pattern(every: int | list[int], num_layers: int) -> int | list[int]:
 
 
 def _rotary_arguments(bridge: FamilyBridge) -> dict[str, Any]:
-    """The keyword arguments of `GPTModel` for rotary positions that `config.json` does not tell.
-
-    Raises ModelError for an argument of `GPTModel` that our builder does not pass on.
-    """
+    """The keyword arguments of `GPTModel` for rotary positions that `config.json` does not tell."""
     given = {key: value for key, value in bridge.gpt_arguments().items() if key not in _FROM_CONFIG}
     if (kind := given.pop("position_embedding_type", "rope")) != "rope":
         raise ModelError(
@@ -234,3 +236,116 @@ def _check_complete(bridge: FamilyBridge, arch: Architecture, names: Iterable[st
                 f"{arch.folder}: tensor {name!r} has no place in the model that {bridge.name}"
                 " describes"
             )
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A parameter of our model, by its name in the spelling of Transformer Engine's layers."""
+
+    name: str
+    split: Split
+    layers: Layers = "all"
+    dtype: str | None = None
+
+    @property
+    def asked(self) -> str:
+        """The name with placeholders for the numbers."""
+        return self.name.format(layer=_LAYER, expert=_EXPERT)
+
+    def entry(self, hf_names: list[str]) -> Entry:
+        """The row of the table, from the bridge's answer."""
+        layer = f"decoder.layers.{_LAYER}."
+        ours = (
+            layer + local_spelling(self.asked.removeprefix(layer))
+            if self.asked.startswith(layer)
+            else self.asked
+        )
+        megatron, *hf = (
+            name.replace(str(_LAYER), "{layer}").replace(str(_EXPERT), "{expert}")
+            for name in (ours, *hf_names)
+        )
+        return Entry(megatron, tuple(hf), self.split, self.layers, dtype=self.dtype)
+
+
+def bridged_entries(bridge: FamilyBridge, arch: Architecture) -> tuple[Entry, ...]:
+    """Make the table of a model with `arch.transformer` of the bridge's names.
+
+    The row of the value head is ours. Raises ModelError where the bridge has no name for a
+    parameter, or converts it in a way that our table cannot express.
+    """
+    narrow = replace(arch, transformer={**arch.transformer, "hidden_size": 1})
+    entries: list[Entry] = []
+    for question in _questions(arch):
+        entry = question.entry(list(bridge.hf_names(question.asked)))
+        _prove(bridge, narrow, question, entry)
+        if entry.megatron == OUTPUT_LAYER and entry.hf == entries[0].hf:
+            raise ModelError(
+                f"{bridge.name} ties the output layer to the embedding, which"
+                f" {arch.folder}/config.json does not say; set its tie_word_embeddings to true"
+            )
+        entries.append(entry)
+    return (*entries, *(entry for entry in TRUNK if entry.megatron == VALUE_HEAD))
+
+
+def _prove(bridge: FamilyBridge, narrow: Architecture, question: _Question, entry: Entry) -> None:
+    """Convert numbered elements in both ways: the results must be equal."""
+    one = entry.at(0, 0) if entry.per_expert else entry.at(0)
+    shapes = hf_shapes(narrow, one)
+    if len(shapes) == len(entry.hf):
+        sizes = [math.prod(shape) for shape in shapes]
+        numbered = torch.arange(sum(sizes), dtype=torch.float32).split(sizes)
+        pieces = [part.view(shape) for part, shape in zip(numbered, shapes)]
+        theirs = bridge.to_megatron(question.asked, pieces)
+        ours = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:])
+        pack(entry.split, pieces, narrow.transformer["kv_channels"], ours)
+        if torch.equal(theirs, ours):
+            return
+    raise ModelError(
+        f"{bridge.name} makes {entry.megatron} of {', '.join(entry.hf)} in another way than a"
+        f" {entry.split.value} split; the family needs a table of its own"
+    )
+
+
+def _questions(arch: Architecture) -> Iterator[_Question]:
+    """Yield every parameter of a model with these fields, in the order of a forward pass."""
+    fields = arch.transformer
+    layer = "decoder.layers.{layer}."
+    attention = layer + "self_attention."
+    yield _Question(WORD_EMBEDDING, Split.VOCAB)
+    yield _Question(attention + "linear_qkv.layer_norm_weight", Split.REPLICATED)
+    yield _Question(attention + "linear_qkv.weight", Split.QKV)
+    if fields.get("add_qkv_bias"):
+        yield _Question(attention + "linear_qkv.bias", Split.QKV)
+    if fields.get("qk_layernorm"):
+        yield _Question(attention + "q_layernorm.weight", Split.REPLICATED)
+        yield _Question(attention + "k_layernorm.weight", Split.REPLICATED)
+    yield _Question(attention + "linear_proj.weight", Split.ROW)
+    if not all(arch.moe_layers):
+        mlp = layer + "mlp."
+        yield _Question(mlp + "linear_fc1.layer_norm_weight", Split.REPLICATED, "dense")
+        yield _Question(mlp + "linear_fc1.weight", Split.GATED, "dense")
+        yield _Question(mlp + "linear_fc2.weight", Split.ROW, "dense")
+    if any(arch.moe_layers):
+        yield from _expert_questions(arch, layer)
+    yield _Question("decoder.final_layernorm.weight", Split.REPLICATED)
+    if not arch.tie_word_embeddings:
+        yield _Question(OUTPUT_LAYER, Split.VOCAB)
+
+
+def _expert_questions(arch: Architecture, layer: str) -> Iterator[_Question]:
+    fields = arch.transformer
+    mlp = layer + "mlp."
+    yield _Question(layer + "pre_mlp_layernorm.weight", Split.REPLICATED, "moe")
+    yield _Question(mlp + "router.weight", Split.REPLICATED, "moe")
+    if fields.get("moe_router_score_function") == "sigmoid":
+        yield _Question(mlp + "router.expert_bias", Split.REPLICATED, "moe", dtype="float32")
+    yield _Question(mlp + "experts.linear_fc1.weight{expert}", Split.GATED, "moe")
+    yield _Question(mlp + "experts.linear_fc2.weight{expert}", Split.ROW, "moe")
+    if fields.get("moe_shared_expert_intermediate_size"):
+        yield _Question(mlp + "shared_experts.linear_fc1.weight", Split.GATED, "moe")
+        yield _Question(mlp + "shared_experts.linear_fc2.weight", Split.ROW, "moe")
+        if fields.get("moe_shared_expert_gate"):
+            yield _Question(mlp + "shared_experts.gate_weight", Split.REPLICATED, "moe")

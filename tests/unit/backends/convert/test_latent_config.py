@@ -25,10 +25,9 @@ with importing_megatron():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from backends.megatron.batch.cp_layout import PackLayout
-    from backends.megatron.model import te_layers
+    from backends.megatron.model import layer_specs
     from backends.megatron.model.attention import bucketed_attention
-    from backends.megatron.model.moe import PackRouter
-    from backends.megatron.model.sigmoid_router import SigmoidRouter
+    from backends.megatron.model.moe import PackRouter, SigmoidRouter
 
 # As DeepSeek writes it, before transformers 5.
 CONFIG: dict[str, Any] = {
@@ -226,13 +225,13 @@ def test_transformer_engines_layers_have_the_same_router(
     score: str, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A family of a bridge may have sigmoid routers without latent attention."""
-    monkeypatch.setattr(te_layers, "HAVE_TE", True)
+    monkeypatch.setattr(layer_specs, "HAVE_TE", True)
     monkeypatch.setattr(
-        te_layers, "get_gpt_layer_with_transformer_engine_spec",
+        layer_specs, "get_gpt_layer_with_transformer_engine_spec",
         lambda num_experts, **_: get_gpt_layer_local_spec(num_experts=num_experts),
     )  # fmt: skip
     config: Any = SimpleNamespace(qk_layernorm=False, moe_router_score_function=score)
-    assert te_layers.te_layer_spec(config, 4).submodules.mlp.submodules.router is expected
+    assert layer_specs.te_layer_spec(config, 4).submodules.mlp.submodules.router is expected
 
 
 def router(config: DeepseekV3Config, theirs: DeepseekV3TopkRouter) -> SigmoidRouter:

@@ -1,12 +1,15 @@
-"""Errors on one rank, raised on all of them instead of a hang in the next collective."""
+"""Agreement of the ranks: an error on one is raised on all, a value of one is sent to all."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from backends.megatron.parallel.state import ParallelState
 from rlcore.errors import FailedElsewhere
@@ -31,3 +34,17 @@ def raise_on_all_ranks(parallel: ParallelState, what: str) -> Iterator[None]:
         raise failure
     if int(failed) < parallel.world_size:
         raise FailedElsewhere(f"{what} failed on rank {int(failed)}; its log has the reason")
+
+
+def broadcast_json(value: Any, source: int, group: ProcessGroup) -> Any:
+    """Send a small JSON-able value from global rank `source` to all ranks of a gloo group."""
+    own = dist.get_rank() == source
+    data = torch.empty(0, dtype=torch.uint8)
+    if own:
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    dist.broadcast(size, source, group=group)
+    if not own:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, source, group=group)
+    return value if own else json.loads(data.numpy().tobytes())

@@ -1,0 +1,196 @@
+"""The families that we convert: the table of each, and what its `config.json` leaves out.
+
+A new family is a table here and its name in `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from backends.megatron.convert.table import (
+    OUTPUT_LAYER,
+    VALUE_HEAD,
+    WORD_EMBEDDING,
+    Entry,
+    Experts,
+    Family,
+    Layers,
+    Split,
+)
+
+_M = "decoder.layers.{layer}."
+_H = "model.layers.{layer}."
+_ATTENTION_M = _M + "self_attention."
+_ATTENTION_H = _H + "self_attn."
+
+
+def _gated(
+    megatron: str,
+    hf: str,
+    layers: Layers,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> tuple[Entry, Entry]:
+    """A gated feed-forward net; `names` are its gate, its up and its down projection."""
+    gate, up, down = (f"{hf}{name}.weight" for name in names)
+    return (
+        Entry(megatron + "linear_fc1.weight", (gate, up), Split.GATED, layers),
+        Entry(megatron + "linear_fc2.weight", (down,), Split.ROW, layers),
+    )
+
+
+# All but the feed-forward nets.
+TRUNK = (
+    Entry(WORD_EMBEDDING, ("model.embed_tokens.weight",), Split.VOCAB),
+    Entry(_M + "input_layernorm.weight", (_H + "input_layernorm.weight",), Split.REPLICATED),
+    Entry(
+        _ATTENTION_M + "linear_qkv.weight",
+        (
+            _ATTENTION_H + "q_proj.weight",
+            _ATTENTION_H + "k_proj.weight",
+            _ATTENTION_H + "v_proj.weight",
+        ),
+        Split.QKV,
+    ),
+    Entry(_ATTENTION_M + "linear_proj.weight", (_ATTENTION_H + "o_proj.weight",), Split.ROW),
+    Entry(
+        _M + "pre_mlp_layernorm.weight", (_H + "post_attention_layernorm.weight",), Split.REPLICATED
+    ),
+    Entry("decoder.final_layernorm.weight", ("model.norm.weight",), Split.REPLICATED),
+    Entry(OUTPUT_LAYER, ("lm_head.weight",), Split.VOCAB),
+    Entry(VALUE_HEAD, ("score.weight",), Split.REPLICATED),
+)
+_DENSE = (*TRUNK, *_gated(_M + "mlp.", _H + "mlp.", "dense"))
+
+_QKV_BIAS = Entry(
+    _ATTENTION_M + "linear_qkv.bias",
+    (_ATTENTION_H + "q_proj.bias", _ATTENTION_H + "k_proj.bias", _ATTENTION_H + "v_proj.bias"),
+    Split.QKV,
+)
+_QK_NORM = (
+    Entry(_ATTENTION_M + "q_layernorm.weight", (_ATTENTION_H + "q_norm.weight",), Split.REPLICATED),
+    Entry(_ATTENTION_M + "k_layernorm.weight", (_ATTENTION_H + "k_norm.weight",), Split.REPLICATED),
+)
+
+
+def _routed(module: str, names: tuple[str, str, str]) -> tuple[Entry, ...]:
+    """A router and the experts behind it; `names` as in `_gated`."""
+    expert = _M + "mlp.experts.local_experts.{expert}."
+    return (
+        Entry(_M + "mlp.router.weight", (_H + module + "gate.weight",), Split.REPLICATED, "moe"),
+        *_gated(expert, _H + module + "experts.{expert}.", "moe", names),
+    )
+
+
+_EXPERTS = _routed("mlp.", ("gate_proj", "up_proj", "down_proj"))
+
+LLAMA = Family(model_type="llama", class_prefix="Llama", entries=_DENSE)
+
+# Qwen2 and Qwen2.5: Llama with a bias on Q, K and V.
+QWEN2 = Family(
+    model_type="qwen2", class_prefix="Qwen2", entries=(*_DENSE, _QKV_BIAS), qkv_bias=True
+)
+
+# Qwen3 (dense): Llama with an RMSNorm on each head's Q and K.
+QWEN3 = Family(
+    model_type="qwen3",
+    class_prefix="Qwen3",
+    entries=(*_DENSE, *_QK_NORM),
+    qk_norm=True,
+    head_dim=128,
+)
+
+# Qwen2-MoE and Qwen1.5-MoE: Qwen2 with routed experts, and a gated expert for every token.
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    class_prefix="Qwen2Moe",
+    entries=(
+        *QWEN2.entries,
+        *_EXPERTS,
+        *_gated(_M + "mlp.shared_experts.", _H + "mlp.shared_expert.", "moe"),
+        Entry(
+            _M + "mlp.shared_experts.gate_weight",
+            (_H + "mlp.shared_expert_gate.weight",),
+            Split.REPLICATED,
+            "moe",
+        ),
+    ),
+    qkv_bias=True,
+    experts=Experts(
+        width="moe_intermediate_size",
+        normalized="norm_topk_prob",
+        shared_width="shared_expert_intermediate_size",
+    ),
+)
+
+# Qwen3-MoE: Qwen3 with routed experts in all layers, or in some.
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    class_prefix="Qwen3Moe",
+    entries=(*QWEN3.entries, *_EXPERTS),
+    qk_norm=True,
+    head_dim=128,
+    experts=Experts(width="moe_intermediate_size", normalized="norm_topk_prob"),
+)
+
+# Mixtral: Llama with routed experts in every layer.
+MIXTRAL = Family(
+    model_type="mixtral",
+    class_prefix="Mixtral",
+    entries=(*TRUNK, *_routed("block_sparse_moe.", ("w1", "w3", "w2"))),
+    experts=Experts(width="intermediate_size", normalized=True),
+)
+
+
+def _low_rank(
+    megatron: str,
+    hf: str,
+    split: Split = Split.COLUMN,
+    *,
+    where: str | None = None,
+    unless: str | None = None,
+) -> Entry:
+    return Entry(_ATTENTION_M + megatron, (_ATTENTION_H + hf,), split, where=where, unless=unless)
+
+
+_LATENT_ATTENTION = (
+    _low_rank("linear_q_proj.weight", "q_proj.weight", unless="q_lora_rank"),
+    _low_rank("linear_q_down_proj.weight", "q_a_proj.weight", where="q_lora_rank"),
+    _low_rank("q_layernorm.weight", "q_a_layernorm.weight", Split.REPLICATED, where="q_lora_rank"),
+    _low_rank("linear_q_up_proj.weight", "q_b_proj.weight", where="q_lora_rank"),
+    _low_rank("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight"),
+    _low_rank("kv_layernorm.weight", "kv_a_layernorm.weight", Split.REPLICATED),
+    _low_rank("linear_kv_up_proj.weight", "kv_b_proj.weight"),
+)
+
+# DeepSeek-V3 and Moonlight: latent attention, and experts behind sigmoid routers with a bias. The
+# layers that predict further tokens (`num_nextn_predict_layers`) are left out, as transformers
+# leaves them out.
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    class_prefix="DeepseekV3",
+    entries=(
+        # its o_proj is of another shape here
+        *(entry for entry in _DENSE if "linear_qkv" not in entry.megatron),
+        *_LATENT_ATTENTION,
+        Entry(
+            _M + "mlp.router.expert_bias",
+            (_H + "mlp.gate.e_score_correction_bias",),
+            Split.REPLICATED,
+            "moe",
+            dtype="float32",
+        ),
+        *_EXPERTS,
+        *_gated(_M + "mlp.shared_experts.", _H + "mlp.shared_experts.", "moe"),
+    ),
+    latent_attention=True,
+    experts=Experts(
+        count=("n_routed_experts",),
+        width="moe_intermediate_size",
+        normalized="norm_topk_prob",
+        shared_count="n_shared_experts",
+        scoring="sigmoid",
+    ),
+)
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3)
+}

@@ -1,0 +1,140 @@
+"""The layers of a model over packs: Megatron's own, or Transformer Engine's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention, TENorm
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from backends.megatron.batch.pack import PackedSequences
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.model.attention import CoreAttention, LocalRMSNorm, PackedAttention
+from backends.megatron.model.elementwise import SwiGLU, rotate
+from backends.megatron.model.latent_attention import LatentAttention, LatentRMSNorm
+from backends.megatron.model.moe import router_class
+from rlcore.errors import ConfigError
+
+
+def layer_specs(
+    arch: Architecture, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The specifications of the layers of one chunk."""
+    te = config.transformer_impl == "transformer_engine"
+    layer_spec = te_layer_spec if te else local_layer_spec
+    dense, moe = (layer_spec(config, experts) for experts in (None, config.num_moe_experts))
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    here = arch.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    return TransformerBlockSubmodules(
+        layer_specs=[moe if has else dense for has in here],
+        layer_norm=TENorm if te else LocalRMSNorm,
+    )
+
+
+def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """Megatron's local layer with packed attention and torch's RMSNorm."""
+    layer = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            num_experts=num_experts,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            normalization=config.normalization,
+        )
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
+    if config.multi_latent_attention:
+        parts.self_attention.module = LatentAttention
+        latent = parts.self_attention.submodules
+        latent.core_attention = CoreAttention
+        latent.q_layernorm = latent.kv_layernorm = LatentRMSNorm
+    else:
+        attention = parts.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
+    if num_experts is None:
+        parts.mlp.submodules.activation_func = SwiGLU
+    else:
+        parts.mlp.submodules.router = router_class(config)
+        for net in (parts.mlp.submodules.experts, parts.mlp.submodules.shared_experts):
+            net.submodules.activation_func = SwiGLU
+    return layer
+
+
+class TEAttention(MegatronModule):
+    """Transformer Engine's core attention over a pack.
+
+    It rotates q and k as `PackedAttention` does. Under context parallelism Transformer Engine
+    exchanges keys and values itself. It takes the sequences in our layout: padded to a multiple of
+    2 * CP, each rank with an early and a late chunk.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config=config)
+        self.attention = TEDotProductAttention(config, *args, **kwargs)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *args: Any,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """q [T, heads, d], k and v [T, groups, d] -> [T, heads * d]."""
+        packed = packed_seq_params
+        if packed is None or packed.layout is None or packed.cos is None or packed.sin is None:
+            raise TypeError("TEAttention takes packed sequences only")
+        query, key = (rotate(x, packed.cos, packed.sin) for x in (query, key))
+        # lengths of sequences over all CP ranks
+        cu = packed.layout.cu_seqlens
+        longest = packed.layout.longest
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu,
+            cu_seqlens_kv=cu,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        out: Tensor = self.attention(query, key, *args, packed_seq_params=params, **kwargs)
+        return out.reshape(query.size(0), -1)
+
+
+def te_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """The specification of one Transformer Engine layer.
+
+    With experts it has grouped matmuls, and the router that leaves pads out. Raises ConfigError
+    where Transformer Engine is installed and cannot be imported.
+    """
+    if not HAVE_TE:
+        raise ConfigError(
+            "transformer_engine is installed and Megatron cannot import it (`import"
+            " transformer_engine.pytorch` has the reason); repair it, or set"
+            " policy.transformer_engine: off"
+        )
+    layer = copy.deepcopy(
+        get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts,
+            moe_grouped_gemm=num_experts is not None,
+            qk_layernorm=config.qk_layernorm,
+        )
+    )
+    layer.submodules.self_attention.submodules.core_attention = TEAttention
+    if num_experts is not None:
+        layer.submodules.mlp.submodules.router = router_class(config)
+    return layer
