@@ -74,6 +74,7 @@ def test_the_embedded_engine_keeps_it(check: Callable[..., Any], config: Config)
     assert "keeps 22 rules, 0 skipped" in str(report)
 
 
+@pytest.mark.rest
 def test_the_embedded_engine_in_its_own_process_keeps_it(
     check: Callable[..., Any], config: Config, tmp_path: Path
 ) -> None:
@@ -224,6 +225,7 @@ NEXT_VERSION = each(
         (KeepsItsWeights, "kill"),
     ],
 )
+@pytest.mark.rest
 def test_a_broken_engine_fails_at_its_rule(
     broken: type[EmbeddedEngine], rule: str, check: Callable[..., Any], config: Config
 ) -> None:
