@@ -19,7 +19,7 @@ class EngineKind:
     Which transports reach an engine stands in its own `transports`: the engines of a kind differ.
 
     Attributes:
-        factory: import path of its `rollout.engines.registry.EngineFactory`; "" where the class
+        factory: import path of its `rollout.engines.factories.EngineFactory`; "" where the class
             that has these facts is the factory.
         title: its name in messages.
         own_keys: the keys of `rollout.engine` that this kind reads and not every kind does. With

@@ -19,7 +19,7 @@ from rlcore.interfaces import RolloutEngine
 from rlcore.launch.environment import under_torchrun
 from rlcore.launch.logs import log_folder
 from rlcore.launch.process import Process
-from rollout.engines.registry import EngineSite, factory_of
+from rollout.engines.factories import EngineSite, factory_of
 
 
 def build_engines(config: Config, process: Process) -> list[RolloutEngine]:

@@ -1,6 +1,6 @@
 """The engines of a run: started, watched, declared failed once, restarted, and in service again.
 
-`rollout/fleet/health.py` says which state follows from which event. A failed engine is ended and,
+`rollout/fleet/engine_states.py` says which state follows from which event. A failed engine is ended and,
 after a pause, started again; it is then stale until a publication brings it a whole version.
 Everything happens on one event loop.
 """
@@ -19,7 +19,7 @@ from rlcore.deadlines import KILL_ENGINE_S, TRANSPORT_GRACE_S
 from rlcore.errors import NoEngineLeft
 from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import gather_or_cancel, within
-from rollout.fleet.health import Event, Health, State
+from rollout.fleet.engine_states import Event, Health, State
 from rollout.fleet.router import Lease, Member, Router
 from rollout.weight_sync.base import describe
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlcore.errors import RlcoreError
 from rlcore.interfaces import RolloutEngine
-from rollout.fleet.health import Health, State
+from rollout.fleet.engine_states import Health, State
 
 HOMES = 1 << 16  # conversations whose engine is remembered
 # an engine with a cached prefix may have so many requests more than the least loaded one

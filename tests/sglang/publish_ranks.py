@@ -42,7 +42,7 @@ with importing_megatron():
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.config.sections.rollout import EngineConfig
 from rollout.asyncio_utils import LoopThread
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 
 BUCKET_BYTES = 20_000
 

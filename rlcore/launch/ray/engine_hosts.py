@@ -25,7 +25,7 @@ from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import answer, answer_when_up
 from rollout.asyncio_utils import within
 from rollout.engines.child_process import Server
-from rollout.engines.registry import HostedFactory, Keys, engine_name, factory_of
+from rollout.engines.factories import HostedFactory, Keys, engine_name, factory_of
 
 LOOPBACK = "127.0.0.1"
 IN_PROCESS = "copy"  # the transport that hands tensors over inside one process

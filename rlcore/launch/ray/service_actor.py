@@ -27,7 +27,7 @@ from rlcore.launch.logs import log_folder
 from rlcore.launch.ray.actor_env import ActorEnv, log_to
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost
 from rlcore.launch.ray.engine_hosts import cluster_engines
-from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 
 if TYPE_CHECKING:
     from rollout.fleet.engine_memory import FleetMemory

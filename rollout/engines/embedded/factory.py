@@ -15,7 +15,7 @@ from rollout.engines.child_process import ChildServer, Server
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.server import ServerConfig
-from rollout.engines.registry import EngineSite, Keys, engine_log, engine_name
+from rollout.engines.factories import EngineSite, Keys, engine_log, engine_name
 
 MODULE = "rollout.engines.embedded.server"
 
@@ -43,7 +43,7 @@ class EmbeddedServer(ChildServer):
 
 
 class EmbeddedFactory:
-    """`rollout.engines.registry.HostedFactory` of embedded engines."""
+    """`rollout.engines.factories.HostedFactory` of embedded engines."""
 
     @classmethod
     def build(cls, site: EngineSite) -> Sequence[RolloutEngine]:

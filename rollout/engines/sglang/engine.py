@@ -23,7 +23,7 @@ from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.child_process import Server
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient

@@ -10,7 +10,7 @@ from typing import Any
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, DeadlineExceeded, EngineFailed, UserError
 from rollout.engines.checks import folder_config, folder_vocab_size
-from rollout.engines.registry import ADMIN_KEY, Keys
+from rollout.engines.factories import ADMIN_KEY, Keys
 from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.http import ServerClient
 

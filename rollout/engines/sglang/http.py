@@ -18,7 +18,7 @@ from yarl import URL
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs, UserError
-from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 
 # Below the 5 s after which SGLang closes an idle connection: a request must never be written into
 # one that just closes.

@@ -19,7 +19,7 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.child_process import ChildServer, without_rank
-from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ from rlcore.errors import ConfigError
 from rlcore.launch.engines import build_engines
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.engines.registry import ADMIN_KEY, API_KEY
+from rollout.engines.factories import ADMIN_KEY, API_KEY
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.server_process import ManagedServer

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from rlcore.config.sections.rollout import EngineConfig
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.http import ServerClient
 
 

@@ -16,7 +16,7 @@ from engine_kit import VOCAB, with_client
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.external import ExternalServer
 

@@ -12,7 +12,7 @@ from engine_kit import request, with_client
 
 from rlcore.data.generation import Prefix
 from rlcore.errors import EngineFailed, EngineHangs, UserError
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.limits import Limits
 

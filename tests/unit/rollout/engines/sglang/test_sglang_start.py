@@ -15,7 +15,7 @@ from rlcore.config.checks.engine import OURS, cannot_start
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, ModelError
 from rollout.engines.child_process import members
-from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.entry import without_idle
 from rollout.engines.sglang.server_process import (
     ENTRY,

@@ -15,7 +15,7 @@ from engine_kit import flatten, layout, request, tiny_qwen3
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs
 from rollout.asyncio_utils import LoopThread
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.process_group import GroupAddress
 
