@@ -1,7 +1,7 @@
 """The engines of a run: started, watched, declared failed once, restarted, and in service again.
 
-`rollout/fleet/engine_states.py` says which state follows from which event. A failed engine is ended and,
-after a pause, started again; it is then stale until a publication brings it a whole version.
+`rollout/fleet/engine_states.py` says which state follows from which event. A failed engine is ended
+and, after a pause, started again; it is then stale until a publication brings it a whole version.
 Everything happens on one event loop.
 """
 
