@@ -29,7 +29,7 @@ LIMITS = {
     "verify_every": 1,
     "device": "cpu",
     "threads": 1,
-    "start_timeout_s": 60.0,
+    "start_timeout_s": 300.0,
     "request_timeout_s": 20.0,
     "update_timeout_s": 5.0,
 }

@@ -43,7 +43,7 @@ FAKE_SKIPS = (
 
 @pytest.fixture
 def config(folder: Path) -> Config:
-    limits = {"request_timeout_s": 20.0, "update_timeout_s": 5.0, "start_timeout_s": 60.0}
+    limits = {"request_timeout_s": 20.0, "update_timeout_s": 5.0, "start_timeout_s": 300.0}
     return Config.model_validate(
         {
             "run": {"name": "test"},
