@@ -19,12 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from backends.megatron.checkpoint.optimizer_state import (
-    METADATA,
-    completed,
-    fixed_state,
-    tensors_as_saved,
-)
+from backends.megatron.checkpoint.optimizer_state import names_as_saved, optimizer_tensors
 from backends.megatron.checkpoint.shards import (
     HostCopies,
     PendingCheckpoint,
@@ -74,7 +69,7 @@ def save_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
     for model in models:
         target = _open_folder(folder, model, parallel)
         with write_errors(folder):
-            write_sharded(_sharded_state(model, parallel, is_loading=False), target)
+            write_sharded(_state_to_save(model, parallel), target)
     _seal(folder, _descriptions(models), parallel)
 
 
@@ -83,17 +78,14 @@ def start_checkpoint(
 ) -> PendingCheckpoint:
     """As `save_checkpoint`, but copy to host memory and return; a thread writes the copy.
 
-    Collective; call inside `megatron_device`. All communication is done here, the distributed
-    optimizer's gathering too. `host` is in use until `finish` of the returned checkpoint: there is
-    at most one at a time.
+    Collective; call inside `megatron_device`. `host` is in use until `finish` of the returned
+    checkpoint: there is at most one at a time.
     """
     planned = []
     for model in models:
         target = _open_folder(folder, model, parallel)
         with write_errors(folder):
-            planned.append(
-                plan_sharded(_sharded_state(model, parallel, is_loading=False), target, host)
-            )
+            planned.append(plan_sharded(_state_to_save(model, parallel), target, host))
     described = _descriptions(models)  # before the optimizers take further steps
     return PendingCheckpoint(folder, planned, lambda: _seal(folder, described, parallel))
 
@@ -169,20 +161,23 @@ def saved_layout(folder: Path) -> str:
 # --- state dicts ----------------------------------------------------------------------------------
 
 
+def _state_to_save(model: Saved, parallel: ParallelState) -> dict[str, Any]:
+    """AdamW has no state before its first step."""
+    stepped = model.optimizer is not None and model.optimizer.steps_taken > 0
+    return _sharded_state(model, parallel, optimizer=stepped)
+
+
 def _sharded_state(
-    model: Saved, parallel: ParallelState, *, is_loading: bool, optimizer: bool = True
+    model: Saved, parallel: ParallelState, *, optimizer: bool
 ) -> dict[str, Any]:
-    """The sharded weights, one entry a chunk, and the optimizer's state if it has any."""
-    metadata = {"dp_cp_group": parallel.dp_cp_group, **METADATA}
+    """The sharded weights, one entry a chunk, and the optimizer's state if this rank has any."""
+    metadata = {"dp_cp_group": parallel.dp_cp_group}
     state: dict[str, Any] = {
         f"model{index}": unwrap(chunk).sharded_state_dict(prefix="", metadata=metadata)  # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
     }
-    if optimizer and model.optimizer is not None and (is_loading or model.optimizer.steps_taken):
-        with fixed_state(model.optimizer):
-            state["optimizer"] = model.optimizer.megatron.sharded_state_dict(
-                dict(state), is_loading=is_loading, metadata=metadata
-            )
+    if optimizer and model.optimizer is not None:
+        state |= {"optimizer": optimizer_tensors(model.optimizer, state)}
     return state
 
 
@@ -200,34 +195,27 @@ def _load(
     """
     if steps_taken and model.optimizer is not None:
         model.optimizer.prepare_for_load()
-    wanted = _sharded_state(model, parallel, is_loading=True, optimizer=bool(steps_taken))
+    wanted = _sharded_state(model, parallel, optimizer=bool(steps_taken))
     for index in range(len(model.chunks)):
         for key in skip:
             wanted[f"model{index}"].pop(key, None)
-    optimizer = wanted.pop("optimizer", None)
-    if optimizer is not None:
+    if "optimizer" in wanted:
         with (
             raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"),
             read_errors(folder / model.name),
         ):
             names = saved_names(folder / model.name)
-        wanted["tensors"] = tensors_as_saved(optimizer, names, fp32=_dtype(model) == "float32")
+        wanted["optimizer"] = names_as_saved(wanted["optimizer"], names)
+    # the optimizer's tensors are read in place
     with read_errors(folder / model.name):
         state = read_sharded(wanted, folder / model.name)
     for index, chunk in enumerate(model.chunks):
         unwrap(chunk).load_state_dict(state[f"model{index}"], strict=not skip)
     if model.optimizer is None:
         return
-    if steps_taken:
-        in_groups = model.optimizer.counts_in_groups
-        model.optimizer.load_megatron_state(
-            completed(
-                optimizer, state["tensors"], steps_taken=steps_taken, counts_in_groups=in_groups
-            )
-        )
-    else:
+    if not steps_taken:
         model.optimizer.megatron.reload_model_params()
-    model.optimizer.steps_taken = steps_taken
+    model.optimizer.set_steps_taken(steps_taken)
 
 
 # --- the manifest ---------------------------------------------------------------------------------
