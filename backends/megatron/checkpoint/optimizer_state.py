@@ -51,9 +51,7 @@ def optimizer_tensors(
         for entry in nested_values(dict(weights))
         if isinstance(entry, ShardedTensor | ShardedTensorFactory)
     ]
-    held = {
-        id(each.parameter): each for each in _held_state(optimizer, [e.data for e in entries])
-    }
+    held = {id(each.parameter): each for each in _held_state(optimizer, [e.data for e in entries])}
     for entry in entries:
         state = held.pop(id(entry.data), None)
         for part in _parts(entry) if state is not None else ():
@@ -120,9 +118,7 @@ class _HeldState:
     is_divided: bool  # over data-parallel ranks, which otherwise all hold the same
 
 
-def _held_state(
-    optimizer: ScheduledOptimizer, parameters: Iterable[Any]
-) -> Iterator[_HeldState]:
+def _held_state(optimizer: ScheduledOptimizer, parameters: Iterable[Any]) -> Iterator[_HeldState]:
     # a plain optimizer steps the fp32 copy of a parameter, or the parameter itself
     stepped = {id(getattr(each, "main_param", each)): each for each in parameters}
     for part in optimizer.parts:
@@ -163,9 +159,7 @@ def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, S
         yield (data.data_ptr() - entry.data.data_ptr()) // data.element_size(), part
 
 
-def _boxes_of(
-    placed: tuple[int, ShardedTensor], state: _HeldState
-) -> Iterator[ShardedTensor]:
+def _boxes_of(placed: tuple[int, ShardedTensor], state: _HeldState) -> Iterator[ShardedTensor]:
     """The held state of one part of a parameter."""
     first, part = placed
     count = math.prod(part.local_shape)

@@ -167,9 +167,7 @@ def _state_to_save(model: Saved, parallel: ParallelState) -> dict[str, Any]:
     return _sharded_state(model, parallel, optimizer=stepped)
 
 
-def _sharded_state(
-    model: Saved, parallel: ParallelState, *, optimizer: bool
-) -> dict[str, Any]:
+def _sharded_state(model: Saved, parallel: ParallelState, *, optimizer: bool) -> dict[str, Any]:
     """The sharded weights, one entry a chunk, and the optimizer's state if this rank has any."""
     metadata = {"dp_cp_group": parallel.dp_cp_group}
     state: dict[str, Any] = {

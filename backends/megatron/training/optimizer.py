@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -152,19 +153,17 @@ class ScheduledOptimizer:
         return not all(isinstance(part.optimizer, torch.optim.AdamW) for part in self.parts)
 
     def prepare_for_load(self) -> None:
-        """Create the tensors that a checkpoint is loaded into: AdamW has none before a step."""
+        """Create the moments that a checkpoint is loaded into: AdamW has none before a step."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
                     state: dict[str, Tensor] = part.optimizer.state[parameter]
                     if "exp_avg" not in state:
-                        if not self.counts_in_groups:
-                            state["step"] = torch.tensor(0.0)
                         state["exp_avg"] = torch.zeros_like(parameter)
                         state["exp_avg_sq"] = torch.zeros_like(parameter)
 
     def set_steps_taken(self, steps: int) -> None:
-        """Continue the schedule and AdamW's bias correction after `steps` steps."""
+        """Continue the schedule and AdamW's count after `steps` steps, with loaded moments."""
         self.steps_taken = steps
         if not steps:
             return
