@@ -80,6 +80,7 @@ class ScheduledOptimizer:
                 use_distributed_optimizer=config.distributed,
             ),
             list(modules),
+            use_gloo_process_groups=False,  # `init_parallel` makes none
         )
         # Some of its tensors belong to the model (all weights in fp32, or views of a buffer): the
         # optimizer must not offload these.
