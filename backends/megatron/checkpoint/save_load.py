@@ -120,7 +120,9 @@ def load_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
     Collective; call inside `megatron_device`. Raises ModelError naming the checkpoint and what is
     wrong: not a checkpoint, a missing or truncated file, another architecture or dtype.
     """
-    manifest = _read_manifest(folder, [model.name for model in models], parallel)
+    # every rank looks, so that all of them give the reason
+    with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
+        manifest = read_manifest(folder, [model.name for model in models])
     for model in models:
         described = manifest["models"][model.name]
         _check_same(folder, model, described, parallel)
@@ -139,7 +141,8 @@ def load_weights(
     A critic may be loaded from a policy: its value head keeps its values. Raises as
     `load_checkpoint` does.
     """
-    manifest = _read_manifest(folder, [name], parallel)
+    with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
+        manifest = read_manifest(folder, [name])
     model = Saved(name, arch, chunks)
     described = manifest["models"][name]
     _check_same(folder, model, described, parallel)
@@ -222,7 +225,7 @@ def _load(
 def _descriptions(models: Sequence[Saved]) -> dict[str, Any]:
     return {
         model.name: {
-            "architecture": _fingerprint(model),
+            "architecture": _fingerprint(model.arch),
             "head": model.head,
             "dtype": _dtype(model),
             "distributed_optimizer": (
@@ -234,9 +237,8 @@ def _descriptions(models: Sequence[Saved]) -> dict[str, Any]:
     }
 
 
-def _fingerprint(model: Saved) -> dict[str, Any]:
+def _fingerprint(arch: Architecture) -> dict[str, Any]:
     """The properties that two models must share for the weights of one to fit the other."""
-    arch = model.arch
     return {
         "family": arch.family,
         "vocab_size": arch.vocab_size,
@@ -249,46 +251,55 @@ def _dtype(model: Saved) -> str:
     return str(next(unwrap(model.chunks[0]).parameters()).dtype).removeprefix("torch.")
 
 
-def _read_manifest(folder: Path, names: Sequence[str], parallel: ParallelState) -> dict[str, Any]:
-    """Read the manifest, and check that every file that it lists is there with its size.
+def read_manifest(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Read the manifest, and check that every file of models `names` is there with its size.
 
-    Every rank looks, so that all of them give the reason.
+    Raises ModelError naming the checkpoint and what is wrong.
     """
-    with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
-        path = folder / MANIFEST
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ModelError(
+            f"{folder}: not a complete checkpoint: no {MANIFEST}; expected what a run saved as"
+            " its model"
+        )
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        files = dict(manifest["files"])
+        models = dict(manifest["models"])
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ModelError(f"checkpoint {folder}: {MANIFEST} is damaged: {error}") from error
+    if manifest.get("format") != _FORMAT:
+        raise ModelError(
+            f"checkpoint {folder}: format {manifest.get('format')}, this version reads {_FORMAT}"
+        )
+    for name in names:
+        if name not in models:
+            raise ModelError(f"checkpoint {folder}: it holds no {name}, only {', '.join(models)}")
+    for name, size in files.items():
+        if name.split("/")[0] not in names:
+            continue
+        path = folder / name
         if not path.is_file():
+            raise ModelError(f"checkpoint {folder}: {name} is missing")
+        if path.stat().st_size != size:
             raise ModelError(
-                f"{folder}: not a complete checkpoint: no {MANIFEST}; expected what a run saved as"
-                " its model"
+                f"checkpoint {folder}: {name} has {path.stat().st_size} bytes, {size} were written"
             )
-        try:
-            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            files = dict(manifest["files"])
-            models = dict(manifest["models"])
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise ModelError(f"checkpoint {folder}: {MANIFEST} is damaged: {error}") from error
-        if manifest.get("format") != _FORMAT:
-            raise ModelError(
-                f"checkpoint {folder}: format {manifest.get('format')}, this version reads"
-                f" {_FORMAT}"
-            )
-        for name in names:
-            if name not in models:
-                raise ModelError(
-                    f"checkpoint {folder}: it holds no {name}, only {', '.join(models)}"
-                )
-        for name, size in files.items():
-            if name.split("/")[0] not in names:
-                continue
-            path = folder / name
-            if not path.is_file():
-                raise ModelError(f"checkpoint {folder}: {name} is missing")
-            if path.stat().st_size != size:
-                raise ModelError(
-                    f"checkpoint {folder}: {name} has {path.stat().st_size} bytes, {size} were"
-                    " written"
-                )
     return manifest
+
+
+def check_architecture(
+    folder: Path, name: str, arch: Architecture, described: Mapping[str, Any]
+) -> None:
+    """Refuse, by ModelError, a checkpoint of a model that is `described` as another one."""
+    was = described["architecture"]
+    now = _fingerprint(arch)
+    for key in now:
+        if was.get(key) != now[key]:
+            raise ModelError(
+                f"checkpoint {folder}: {name} was saved with {key} {was.get(key)!r}, this model"
+                f" has {now[key]!r}"
+            )
 
 
 def _check_same(
@@ -296,14 +307,7 @@ def _check_same(
 ) -> None:
     """Refuse a checkpoint of another model; of another dtype too if the optimizer is loaded."""
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
-        was = described["architecture"]
-        now = _fingerprint(model)
-        for key in now:
-            if was.get(key) != now[key]:
-                raise ModelError(
-                    f"checkpoint {folder}: {model.name} was saved with {key} {was.get(key)!r}, this"
-                    f" model has {now[key]!r}"
-                )
+        check_architecture(folder, model.name, model.arch, described)
         if described["head"] == "value" and model.head == "lm":
             raise ModelError(
                 f"checkpoint {folder}: {model.name} has a value head, this model needs a language"

@@ -19,6 +19,7 @@ from rlcore.launch.compose import (
     build_gpu_sharing,
     build_weight_publisher,
     check_model,
+    export_policy,
     open_handles,
 )
 from rlcore.launch.process import Process, join
@@ -71,7 +72,7 @@ def evaluate_model(loaded: Loaded, *, output: Path | None) -> int:
 
 
 def export_checkpoint(source: Path, folder: Path) -> int:
-    """Read a checkpoint of any layout and write it as a Hugging Face folder."""
+    """Write a checkpoint of any layout as a Hugging Face folder, on the CPU, without the model."""
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty: choose another folder")
     shards = find_checkpoint(source, "export")
@@ -82,11 +83,7 @@ def export_checkpoint(source: Path, folder: Path) -> int:
         raise UserError(
             f"{source}: no config.yaml in it or above it; expected a run or one of its checkpoints"
         )
-    config = _in_one_process(load_config([run.config_path]).config)
-    config.policy.checkpoint = str(shards)
-    with ExitStack() as stack:
-        process = stack.enter_context(join(config))
-        _policy_only(config, process, stack).export_hf(folder)
+    export_policy(load_config([run.config_path]).config, shards, folder)
     print(f"wrote {folder}")
     return 0
 
