@@ -53,9 +53,11 @@ def optimizer_tensors(
     ]
     held = {id(each.parameter): each for each in _held_state(optimizer, [e.data for e in entries])}
     for entry in entries:
-        state = held.pop(id(entry.data), None)
-        for part in _parts(entry) if state is not None else ():
-            for box in _boxes_of(part, state):
+        if id(entry.data) not in held:
+            continue
+        state = held.pop(id(entry.data))
+        for first, part in _parts(entry):
+            for box in _boxes_of(first, part, state):
                 found[f"{box.key} {box.global_offset}"] = box
     if held:
         raise RuntimeError(
@@ -159,9 +161,8 @@ def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, S
         yield (data.data_ptr() - entry.data.data_ptr()) // data.element_size(), part
 
 
-def _boxes_of(placed: tuple[int, ShardedTensor], state: _HeldState) -> Iterator[ShardedTensor]:
-    """The held state of one part of a parameter."""
-    first, part = placed
+def _boxes_of(first: int, part: ShardedTensor, state: _HeldState) -> Iterator[ShardedTensor]:
+    """The held state of a part of a parameter, which begins at its element `first`."""
     count = math.prod(part.local_shape)
     for kind, tensor in state.tensors.items():
         start = max(state.start - first, 0)
