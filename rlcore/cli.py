@@ -124,12 +124,18 @@ def evaluate(arguments: argparse.Namespace) -> int:
             if is_hf
             else [f"policy.checkpoint={path}"]
         )
-    loaded = _load([*arguments.settings, *chosen])
+    launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
+    loaded = _load([*launcher, *arguments.settings, *chosen])
     if not loaded.config.evaluation.paths:
         raise loaded.error("evaluation.paths", "empty: name the files with the prompts to score")
     from rlcore.launch.commands.eval_export import evaluate_model
 
-    return evaluate_model(loaded, output=arguments.output)
+    return evaluate_model(
+        loaded,
+        output=arguments.output,
+        all_ranks=arguments.all_ranks,
+        arguments=arguments.given,
+    )
 
 
 def engine(arguments: argparse.Namespace) -> int:
@@ -308,6 +314,11 @@ def _add_configured(commands: Commands) -> None:
         help="a Hugging Face folder or a checkpoint, instead of the configured one",
     )
     sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
+    sub.add_argument(
+        "--all-ranks",
+        action="store_true",
+        help="hold the model in the configured layout, on the ranks that would train",
+    )
     text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
     sub = _configured(commands, "engine", engine, text)
     sub.add_argument(

@@ -79,7 +79,8 @@ class MegatronBackend:
         with_reference: build the frozen reference.
         with_teacher: build the frozen teacher, `teacher.path`.
         with_critic: build the value model and its optimizer.
-        total_steps: optimizer steps of the run, after which the learning rate is at its end.
+        total_steps: optimizer steps of the run, after which the learning rate is at its end. With
+            0 the policy is not trained and has no optimizer.
         device: "cpu" or this rank's CUDA device.
 
     Raises ConfigError or ModelError for a layout, a `policy.megatron` field or a folder that does
@@ -124,7 +125,8 @@ class MegatronBackend:
                     self.frozen["reference"] = build_reference(context, self.policy)
                 if with_teacher:
                     self.frozen["teacher"] = build_teacher(context, self.policy)
-                context.start_training(self.policy, policy.optimizer)
+                if total_steps:
+                    context.start_training(self.policy, policy.optimizer)
                 self.policy.make_offloadable(self.device, offload=False)
                 self.critic = build_critic(context, self.policy) if with_critic else None
         except BaseException:

@@ -40,6 +40,7 @@ from rlcore.trainer.objective import Objective
 from rlcore.trainer.rank0 import RankZero
 from rlcore.trainer.step_metrics import Utilization
 from rlcore.trainer.weight_publisher import WeightPublisher
+from rlcore.weights import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,6 +142,24 @@ def build_backend(
         with_teacher=credit is not None and credit.passes.teacher,
         total_steps=optimizer_steps,
         device=process.device,
+    )
+
+
+def export_policy(config: Config, shards: Path, folder: Path) -> None:
+    """Write the policy in `shards` as a Hugging Face folder, as the run's backend would."""
+    from backends.megatron.cpu.shim import importing_megatron
+
+    with importing_megatron():
+        from backends.megatron.checkpoint.to_hf import checkpoint_to_hf
+        from backends.megatron.convert.read import read_architecture
+
+    model = config.model
+    checkpoint_to_hf(
+        shards,
+        folder,
+        read_architecture(model.path, bridge=model.bridge),
+        dtype=DTYPES[model.dtype],
+        tokenizer=None if model.tokenizer is None else Path(model.tokenizer),
     )
 
 

@@ -204,13 +204,14 @@ def megatron_device(device: torch.device | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing_megatron() -> Iterator[None]:
-    """Put this around the first import of megatron.core.
+    """Put this around imports of megatron.core; the first one must be inside.
 
     Without CUDA its `torch.compile` decorators become no-ops: they would import the compiler, which
     takes seconds, and need a C++ compiler when one of the functions is first called.
     """
     if "megatron.core.jit" in sys.modules:
-        yield
+        with expected_warnings_off():
+            yield
         return
     compiler = torch.compile
     if not torch.cuda.is_available():

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
 from backends.megatron.training.offload import OffloadedTensors
@@ -83,6 +80,7 @@ class ScheduledOptimizer:
                 use_distributed_optimizer=config.distributed,
             ),
             list(modules),
+            use_gloo_process_groups=False,  # `init_parallel` makes none
         )
         # Some of its tensors belong to the model (all weights in fp32, or views of a buffer): the
         # optimizer must not offload these.
@@ -156,42 +154,25 @@ class ScheduledOptimizer:
         return not all(isinstance(part.optimizer, torch.optim.AdamW) for part in self.parts)
 
     def prepare_for_load(self) -> None:
-        """Create the tensors that a checkpoint is loaded into: AdamW has none before a step."""
+        """Create the moments that a checkpoint is loaded into: AdamW has none before a step."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
                     state: dict[str, Tensor] = part.optimizer.state[parameter]
                     if "exp_avg" not in state:
-                        if not self.counts_in_groups:
-                            state["step"] = torch.tensor(0.0)
                         state["exp_avg"] = torch.zeros_like(parameter)
                         state["exp_avg_sq"] = torch.zeros_like(parameter)
 
-    def load_megatron_state(self, state_dict: Any) -> None:
-        """Load the state that `megatron.sharded_state_dict` saved.
-
-        The distributed optimizer's loader expects no `step` tensor, and gives every parameter the
-        same one, which would then advance once per parameter: it gets a clone each.
-        """
-        with _step_stays_out_of_loading():
-            self.megatron.load_state_dict(state_dict)
+    def set_steps_taken(self, steps: int) -> None:
+        """Continue the schedule and AdamW's count after `steps` steps, with loaded moments."""
+        self.steps_taken = steps
+        if not steps:
+            return
         for part in self.parts:
-            for state in part.optimizer.state.values():
-                if isinstance(state.get("step"), Tensor):
-                    state["step"] = state["step"].clone()
-
-
-@contextmanager
-def _step_stays_out_of_loading() -> Iterator[None]:
-    """Inside, the distributed optimizer's loader keeps each parameter's own `step`."""
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def keeping_step(optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        own = optimizer._get_main_param_and_optimizer_states(parameter)
-        original(optimizer, parameter, {**own, **tensors})
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = keeping_step
-    try:
-        yield
-    finally:
-        DistributedOptimizer._set_main_param_and_optimizer_states = original
+            for group in part.param_groups:
+                if self.counts_in_groups:
+                    group["step"] = steps
+                    continue
+                # each parameter needs a tensor of its own: AdamW counts in place
+                for parameter in group["params"]:
+                    part.optimizer.state[parameter]["step"] = torch.tensor(float(steps))

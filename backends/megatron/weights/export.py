@@ -41,6 +41,7 @@ Head = Literal["lm", "value"]
 
 # buffers: one is being sent, or (on rank 0) consumed, while the next is filled
 _IN_FLIGHT = 2
+SHARD_BYTES = 4 << 30  # of a file of an exported folder
 _ALONE_BYTES = 1 << 20  # from this size on a message of its own costs less than the copies
 _BUCKETS = 16  # at least so many, so that gathering, sending and applying overlap ...
 _SMALL_BUCKET = 16 << 20  # ... but no bucket is made smaller for it: each costs a round trip
@@ -65,7 +66,7 @@ def export_hf(
     folder: Path,
     tokenizer: Path | None = None,
     *,
-    max_shard_bytes: int = 4 << 30,
+    max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face folder that `transformers` loads: shards, index, config, tokenizer.
 
