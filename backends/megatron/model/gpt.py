@@ -26,7 +26,7 @@ from backends.megatron.model.head import LogprobHead, Targets, ValueHead
 from backends.megatron.model.latent_attention import LatentConfig
 from backends.megatron.model.layer_specs import layer_specs
 from backends.megatron.model.layers import LOCAL_FIELDS
-from backends.megatron.model.moe import moe_fields
+from backends.megatron.model.moe import keep_no_graphs, moe_fields
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError
 from rlcore.weights import DTYPES
@@ -194,6 +194,7 @@ def build_chunks(
                 share_embeddings_and_output_weights=arch.tie_word_embeddings,
                 true_vocab_size=arch.vocab_size,
             )
+        keep_no_graphs(chunk)
         # `to`: a router makes its weight on the CPU
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
