@@ -12,13 +12,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
 from backends.megatron.training.offload import OffloadedTensors
 from rlcore.config.sections.policy import OptimizerConfig
+
+
+def l2_norm(
+    chunk_size: int, unused: Tensor, tensors: list[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """The norm of all tensors together, in place of Megatron's function for a machine without Apex.
+
+    Megatron's reads a number from the device for every tensor. The bits are the same on a CPU.
+    """
+    return torch.stack(torch._foreach_norm(tensors[0])).norm().view(1), None
+
+
+if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+    clip_grads.l2_norm_impl = l2_norm
+
+
+def uses_fused_adamw(device: torch.device) -> bool:
+    """Whether torch's AdamW runs as one kernel: it is faster on CUDA and needs no temporaries.
+
+    On a CPU the bits of its steps would change.
+    """
+    return device.type == "cuda"
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -84,6 +107,10 @@ class ScheduledOptimizer:
             ),
             list(modules),
         )
+        device = next(modules[0].parameters()).device
+        if uses_fused_adamw(device):
+            for group in self._groups_of_torch():
+                group["fused"] = True
         # Some of its tensors belong to the model (all weights in fp32, or views of a buffer): the
         # optimizer must not offload these.
         self._model_storages = {
@@ -91,7 +118,7 @@ class ScheduledOptimizer:
         }
         self.state = OffloadedTensors(
             self._own_tensors,
-            next(modules[0].parameters()).device,
+            device,
             keep_on_device=not config.offload,
         )
 
@@ -99,6 +126,11 @@ class ScheduledOptimizer:
     def parts(self) -> list[MegatronOptimizer]:
         """Megatron chains one optimizer per kind of parameter (dense, expert)."""
         return list(getattr(self.megatron, "chained_optimizers", [self.megatron]))
+
+    def _groups_of_torch(self) -> Iterator[dict[str, Any]]:
+        for part in self.parts:
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                yield from part.optimizer.param_groups
 
     @torch.no_grad()
     def step(self) -> StepReport:
@@ -163,7 +195,9 @@ class ScheduledOptimizer:
                     state: dict[str, Tensor] = part.optimizer.state[parameter]
                     if "exp_avg" not in state:
                         if not self.counts_in_groups:
-                            state["step"] = torch.tensor(0.0)
+                            # the fused kernel reads the step count on the device
+                            device = parameter.device if group.get("fused") else "cpu"
+                            state["step"] = torch.tensor(0.0, device=device)
                         state["exp_avg"] = torch.zeros_like(parameter)
                         state["exp_avg_sq"] = torch.zeros_like(parameter)
 
