@@ -8,14 +8,38 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
 from backends.megatron.training.offload import OffloadedTensors
 from rlcore.config.sections.policy import OptimizerConfig
+
+
+def l2_norm(
+    chunk_size: int, unused: Tensor, tensors: list[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """The norm of all tensors together, in place of Megatron's function for a machine without Apex.
+
+    Megatron's reads a number from the device for every tensor. The bits are the same on a CPU.
+    """
+    return torch.stack(torch._foreach_norm(tensors[0])).norm().view(1), None
+
+
+if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+    clip_grads.l2_norm_impl = l2_norm
+
+
+def uses_fused_adamw(device: torch.device) -> bool:
+    """Whether torch's AdamW runs as one kernel: it is faster on CUDA and needs no temporaries.
+
+    On a CPU the bits of its steps would change.
+    """
+    return device.type == "cuda"
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -82,6 +106,10 @@ class ScheduledOptimizer:
             list(modules),
             use_gloo_process_groups=False,  # `init_parallel` makes none
         )
+        device = next(modules[0].parameters()).device
+        if uses_fused_adamw(device):
+            for group in self._groups_of_torch():
+                group["fused"] = True
         # Some of its tensors belong to the model (all weights in fp32, or views of a buffer): the
         # optimizer must not offload these.
         self._model_storages = {
@@ -89,7 +117,7 @@ class ScheduledOptimizer:
         }
         self.state = OffloadedTensors(
             self._own_tensors,
-            next(modules[0].parameters()).device,
+            device,
             keep_on_device=not config.offload,
         )
 
@@ -97,6 +125,11 @@ class ScheduledOptimizer:
     def parts(self) -> list[MegatronOptimizer]:
         """Megatron chains one optimizer per kind of parameter (dense, expert)."""
         return list(getattr(self.megatron, "chained_optimizers", [self.megatron]))
+
+    def _groups_of_torch(self) -> Iterator[dict[str, Any]]:
+        for part in self.parts:
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                yield from part.optimizer.param_groups
 
     @torch.no_grad()
     def step(self) -> StepReport:
@@ -173,6 +206,9 @@ class ScheduledOptimizer:
                 if self.counts_in_groups:
                     group["step"] = steps
                     continue
-                # each parameter needs a tensor of its own: AdamW counts in place
+                # each parameter needs a tensor of its own: AdamW counts in place, the fused one on
+                # the device
                 for parameter in group["params"]:
-                    part.optimizer.state[parameter]["step"] = torch.tensor(float(steps))
+                    device = parameter.device if group.get("fused") else "cpu"
+                    count = torch.tensor(float(steps), device=device)
+                    part.optimizer.state[parameter]["step"] = count
