@@ -271,7 +271,7 @@ class MegatronBackend:
         model = self.config.model
         # the engine may have a narrower dtype than the model
         if exporter.specs[0].torch_dtype != DTYPES[model.dtype]:
-            exporter = self._new_exporter(model.dtype)
+            exporter = self._new_exporter(model.dtype, sharing=exporter)
         with self.policy.on_device():
             export_hf(exporter, folder, Path(model.tokenizer or model.path))
 
@@ -421,13 +421,14 @@ class MegatronBackend:
             )
         return self._exporter
 
-    def _new_exporter(self, dtype: str) -> WeightExporter:
+    def _new_exporter(self, dtype: str, sharing: WeightExporter | None = None) -> WeightExporter:
         return WeightExporter(
             self.policy.chunks,
             self.policy.arch,
             self.parallel,
             dtype=DTYPES[dtype],
             bucket_bytes=self.config.rollout.engine.bucket_bytes,
+            sharing=sharing,
         )
 
     def _routing(self, model: str) -> Routing:

@@ -98,6 +98,7 @@ class ParallelState:
     replica_leaders: tuple[int, ...]  # [dp_size] global rank of the first rank of each replica
     # [dp_size] global rank of one rank of each replica's last stage
     score_sources: tuple[int, ...]
+    timeout_s: float = field(default=600.0, compare=False)  # of a collective
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
 
     tp_group = _Group()
@@ -177,6 +178,7 @@ class ParallelState:
             score_sources=tuple(
                 next(r for r in ranks if coordinates[r][1] == pp_size - 1) for ranks in replicas
             ),
+            timeout_s=timeout_s,
             groups=groups,
         )
 
