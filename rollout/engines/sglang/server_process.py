@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 import torch
 
-from rlcore.config.checks.engine import argument_name, cannot_start
+from rlcore.config.checks.engine import FLASH_RL, argument_name, cannot_start, server_argument
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
-from rollout.engines.checks import folder_vocab_size
+from rollout.engines.checks import folder_config, folder_vocab_size
 from rollout.engines.child_process import ChildServer, without_rank
 from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
 
@@ -25,6 +25,7 @@ ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
 # The engine must not inherit the trainer's Python path and secrets.
 NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", API_KEY, ADMIN_KEY}
+FLASH_RL_FAMILIES = ("qwen2", "qwen3")  # the models whose loaders declare that they support it
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 # A user's own `rollout.engine.server` overrides these.
@@ -84,6 +85,7 @@ class ManagedServer(ChildServer):
         for problem in cannot_start(config):
             raise ConfigError(str(problem))
         folder_vocab_size(model_path)  # the server would say so in a long log
+        check_quantised(config, model_path)
         super().__init__(name, log)
         self.model_path = os.path.abspath(model_path)
         self.config = config
@@ -183,6 +185,18 @@ def option(name: str, value: Any) -> list[str]:
     if isinstance(value, list | tuple):
         return [flag, *(str(one) for one in value)]
     return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def check_quantised(config: EngineConfig, model_path: str) -> None:
+    """Raise ConfigError for a quantised model that SGLang cannot load a second time."""
+    family = folder_config(model_path).get("model_type")
+    load_format = server_argument(config, "load_format")
+    if load_format == FLASH_RL and family not in FLASH_RL_FAMILIES:
+        raise ConfigError(
+            f"rollout.engine.server.load_format: got {load_format!r} for a model of type {family},"
+            f" but with it SGLang publishes only into {' and '.join(FLASH_RL_FAMILIES)}: leave it"
+            " and the quantization out"
+        )
 
 
 def engine_python(config: EngineConfig) -> str:
