@@ -17,7 +17,7 @@ ENGINE = "rollout.engine"
 COLOCATED = "rollout.engine.colocated"
 SERVER = "rollout.engine.server"
 # set by the user who starts the engines
-MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device")
+MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device", "environment")
 ANY_ADDRESS = ("", "0.0.0.0", "::")
 # what an offloaded trainer keeps, its CUDA context and the buffers of NCCL, takes a GiB or two a
 # process

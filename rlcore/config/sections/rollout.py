@@ -59,6 +59,8 @@ class EngineConfig(Section):
     """Precision of the engines; default: `model.dtype`."""
     threads: PositiveInt | None = None
     """Torch threads of an engine process; default: torch's choice."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of engine processes, beside those of the trainer that suit them."""
     max_batch: PositiveInt = 256
     """Embedded: sequences generated together."""
     bucket_bytes: PositiveInt = 256 << 20

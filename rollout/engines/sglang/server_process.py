@@ -18,7 +18,7 @@ from rlcore.config.checks.engine import FLASH_RL, argument_name, cannot_start, s
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
 from rollout.engines.checks import folder_config, folder_vocab_size
-from rollout.engines.child_process import ChildServer, without_rank
+from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
 
 ENTRY = Path(__file__).with_name("entry.py")
@@ -93,7 +93,7 @@ class ManagedServer(ChildServer):
         self.device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.python = engine_python(config)
         self._dtype = dtype
-        self._gpus = tuple(gpus)
+        self.gpus = tuple(gpus)
         self._arguments = dict(arguments or {})
         self._tokenizer = None if tokenizer is None else os.path.abspath(tokenizer)
 
@@ -154,18 +154,21 @@ class ManagedServer(ChildServer):
         )
 
     def _environment(self) -> dict[str, str]:
+        on_gpu = self.device != "cpu"
         variables = {
-            name: value for name, value in without_rank().items() if name not in NOT_FOR_ENGINES
+            name: value
+            for name, value in engine_environment(
+                self.config, on_gpu=on_gpu, gpus=self.gpus if on_gpu else ()
+            ).items()
+            if name not in NOT_FOR_ENGINES or name in self.config.environment
         }
-        if self.device == "cpu":
+        if not on_gpu:
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
             # by default SGLang gives each rank a NUMA node, and fails if there are too few
             if self.config.tensor_parallel > 1:
                 variables.setdefault(
                     "SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(self.config.tensor_parallel)
                 )
-        elif self._gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables

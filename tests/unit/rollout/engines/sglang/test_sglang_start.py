@@ -125,7 +125,7 @@ def test_a_quantised_engine_cannot_be_verified() -> None:
 def test_only_some_models_are_quantised_again(tmp_path: Path, folder: Path) -> None:
     server(tmp_path, folder, server=FP8)  # a Qwen3
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "vocab_size": 8}')
-    with pytest.raises(ConfigError, match="for a model of type qwen3_moe, .* qwen2 and qwen3"):
+    with pytest.raises(ConfigError, match=r"for a model of type qwen3_moe, .* qwen2 and qwen3"):
         server(tmp_path, tmp_path, server=FP8)
 
 
@@ -261,6 +261,15 @@ def test_the_engines_environment_is_its_own(
         ]
         == "2,3"
     )
+
+
+def test_a_server_can_be_given_variables_that_the_trainer_keeps_to_itself(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "the trainer's")
+    mine = {"PYTHONPATH": "mine", "CUDA_VISIBLE_DEVICES": "7", "SGLANG_X": "1"}
+    started = server(tmp_path, folder, device="cuda", gpus=["2"], environment=mine)
+    assert mine.items() <= started._environment().items()
 
 
 @pytest.mark.parametrize(
