@@ -20,6 +20,7 @@ from rlcore.errors import ConfigError
 from rollout.engines.checks import folder_config, folder_vocab_size
 from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.sglang.nccl_version import check_nccl
 
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -92,6 +93,7 @@ class ManagedServer(ChildServer):
         self.keys = keys
         self.device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.python = engine_python(config)
+        self._nccl_checked = False
         self._dtype = dtype
         self.gpus = tuple(gpus)
         self._arguments = dict(arguments or {})
@@ -107,12 +109,16 @@ class ManagedServer(ChildServer):
             port: where it listens; 0 stands for a free port.
 
         Raises:
-            ConfigError: `rollout.engine.host` is no address of this machine.
+            ConfigError: `rollout.engine.host` is no address of this machine, or weights go over
+                NCCL, and that of the engines' environment is another one than ours.
             UserError: an argument in `rollout.engine.server` that sglang does not know or take.
             RunFailed, DeadlineExceeded: the server ended, or was not ready within
                 `rollout.engine.start_timeout_s`; with the last lines of its log.
         """
         await self.kill()
+        if self._takes_nccl and not self._nccl_checked:
+            await check_nccl(self.python)
+            self._nccl_checked = True
         with held_ports(self.config.host, port, 0) as (port, nccl_port):
             await self.launch(
                 [self.python, str(ENTRY), *self.command_line(port, nccl_port)],
@@ -122,6 +128,12 @@ class ManagedServer(ChildServer):
             )
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         return f"http://{host}:{port}"
+
+    @property
+    def _takes_nccl(self) -> bool:
+        """Whether weights come to this server over NCCL, as far as is known before it runs."""
+        by_group = self.config.transport in ("auto", "distributed") and not self.config.colocated
+        return by_group and self.device == "cuda" and torch.cuda.is_available()
 
     def command_line(self, port: int, nccl_port: int) -> list[str]:
         """Make the arguments of `sglang.launch_server`, which checks names and values itself.
