@@ -40,6 +40,10 @@ class Server(Protocol):
     def pid(self) -> int | None: ...
 
     @property
+    def gpus(self) -> tuple[str, ...]:
+        """The names of its GPUs, one a tensor-parallel rank; () where we do not know them."""
+
+    @property
     def ended(self) -> asyncio.Future[Any] | None:
         """Done once the process has ended; None before the first start, and where nobody tells."""
 
@@ -64,6 +68,7 @@ class ChildServer:
     """
 
     managed = True
+    gpus: tuple[str, ...] = ()
     stop_signal = signal.SIGTERM  # asks it to end
     log_lines = 15  # the last ones of the log, shown when it fails
 

@@ -167,23 +167,31 @@ class WeightExporter:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     @torch.no_grad()
-    def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
+    def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
         """Yield each bucket in order with its bytes: uint8 [num_bytes] on rank 0, None elsewhere.
 
         Collective; iterate to the end on every rank. The bytes are overwritten when the next bucket
         is requested. Nothing else may use the ranks' group until the end.
+
+        Args:
+            everywhere: yield the bytes on every rank.
         """
+
+        def gathered(bucket: Bucket) -> tuple[Bucket, Tensor]:
+            flat = self._gather(bucket)
+            return bucket, self._shared(flat) if everywhere else flat
+
         if self.parallel.rank == 0:
-            yield from prefetched(
-                lambda bucket: (bucket, self._gather(bucket)), self.buckets, self._device
-            )
+            yield from prefetched(gathered, self.buckets, self._device)
             return
         sending: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
         for bucket in self.buckets:
             slot = bucket.index % _IN_FLIGHT
             _wait(sending[slot])
             sending[slot] = self._send(bucket, slot)
-            yield bucket, None
+            # in this order, which is rank 0's: two communicators must not wait for one another
+            whole = self._buffer("whole", slot, bucket.num_bytes) if everywhere else None
+            yield bucket, None if whole is None else self._shared(whole)
         for works in sending:
             _wait(works)
 
@@ -192,6 +200,12 @@ class WeightExporter:
         self._buffers = {}
 
     # --- one bucket -------------------------------------------------------------------------------
+
+    def _shared(self, flat: Tensor) -> Tensor:
+        """Broadcast a bucket from rank 0 to all ranks."""
+        if self.parallel.world_size > 1:
+            dist.broadcast(flat, 0)
+        return flat
 
     def _gather(self, bucket: Bucket) -> Tensor:
         """On rank 0, receive every other rank's parts, and copy the own ones meanwhile."""

@@ -28,6 +28,7 @@ class ExternalServer:
     """
 
     managed = False
+    gpus: tuple[str, ...] = ()
 
     def __init__(
         self, name: str, url: str, model_path: str, *, config: EngineConfig, keys: Keys
