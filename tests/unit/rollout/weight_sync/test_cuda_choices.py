@@ -9,6 +9,7 @@ import asyncio
 import base64
 import inspect
 import json
+import os
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -104,13 +105,28 @@ def test_an_nccl_group_is_nccl_with_a_watchdog_beyond_our_deadline(
         class Options:
             _timeout: Any = None
 
+            def __init__(self) -> None:
+                self.config = SimpleNamespace(blocking=None)
+
         def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
             self.given = (rank, size, options._timeout.total_seconds())
+            self.blocking = options.config.blocking
+            self.connected: list[torch.device] = []
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            self.connected.append(device)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
+    monkeypatch.setenv(weight_group.NONBLOCKING_TIMEOUT, "")
+    monkeypatch.delenv(weight_group.NONBLOCKING_TIMEOUT)
     store, port = weight_group.open_store("127.0.0.1", 5.0)
-    group = make_group(GroupAddress("127.0.0.1", port, 2, "nccl", 5.0, "weights-1"), 0, store)
-    assert group.given == (0, 2, 5.0 * weight_group.WATCHDOG_FACTOR)
+    address = GroupAddress("127.0.0.1", port, 2, "nccl", 4.5, "weights-1")
+    group = make_group(address, 0, store, CUDA)
+    assert group.given == (0, 2, 4.5 * weight_group.WATCHDOG_FACTOR)
+    # the communicator is begun at once, and waited for as long as we wait ourselves
+    assert group.connected == [CUDA]
+    assert group.blocking == 0
+    assert os.environ[weight_group.NONBLOCKING_TIMEOUT] == "5"
 
 
 # --- by handle ------------------------------------------------------------------------------------
