@@ -257,13 +257,13 @@ class MegatronBackend:
         """The static layout of the policy's weights under their Hugging Face names."""
         return self._weights.buckets
 
-    def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
-        """Yield each bucket in order with its bytes: uint8 [num_bytes] on rank 0, None elsewhere.
+    def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
+        """Yield each bucket in order with its bytes: uint8 [num_bytes] on rank 0, or `everywhere`.
 
         The next bucket overwrites the bytes.
         """
         with self.policy.on_device():
-            yield from self._weights.export_buckets()
+            yield from self._weights.export_buckets(everywhere=everywhere)
 
     def export_hf(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""

@@ -5,6 +5,7 @@ Only this folder and the command line may name a backend or an engine in `rlcore
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from rlcore.config.load import Loaded
 from rlcore.data.rows import check_file
 from rlcore.errors import ConfigError
 from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutSource, WeightSink
-from rlcore.launch.engines import build_engines
+from rlcore.launch.engines import build_engines, visible_names
 from rlcore.launch.process import Process
 from rlcore.launch.run_folder import OpenRun, find_checkpoint
 from rlcore.planning.devices import peak_flops
@@ -36,6 +37,7 @@ from rlcore.runs.versions import VersionJournal
 from rlcore.tracking import build_trackers
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.gpu_sharing import GpuSharing
+from rlcore.trainer.handle_exchange import HandleExchange
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.rank0 import RankZero
 from rlcore.trainer.step_metrics import Utilization
@@ -229,17 +231,27 @@ def build_weight_publisher(
     """Make what publishes weights to the engines; None where nothing generates."""
     if not generates(config):
         return None
-    timeout_s = all_engines_timeout_s(config)
-    if handles is None:
-        return WeightPublisher(backend, process.sync, sink=None, journal=None, timeout_s=timeout_s)
-    return WeightPublisher(
+    publisher = WeightPublisher(
         backend,
         process.sync,
-        sink=handles.sink,
+        sink=None if handles is None else handles.sink,
         journal=journal,
-        timeout_s=timeout_s,
-        published=handles.source.published,
+        timeout_s=all_engines_timeout_s(config),
+        exchange=build_exchange(process),
     )
+    if handles is not None:
+        publisher.published = handles.source.published
+    return publisher
+
+
+def build_exchange(process: Process) -> HandleExchange | None:
+    """Make what hands buckets to engines on this rank's GPU; None on the CPU. All ranks do."""
+    if process.device.type != "cuda":
+        return None
+    from rollout.weight_sync.serialized import SerializedHandles
+
+    [gpu] = visible_names([process.device.index], os.environ)
+    return HandleExchange(process.sync, SerializedHandles(gpu))
 
 
 def build_gpu_sharing(

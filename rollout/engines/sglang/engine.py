@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from rlcore.config.checks.engine import server_argument
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.deadlines import BROKEN_CONNECTION_S
-from rlcore.errors import EngineFailed, EngineHangs, UserError
+from rlcore.errors import ConfigError, EngineFailed, EngineHangs, UserError
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.child_process import Server
@@ -316,8 +317,18 @@ class SGLangEngine:
         )
         self.weights.set_version(version)
 
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The names of its GPUs, one a tensor-parallel rank; () where we do not know them."""
+        return self.server.gpus
+
     def verifier(self) -> FusedChecksums:
         """Make a verifier. Raises ConfigError for a model whose layout in SGLang is not known."""
+        if server_argument(self.config, "quantization") is not None:
+            raise ConfigError(
+                "rollout.engine.verify_every: a quantised engine's weights are not what was sent:"
+                " set it to 0"
+            )
         return FusedChecksums.of(
             self.model_path, ranks=self.group_ranks, dtype=self._dtype, device=self._device
         )
