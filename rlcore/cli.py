@@ -66,7 +66,12 @@ def train(arguments: argparse.Namespace) -> int:
         from rlcore import launch
         from rlcore.launch.plugin_checks import check_plugins
 
-        loaded = replace(loaded, notes=(*loaded.notes, *check_plugins(loaded)))
+        found = check_plugins(loaded)
+        if first_on_node():
+            from rlcore.launch.doctor.examination import notes_at_start
+
+            found = [*found, *notes_at_start(loaded.config)]
+        loaded = replace(loaded, notes=(*loaded.notes, *found))
         return launch.train(
             loaded,
             resume=arguments.resume,
@@ -111,6 +116,20 @@ def validate(arguments: argparse.Namespace) -> int:
         if lines:
             print(f"\n# {title}:", *(f"#   {line}" for line in lines), sep="\n")
     return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Print what this machine and its environments would lack; exit code 1 if a run would fail."""
+    loaded = _load(arguments.settings) if arguments.settings else None
+    from rlcore.launch.doctor.examination import examine
+
+    failed = 0
+    for finding in examine(None if loaded is None else loaded.config):
+        print(finding, flush=True)
+        failed += finding.level == "FAIL"
+    if failed:
+        print(f"rlcore: {failed} of these would end a run", file=sys.stderr)
+    return FAILED if failed else 0
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -307,6 +326,9 @@ def _add_configured(commands: Commands) -> None:
     )
     text = "check a configuration and print it with the origin of each value"
     _configured(commands, "validate", validate, text)
+    text = "look at this machine and its environments; exit code 1 if a run would fail"
+    sub = _command(commands, "doctor", doctor, text)
+    sub.add_argument("settings", nargs="*", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
     sub = _configured(commands, "eval", evaluate, "score a model on the evaluation prompts")
     sub.add_argument(
         "--model",

@@ -157,16 +157,31 @@ class RolloutEngine(Protocol):
         """
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """Return `n` completions for each request, in order."""
+        """Return `n` completions for each request, in order. The caller limits the time."""
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating; `mode` says what becomes of running requests."""
+        """Stop generating; `mode` says what becomes of running requests.
+
+        `drain` takes as long as they do. The caller limits the time.
+        """
 
     async def resume(self) -> None:
         """Generate again after `pause`."""
 
-    async def abort(self) -> None:
-        """Stop all requests now; their completions end with the finish reason "abort"."""
+    async def abort(self, rids: Sequence[str] | None = None) -> None:
+        """Stop requests now; their completions end with the finish reason "abort".
+
+        Args:
+            rids: `GenerateRequest.rid` of those to stop, all requests of a call; default: every
+                request.
+        """
+
+    async def progress(self) -> Any:
+        """Return a value that changes as tokens are made; None while a pause holds the requests.
+
+        An engine with requests whose value stays the same for `rollout.engine.progress_timeout_s`
+        is taken to hang. None says that nothing can be told.
+        """
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
         """Prepare for the weights of a publication, in this layout."""

@@ -21,6 +21,7 @@ from rlcore.config.derived import (
     comeback_s,
     engine_place_s,
     generates,
+    longest_request_s,
     other_folders,
     recorded_fields,
 )
@@ -276,7 +277,7 @@ def all_engines_timeout_s(config: Config) -> float:
     engine = config.rollout.engine
     return (
         comeback_s(engine, engine_place_s(config))
-        + engine.request_timeout_s
+        + longest_request_s(config)
         + engine.update_timeout_s * 6
     )
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from rlcore.config import Config
-from rlcore.config.derived import comeback_s, engine_place_s
-from rlcore.deadlines import CLOSE_ENGINES_S, TRANSPORT_GRACE_S
+from rlcore.config.derived import comeback_s, engine_place_s, longest_request_s
+from rlcore.deadlines import ABORT_S, CLOSE_ENGINES_S, TRANSPORT_GRACE_S
 from rlcore.errors import ConfigError, DeadlineExceeded, PublicationFailed
 from rlcore.interfaces import RolloutEngine, WeightVerifier
 from rlcore.weights import Bucket
@@ -101,9 +101,10 @@ class WeightPublication:
         self._mode = config.rollout.on_update
         self._limit = config.rollout.engine.update_timeout_s
         self._probe = config.rollout.engine.health_timeout_s
-        # requests in flight may have to end before an engine is paused
-        self._pause_limit = config.rollout.engine.request_timeout_s
         engine = config.rollout.engine
+        # requests in flight may have to end before an engine is paused; the fleet watches them
+        drains = self._mode == "drain"
+        self._pause_limit = longest_request_s(config) + ABORT_S if drains else self._limit
         # how long `candidates` may wait for an engine to come back
         self._comeback = comeback_s(engine, engine_place_s(config))
         self._verify_every = config.rollout.engine.verify_every

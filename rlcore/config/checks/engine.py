@@ -22,6 +22,8 @@ ANY_ADDRESS = ("", "0.0.0.0", "::")
 # what an offloaded trainer keeps, its CUDA context and the buffers of NCCL, takes a GiB or two a
 # process
 MOST_OF_A_GPU = 0.85
+# of one response on a full engine, with its time in the queue: a limit that asks for more aborts it
+MOST_TOKENS_PER_S = 20
 
 _WEIGHTS = (
     "weights are published to the ranks of one server, all of which hold parts of every layer"
@@ -312,8 +314,22 @@ def engine_notes(config: Config) -> Iterator[Problem]:
             f" {collective_s:g} s at most: leave cluster.collective_timeout_s at least"
             f" {ENGINE_ENDING_S:g} s more than this",
         )
+    yield from request_notes(config)
     if (kind := KINDS.get(rollout.engine.kind)) is not None:
         yield from kind_notes(config, kind)
+
+
+def request_notes(config: Config) -> Iterator[Problem]:
+    """Yield a limit of requests that long responses are likely to reach."""
+    given = config.rollout.engine.request_timeout_s
+    longest = config.rollout.sampling.max_new_tokens
+    if given is not None and longest > MOST_TOKENS_PER_S * given:
+        yield Problem(
+            f"{ENGINE}.request_timeout_s",
+            f"got {given:g}, in which a response of rollout.sampling.max_new_tokens ({longest})"
+            f" must make {longest / given:.0f} tokens a second, the time in the engine's queue"
+            " included; slower ones are aborted and go on, which costs their prefix: leave it out",
+        )
 
 
 def kind_notes(config: Config, kind: EngineKind) -> Iterator[Problem]:

@@ -67,8 +67,10 @@ class EngineConfig(Section):
     """Largest flat bucket in which weights are published."""
     start_timeout_s: PositiveFloat = 300.0
     """Longest start of an engine."""
-    request_timeout_s: PositiveFloat = 600.0
-    """Longest time for one request."""
+    request_timeout_s: PositiveFloat | None = None
+    """Longest time for one request, then aborted; default: 600 s and 1 s a token of a response."""
+    progress_timeout_s: PositiveFloat = 300.0
+    """Longest time that an engine with requests may make no token; it is restarted then."""
     update_timeout_s: PositiveFloat = 300.0
     """Longest time for one bucket of a weight update."""
 

@@ -41,6 +41,7 @@ RULES: dict[Rule, Callable[[Session], Awaitable[None]]] = {
     control.DRAIN: control.drain,
     control.HOLD: control.hold,
     control.ABORT: control.abort,
+    control.PROGRESS: control.progress,
     control.MIXED: control.mixed_versions,
     control.PAUSED: control.update_unpaused,
     control.PARTIAL: control.partial_update,
