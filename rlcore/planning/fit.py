@@ -69,7 +69,7 @@ def needs(
 ) -> Needs:
     """Estimate the needs of the pipeline stage that needs most."""
     return max(
-        (_stage_needs(layout, load, trained, frozen, k) for k in range(layout.pipeline)),
+        (stage_needs(layout, load, trained, frozen, k) for k in range(layout.pipeline)),
         key=lambda n: n.peak,
     )
 
@@ -95,9 +95,10 @@ def kv_bytes_per_token(shape: ModelShape, layout: Layout, *, dtype_bytes: int) -
     )
 
 
-def _stage_needs(
+def stage_needs(
     layout: Layout, load: Load, trained: tuple[Trained, ...], frozen: tuple[Frozen, ...], stage: int
 ) -> Needs:
+    """Estimate the needs of one pipeline stage."""
     resident: dict[str, int] = {}
     phases: dict[str, int] = {}
     b = load.dtype_bytes
