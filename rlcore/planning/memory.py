@@ -67,6 +67,7 @@ class Load:
     chunk_elements: int = 1 << 22
     # Whether norms are composed, as torch's RMSNorm on a CPU: they keep normalised rows, in fp32.
     composed_norm: bool = False
+    routing_skew: float = 1.0  # tokens of the rank's experts over an even share
 
 
 @dataclass(frozen=True)

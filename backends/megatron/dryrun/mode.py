@@ -24,9 +24,7 @@ from backends.megatron.dryrun.usage import Usage
 
 META = torch.device("meta")
 aten = torch.ops.aten
-_INTEGERS = frozenset(
-    {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
-)
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 _FACTORIES = frozenset(
     f"aten::{name}"
     for name in (
@@ -36,6 +34,8 @@ _FACTORIES = frozenset(
 )  # fmt: skip
 _COUNTING = frozenset({"aten::arange", "aten::randint", "aten::randperm"})
 _LIKE = (torch.empty_like, torch.Tensor.new_zeros, torch.Tensor.new_empty)
+# operations whose FLOPs torch counts under another name
+_OUT_OF_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
 # uint8 tensors from this size on are bytes of weights: they have no memory either
 _REAL_BYTES = 1 << 16
 
@@ -94,7 +94,7 @@ class MetaFloats(TorchDispatchMode):
         if _takes_device(func):
             kwargs = {**kwargs, "device": META}
         out = self._run(func, args, kwargs)
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_registry.get(_OUT_OF_PLACE.get(func._overloadpacket, func._overloadpacket))
         if count is not None:
             name = func._schema.name.split("::")[1].removeprefix("_")
             self.usage.now.flops[name] += flops or count(*args, **kwargs, out_val=out)
@@ -135,7 +135,6 @@ class FunctionsOfCuda(TorchFunctionMode):
             with self.usage.on_host():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
 
     def _is_host(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether a new tensor is in host memory.

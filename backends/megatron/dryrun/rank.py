@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
@@ -21,7 +19,7 @@ with importing_megatron():
     from backends.megatron.dryrun.peers import Peers
     from backends.megatron.dryrun.stand_ins import without_peers
     from backends.megatron.dryrun.usage import Phase, Usage, storage_bytes
-    from backends.megatron.training.passes import Model, critic_loss, policy_loss
+    from backends.megatron.training.passes import critic_loss, policy_loss
 from rlcore.algorithms import Moments
 from rlcore.config import Config
 from rlcore.config.derived import Passes, pack_multiple
@@ -200,5 +198,3 @@ def _shards(state: Any) -> Iterator[ShardedTensor]:
 
 def _flat(replica: Any) -> tuple[int, ...]:
     return replica if isinstance(replica, tuple) else (replica,)
-
-

@@ -7,19 +7,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from rlcore.errors import UserError
-
-
-def check_skew(skew: float, ranks: int, experts: int, topk: int) -> None:
-    """Refuse more tokens than can come to one of `ranks` expert-parallel ranks."""
-    most = min(ranks, experts / topk)
-    if not 1 <= skew <= most:
-        raise UserError(
-            f"--skew: got {skew:g}, expected 1 (even) to {most:g}: there are {ranks}"
-            f" expert-parallel ranks (policy.parallel.expert), and a token goes to {topk} of"
-            f" {experts} different experts"
-        )
-
 
 @lru_cache(maxsize=8)
 def assumed_choice(tokens: int, experts: int, topk: int, own: range, skew: float) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from backends.megatron.cpu.kernels import assuming_kernels
 from backends.megatron.cpu.shim import megatron_device

@@ -25,7 +25,8 @@ class Peak:
     bytes: int
     operation: str
     place: str
-    holders: tuple[tuple[str, int, int], ...] = ()  # (origin, storages, bytes), the largest first
+    # of what the phase itself made: (origin, storages, bytes), the largest first
+    holders: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Usage:
         self._origins = origins
         self._sizes: dict[int, int] = {}
         self._watches: dict[int, _Watch] = {}
-        self._made: dict[int, tuple[str, int]] = {}
+        self._made: dict[int, tuple[str, int, Phase]] = {}
         self._host: set[int] = set()
         self._on_host = 0
         self._phase = Phase(0, Peak(0, "", ""))
@@ -113,7 +114,8 @@ class Usage:
                 self._host.add(key)
                 return
             if self._origins and size >= _LARGE:
-                self._made[key] = (f"{operation} {_shape(tensor)} at {place(3)}", size)
+                made = f"{operation} {_shape(tensor)} at {place(3)}"
+                self._made[key] = (made, size, self._phase)
         self._sizes[key] = size
         self.live += size - (known or 0)
         if self.live > self._phase.peak.bytes:
@@ -140,14 +142,16 @@ class Usage:
         self._made.pop(watch.key, None)
 
     def _holders(self) -> tuple[tuple[str, int, int], ...]:
+        """What was made in this phase and is alive."""
         if not self._origins:
             return ()
         storages: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
-        for origin, size in self._made.values():
-            storages[origin] += 1
-            sizes[origin] += size
-        return tuple((origin, storages[origin], size) for origin, size in sizes.most_common(16))
+        for origin, size, phase in self._made.values():
+            if phase is self._phase:
+                storages[origin] += 1
+                sizes[origin] += size
+        return tuple((origin, storages[origin], size) for origin, size in sizes.most_common(12))
 
     # --- the rest ---------------------------------------------------------------------------------
 
