@@ -8,11 +8,10 @@ from rlcore.planning.memory import (
     Layout,
     Load,
     Weights,
-    activation_bytes,
     gradient_bytes,
-    head_peak_bytes,
     optimizer_bytes,
     rank_weights,
+    training_bytes,
 )
 from rlcore.planning.shape import ModelShape
 
@@ -112,9 +111,7 @@ def stage_needs(
         )
         own = b * weights.total + gradient_bytes(weights)
         state = optimizer_bytes(weights, layout, dtype_bytes=b)
-        activations = activation_bytes(model.shape, layout, load, stage)
-        if stage == layout.pipeline - 1 and not model.value_head:
-            activations += head_peak_bytes(model.shape, layout, load)
+        activations = training_bytes(model.shape, layout, load, stage, lm_head=not model.value_head)
         away = own if model.offload else 0
         if not model.offload:
             resident[f"{model.name} weights"] = b * weights.total

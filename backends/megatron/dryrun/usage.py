@@ -15,7 +15,12 @@ from torch import Tensor, UntypedStorage
 
 _LARGE = 1 << 20  # bytes from which on the origin of a storage is remembered
 _OURS = ("/backends/megatron/", "/megatron/core/", "/rlcore/")
-_NOT_A_PLACE = ("/megatron/dryrun/", "/megatron/cpu/shim.py")
+_NOT_A_PLACE = (
+    "/megatron/dryrun/",
+    "/megatron/cpu/shim.py",
+    "/rlcore/cli.py",
+    "/commands/dryrun.py",
+)
 
 
 @dataclass(frozen=True)
