@@ -33,6 +33,7 @@ PRELOADED = (
     "backends.megatron.backend",
     "rlcore.config.load",
     "rlcore.trainer.credit",
+    "tests.nccl_rules",
 )
 HASH_SEEDS = (1, 2)
 POLL_S = 0.02
@@ -125,6 +126,9 @@ def fork(job: dict[str, Any]) -> int:
     paths = job["environment"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [os.path.dirname(script), *paths, *sys.path[1:]]
     sys.argv[:] = [script, *job["arguments"]]
+    from tests.nccl_rules import install_if_asked
+
+    install_if_asked()
     runpy.run_path(script, run_name="__main__")
     raise SystemExit(0)
 

@@ -30,6 +30,8 @@ from typing import Any
 
 import psutil
 
+from tests.nccl_rules import install_if_asked
+
 PRELOADED = (
     "transformers.models.qwen3.modeling_qwen3",
     "backends.megatron.backend",
@@ -94,6 +96,7 @@ def run_rank(arguments: list[str], environment: dict[str, str]) -> int:
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    install_if_asked()
     return run(arguments)
 
 

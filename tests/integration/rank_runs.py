@@ -87,7 +87,8 @@ class RankRuns:
         self.base = base
         self.runs = runs
         self._count = 0
-        python_path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        folders = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")]
+        python_path = os.pathsep.join(filter(None, folders))
         self._driver = subprocess.Popen(
             [sys.executable, str(HERE / "rank_driver.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,

@@ -7,6 +7,10 @@ the pipeline stages convert and send independently of one another. A large part 
 straight from the parameter where its bytes are those of the bucket, and straight into the bucket
 where it is rows of its tensor. Rank 0 prefetches: it gathers the next bucket while the last is on
 its way to the engines.
+
+Rank 0 tells the others how far it is, and a sender enqueues a bucket once rank 0 has begun the one
+before it. NCCL takes an operation at once and counts its timeout from there: without this all
+buckets would be enqueued at the start, and the last ones run out of time in a long publication.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.folder import FolderWriter
@@ -41,6 +47,7 @@ Head = Literal["lm", "value"]
 
 # buffers: one is being sent, or (on rank 0) consumed, while the next is filled
 _IN_FLIGHT = 2
+SHARD_BYTES = 4 << 30  # of a file of an exported folder
 _ALONE_BYTES = 1 << 20  # from this size on a message of its own costs less than the copies
 _BUCKETS = 16  # at least so many, so that gathering, sending and applying overlap ...
 _SMALL_BUCKET = 16 << 20  # ... but no bucket is made smaller for it: each costs a round trip
@@ -65,7 +72,7 @@ def export_hf(
     folder: Path,
     tokenizer: Path | None = None,
     *,
-    max_shard_bytes: int = 4 << 30,
+    max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face folder that `transformers` loads: shards, index, config, tokenizer.
 
@@ -132,8 +139,12 @@ class _Part:
 class WeightExporter:
     """Gathers the weights of a model to rank 0 under their Hugging Face names.
 
-    Create it once (collective) and use it for every publication: its buffers are reused. Buckets
-    have at most `bucket_bytes`.
+    Create it once (collective) and use it for every publication: its buffers and its process group
+    are reused.
+
+    Args:
+        bucket_bytes: the most bytes of a bucket.
+        sharing: another exporter of the same model, whose process group this one uses.
     """
 
     def __init__(
@@ -145,6 +156,7 @@ class WeightExporter:
         dtype: torch.dtype,
         head: Head = "lm",
         bucket_bytes: int = 256 << 20,
+        sharing: WeightExporter | None = None,
     ) -> None:
         self.arch = arch
         self.parallel = parallel
@@ -159,31 +171,42 @@ class WeightExporter:
         vocab = [param.size(0) for entry, param in own if entry.split is Split.VOCAB]
         self._padded_vocab = vocab[0] * parallel.tp_size if vocab else 0
         self._ranks = self._gather_coordinates()
-        # Experts may be spread over data-parallel ranks: then rank 0 receives from more ranks than
-        # its model-parallel group has.
-        self._group = parallel.mp_group if arch.num_experts == 0 else dist.group.WORLD
         self._sources = self._find_sources()
+        self._senders = self._find_senders()
+        self._group: ProcessGroup | None = self._make_group() if sharing is None else sharing._group
         self._plans: dict[tuple[int, int], list[_Part]] = {}
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     @torch.no_grad()
-    def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
+    def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
         """Yield each bucket in order with its bytes: uint8 [num_bytes] on rank 0, None elsewhere.
 
         Collective; iterate to the end on every rank. The bytes are overwritten when the next bucket
         is requested. Nothing else may use the ranks' group until the end.
+
+        Args:
+            everywhere: yield the bytes on every rank.
         """
         if self.parallel.rank == 0:
-            yield from prefetched(
-                lambda bucket: (bucket, self._gather(bucket)), self.buckets, self._device
-            )
+            told: list[dist.Work] = []
+
+            def gathered(bucket: Bucket) -> tuple[Bucket, Tensor]:
+                flat = self._gather(bucket, told)
+                return bucket, self._shared(flat) if everywhere else flat
+
+            yield from prefetched(gathered, self.buckets, self._device)
+            _wait(told)
             return
         sending: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
         for bucket in self.buckets:
+            if self._senders and bucket.index > 0:  # rank 0 has begun the bucket before this one
+                self._tell()
             slot = bucket.index % _IN_FLIGHT
             _wait(sending[slot])
             sending[slot] = self._send(bucket, slot)
-            yield bucket, None
+            # in this order, which is rank 0's: two communicators must not wait for one another
+            whole = self._buffer("whole", slot, bucket.num_bytes) if everywhere else None
+            yield bucket, None if whole is None else self._shared(whole)
         for works in sending:
             _wait(works)
 
@@ -193,13 +216,21 @@ class WeightExporter:
 
     # --- one bucket -------------------------------------------------------------------------------
 
-    def _gather(self, bucket: Bucket) -> Tensor:
+    def _shared(self, flat: Tensor) -> Tensor:
+        """Broadcast a bucket from rank 0 to all ranks."""
+        if self.parallel.world_size > 1:
+            dist.broadcast(flat, 0)
+        return flat
+
+    def _gather(self, bucket: Bucket, told: list[dist.Work]) -> Tensor:
         """On rank 0, receive every other rank's parts, and copy the own ones meanwhile."""
+        if self._senders and bucket is not self.buckets[-1]:
+            told += self._tell()
         flat = self._buffer("bucket", bucket.index % _IN_FLIGHT, bucket.num_bytes)
         out = dict(bucket.views(flat))
         arrivals: list[tuple[list[_Part], Tensor]] = []
         receives: list[dist.P2POp] = []
-        for rank in range(1, self.parallel.world_size):
+        for rank in self._senders:
             alone, packed = self._messages(bucket, rank)
             aside = [part for part in alone if part.slice.dim not in (None, 0)] + packed
             buffer = self._buffer("receive", rank, sum(part.num_bytes for part in aside))
@@ -236,6 +267,15 @@ class WeightExporter:
         sends = [dist.P2POp(dist.isend, memory, 0, self._group) for memory in out]
         return list(dist.batch_isend_irecv(sends)) if sends else []
 
+    def _tell(self) -> list[dist.Work]:
+        """Rank 0 tells the others that it begins a bucket; they wait for it.
+
+        All ranks listen, so that none waits longer than a bucket takes.
+        """
+        group = self.parallel.control_group
+        work = dist.broadcast(torch.empty(1), 0, group=group, async_op=self.parallel.rank == 0)
+        return [] if work is None else [work]
+
     def _messages(self, bucket: Bucket, rank: int) -> tuple[list[_Part], list[_Part]]:
         """The parts of a bucket that `rank` sends one by one, and the parts in one last message."""
         alone: list[_Part] = []
@@ -263,9 +303,14 @@ class WeightExporter:
         if at.stage != source.stage:
             return False
         if entry.expert is not None:
-            owner = entry.expert * self.parallel.ep_size // self.arch.num_experts
-            return (at.ep, at.expert_replica) == (owner, 0)
+            return (at.ep, at.expert_replica) == (self._owner(entry), 0)
         return at.replica == 0 and (entry.split is not Split.REPLICATED or at.tp == 0)
+
+    def _owner(self, entry: Entry) -> int | None:
+        """The expert-parallel rank that holds an expert's weight; None for a dense weight."""
+        if entry.expert is None:
+            return None
+        return entry.expert * self.parallel.ep_size // self.arch.num_experts
 
     def _slice(self, entry: Entry, shape: tuple[int, ...], at: _Coordinates) -> Slice:
         p = self.parallel
@@ -318,6 +363,38 @@ class WeightExporter:
                 {name: _Source(entry, piece, stage) for piece, name in enumerate(entry.hf)}
             )
         return sources
+
+    def _find_senders(self) -> list[int]:
+        """The ranks other than rank 0 that contribute to a bucket."""
+        kinds = {
+            (source.stage, self._owner(source.entry), source.entry.split): source
+            for source in self._sources.values()
+        }
+        return [
+            rank
+            for rank, at in enumerate(self._ranks)
+            if rank and any(self._contributes(at, source) for source in kinds.values())
+        ]
+
+    def _make_group(self) -> ProcessGroup | None:
+        """Create the group of rank 0 and the senders; None where nobody sends. Collective.
+
+        NCCL makes the communicator of a group at its first call, for which all of its ranks must
+        come. Sends to rank 0 come from some of them only, so all of them meet here.
+        """
+        if not self._senders:
+            return None
+        ranks = [0, *self._senders]
+        on_gpu = self._device.type == "cuda"
+        group = dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=self.parallel.timeout_s),
+            backend="nccl" if on_gpu else None,  # the default group's has gloo beside it
+            group_desc="PUBLICATION",
+        )
+        if self.parallel.rank in ranks:
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        return group
 
     def _buffer(self, kind: str, key: int, size: int) -> Tensor:
         """The first `size` bytes of a buffer, which grows to the largest size asked for."""

@@ -1,0 +1,92 @@
+"""A rank of test_publication_rules.py: import a tiny model, export it with the real exporter."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from backends.megatron.convert.load import load_hf
+from backends.megatron.convert.read import read_architecture
+from backends.megatron.cpu.shim import importing_megatron, megatron_device
+
+with importing_megatron():
+    from backends.megatron.model.gpt import (
+        build_chunks,
+        in_dtype,
+        padded_vocab_size,
+        transformer_config,
+    )
+    from backends.megatron.parallel.state import ParallelState, destroy_parallel, init_parallel
+    from backends.megatron.weights import export
+    from backends.megatron.weights.export import WeightExporter
+
+from rlcore.config.sections.policy import ParallelConfig
+from tests import nccl_rules
+from tests.parity.rank_main import main
+
+HOLD_S = 2.0  # rank 0 keeps the first bucket for so long
+
+
+def exporter_of(source: Path, layout: ParallelConfig, parallel: ParallelState) -> WeightExporter:
+    arch = read_architecture(source)
+    config = transformer_config(arch, layout, "fp32", torch.device("cpu"), {})
+    padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
+    chunks = in_dtype(build_chunks(arch, config, padded_vocab=padded), config)
+    load_hf(chunks, arch, source, parallel)
+    return WeightExporter(chunks, arch, parallel, dtype=torch.float32, bucket_bytes=20_000)
+
+
+def publish(exporter: WeightExporter) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """The weights on rank 0, and the buckets that each rank enqueued while it held the first."""
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    count = store.add(f"exports/{rank}", 1)
+    send = exporter._send
+
+    def counted(*arguments: Any) -> list[dist.Work]:
+        store.add(f"enqueued/{count}/{rank}", 1)
+        return send(*arguments)
+
+    exporter._send = counted  # type: ignore[method-assign]
+    weights: dict[str, torch.Tensor] = {}
+    enqueued: list[int] = []
+    for bucket, flat in exporter.export_buckets():
+        if flat is None:
+            continue
+        weights |= {name: tensor.clone() for name, tensor in bucket.views(flat)}
+        if bucket.index == 0:
+            time.sleep(HOLD_S)
+            keys = [f"enqueued/{count}/{peer}" for peer in range(1, dist.get_world_size())]
+            enqueued = [store.add(key, 0) for key in keys]
+    return weights, enqueued
+
+
+def run(case: dict[str, Any], folder: Path) -> None:
+    layout = ParallelConfig(**case["parallel"])
+    export._ALONE_BYTES = case["alone_bytes"]
+    with megatron_device("cpu"):
+        parallel = init_parallel(layout, timeout_s=60, seed=0)
+        exporter = exporter_of(Path(case["model"]), layout, parallel)
+        if parallel.rank == 0:
+            weights, enqueued = publish(exporter)
+            group = dist.get_process_group_ranks(exporter._group)
+            told = {"group": group, "enqueued": enqueued, "buckets": len(exporter.buckets)}
+            (folder / f"{case['name']}.json").write_text(json.dumps(told))
+            save_file(weights, folder / f"{case['name']}.safetensors")
+        else:
+            with nccl_rules.guard():  # as on CUDA, no wait() holds the host
+                publish(exporter)
+                nccl_rules.synchronize()
+        dist.monitored_barrier(parallel.control_group, timedelta(seconds=60))
+        destroy_parallel()
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,90 @@
+"""The real exporter by NCCL's rules: its group, the bytes, and how far senders run ahead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests import nccl_rules
+from tests.checkpoint.hf_folders import write_model
+from tests.parity.spawn import run_ranks
+
+AHEAD = 2  # buckets, of those that rank 0 has taken
+# four ranks; sent one by one a tensor goes straight from the parameter, else packed with others
+CASES: dict[str, dict[str, Any]] = {
+    "two copies of each expert": {
+        "model": "qwen3_moe", "parallel": {"expert": 2}, "alone_bytes": 0},
+    "experts on two stages": {
+        "model": "qwen3_moe", "parallel": {"expert": 2, "pipeline": 2}, "alone_bytes": 0},
+    "dense": {
+        "model": "qwen3", "parallel": {"tensor": 2, "pipeline": 2}, "alone_bytes": 1 << 20},
+}  # fmt: skip
+GROUPS = {
+    "two copies of each expert": [0, 1],  # the second copies send nothing
+    "experts on two stages": [0, 1, 2, 3],
+    "dense": [0, 1, 2, 3],
+}
+
+
+class Published(NamedTuple):
+    """The results of a case."""
+
+    told: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    source: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Published]:
+    root = tmp_path_factory.mktemp("publication_rules")
+    payload = []
+    for name, case in CASES.items():
+        model = root / case["model"]
+        if not model.exists():
+            write_model(case["model"], model)
+        payload.append({**case, "name": name, "model": str(model)})
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(nccl_rules.SWITCH, nccl_rules.NAME)
+        ranks = Path(__file__).with_name("export_ranks.py")
+        run_ranks(ranks, 4, root / "ranks", payload, deadline_s=240)
+    return {
+        name: Published(
+            json.loads((root / "ranks" / f"{name}.json").read_text()),
+            load_file(root / "ranks" / f"{name}.safetensors"),
+            read_folder(root / case["model"]),
+        )
+        for name, case in CASES.items()
+    }
+
+
+def read_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights that transformers wrote."""
+    weights = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as shard:
+            weights |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
+    return weights
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_weight_arrives(name: str, published: dict[str, Published]) -> None:
+    """Ranks that send nothing are no part of the group, and all others meet before they send."""
+    found = published[name]
+    assert found.weights.keys() == found.source.keys()
+    for weight, tensor in found.source.items():
+        assert torch.equal(found.weights[weight], tensor.float()), weight
+    assert found.told["group"] == GROUPS[name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_senders_stay_at_most_two_buckets_ahead(name: str, published: dict[str, Published]) -> None:
+    """A timeout of NCCL counts from the enqueueing, so nothing may be enqueued long before."""
+    told = published[name].told
+    assert told["buckets"] > 3 * AHEAD
+    assert 0 < max(told["enqueued"]) <= 1 + AHEAD, told
