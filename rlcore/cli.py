@@ -191,6 +191,22 @@ def plan_layouts(arguments: argparse.Namespace) -> int:
     )
 
 
+def dry_run(arguments: argparse.Namespace) -> int:
+    """Print what single ranks of a configuration need and do."""
+    loaded = _load(arguments.settings)
+    from rlcore.launch.commands.dryrun import dry_run as rehearse
+
+    return _print_lines(
+        rehearse(
+            loaded.config,
+            world=arguments.world,
+            ranks=arguments.rank,
+            skew=arguments.skew,
+            holders=arguments.holders,
+        )
+    )
+
+
 def status(arguments: argparse.Namespace) -> int:
     """Print the runs on a Ray cluster."""
     from rlcore.launch import need_ray
@@ -361,6 +377,32 @@ def _add_configured(commands: Commands) -> None:
         choices=("A100", "H100", "H200", "B200"),
         default="H100",
         help="whose speed to assume",
+    )
+    _add_dry_run(commands)
+
+
+def _add_dry_run(commands: Commands) -> None:
+    text = "run single ranks at the real sizes, on a CPU, without memory, weights or peers"
+    sub = _configured(commands, "dryrun", dry_run, text)
+    sub.add_argument(
+        "--rank",
+        type=int,
+        action="append",
+        metavar="N",
+        help="of the trainer, may be repeated; default: one of the first, a middle, the last stage",
+    )
+    sub.add_argument(
+        "--world", type=_positive, metavar="W", help="trainer ranks; default: as configured"
+    )
+    sub.add_argument(
+        "--skew",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="the tokens of the rank's experts over an even share (1)",
+    )
+    sub.add_argument(
+        "--holders", action="store_true", help="also what holds memory at the largest peaks; slower"
     )
 
 

@@ -82,6 +82,8 @@ class MegatronBackend:
         total_steps: optimizer steps of the run, after which the learning rate is at its end. With
             0 the policy is not trained and has no optimizer.
         device: "cpu" or this rank's CUDA device.
+        weights: read them; a dry run has folders without.
+        coordinates: (data-parallel index, stage) of every rank, where they cannot be asked.
 
     Raises ConfigError or ModelError for a layout, a `policy.megatron` field or a folder that does
     not fit.
@@ -97,13 +99,15 @@ class MegatronBackend:
         with_teacher: bool = False,
         total_steps: int,
         device: torch.device | str,
+        weights: bool = True,
+        coordinates: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.config = config
         self.objective = objective
         self.device = torch.device(device)
         policy = config.policy
         timeout_s = config.cluster.collective_timeout_s
-        arch = read_architecture(config.model.path, bridge=config.model.bridge)
+        arch = read_architecture(config.model.path, weights=weights, bridge=config.model.bridge)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)
@@ -116,9 +120,14 @@ class MegatronBackend:
         try:
             with megatron_device(self.device), expected_warnings_off():
                 self.parallel = init_parallel(
-                    policy.parallel, timeout_s=timeout_s, seed=config.run.seed
+                    policy.parallel,
+                    timeout_s=timeout_s,
+                    seed=config.run.seed,
+                    coordinates=coordinates,
                 )
-                context = BuildContext(config, arch, self.parallel, self.device, total_steps)
+                context = BuildContext(
+                    config, arch, self.parallel, self.device, total_steps, weights
+                )
                 self.policy = build_policy(context)
                 self.frozen: dict[str, Frozen] = {}
                 if with_reference:

@@ -47,6 +47,7 @@ class BuildContext:
     parallel: ParallelState
     device: torch.device
     total_steps: int
+    weights: bool = True  # read them; a dry run has folders without
 
     def build(self, arch: Architecture, *, value_head: bool = False) -> Model:
         """Build a model without weights, gradients or optimizer."""
@@ -87,11 +88,16 @@ class BuildContext:
             )
         )
 
+    def load(self, model: Model, arch: Architecture, path: str) -> None:
+        """Read the weights of a Hugging Face folder into a model."""
+        if self.weights:
+            load_hf(model.chunks, arch, Path(path), self.parallel)
+
     def other_architecture(self, path: str | None, key: str) -> Architecture:
         """Read the architecture of a second model, and check its vocabulary and layout."""
         if path is None:
             return self.arch
-        arch = read_architecture(path, bridge=self.config.model.bridge)
+        arch = read_architecture(path, weights=self.weights, bridge=self.config.model.bridge)
         check_vocabularies({key: arch}, self.arch)
         check_layout(arch, self.config.policy.parallel, self.parallel.world_size)
         return arch
@@ -102,8 +108,8 @@ def build_policy(context: BuildContext) -> Model:
     model = context.build(context.arch)
     checkpoint = context.config.policy.checkpoint
     if checkpoint is None:
-        load_hf(model.chunks, context.arch, Path(context.config.model.path), context.parallel)
-    else:
+        context.load(model, context.arch, context.config.model.path)
+    elif context.weights:
         load_weights(Path(checkpoint), "policy", context.arch, model.chunks, context.parallel)
     if context.config.policy.routing_replay != "none":
         replay_routing(model.chunks, context.arch)
@@ -121,7 +127,7 @@ def build_critic(context: BuildContext, policy: Model) -> Model:
     if critic.path is None:
         _copy_trunk(policy.chunks, model.chunks)
     else:
-        load_hf(model.chunks, arch, Path(critic.path), context.parallel)
+        context.load(model, arch, critic.path)
     context.start_training(
         model,
         critic.optimizer.model_copy(update={"offload": critic.optimizer.offload or critic.offload}),
@@ -200,7 +206,7 @@ def _build(
     if path is None:
         _copy(_weights(policy.chunks), _weights(model.chunks))
     else:
-        load_hf(model.chunks, arch, Path(path), context.parallel)
+        context.load(model, arch, path)
     # Passes run without gradients, but the weights keep `requires_grad`: because of it torch.matmul
     # folds [T, 1, H] to a matrix, where it might else expand the weight to [T, H, H']. So the
     # reference computes what the policy does, bit for bit.
@@ -218,7 +224,7 @@ def _host_weights(
     initial = [_host_copy(weight) for weight in own]
     if path is None:
         return initial
-    load_hf(policy.chunks, arch, Path(path), context.parallel)
+    context.load(policy, arch, path)
     weights = [_host_copy(weight) for weight in own]
     _copy(initial, own)
     return weights

@@ -8,11 +8,10 @@ from rlcore.planning.memory import (
     Layout,
     Load,
     Weights,
-    activation_bytes,
     gradient_bytes,
-    head_peak_bytes,
     optimizer_bytes,
     rank_weights,
+    training_bytes,
 )
 from rlcore.planning.shape import ModelShape
 
@@ -69,7 +68,7 @@ def needs(
 ) -> Needs:
     """Estimate the needs of the pipeline stage that needs most."""
     return max(
-        (_stage_needs(layout, load, trained, frozen, k) for k in range(layout.pipeline)),
+        (stage_needs(layout, load, trained, frozen, k) for k in range(layout.pipeline)),
         key=lambda n: n.peak,
     )
 
@@ -95,9 +94,10 @@ def kv_bytes_per_token(shape: ModelShape, layout: Layout, *, dtype_bytes: int) -
     )
 
 
-def _stage_needs(
+def stage_needs(
     layout: Layout, load: Load, trained: tuple[Trained, ...], frozen: tuple[Frozen, ...], stage: int
 ) -> Needs:
+    """Estimate the needs of one pipeline stage."""
     resident: dict[str, int] = {}
     phases: dict[str, int] = {}
     b = load.dtype_bytes
@@ -111,9 +111,7 @@ def _stage_needs(
         )
         own = b * weights.total + gradient_bytes(weights)
         state = optimizer_bytes(weights, layout, dtype_bytes=b)
-        activations = activation_bytes(model.shape, layout, load, stage)
-        if stage == layout.pipeline - 1 and not model.value_head:
-            activations += head_peak_bytes(model.shape, layout, load)
+        activations = training_bytes(model.shape, layout, load, stage, lm_head=not model.value_head)
         away = own if model.offload else 0
         if not model.offload:
             resident[f"{model.name} weights"] = b * weights.total

@@ -67,6 +67,7 @@ class Load:
     chunk_elements: int = 1 << 22
     # Whether norms are composed, as torch's RMSNorm on a CPU: they keep normalised rows, in fp32.
     composed_norm: bool = False
+    routing_skew: float = 1.0  # tokens of the rank's experts over an even share
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def rank_weights(
 ) -> Weights:
     """Return the parameters of a rank of pipeline stage `stage`.
 
-    A critic has a value head [H + 1], on every tensor-parallel rank, and no LM head.
+    A critic has a value head [H], on every tensor-parallel rank, and no LM head.
     """
     layers = layout.stage_layers(shape, stage)
     tp = layout.tensor
@@ -105,7 +106,7 @@ def rank_weights(
     last = stage == layout.pipeline - 1
     dense += vocabulary * first + shape.hidden * last
     if value_head:
-        dense += (shape.hidden + 1) * last
+        dense += shape.hidden * last
     elif last and not (shape.tied and first):
         dense += vocabulary
     return Weights(round(dense), round(moe * shape.routed / (layout.expert * layout.expert_tensor)))
@@ -139,21 +140,85 @@ def optimizer_bytes(weights: Weights, layout: Layout, *, dtype_bytes: int) -> in
 # --- activations ----------------------------------------------------------------------------------
 
 
+def training_bytes(
+    shape: ModelShape, layout: Layout, load: Load, stage: int, *, lm_head: bool = True
+) -> int:
+    """Return the most that forward and backward passes hold at once beside the model's state.
+
+    The head has ended when the layers run backward, and its own peak comes before.
+    """
+    saved = _saved_bytes(shape, layout, load, stage)
+    in_layer = _again_bytes(shape, layout, load) + _transient_bytes(shape, layout, load)
+    if stage < layout.pipeline - 1:
+        return round(saved + in_layer)
+    head = _head_bytes(shape, layout, load)
+    head += head_peak_bytes(shape, layout, load) if lm_head else 0
+    return round(saved + max(in_layer, head))
+
+
 def activation_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
     """Return what the forward passes in flight save for the backward pass, the head included."""
-    per_layer = _layer_bytes(shape, layout, load)
-    in_flight = layers_in_flight(shape, layout, load.micro_batches, stage)
-    total = per_layer * in_flight
-    packs = in_flight / max(layout.stage_layers(shape, stage), 1)
-    total += _rotary_bytes(shape, layout, load) * packs
     # What a layer recomputes exists while it runs backward; the head's part is gone by then.
-    again = 0.0
-    if layout.recompute != "none":
-        again = _layer_bytes(shape, layout, load, recompute="none") - per_layer * (
-            layout.recompute != "full"
-        )
+    again = _again_bytes(shape, layout, load)
     head = _head_bytes(shape, layout, load) if stage == layout.pipeline - 1 else 0.0
-    return round(total + max(again, head))
+    return round(_saved_bytes(shape, layout, load, stage) + max(again, head))
+
+
+def _saved_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> float:
+    """Return what the layers keep from their forward to their backward pass."""
+    in_flight = layers_in_flight(shape, layout, load.micro_batches, stage)
+    packs = in_flight / max(layout.stage_layers(shape, stage), 1)
+    return (
+        _layer_bytes(shape, layout, load) * in_flight + _rotary_bytes(shape, layout, load) * packs
+    )
+
+
+def _again_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """Return what a recomputed layer saves while it runs backward."""
+    if layout.recompute == "none":
+        return 0.0
+    kept = 0.0 if layout.recompute == "full" else _layer_bytes(shape, layout, load)
+    return _layer_bytes(shape, layout, load, recompute="none") - kept
+
+
+def _transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """Return what exists inside a layer only, at its largest moment, beside what it saves."""
+    moments = [0.0]
+    if shape.moe_layers < shape.layers:
+        moments.append(_mlp_transient_bytes(shape, layout, load))
+    if shape.moe_layers:
+        moments.append(_experts_transient_bytes(shape, layout, load))
+    return max(moments)
+
+
+def _mlp_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """Return what SwiGLU's backward pass holds.
+
+    It makes the gradient of its input, which is twice as wide as its output, and two products,
+    from the gradient of its output, which itself is free by then. So is nothing of the layer's
+    residual stream, whose gradient comes twice.
+    """
+    t = load.tokens / layout.context
+    s = t / layout.tensor if layout.sequence else t
+    return load.dtype_bytes * (4 * t * shape.ffn / layout.tensor + 2 * s * shape.hidden)
+
+
+def _experts_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """Return what the forward pass of a layer of experts holds beside what it saves.
+
+    The rows before and after their exchange live until the layer ends. Where a rank has several
+    experts, the rows are sorted, and their outputs are there twice: one by one and joined, then
+    joined and in the order of the tokens.
+    """
+    t = load.tokens / layout.context
+    s = t / layout.tensor if layout.sequence else t
+    sent = s * shape.topk
+    received = sent * load.routing_skew if layout.expert > 1 else sent
+    at_experts = received * layout.expert_tensor
+    rows = sent + (received if layout.expert > 1 else 0.0)
+    # Else the rows that came are those that are saved, and only what goes back is new.
+    rows += 2 * at_experts if shape.experts > layout.expert else sent
+    return load.dtype_bytes * rows * shape.hidden
 
 
 def layers_in_flight(shape: ModelShape, layout: Layout, micro_batches: int, stage: int) -> float:
@@ -256,7 +321,7 @@ def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> f
     probabilities.
     """
     b = load.dtype_bytes
-    rows = s * shape.topk * layout.expert_tensor
+    rows = s * shape.topk * layout.expert_tensor * load.routing_skew
     routed = (
         rows * (shape.hidden + 4 * shape.expert_ffn / layout.expert_tensor) + s * shape.hidden
     ) * b

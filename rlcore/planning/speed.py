@@ -5,7 +5,7 @@ docs/planning.md has the model. Communication is taken as not overlapped with ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from math import ceil
 
@@ -105,6 +105,28 @@ def step_time(
     return StepTime(arithmetic, tensor, context, expert, data, pipeline)
 
 
+def rank_flops(
+    shape: ModelShape,
+    layout: Layout,
+    stage: int,
+    lengths: Sequence[int],
+    trainable: int,
+    *,
+    training: bool,
+) -> float:
+    """Count the FLOPs of one rank of a stage for some sequences of its replica.
+
+    Args:
+        training: count the backward pass and what it computes again.
+    """
+    of_layers = shape.forward_flops(lengths, 0) * layout.stage_layers(shape, stage) / shape.layers
+    head = 2.0 * trainable * shape.vocab * shape.hidden * (stage == layout.pipeline - 1)
+    if training:
+        of_layers *= 3.0 + _again(shape, layout, max(lengths))
+        head *= 4.0
+    return (of_layers + head) / (layout.tensor * layout.context)
+
+
 def _arithmetic(shape: ModelShape, layout: Layout, work: Work, gpu: Gpu) -> float:
     """Time the stage that computes longest: the largest, or the last, which has the LM head too.
 
@@ -115,7 +137,7 @@ def _arithmetic(shape: ModelShape, layout: Layout, work: Work, gpu: Gpu) -> floa
     scoring = work.scoring_passes
     layer = (
         of_layers
-        * (3.0 + scoring + _again(shape, layout, work))
+        * (3.0 + scoring + _again(shape, layout, work.length))
         / fullness(shape, layout, work.micro_tokens, gpu)
     )
     last = layout.stage_layers(shape, layout.pipeline - 1)
@@ -168,18 +190,12 @@ def _bandwidth(gpu: Gpu, span: int) -> float:
     return gpu.node_bandwidth if span <= GPUS_PER_NODE else gpu.network_bandwidth
 
 
-def _again(shape: ModelShape, layout: Layout, work: Work) -> float:
+def _again(shape: ModelShape, layout: Layout, length: int) -> float:
     """Return the forward passes of the layers that recomputation adds."""
     if layout.recompute == "full":
         return 1.0
-    whole = shape.forward_flops([work.length], 0)
-    attention = shape.cost.quadratic * work.length**2 * ("core_attn" in layout.recompute)
-    mlp = (
-        2.0
-        * work.length
-        * (shape.layers - shape.moe_layers)
-        * shape.mlp
-        * ("mlp" in layout.recompute)
-    )
-    moe = 2.0 * work.length * shape.moe_layers * shape.chosen * ("moe" in layout.recompute)
+    whole = shape.forward_flops([length], 0)
+    attention = shape.cost.quadratic * length**2 * ("core_attn" in layout.recompute)
+    mlp = 2.0 * length * (shape.layers - shape.moe_layers) * shape.mlp * ("mlp" in layout.recompute)
+    moe = 2.0 * length * shape.moe_layers * shape.chosen * ("moe" in layout.recompute)
     return (attention + mlp + moe) / whole

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from backends.megatron.batch.cp_layout import PackLayout
 from backends.megatron.batch.pack import PackedSequences, gather_keys_values
+from backends.megatron.cpu.kernels import kernel_type
 from backends.megatron.model.elementwise import rotate
 
 
@@ -104,7 +105,7 @@ class PackedAttention(CoreAttention):
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's variable-length flash attention serves this device and dtype."""
     return (
-        device.type == "cuda"
+        kernel_type(device) == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
         and _varlen_attention() is not None
     )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from backends.megatron.cpu.kernels import kernel_type
 from rlcore.config.sections.policy import default_chunk_elements
 from rlcore.data.batch import BatchSamplingMasks
 
@@ -50,7 +51,7 @@ def fused_logprobs(
         sampling_mask: on the device of `hidden`.
         tile_elements: logits that exist at one time; by default `default_chunk_elements`.
     """
-    elements = tile_elements or default_chunk_elements(hidden.device.type)
+    elements = tile_elements or default_chunk_elements(kernel_type(hidden.device))
     first = tp.rank() * weight.size(0)
     live = min(max(vocab_size - first, 0), weight.size(0))
     shard = _Shard(first, live, temperature, elements, sampling_mask)

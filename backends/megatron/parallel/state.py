@@ -127,7 +127,13 @@ class ParallelState:
         return "control_group" in self.groups
 
     @classmethod
-    def from_mpu(cls, mpu: Any, *, timeout_s: float = 600.0) -> ParallelState:
+    def from_mpu(
+        cls,
+        mpu: Any,
+        *,
+        timeout_s: float = 600.0,
+        coordinates: Sequence[tuple[int, int]] | None = None,
+    ) -> ParallelState:
         """Read the layout from Megatron's `parallel_state`, or from a stub of it.
 
         With torch.distributed initialised this is collective: it makes the gloo groups that the
@@ -138,6 +144,9 @@ class ParallelState:
         A stub answers `get_{tensor_model,pipeline_model,data,context}_parallel_{world_size,rank}`.
         For other functions that it lacks, the answer is that of a model without experts and without
         a virtual pipeline.
+
+        Args:
+            coordinates: (data-parallel index, stage) of every rank, where they cannot be asked.
 
         Raises:
             AttributeError: `mpu` lacks one of these functions.
@@ -156,7 +165,9 @@ class ParallelState:
         if dist.is_initialized():
             rank = dist.get_rank()
             groups["control_group"] = _control_group(timeout_s)
-            coordinates = _gather_coordinates(dp_rank, pp_rank, groups["control_group"])
+            coordinates = coordinates or _gather_coordinates(
+                dp_rank, pp_rank, groups["control_group"]
+            )
         else:
             shard = layout["cp_rank"] * layout["tp_size"] + layout["tp_rank"]
             shards = range(cp_size * layout["tp_size"])
@@ -300,10 +311,16 @@ def init_process_group(device: torch.device, *, timeout_s: float) -> bool:
     return True
 
 
-def init_parallel(parallel: ParallelConfig, *, timeout_s: float, seed: int) -> ParallelState:
+def init_parallel(
+    parallel: ParallelConfig,
+    *,
+    timeout_s: float,
+    seed: int,
+    coordinates: Sequence[tuple[int, int]] | None = None,
+) -> ParallelState:
     """Create Megatron's process groups over the initialised world.
 
-    Collective; call inside `megatron_device`.
+    Collective; call inside `megatron_device`. `coordinates` are those of `from_mpu`.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
@@ -323,7 +340,7 @@ def init_parallel(parallel: ParallelConfig, *, timeout_s: float, seed: int) -> P
         distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    return ParallelState.from_mpu(mpu, timeout_s=timeout_s)
+    return ParallelState.from_mpu(mpu, timeout_s=timeout_s, coordinates=coordinates)
 
 
 def destroy_parallel() -> None:

@@ -16,6 +16,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
+from backends.megatron.cpu.kernels import kernel_type
 from backends.megatron.training.offload import OffloadedTensors
 from rlcore.config.sections.policy import OptimizerConfig
 
@@ -39,7 +40,7 @@ def uses_fused_adamw(device: torch.device) -> bool:
 
     On a CPU the bits of its steps would change.
     """
-    return device.type == "cuda"
+    return kernel_type(device) == "cuda"
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

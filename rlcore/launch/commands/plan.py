@@ -82,7 +82,7 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     """
     policy = config.policy
     shape = arch.shape
-    passes = _passes(config)
+    passes = job_passes(config)
     trained = [Trained("policy", shape, offload_optimizer=policy.optimizer.offload)]
     if passes.critic:
         given = config.critic
@@ -116,7 +116,8 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     )
 
 
-def _passes(config: Config) -> Passes:
+def job_passes(config: Config) -> Passes:
+    """Return the passes of a step; a plugin is asked."""
     found = built_in_passes(config)
     if found is None:  # a plugin must be built, with torch, to say what it needs
         from rlcore.trainer.credit import CreditAssignment

@@ -1,0 +1,200 @@
+"""One rank of a configuration: build, score, update, publish and save without memory or peers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from backends.megatron.cpu.shim import importing_megatron
+
+with importing_megatron():
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    from backends.megatron.backend import MegatronBackend
+    from backends.megatron.build import SwappedIn
+    from backends.megatron.checkpoint.save_load import _sharded_state
+    from backends.megatron.dryrun.batch import RankBatch, Work
+    from backends.megatron.dryrun.peers import Peers
+    from backends.megatron.dryrun.stand_ins import without_peers
+    from backends.megatron.dryrun.usage import Phase, Usage, storage_bytes
+    from backends.megatron.training.passes import critic_loss, policy_loss
+from rlcore.algorithms import Moments
+from rlcore.config import Config
+from rlcore.config.derived import Passes, pack_multiple
+from rlcore.trainer.objective import Objective
+
+
+@dataclass
+class RankReport:
+    """What one rank needs and does."""
+
+    rank: int
+    stage: int
+    work: Work
+    parameters: dict[str, int] = field(default_factory=dict)  # model -> number
+    bytes: dict[str, int] = field(default_factory=dict)  # "policy weights" -> bytes
+    phases: Mapping[str, Phase] = field(default_factory=dict)
+    buckets: tuple[int, int] = (0, 0)  # of a publication: number, bytes
+    checkpoint: tuple[int, int] = (0, 0)  # that this rank writes: tensors, bytes
+    seconds: float = 0.0
+    operations: int = 0
+
+
+def rehearse(
+    config: Config,
+    passes: Passes,
+    work: Work,
+    *,
+    rank: int,
+    world: int,
+    skew: float = 1.0,
+    origins: bool = False,
+) -> RankReport:
+    """Run the phases of a step as one rank of `world`.
+
+    Args:
+        passes: the models that the run builds, and those that it scores.
+        work: the rank's micro-batches.
+        skew: how many times the even share of tokens this rank's experts get.
+        origins: remember what holds memory at each peak.
+
+    Raises ConfigError or ModelError for what does not fit, naming the key.
+    """
+    began = time.perf_counter()
+    usage = Usage(origins=origins)
+    peers = Peers(config.policy.parallel, world)
+    objective = Objective(config.algorithm)
+    report = RankReport(rank, rank // peers.of_a_stage, work, phases=usage.phases)
+    with without_peers(usage, peers, rank, skew=skew):
+        with usage.phase("build"):
+            backend = MegatronBackend(
+                config,
+                objective,
+                with_reference=passes.reference,
+                with_critic=passes.critic,
+                with_teacher=passes.teacher,
+                total_steps=2,
+                device="meta",
+                weights=False,
+                coordinates=peers.coordinates(),
+            )
+            for model in backend._trained.values():
+                assert model.optimizer is not None
+                with model.optimizer.state.on_device():
+                    model.optimizer.prepare_for_load()
+        try:
+            _run(backend, passes, work, usage, report)
+        finally:
+            backend.close()
+    report.operations = usage.operations
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _run(
+    backend: MegatronBackend, passes: Passes, work: Work, usage: Usage, report: RankReport
+) -> None:
+    config = backend.config
+    arch = backend.policy.arch
+    records = config.policy.routing_replay == "engine"
+    with usage.on_host():
+        batch = RankBatch(
+            work,
+            backend.parallel,
+            pad_multiple=pack_multiple(config),
+            routed=(sum(arch.moe_layers), arch.transformer["moe_router_topk"]) if records else None,
+        )
+    batch.micro_batches(0)
+    backend._local_batch = batch
+    report.parameters, report.bytes = _held(backend)
+    for name, wanted in vars(passes).items():
+        if wanted:
+            with usage.phase(f"{name} pass"):
+                backend.score(name)
+    _update(backend, usage)
+    backend._local_batch = batch = None  # type: ignore[assignment]
+    with usage.phase("publication"):
+        report.buckets = _publish(backend)
+    with usage.phase("checkpoint"):
+        report.checkpoint = _checkpoint(backend)
+
+
+def _update(backend: MegatronBackend, usage: Usage) -> None:
+    """Forward, backward and the optimizer step of each trained model, as `backend.update` does.
+
+    `backend.update` would also share the metrics of the ranks, which are not there.
+    """
+    batch = backend._batch
+    for name, model in backend._trained.items():
+        if name == "policy":
+            loss = policy_loss(backend.objective, batch, 0, Moments())
+        else:
+            loss = critic_loss(backend.config.critic, batch, Moments())
+        optimizer = model.optimizer
+        assert optimizer is not None
+        step = optimizer.step
+
+        def marked(name: str = name, step: Any = step) -> Any:
+            with usage.phase(f"{name} optimizer step"):
+                return step()
+
+        optimizer.step = marked  # type: ignore[method-assign]
+        try:
+            with usage.phase(f"{name} forward and backward"), model.on_device(training=True):
+                backend._train(model, 0, loss)
+        finally:
+            del optimizer.step
+
+
+def _held(backend: MegatronBackend) -> tuple[dict[str, int], dict[str, int]]:
+    """The parameters of each model, and the bytes of each kind while they are on the device."""
+    parameters: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for name, model in {**backend._trained, **backend.frozen}.items():
+        if isinstance(model, SwappedIn):
+            continue
+        with model.on_device(training=model.optimizer is not None):
+            parameters[name] = sum(p.numel() for p in model._weights())
+            sizes[f"{name} weights"] = storage_bytes(iter(model._weights()))
+            if model.optimizer is not None:
+                sizes[f"{name} gradients"] = storage_bytes(iter(model._gradients()))
+                with model.optimizer.state.on_device():
+                    state = (t for t in model.optimizer._own_tensors() if t.dim())
+                    sizes[f"{name} optimizer"] = storage_bytes(state)
+    return parameters, sizes
+
+
+def _publish(backend: MegatronBackend) -> tuple[int, int]:
+    buckets = [bucket for bucket, _ in backend.export_buckets()]
+    return len(buckets), sum(bucket.num_bytes for bucket in buckets)
+
+
+def _checkpoint(backend: MegatronBackend) -> tuple[int, int]:
+    """The tensors that this rank would write, of all that its models hold."""
+    written = [
+        tensor
+        for saved in backend._saved
+        for tensor in _shards(_sharded_state(saved, backend.parallel, is_loading=False))
+        if not any(_flat(tensor.replica_id))
+    ]
+    sizes = (t.data.numel() * t.data.element_size() for t in written if t.data is not None)
+    return len(written), sum(sizes)
+
+
+def _shards(state: Any) -> Iterator[ShardedTensor]:
+    if isinstance(state, ShardedTensorFactory):
+        yield from _shards(state.build())
+    elif isinstance(state, ShardedTensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _shards(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _shards(value)
+
+
+def _flat(replica: Any) -> tuple[int, ...]:
+    return replica if isinstance(replica, tuple) else (replica,)

@@ -1,0 +1,125 @@
+"""The stand-ins for peers, weights and CUDA of a dry run, in one context manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor, UntypedStorage
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from backends.megatron.cpu.kernels import assuming_kernels
+from backends.megatron.cpu.shim import megatron_device
+from backends.megatron.dryrun.mode import META, FunctionsOfCuda, MetaFloats
+from backends.megatron.dryrun.peers import Peers
+from backends.megatron.dryrun.routing import assumed_choice
+from backends.megatron.dryrun.usage import Usage
+from backends.megatron.training import offload
+from backends.megatron.training.offload import OffloadedTensors
+from backends.megatron.weights import export
+from backends.megatron.weights.export import WeightExporter
+from rlcore.algorithms import types
+
+# what a dry run cannot know, and leaves out of its bytes
+LEFT_OUT = (
+    "CUDA's context, workspaces of kernels, NCCL's buffers, fragments of the allocator",
+    "Transformer Engine's layers: these are Megatron's own",
+    "the sizes that other ranks send: every rank is taken to be like this one",
+    "the driver of the optimizer's checkpoint over the ranks: its plan is this rank's alone",
+)
+
+
+@contextmanager
+def without_peers(usage: Usage, peers: Peers, rank: int, *, skew: float) -> Iterator[None]:
+    """Inside, this process is one rank of many, and floating-point tensors have no memory.
+
+    Args:
+        skew: how many times the even share of tokens this rank's experts get.
+    """
+    devices = dist.Backend.backend_capability["fake"]
+    if META.type not in devices:
+        devices.append(META.type)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=peers.world)
+    try:
+        with ExitStack() as stack:
+            for owner, name, stand_in in _replacements(usage, peers, skew):
+                stack.enter_context(_replaced(owner, name, stand_in))
+            stack.enter_context(assuming_kernels("cuda"))
+            stack.enter_context(megatron_device(META))
+            stack.enter_context(FunctionsOfCuda(usage))
+            stack.enter_context(MetaFloats(usage))
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _replacements(usage: Usage, peers: Peers, skew: float) -> list[tuple[Any, str, Any]]:
+    """List (owner, attribute, stand-in)."""
+    return [
+        (dist, "new_group", _fake_group(dist.new_group)),
+        (MoELayer, "route", _routed(MoELayer.route, skew)),
+        (OffloadedTensors, "_acquire", _measured(OffloadedTensors._acquire, usage)),
+        (OffloadedTensors, "_release", _measured(OffloadedTensors._release, usage)),
+        # in this thread, where the modes are
+        (WeightExporter, "_gather_coordinates", lambda exporter: peers.of_exporter()),
+        (WeightExporter, "_find_sources", lambda exporter: peers.sources(exporter)),
+        # it compares devices, and integers are not where the rest is
+        (types, "_check_record", lambda record, **sizes: None),
+        # the contents of a storage, which a copy to the host or back would read
+        (offload, "_as_bytes", lambda storage, device: _bytes_like(storage)),
+        (export, "prefetched", lambda make, items, device: map(make, items)),
+    ]
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _fake_group(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Make every group a fake one, Megatron's gloo groups too."""
+
+    def call(ranks: Any = None, *args: Any, group_desc: Any = None, **options: Any) -> Any:
+        return new_group(ranks, backend="fake", group_desc=group_desc)
+
+    return call
+
+
+def _routed(route: Callable[..., Any], skew: float) -> Callable[..., Any]:
+    """Let the router compute, and give a choice that has values."""
+
+    def call(layer: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        probs, chosen = route(layer, *args, **options)
+        first = layer.local_expert_indices[0]
+        own = range(first, first + len(layer.local_expert_indices))
+        tokens, experts = chosen.shape
+        with _disable_current_modes():
+            choice = assumed_choice(tokens, experts, layer.config.moe_router_topk, own, skew)
+        return probs, choice.clone()
+
+    return call
+
+
+def _bytes_like(storage: UntypedStorage) -> Tensor:
+    with _disable_current_modes():
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, device=META)
+
+
+def _measured(move: Callable[..., None], usage: Usage) -> Callable[..., None]:
+    """Take sizes again after storages were resized, which is no operation."""
+
+    def call(tensors: OffloadedTensors) -> None:
+        move(tensors)
+        usage.measure_again()
+
+    return call

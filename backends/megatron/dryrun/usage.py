@@ -1,0 +1,199 @@
+"""The bookkeeping of a dry run: live bytes and their peaks, FLOPs, collectives."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+import torch
+from torch import Tensor, UntypedStorage
+
+_LARGE = 1 << 20  # bytes from which on the origin of a storage is remembered
+_OURS = ("/backends/megatron/", "/megatron/core/", "/rlcore/")
+_NOT_A_PLACE = (
+    "/megatron/dryrun/",
+    "/megatron/cpu/shim.py",
+    "/rlcore/cli.py",
+    "/commands/dryrun.py",
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that were live in a phase, and the operation that reached them."""
+
+    bytes: int
+    operation: str
+    place: str
+    # of what the phase itself made: (origin, storages, bytes), the largest first
+    holders: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass
+class Phase:
+    """The counts of one phase."""
+
+    at_start: int
+    peak: Peak
+    flops: Counter[str] = field(default_factory=Counter)
+    # (group, operation) -> [calls, bytes of the largest tensor of each call]
+    collectives: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    # fake numbers that the host asked for, by place: each makes a GPU wait
+    reads: Counter[str] = field(default_factory=Counter)
+
+
+class _Watch(weakref.ref[UntypedStorage]):
+    """A weak reference to a storage that knows its key."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+class Usage:
+    """Live bytes by storage, and the counts of each phase.
+
+    Args:
+        origins: remember where each large storage was made, for `Peak.holders`.
+    """
+
+    def __init__(self, *, origins: bool = False) -> None:
+        self.live = 0
+        self.phases: dict[str, Phase] = {}
+        self.operations = 0
+        self._origins = origins
+        self._sizes: dict[int, int] = {}
+        self._watches: dict[int, _Watch] = {}
+        self._made: dict[int, tuple[str, int, Phase]] = {}
+        self._host: set[int] = set()
+        self._on_host = 0
+        self._phase = Phase(0, Peak(0, "", ""))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Inside, everything is counted under `name`."""
+        before = self._phase
+        self._phase = self.phases[name] = Phase(self.live, Peak(self.live, "", "its start"))
+        try:
+            yield self._phase
+        finally:
+            self._phase = before
+
+    @property
+    def now(self) -> Phase:
+        """The present phase."""
+        return self._phase
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Inside, new storages are host memory, which is not counted."""
+        self._on_host += 1
+        try:
+            yield
+        finally:
+            self._on_host -= 1
+
+    def is_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made inside `on_host`."""
+        return tensor.untyped_storage()._cdata in self._host
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def add(self, tensor: Tensor, operation: str) -> None:
+        """Count the storage of a tensor, unless it is known with this size."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        size = storage.nbytes()
+        known = self._sizes.get(key)
+        if known == size or key in self._host:
+            return
+        if known is None:
+            watch = _Watch(storage, self._gone)
+            watch.key = key
+            self._watches[key] = watch
+            if self._on_host:
+                self._host.add(key)
+                return
+            if self._origins and size >= _LARGE:
+                made = f"{operation} {_shape(tensor)} at {place(3)}"
+                self._made[key] = (made, size, self._phase)
+        self._sizes[key] = size
+        self.live += size - (known or 0)
+        if self.live > self._phase.peak.bytes:
+            self._phase.peak = Peak(
+                self.live, f"{operation} {_shape(tensor)}", place(), self._holders()
+            )
+
+    def measure_again(self) -> None:
+        """Take the present sizes of all storages: no operation tells that one was resized."""
+        for key, watch in list(self._watches.items()):
+            storage = watch()
+            if storage is not None and key in self._sizes:
+                size = storage.nbytes()
+                self.live += size - self._sizes[key]
+                self._sizes[key] = size
+        if self.live > self._phase.peak.bytes:
+            self._phase.peak = Peak(self.live, "onload", place(), self._holders())
+
+    def _gone(self, watch: weakref.ref[UntypedStorage]) -> None:
+        assert isinstance(watch, _Watch)
+        self.live -= self._sizes.pop(watch.key, 0)
+        self._host.discard(watch.key)
+        self._watches.pop(watch.key, None)
+        self._made.pop(watch.key, None)
+
+    def _holders(self) -> tuple[tuple[str, int, int], ...]:
+        """What was made in this phase and is alive."""
+        if not self._origins:
+            return ()
+        storages: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        for origin, size, phase in self._made.values():
+            if phase is self._phase:
+                storages[origin] += 1
+                sizes[origin] += size
+        return tuple((origin, storages[origin], size) for origin, size in sizes.most_common(12))
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    def add_collective(self, group: str, operation: str, num_bytes: int) -> None:
+        """Count one call."""
+        entry = self._phase.collectives.setdefault((group, operation), [0, 0])
+        entry[0] += 1
+        entry[1] += num_bytes
+
+    def add_read(self) -> None:
+        """Count a number that the host read from the device."""
+        self._phase.reads[place()] += 1
+
+
+def storage_bytes(tensors: Iterator[Tensor]) -> int:
+    """The bytes of the storages of some tensors, each counted once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def place(depth: int = 1) -> str:
+    """The innermost lines of the project or of Megatron that the interpreter is in.
+
+    Inside a backward pass of torch itself there is none: then it is the name of the graph's node.
+    """
+    found: list[str] = []
+    node = torch._C._current_autograd_node()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < depth:
+        path = frame.f_code.co_filename
+        if any(part in path for part in _OURS) and not any(part in path for part in _NOT_A_PLACE):
+            short = next(path.split(part)[-1] for part in _OURS if part in path)
+            found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    if node is not None:
+        found.insert(0, node.name())
+    return " < ".join(found) or "outside the project"
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,0 +1,219 @@
+"""`rlcore dryrun`: single ranks of a configuration at the real sizes, beside the plan's numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from backends.megatron.checks.layout import check_layout, check_others, check_vocabularies
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.read import read_architecture
+from rlcore.config import Config
+from rlcore.config.derived import other_folders, world_size
+from rlcore.errors import ConfigError, UserError
+from rlcore.launch.commands.plan import configured_layout, job_passes, make_job
+from rlcore.planning.fit import Needs, stage_needs
+from rlcore.planning.memory import Layout, Load, rank_weights
+from rlcore.planning.report import describe
+from rlcore.planning.search import Job
+from rlcore.planning.shape import ModelShape
+from rlcore.planning.speed import rank_flops
+
+if TYPE_CHECKING:
+    from backends.megatron.dryrun.rank import RankReport
+
+GIB = 1 << 30
+
+
+def dry_run(
+    config: Config,
+    *,
+    world: int | None = None,
+    ranks: Sequence[int] | None = None,
+    skew: float = 1.0,
+    holders: bool = False,
+) -> Iterator[str]:
+    """Yield lines on each rank: what it needs and does, and what `rlcore plan` says of it.
+
+    Args:
+        world: trainer ranks, by default as configured.
+        ranks: those to run, by default one of the first, of a middle and of the last stage.
+        skew: how many times an even share of tokens the rank's experts get.
+        holders: also list what holds memory at the peaks.
+
+    Raises UserError naming the option, or ConfigError or ModelError naming the key.
+    """
+    world = world or world_size(config)
+    arch, job = _checked(config, world)
+    layout = configured_layout(config, arch, world)
+    chosen = _ranks(layout, world, ranks)
+    _check_skew(layout, arch.shape, skew)
+
+    from backends.megatron.dryrun.rank import Work, rehearse
+    from backends.megatron.dryrun.stand_ins import LEFT_OUT
+
+    yield f"{describe(layout)}: {world} ranks, {arch.shape.parameters / 1e9:.2f} B parameters"
+    load = replace(job.load(layout), routing_skew=skew)
+    for rank in chosen:
+        stage = rank // (world // layout.pipeline)
+        in_flight = replace(load, micro_batches=micro_batches_in_flight(layout, load, stage))
+        work = Work(in_flight.micro_batches, in_flight.tokens, job.length, job.trainable)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Megatron and torch, on advice for real ranks
+            report = rehearse(
+                config,
+                job_passes(config),
+                work,
+                rank=rank,
+                world=world,
+                skew=skew,
+                origins=holders,
+            )
+        planned = stage_needs(layout, in_flight, job.trained, job.frozen, stage)
+        yield ""
+        yield from _rank_lines(report, planned, layout, in_flight, job)
+    yield ""
+    yield "Left out: " + "; ".join(LEFT_OUT) + "."
+
+
+# --- what is run ----------------------------------------------------------------------------------
+
+
+def _checked(config: Config, world: int) -> tuple[Architecture, Job]:
+    if config.policy.fp8 is not None:
+        raise ConfigError(
+            "policy.fp8: a dry run has Megatron's own layers, which have no FP8; pass"
+            " policy.fp8=null to see the needs in bf16"
+        )
+    bridge = config.model.bridge
+    arch = read_architecture(config.model.path, weights=False, bridge=bridge)
+    others = {
+        key: read_architecture(path, weights=False, bridge=bridge)
+        for key, path in other_folders(config).items()
+    }
+    check_layout(arch, config.policy.parallel, world)
+    check_others(others, config.policy.parallel, world)
+    check_vocabularies(others, arch)
+    return arch, make_job(config, arch, others)
+
+
+def micro_batches_in_flight(layout: Layout, load: Load, stage: int) -> int:
+    """Return the micro-batches that show a stage's peak: as many as its schedule runs ahead."""
+    behind = layout.pipeline - stage - 1
+    if layout.virtual_pipeline == 1:
+        return min(behind + 1, load.micro_batches)
+    chunks = 2 * behind + (layout.virtual_pipeline - 1) * layout.pipeline + 1
+    rounds = -(-chunks // (layout.virtual_pipeline * layout.pipeline))
+    return min(rounds * layout.pipeline, load.micro_batches)
+
+
+def _ranks(layout: Layout, world: int, given: Sequence[int] | None) -> list[int]:
+    of_a_stage = world // layout.pipeline
+    if not given:
+        middle = layout.pipeline // 2 * of_a_stage
+        return sorted({0, middle, world - 1} if layout.pipeline > 1 else {0})
+    for rank in given:
+        if not 0 <= rank < world:
+            raise UserError(
+                f"--rank: got {rank}, expected 0 to {world - 1}: the trainer has {world} ranks"
+                " (cluster.nodes x cluster.processes_per_node, or --world)"
+            )
+    return list(given)
+
+
+def _check_skew(layout: Layout, shape: ModelShape, skew: float) -> None:
+    """Refuse more tokens than can come to one expert-parallel rank."""
+    most = min(layout.expert, shape.experts / shape.topk) if shape.experts else 1
+    if not 1 <= skew <= most:
+        raise UserError(
+            f"--skew: got {skew:g}, expected 1 (even) to {most:g}: the model has {shape.experts}"
+            f" experts, of which a token takes {shape.topk}, over {layout.expert} ranks"
+            " (policy.parallel.expert)"
+        )
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+
+def _rank_lines(
+    report: RankReport, planned: Needs, layout: Layout, load: Load, job: Job
+) -> Iterator[str]:
+    yield (
+        f"Rank {report.rank}, stage {report.stage + 1} of {layout.pipeline}:"
+        f" {load.micro_batches} micro-batches of {load.tokens} tokens, as many as are in flight"
+    )
+    yield f"{'':44}{'dry run':>16}{'plan':>16}"
+    for model in job.trained:
+        weights = rank_weights(
+            model.shape,
+            layout,
+            report.stage,
+            vocab_multiple=load.vocab_multiple,
+            value_head=model.value_head,
+        )
+        own = report.parameters[model.name]
+        yield f"  {model.name + ' parameters':42}{own:>16,}{weights.total:>16,}"
+    for name, size in report.bytes.items():
+        yield _beside(name, size, planned.resident.get(name))
+    for name, phase in report.phases.items():
+        added = planned.phases.get(name)
+        whole = None if added is None else sum(planned.resident.values()) + added
+        yield _beside(f"peak, {name}", phase.peak.bytes, whole)
+        yield f"      {phase.peak.operation} at {phase.peak.place}"
+        for origin, storages, size in phase.peak.holders:
+            yield f"      {_gib(size):>12} in {storages}: {origin}"
+    yield from _flops(report, layout, load, job)
+    yield from _collectives(report)
+    buckets, size = report.buckets
+    yield f"  a publication: {buckets} buckets, {_gib(size)} in all"
+    tensors, size = report.checkpoint
+    yield f"  this rank writes {tensors} tensors of a checkpoint, {_gib(size)}"
+    yield f"  took {report.seconds:.0f} s for {report.operations:,} operations"
+
+
+def _flops(report: RankReport, layout: Layout, load: Load, job: Job) -> Iterator[str]:
+    lengths = report.work.lengths * load.micro_batches
+    trainable = load.trainable * load.micro_batches
+    shapes = {model.name: model.shape for model in (*job.trained, *job.frozen)}
+    for name, phase in report.phases.items():
+        own = sum(phase.flops.values())
+        model = name.split()[0]
+        if own and model in shapes:
+            expected = rank_flops(
+                shapes[model],
+                layout,
+                report.stage,
+                lengths,
+                0 if model == "critic" else trainable,
+                training=name.endswith("backward"),
+            )
+            yield f"  {'TFLOP, ' + name:42}{own / 1e12:>16.2f}{expected / 1e12:>16.2f}"
+
+
+def _collectives(report: RankReport) -> Iterator[str]:
+    """The calls of the phases of a step, by group."""
+    total: dict[tuple[str, str], list[int]] = {}
+    for name, phase in report.phases.items():
+        if name.endswith((" pass", "backward", "step")):
+            for key, (calls, size) in phase.collectives.items():
+                entry = total.setdefault(key, [0, 0])
+                entry[0] += calls
+                entry[1] += size
+    for (group, operation), (calls, size) in sorted(total.items()):
+        yield f"  {operation} in {group}: {calls} calls, {_gib(size)}"
+    for name, phase in report.phases.items():
+        for place, count in phase.reads.items():
+            yield f"  {name}: the host waits for {count} numbers at {place}"
+
+
+def _beside(name: str, size: int, planned: int | None) -> str:
+    line = f"  {name:42}{_gib(size):>16}"
+    if planned is None:
+        return f"{line}{'-':>16}"
+    return f"{line}{_gib(planned):>16}{f'{planned / size - 1:+.1%}' if size else '':>8}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.3f} GiB"
