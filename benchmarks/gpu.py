@@ -1,8 +1,9 @@
-"""Checks the CUDA path, then measures tokens/s and MFU of Qwen2.5 shapes (run by gpu.sh).
+"""Checks the CUDA path, then measures it, one section after the other (run by gpu.sh).
 
-The limit is the matmul rate that the same device reaches in the same dtype, measured first; MFU is
-of that rate, with the FLOPs of the model alone: recomputation, also the head's own, counts as lost
-time.
+Each section runs in a process of its own under a deadline, the most valuable first, and the JSON
+file is written again after each: whatever breaks or takes too long leaves the others. MFU is of the
+matmul rate that the same device reaches in the same dtype, with the FLOPs of the model alone:
+recomputation, also the head's own, counts as lost time.
 """
 
 from __future__ import annotations
@@ -12,207 +13,147 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from one_gpu.checks import Check, check_attention, check_head, check_step
-from one_gpu.models import SHAPES, full_packs, make_batch, make_config, write_model
-from one_gpu.parts import time_by_part
-from one_gpu.step import trainer
+from one_gpu.checks import check_attention, check_head, check_step, write_reference
+from one_gpu.engine import engine_beside
+from one_gpu.head_alone import head_alone
+from one_gpu.memory import check_memory
+from one_gpu.section import FULL, TOY, Found, Section, Setting, run_apart, run_here
+from one_gpu.training import ceilings, train
+
+LEAST_S = 10.0  # a section with less time is not begun
 
 
-@dataclass(frozen=True)
-class Size:
-    """How large the measured part is."""
-
-    micro_tokens: int
-    micro_batches: int
-    longest: int
-    rounds: int
-    dtype: str
-    matmul: int  # width of the square matmul
+def _train(model: str, setting: Setting) -> Found:
+    return train(replace(setting, model=model))
 
 
-FULL = Size(micro_tokens=16384, micro_batches=4, longest=4096, rounds=5, dtype="bf16", matmul=8192)
-TOY = Size(micro_tokens=256, micro_batches=2, longest=64, rounds=2, dtype="fp32", matmul=512)
+def sections(*, toy: bool) -> list[Section]:
+    """All sections, in the order in which they run."""
+    models = ("toy",) if toy else ("1.5B", "0.5B")
+    first, *others = (Section(f"training {name}", partial(_train, name), 150.0) for name in models)
+    return [
+        Section("attention", check_attention, 90.0),
+        Section("head", check_head, 60.0),
+        Section("step", check_step, 180.0),
+        Section("memory", check_memory, 120.0),
+        Section("ceilings", ceilings, 60.0),
+        first,
+        Section("head alone", head_alone, 60.0),
+        Section("engine", engine_beside, 120.0),
+        *others,
+    ]
 
 
-def seconds_of(function: Callable[[], Any], rounds: int, *, cuda: bool) -> float:
-    """Median over `rounds` calls after one that does not count."""
-    taken = []
-    for _ in range(rounds + 1):
-        if cuda:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        function()
-        if cuda:
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begin)
-    return sorted(taken[1:])[(rounds - 1) // 2]
-
-
-def matmul_rate(size: Size, device: str) -> float:
-    """FLOP/s of a large square product in the training dtype."""
-    dtype = torch.bfloat16 if size.dtype == "bf16" else torch.float32
-    a, b = (torch.randn(size.matmul, size.matmul, device=device, dtype=dtype) for _ in range(2))
-    calls = 20
-
-    def several() -> None:
-        for _ in range(calls):
-            torch.mm(a, b)
-
-    return calls * 2 * size.matmul**3 / seconds_of(several, 5, cuda=device != "cpu")
-
-
-def train(
-    name: str, size: Size, device: str, rate: float, work: Path, *, recompute: bool
-) -> dict[str, Any]:
-    """Measure passes and steps of one model."""
-    cuda = device != "cpu"
-    shape = SHAPES[name]
-    folder = work / name
-    write_model(folder, shape, torch.bfloat16 if size.dtype == "bf16" else torch.float32)
-    batch = make_batch(shape, size.micro_tokens, size.micro_batches, size.longest)
-    config = make_config(
-        folder,
-        dtype=size.dtype,
-        micro_tokens=size.micro_tokens,
-        optimizer={"lr": 1e-6, "distributed": True},
-        offload=True,
-        recompute=recompute,
-    )
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    with trainer(config, batch, device, full_packs(batch, size.micro_tokens)) as made:
-        chosen = made.backend.describe()
-        made.assign()
-        update_s = seconds_of(made.update, size.rounds, cuda=cuda)
-        peak = torch.cuda.max_memory_allocated() if cuda else 0
-        score_s = seconds_of(made.score, size.rounds, cuda=cuda)
-        reference_s = seconds_of(lambda: made.score("reference"), size.rounds, cuda=cuda)
-        parts = time_by_part(made.update, cuda=cuda)
-        micro_batches = made.micro_batches
-    tokens = sum(batch.lengths.tolist())
-    # an update: forward and backward
-    flops = 3.0 * shape.sizes.forward_flops(batch.lengths.tolist(), batch.num_trainable)
-    return {
-        "model": name,
-        "parameters": shape.sizes.parameters,
-        "tokens": tokens,
-        "micro_batches": micro_batches,
-        "update_s": update_s,
-        "score_s": score_s,
-        "reference_s": reference_s,
-        "tokens_per_s": tokens / update_s,
-        "mfu": flops / update_s / rate,
-        "peak_bytes": peak,
-        "parts_s": parts,
-        "chosen": chosen,
-    }
-
-
-def show(found: dict[str, Any]) -> None:
-    tokens = found["tokens"]
-    chosen = found["chosen"]
-    print(
-        f"\n{found['model']}: {found['parameters'] / 1e6:.1f} M parameters, {tokens} tokens a step"
-        f" in {found['micro_batches']} micro-batches; {chosen['attention']}, {chosen['layers']}"
-    )
-    for name, remark in (
-        ("update", f"MFU {found['mfu']:.1%} of matmul"),
-        ("score", ""),
-        ("reference", "weights swapped in"),
-    ):
-        seconds = found[f"{name}_s"]
-        print(f"  {name:<12}{seconds:9.3f} s {tokens / seconds:12.0f} tokens/s   {remark}")
-    if found["peak_bytes"]:
-        print(f"  peak memory {found['peak_bytes'] / 2**30:9.2f} GiB allocated")
-    whole = sum(found["parts_s"].values())
-    print(f"  of a profiled update, {whole:.3f} s of operations:")
-    for part, seconds in found["parts_s"].items():
-        print(f"    {part:<26}{seconds:9.4f} s  {seconds / whole:6.1%}")
-
-
-def run_checks(device: str, work: Path, *, toy: bool) -> list[Check]:
-    checks: list[Check] = []
-    print(f"{'check':<62}{'distance':>10}{'bound':>9}")
-    for some in (
-        lambda: check_attention(device),
-        lambda: check_head(device),
-        lambda: check_step(device, work, toy=toy),
-    ):
-        for check in some():
-            checks.append(check)
-            print(
-                f"{check.name:<62}{check.value:10.1e}{check.bound:9.0e} "
-                f" {'ok' if check.ok else 'OFF'}",
-                flush=True,
-            )
-    return checks
-
-
-def main() -> int:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="The CUDA path: right? how fast? Exit code 1 if a check is off."
+        description="The CUDA path: right? how fast? Exit code 1: a check is off, a section failed."
     )
     parser.add_argument("--toy", action="store_true", help="on the CPU, at toy size")
-    parser.add_argument("--only", choices=("checks", "train"), help="one half")
-    parser.add_argument("--models", default=None, help=f"of {', '.join(SHAPES)}; default 0.5B,1.5B")
-    parser.add_argument(
-        "--recompute", action="store_true", help="recompute every layer in the backward pass"
-    )
+    parser.add_argument("--only", default=None, help="names of sections, with commas")
+    parser.add_argument("--recompute", action="store_true", help="recompute every layer")
     parser.add_argument(
         "--micro-tokens", type=int, default=None, help="tokens of a pack; default 16384"
     )
+    parser.add_argument("--limit", type=float, default=560.0, help="seconds for all; default 560")
     parser.add_argument("--json", type=Path, default=None, help="write everything there too")
+    parser.add_argument(
+        "--references", type=Path, default=None, help="folder of CPU references, see gpu.sh"
+    )
+    parser.add_argument(
+        "--write-references", type=Path, default=None, help="compute them on this CPU, and end"
+    )
+    parser.add_argument("--section", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    names = (options.models or ("toy" if options.toy else "0.5B,1.5B")).split(",")
-    if unknown := sorted(set(names) - set(SHAPES)):
-        parser.error(f"--models: no {', '.join(unknown)}; there are {', '.join(SHAPES)}")
-    if not options.toy and not torch.cuda.is_available():
+    names = [section.name for section in sections(toy=options.toy)]
+    if options.only is not None and (unknown := sorted(set(options.only.split(",")) - set(names))):
+        parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(names)}")
+    on_cpu = options.toy or options.write_references is not None
+    if not on_cpu and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --toy runs on the CPU")
-    device, size = ("cpu", TOY) if options.toy else ("cuda:0", FULL)
+    return options
+
+
+def run_section(options: argparse.Namespace) -> None:
+    """The process of one section."""
+    size = TOY if options.toy else FULL
     if options.micro_tokens is not None:
         size = replace(size, micro_tokens=options.micro_tokens)
+    [section] = [each for each in sections(toy=options.toy) if each.name == options.section]
+    with tempfile.TemporaryDirectory(prefix="gpu-") as work:
+        setting = Setting(
+            toy=options.toy,
+            work=Path(work),
+            size=size,
+            references=options.references,
+            recompute=options.recompute,
+        )
+        run_here(section, setting, options.result)
+
+
+def run_all(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the sections one after the other, and return the report."""
+    ends = time.monotonic() + options.limit
     report: dict[str, Any] = {
         "device": "cpu" if options.toy else torch.cuda.get_device_name(0),
         "torch": torch.__version__,
-        "size": asdict(size),
+        "megatron-core": version("megatron-core"),
+        "date": time.strftime("%Y-%m-%d"),
+        "size": asdict(TOY if options.toy else FULL),
+        "sections": {},
     }
     print(f"{report['device']}, torch {torch.__version__}", flush=True)
-    checks: list[Check] = []
-    with tempfile.TemporaryDirectory(prefix="gpu-") as temporary:
-        work = Path(temporary)
-        if options.only != "train":
-            checks = run_checks(device, work, toy=options.toy)
-        if options.only != "checks":
-            report["matmul_flops"] = rate = matmul_rate(size, device)
-            print(
-                f"\nmatmul {size.matmul} x {size.matmul}, {size.dtype}: {rate / 1e12:.2f} TFLOP/s:"
-                " the limit",
-                flush=True,
-            )
-            report["models"] = []
-            for name in names:
-                try:
-                    report["models"].append(
-                        train(name, size, device, rate, work, recompute=options.recompute)
-                    )
-                except torch.OutOfMemoryError as error:
-                    advice = f"set --recompute, or fewer --micro-tokens than {size.micro_tokens}"
-                    raise SystemExit(f"{name}: {error}\n{advice}") from error
-                show(report["models"][-1])
-    report["checks"] = [{**asdict(check), "ok": check.ok} for check in checks]
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
-    off = [check.name for check in checks if not check.ok]
-    if checks:
-        print(f"\n{len(checks) - len(off)} of {len(checks)} checks hold")
-    return 1 if off else 0
+    chosen = None if options.only is None else options.only.split(",")
+    for section in sections(toy=options.toy):
+        if chosen is not None and section.name not in chosen:
+            continue
+        print(f"\n{section.name}", flush=True)
+        began = time.monotonic()
+        left = ends - began
+        if left < LEAST_S:
+            found: dict[str, Any] = {"checks": [], "numbers": {}, "error": "no time was left"}
+        else:
+            found = one_section(section, options, min(section.limit_s, left))
+        found["seconds"] = time.monotonic() - began
+        report["sections"][section.name] = found
+        if "error" in found:
+            print(f"  not finished: {found['error']}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1))
+    return report
+
+
+def one_section(section: Section, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
+    """Run a section as this program does it with `--section`."""
+    with tempfile.TemporaryDirectory(prefix="gpu-result-") as folder:
+        result = Path(folder) / "found.json"
+        command = [sys.executable, *sys.argv, "--section", section.name, "--result", str(result)]
+        return run_apart(command, result, limit_s)
+
+
+def main() -> int:
+    options = parse()
+    if options.write_references is not None:
+        write_reference(options.write_references, toy=options.toy)
+        return 0
+    if options.section is not None:
+        run_section(options)
+        return 0
+    found = run_all(options)["sections"]
+    checks = [check for section in found.values() for check in section["checks"]]
+    held = sum(check["ok"] for check in checks)
+    failed = [name for name, section in found.items() if "error" in section]
+    print(f"\n{held} of {len(checks)} checks hold")
+    if failed:
+        print(f"not finished: {', '.join(failed)}")
+    return 0 if held == len(checks) and not failed else 1
 
 
 if __name__ == "__main__":

@@ -66,7 +66,12 @@ def train(arguments: argparse.Namespace) -> int:
         from rlcore import launch
         from rlcore.launch.plugin_checks import check_plugins
 
-        loaded = replace(loaded, notes=(*loaded.notes, *check_plugins(loaded)))
+        found = check_plugins(loaded)
+        if first_on_node():
+            from rlcore.launch.doctor.examination import notes_at_start
+
+            found = [*found, *notes_at_start(loaded.config)]
+        loaded = replace(loaded, notes=(*loaded.notes, *found))
         return launch.train(
             loaded,
             resume=arguments.resume,
@@ -113,6 +118,20 @@ def validate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def doctor(arguments: argparse.Namespace) -> int:
+    """Print what this machine and its environments would lack; exit code 1 if a run would fail."""
+    loaded = _load(arguments.settings) if arguments.settings else None
+    from rlcore.launch.doctor.examination import examine
+
+    failed = 0
+    for finding in examine(None if loaded is None else loaded.config):
+        print(finding, flush=True)
+        failed += finding.level == "FAIL"
+    if failed:
+        print(f"rlcore: {failed} of these would end a run", file=sys.stderr)
+    return FAILED if failed else 0
+
+
 def evaluate(arguments: argparse.Namespace) -> int:
     """Score a Hugging Face folder, a checkpoint, or the configured model."""
     chosen: list[str] = []
@@ -124,12 +143,18 @@ def evaluate(arguments: argparse.Namespace) -> int:
             if is_hf
             else [f"policy.checkpoint={path}"]
         )
-    loaded = _load([*arguments.settings, *chosen])
+    launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
+    loaded = _load([*launcher, *arguments.settings, *chosen])
     if not loaded.config.evaluation.paths:
         raise loaded.error("evaluation.paths", "empty: name the files with the prompts to score")
     from rlcore.launch.commands.eval_export import evaluate_model
 
-    return evaluate_model(loaded, output=arguments.output)
+    return evaluate_model(
+        loaded,
+        output=arguments.output,
+        all_ranks=arguments.all_ranks,
+        arguments=arguments.given,
+    )
 
 
 def engine(arguments: argparse.Namespace) -> int:
@@ -301,6 +326,9 @@ def _add_configured(commands: Commands) -> None:
     )
     text = "check a configuration and print it with the origin of each value"
     _configured(commands, "validate", validate, text)
+    text = "look at this machine and its environments; exit code 1 if a run would fail"
+    sub = _command(commands, "doctor", doctor, text)
+    sub.add_argument("settings", nargs="*", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
     sub = _configured(commands, "eval", evaluate, "score a model on the evaluation prompts")
     sub.add_argument(
         "--model",
@@ -308,6 +336,11 @@ def _add_configured(commands: Commands) -> None:
         help="a Hugging Face folder or a checkpoint, instead of the configured one",
     )
     sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
+    sub.add_argument(
+        "--all-ranks",
+        action="store_true",
+        help="hold the model in the configured layout, on the ranks that would train",
+    )
     text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
     sub = _configured(commands, "engine", engine, text)
     sub.add_argument(

@@ -11,7 +11,8 @@ blame. Each row waits for the row below it. Keys are set in the configuration; n
     rank 0               the rollout service's thread    rollout.timeout_s + LOOP_GRACE_S
     rollout service      an engine that comes back       rollout.engine.start_timeout_s, pauses
     weight publication   one bucket at an engine         update_timeout_s + TRANSPORT_GRACE_S
-    dispatcher           one request                     rollout.engine.request_timeout_s
+    dispatcher           one request, pauses aside       rollout.engine.request_timeout_s
+    fleet                a token of a busy engine        rollout.engine.progress_timeout_s
     engine client        a control call                  its limit + ENGINE_GRACE_S
     fleet                an engine's health              rollout.engine.health_timeout_s
     reward pool          one reward                      reward.timeout_s
@@ -34,9 +35,13 @@ ENGINE_GRACE_S = 5.0  # beyond the engine's own deadline: a slow answer is bette
 TERMINATE_S = 5.0  # from SIGTERM to SIGKILL of a server process
 REAP_S = 10.0  # from SIGKILL until the kernel has taken the process away
 BROKEN_CONNECTION_S = 0.5  # from a broken connection to the end of the process that held it
+REQUEST_S = 600.0  # one request that makes no token, as it queues; each token adds TOKEN_S
+TOKEN_S = 1.0  # one token of the longest response, on an engine as full as it can be
+ABORT_S = 10.0  # a request that was aborted to be answered with the tokens that it has
 LAST_TOKEN_S = 30.0  # the token that is being made when an embedded engine closes
 KILL_ENGINE_S = 30.0  # more than TERMINATE_S and REAP_S: how long the fleet waits for an end
 CLOSE_ENGINES_S = 30.0  # a transport or a service to close
+NCCL_VERSION_S = 120.0  # an interpreter to import torch, from a cold disk, and tell its NCCL
 REWARD_START_S = 120.0  # imports of the user's reward modules in a worker
 
 # --- weight publication ---------------------------------------------------------------------------
@@ -54,6 +59,8 @@ UPLOAD_S = 300.0  # wandb at the end of a run; what is not uploaded then stays o
 
 # --- launchers ------------------------------------------------------------------------------------
 
+INTERPRETER_S = 120.0  # an interpreter to import torch, from a cold disk, and tell its versions
+NVIDIA_SMI_S = 30.0  # nvidia-smi to answer, which a driver in trouble does not
 STORE_S = 60.0  # reaching a key-value store that is known to be there
 NOTICE_S = 5.0  # from a run's failure to the end of a rank that has not noticed it
 LEAVE_S = 45.0  # more than CLOSE_ENGINES_S: ... of a rank that has, but is still closing things

@@ -68,10 +68,10 @@ class PolicyBackend(Protocol):
         It is the same on every rank.
         """
 
-    def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
+    def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
         """Yield the buckets in order, each gathered from the ranks that hold its parts.
 
-        The bytes are uint8 [num_bytes] on rank 0, None elsewhere.
+        The bytes are uint8 [num_bytes] on rank 0, and None elsewhere unless `everywhere` is true.
         """
 
     def offload(self) -> None:
@@ -125,6 +125,9 @@ class PolicyBackend(Protocol):
 class WeightVerifier(Protocol):
     """Checks the checksum of an engine that has taken every bucket."""
 
+    # Whether a mismatch proves an error: an engine may order weights for its kernels.
+    certain: bool
+
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor that is sent. It is read now, and may be overwritten afterwards."""
 
@@ -154,16 +157,31 @@ class RolloutEngine(Protocol):
         """
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """Return `n` completions for each request, in order."""
+        """Return `n` completions for each request, in order. The caller limits the time."""
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating; `mode` says what becomes of running requests."""
+        """Stop generating; `mode` says what becomes of running requests.
+
+        `drain` takes as long as they do. The caller limits the time.
+        """
 
     async def resume(self) -> None:
         """Generate again after `pause`."""
 
-    async def abort(self) -> None:
-        """Stop all requests now; their completions end with the finish reason "abort"."""
+    async def abort(self, rids: Sequence[str] | None = None) -> None:
+        """Stop requests now; their completions end with the finish reason "abort".
+
+        Args:
+            rids: `GenerateRequest.rid` of those to stop, all requests of a call; default: every
+                request.
+        """
+
+    async def progress(self) -> Any:
+        """Return a value that changes as tokens are made; None while a pause holds the requests.
+
+        An engine with requests whose value stays the same for `rollout.engine.progress_timeout_s`
+        is taken to hang. None says that nothing can be told.
+        """
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
         """Prepare for the weights of a publication, in this layout."""
@@ -283,18 +301,51 @@ class RolloutSource(Protocol):
         """Stop generation and end the engines."""
 
 
+class BucketHandles(Protocol):
+    """Makes handles of memory on this rank's GPU, which an engine on the same GPU reads."""
+
+    gpu: str  # its name, as in CUDA_VISIBLE_DEVICES
+
+    def make(self, bucket: Bucket, flat: Tensor) -> str:
+        """Copy the bucket into memory of its own, and return a handle of it for one reader.
+
+        The memory is free again once the reader has closed it.
+        """
+
+    def release(self, handle: str) -> None:
+        """Free the memory of a handle, made on any rank, whose reader is gone or never was."""
+
+    def collect(self) -> None:
+        """Give back the memory that readers have closed."""
+
+
 class WeightSink(Protocol):
     """All engines of a publication, as rank 0 sees them. Calls block, each with a deadline."""
 
-    def prepare(self, buckets: Sequence[Bucket], *, only_stale: bool = False) -> None:
+    @property
+    def handle_gpus(self) -> Sequence[str]:
+        """The GPUs of the participants, if they take handles of memory there; else none."""
+
+    def prepare(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        only_stale: bool = False,
+        trainer_gpus: Sequence[str] = (),
+    ) -> None:
         """Pause the engines, agree on participants and layout, open the update.
 
         Args:
             only_stale: take only the engines that wait for weights; the others go on serving.
+            trainer_gpus: the GPUs on which a rank can make handles.
         """
 
-    def send(self, bucket: Bucket, flat: Tensor) -> None:
-        """Send the bytes of one bucket, uint8 [num_bytes]."""
+    def send(self, bucket: Bucket, flat: Tensor, handles: Mapping[str, str] | None = None) -> None:
+        """Send the bytes of one bucket, uint8 [num_bytes].
+
+        Args:
+            handles: of the bucket on each of `handle_gpus`.
+        """
 
     def finish(self, version: int) -> None:
         """Close the update, verify, set the version, resume."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rlcore.config import Config
-from rlcore.config.derived import engine_place_s, total_steps
+from rlcore.config.derived import engine_place_s, longest_request_s, total_steps
 from rlcore.data.batch import StepRollouts
 from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.sample import Sample
@@ -106,7 +106,8 @@ class RolloutService:
         )
         self._queue = PromptQueue(self.prompts, stream)
         self.ledger = self._queue.ledger
-        self._dispatcher = Dispatcher(self.fleet, rollout.engine)
+        limit_s = longest_request_s(config)
+        self._dispatcher = Dispatcher(self.fleet, rollout.engine, limit_s=limit_s)
         shared = (config, tokenizer, self._dispatcher, self._scorer)
         self._training = training_runner(*shared, greedy_baseline=greedy_baseline)
         self._evaluation = None if self._held_out is None else evaluation_runner(*shared)
@@ -289,6 +290,7 @@ class RolloutService:
             "rollout/reward_timeouts": float(failures.timeouts),
             "rollout/engine_restarts": float(self.fleet.restarts),
             "rollout/retried_requests": float(self._dispatcher.retried),
+            "rollout/overdue_requests": float(self._dispatcher.overdue),
             "rollout/resumed_responses": float(partial.resumed_responses),
             "rollout/resumed_tokens": float(partial.resumed_tokens),
         }

@@ -13,7 +13,7 @@ if [ $# -gt 0 ]; then echo "usage: install_sglang.sh [--gpu]; got: $*" >&2; exit
 
 fail() { echo "install_sglang: $*" >&2; exit 1; }
 want="$kind sglang $version"
-if [ $kind = cpu ]; then want+=" $(cksum < "$list")"; fi
+if [ $kind = cpu ]; then want+=" $(cksum < "$list")"; else want+=" $nccl"; fi
 # The stamp is written last: a half-made environment has none. One whose interpreter has gone does not run.
 made() { [ "$(cat "$venv/installed" 2>/dev/null)" = "$want" ] && "$venv/bin/python" -c '' 2>/dev/null; }
 
@@ -32,7 +32,7 @@ rm -rf "$venv"
 echo "== $venv: sglang $version ($kind)"
 "$python" -m venv "$venv"
 if [ $kind = gpu ]; then
-    pip_into "$venv" "sglang[all]==$version"
+    pip_into "$venv" "sglang[all]==$version" "$nccl"
 else
     pip_into "$venv" torch==2.13.0
     # Without dependencies, so without a resolver: those of sglang would pull the CUDA packages in.

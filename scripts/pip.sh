@@ -1,6 +1,11 @@
 # shellcheck shell=bash
 # Sourced by the scripts that install.
 
+# NCCL of the trainer's and of the engines' environment for GPUs: ranks of different versions make no communicator. It is the one
+# that the torch of sglang 0.5.23 brings (torch 2.14.1); the trainer's torch 2.13.0 would bring 2.29.7.
+# shellcheck disable=SC2034  # used where this is sourced
+nccl=nvidia-nccl-cu13==2.30.7
+
 # pip_into VENV ARGUMENTS...: install into VENV, with uv where there is one, else with pip; says every 20 s what it does.
 pip_into() {
     local venv=$1 installer pid from=$SECONDS seconds

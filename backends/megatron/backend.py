@@ -79,7 +79,8 @@ class MegatronBackend:
         with_reference: build the frozen reference.
         with_teacher: build the frozen teacher, `teacher.path`.
         with_critic: build the value model and its optimizer.
-        total_steps: optimizer steps of the run, after which the learning rate is at its end.
+        total_steps: optimizer steps of the run, after which the learning rate is at its end. With
+            0 the policy is not trained and has no optimizer.
         device: "cpu" or this rank's CUDA device.
 
     Raises ConfigError or ModelError for a layout, a `policy.megatron` field or a folder that does
@@ -124,7 +125,8 @@ class MegatronBackend:
                     self.frozen["reference"] = build_reference(context, self.policy)
                 if with_teacher:
                     self.frozen["teacher"] = build_teacher(context, self.policy)
-                context.start_training(self.policy, policy.optimizer)
+                if total_steps:
+                    context.start_training(self.policy, policy.optimizer)
                 self.policy.make_offloadable(self.device, offload=False)
                 self.critic = build_critic(context, self.policy) if with_critic else None
         except BaseException:
@@ -255,13 +257,13 @@ class MegatronBackend:
         """The static layout of the policy's weights under their Hugging Face names."""
         return self._weights.buckets
 
-    def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
-        """Yield each bucket in order with its bytes: uint8 [num_bytes] on rank 0, None elsewhere.
+    def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
+        """Yield each bucket in order with its bytes: uint8 [num_bytes] on rank 0, or `everywhere`.
 
         The next bucket overwrites the bytes.
         """
         with self.policy.on_device():
-            yield from self._weights.export_buckets()
+            yield from self._weights.export_buckets(everywhere=everywhere)
 
     def export_hf(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""

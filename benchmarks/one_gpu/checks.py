@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from one_gpu.models import SHAPES, make_batch, make_config, write_model
+from one_gpu.section import FULL, TOY, Found, Setting
 
 STEP_DEADLINE_S = 600
 # An optimizer step that is linear in the gradient, to read it off the weights: delta = lr * g /
 # (|g| + eps) = 1000 g.
 LINEAR = {"lr": 1e6, "eps": 1e3, "weight_decay": 0.0, "clip_grad": 0.0}
-
-
-@dataclass(frozen=True)
-class Check:
-    name: str
-    value: float  # a distance
-    bound: float
-
-    @property
-    def ok(self) -> bool:
-        return self.value <= self.bound  # False for NaN
 
 
 def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -34,11 +25,11 @@ def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-def check_attention(device: str) -> list[Check]:
+def check_attention(setting: Setting) -> Found:
     """Check the device's packed attention in bf16, both passes, against fp32 SDPA on the CPU."""
+    found = Found()
     lengths = [300, 1, 17, 1024, 64]
     generator = torch.Generator().manual_seed(3)
-    found = []
     for head_dim in (64, 128):
         tensors = [
             torch.randn(sum(lengths), heads, head_dim, generator=generator).bfloat16()
@@ -46,12 +37,10 @@ def check_attention(device: str) -> list[Check]:
         ]
         got, expected = (
             _attention(tensors, lengths, *how)
-            for how in ((device, torch.bfloat16), ("cpu", torch.float32))
+            for how in ((setting.device, torch.bfloat16), ("cpu", torch.float32))
         )
         for name, one, other in zip(("output", "dQ", "dK", "dV"), got, expected):
-            found.append(
-                Check(f"attention bf16, head {head_dim}: {name}", _relative(one, other), 0.02)
-            )
+            found.check(f"attention bf16, head {head_dim}: {name}", _relative(one, other), 0.02)
     return found
 
 
@@ -76,28 +65,26 @@ def _attention(
     return [out, *torch.autograd.grad((out * weight.view_as(out)).sum(), inputs)]
 
 
-def check_head(device: str) -> list[Check]:
-    """The fused head in bf16 and fp32 against log_softmax in float64 on the CPU. Needs a process
-    group of one rank.
-    """
+def check_head(setting: Setting) -> Found:
+    """Check the fused head in bf16 and fp32 against log_softmax in float64 on the CPU."""
     import torch.distributed as dist
 
     from backends.megatron.model.fused_head import fused_logprobs
     from backends.megatron.parallel.state import init_process_group
 
+    found = Found()
     generator = torch.Generator().manual_seed(4)
     hidden = torch.randn(512, 256, generator=generator)
     weight = torch.randn(8200, 256, generator=generator) * 0.1
     tokens = torch.randint(0, 8192, (512,), generator=generator)
     vocab = 8192
-    own = init_process_group(torch.device(device), timeout_s=60)
+    init_process_group(torch.device(setting.device), timeout_s=60)
     group = dist.group.WORLD
-    found = []
     assert group is not None
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
-        h, w = (x.to(dtype).to(device).requires_grad_() for x in (hidden, weight))
+        h, w = (x.to(dtype).to(setting.device).requires_grad_() for x in (hidden, weight))
         logprobs, entropy = fused_logprobs(
-            h, w, tokens.to(device), vocab_size=vocab, tp=group, temperature=0.7
+            h, w, tokens.to(setting.device), vocab_size=vocab, tp=group, temperature=0.7
         )
         assert entropy is not None
         gradients = torch.autograd.grad(logprobs.sum() + 0.1 * entropy.sum(), (h, w))
@@ -111,21 +98,95 @@ def check_head(device: str) -> list[Check]:
         results = zip(
             (logprobs, entropy, *gradients), (expected, expected_entropy, *expected_gradients)
         )
+        label = str(dtype).removeprefix("torch.")
         for name, (got, want) in zip(("log-probs", "entropy", "dH", "dW"), results):
-            found.append(
-                Check(
-                    f"head {str(dtype).removeprefix('torch.')}: {name}", _relative(got, want), bound
-                )
-            )
-    if own:
-        dist.destroy_process_group()
+            found.check(f"head {label}: {name}", _relative(got, want), bound)
+    dist.destroy_process_group()
+    return found
+
+
+def check_step(setting: Setting) -> Found:
+    """Check a GRPO step in fp32, and in bf16 with offloading, against fp32 on the CPU."""
+    out = {"cpu": _reference(setting)}
+    for name, dtype, sharded in (("fp32", "fp32", False), ("bf16", "bf16", True)):
+        out[name] = _step(setting, name, setting.device, dtype, sharded=sharded)
+    expected = out["cpu"]
+    found = Found()
+    for name, far, norm in (("fp32", 1e-3, 1e-3), ("bf16", 0.15, 0.05)):
+        got = out[name]
+        for quantity in ("logprobs", "entropy"):
+            off = float((got[quantity] - expected[quantity]).abs().max())
+            found.check(f"step {name}: worst of {quantity}", off, far)
+        off = abs(got["grad_norm"] / expected["grad_norm"] - 1)
+        found.check(f"step {name}: gradient norm", off, norm)
+        drift = max(
+            float((got[key] - got["logprobs"]).abs().max())
+            for key in ("reference", "reference_after")
+        )
+        found.check(f"step {name}: the reference stays the initial policy", drift, 0.0)
+    worst = max(
+        _relative(out["fp32"]["moved"][name], moved) for name, moved in expected["moved"].items()
+    )
+    found.check("step fp32: gradient of the worst weight", worst, 1e-3)
+    return found
+
+
+def write_reference(folder: Path, *, toy: bool) -> None:
+    """Compute the step that `check_step` compares with, on the CPU, into `folder`."""
+    work = folder / "work"
+    setting = Setting(toy=toy, work=work, size=TOY if toy else FULL)
+    work.mkdir(parents=True)
+    torch.save(_step(setting, "cpu", "cpu", "fp32", sharded=False), folder / _file(toy=toy))
+    shutil.rmtree(work)
+
+
+def _file(*, toy: bool) -> str:
+    return f"step-{'toy' if toy else 'small'}.pt"
+
+
+def _reference(setting: Setting) -> dict[str, Any]:
+    """The step on the CPU: read where it was computed beforehand."""
+    if setting.references is not None:
+        path = setting.references / _file(toy=setting.toy)
+        found: dict[str, Any] = torch.load(path, weights_only=False)
+        return found
+    return _step(setting, "cpu", "cpu", "fp32", sharded=False)
+
+
+def _step(setting: Setting, name: str, device: str, dtype: str, *, sharded: bool) -> dict[str, Any]:
+    """The results of `one_step`."""
+    from one_gpu.step import one_step
+
+    toy = setting.toy
+    shape = SHAPES["toy" if toy else "small"]
+    model = setting.work / "model"
+    if not model.exists():
+        write_model(model, shape, torch.float32, std=0.05)
+    config = make_config(
+        model,
+        dtype=dtype,
+        micro_tokens=192 if toy else 1536,
+        optimizer={**LINEAR, "distributed": sharded},
+        offload=sharded,
+    )
+    batch = make_batch(shape, 256 if toy else 2048, 2, 128 if toy else 1024)
+    result = setting.work / f"{name}.pt"
+    _apart(one_step, setting.work, result, config, batch, device)
+    found: dict[str, Any] = torch.load(result, weights_only=False)
     return found
 
 
 def _apart(function: Callable[..., None], *arguments: Any) -> None:
     """Run in a process of its own, since process groups and Megatron's state are global."""
-    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
-    process.start()
+    hidden = {} if arguments[-1] != "cpu" else {"CUDA_VISIBLE_DEVICES": ""}
+    before = dict(os.environ)
+    os.environ.update(hidden)  # Megatron's shim for the CPU is for processes that see no GPU
+    try:
+        process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
+        process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     process.join(STEP_DEADLINE_S)
     if process.is_alive():
         process.kill()
@@ -135,63 +196,3 @@ def _apart(function: Callable[..., None], *arguments: Any) -> None:
         raise RuntimeError(
             f"{function.__name__} ended with exit code {process.exitcode}; its traceback is above"
         )
-
-
-def check_step(device: str, work: Path, *, toy: bool) -> list[Check]:
-    """Check a GRPO step in fp32, and in bf16 with offloading, against fp32 on the CPU."""
-    from one_gpu.step import one_step
-
-    shape = SHAPES["toy" if toy else "small"]
-    write_model(work / "model", shape, torch.float32, std=0.05)
-    batch = make_batch(shape, 256 if toy else 2048, 2, 128 if toy else 1024)
-    micro_tokens = 192 if toy else 1536
-    runs = {
-        "cpu": ("cpu", "fp32", False),
-        "fp32": (device, "fp32", False),
-        "bf16": (device, "bf16", True),
-    }
-    for name, (where, dtype, sharded) in runs.items():
-        optimizer = {**LINEAR, "distributed": sharded}
-        config = make_config(
-            work / "model",
-            dtype=dtype,
-            micro_tokens=micro_tokens,
-            optimizer=optimizer,
-            offload=sharded,
-        )
-        _apart(one_step, work, work / f"{name}.pt", config, batch, where)
-    out: dict[str, dict[str, Any]] = {
-        name: torch.load(work / f"{name}.pt", weights_only=False) for name in runs
-    }
-    found = []
-    for name, far, norm in (("fp32", 1e-3, 1e-3), ("bf16", 0.15, 0.05)):
-        got = out[name]
-        expected = out["cpu"]
-        found.append(
-            Check(
-                f"step {name}: worst log-prob",
-                float((got["logprobs"] - expected["logprobs"]).abs().max()),
-                far,
-            )
-        )
-        found.append(
-            Check(
-                f"step {name}: worst entropy",
-                float((got["entropy"] - expected["entropy"]).abs().max()),
-                far,
-            )
-        )
-        off = abs(got["grad_norm"] / expected["grad_norm"] - 1)
-        found.append(Check(f"step {name}: gradient norm", off, norm))
-        moved = max(
-            float((got[key] - got["logprobs"]).abs().max())
-            for key in ("reference", "reference_after")
-        )
-        found.append(
-            Check(f"step {name}: the reference is the initial policy, before and after", moved, 0.0)
-        )
-    weights = [
-        _relative(out["fp32"]["moved"][name], moved) for name, moved in out["cpu"]["moved"].items()
-    ]
-    found.append(Check("step fp32: gradient of the worst weight", max(weights), 1e-3))
-    return found

@@ -117,12 +117,12 @@ def measure(head: str, arguments: argparse.Namespace) -> Measured:
     # threads and libraries are loaded, and not counted
     one_pass(*_inputs(16, 64, arguments, dtype))
     extra = machine.extra_bytes(one_pass)
-    passes = [_timed(one_pass, machine) for _ in range(arguments.repeats)]
+    passes = [timed(one_pass, machine) for _ in range(arguments.repeats)]
     product = torch.empty(1024, 4096, dtype=dtype, device=arguments.device)
     rows = hidden.detach()[:1024]
     columns = weight.detach()[:4096]
     rate = [
-        _timed(lambda: torch.mm(rows, columns.t(), out=product), machine)
+        timed(lambda: torch.mm(rows, columns.t(), out=product), machine)
         for _ in range(2 + arguments.repeats)
     ][2:]
     wall, cpu = (statistics.median(one[i] for one in passes) for i in (0, 1))
@@ -145,7 +145,7 @@ def _inputs(
     return hidden, weight, torch.randint(vocabulary, (tokens,), device=arguments.device)
 
 
-def _timed(work: Callable[[], object], machine: Machine) -> tuple[float, float]:
+def timed(work: Callable[[], object], machine: Machine) -> tuple[float, float]:
     wall, cpu = machine.seconds()
     work()
     wall_after, cpu_after = machine.seconds()

@@ -32,7 +32,7 @@ from rlcore.config import Config
 from rlcore.config.sections.policy import ParallelConfig
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded import factory
-from rollout.engines.registry import EngineSite
+from rollout.engines.factories import EngineSite
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, open_store
 from rollout.weight_sync.publication import WeightPublication
 from tests.static_participants import StaticParticipants

@@ -51,6 +51,8 @@ _ROWS = (
      "-", "prompts"),
     ("rollout/engine_restarts", "engines started again after they failed, since the row before",
      "-", "engines"),
+    ("rollout/overdue_requests", "requests aborted at rollout.engine.request_timeout_s, which go "
+     "on from their tokens, since the row before", "-", "requests"),
     ("rollout/retried_requests", "requests sent again because their engine failed, since the row "
      "before", "-", "requests"),
     ("rollout/resumed_responses", "responses that were cut (rollout.on_update abort) and went on "

@@ -11,6 +11,7 @@ from typing import Any
 from rlcore.config.built_in import built_in_estimators, built_in_losses
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
+from rlcore.deadlines import REQUEST_S, TOKEN_S
 
 # keywords of estimators that have a key of their own elsewhere -> that key
 COEFFICIENTS = {
@@ -160,6 +161,13 @@ def engine_place_s(config: Config) -> float:
 def comeback_s(engine: EngineConfig, place_s: float) -> float:
     """Return the seconds in which a failed engine runs again: pause, placement, start."""
     return engine.restart.max_backoff_s + place_s + engine.start_timeout_s
+
+
+def longest_request_s(config: Config) -> float:
+    """Return the seconds after which a request is aborted; pauses of its engine do not count."""
+    given = config.rollout.engine.request_timeout_s
+    longest = max(config.rollout.sampling.max_new_tokens, config.evaluation.max_new_tokens or 0)
+    return REQUEST_S + TOKEN_S * longest if given is None else given
 
 
 def gpus_of_a_node(config: Config) -> float:

@@ -19,7 +19,7 @@ class EngineKind:
     Which transports reach an engine stands in its own `transports`: the engines of a kind differ.
 
     Attributes:
-        factory: import path of its `rollout.engines.registry.EngineFactory`; "" where the class
+        factory: import path of its `rollout.engines.factories.EngineFactory`; "" where the class
             that has these facts is the factory.
         title: its name in messages.
         own_keys: the keys of `rollout.engine` that this kind reads and not every kind does. With
@@ -32,6 +32,7 @@ class EngineKind:
         records: what it can report with a completion: "sampling_mask", "routed_experts".
         stop_strings: it ends responses at `rollout.sampling.stop`.
         colocated: it can release its memory, for `rollout.engine.colocated`.
+        shares_gpu: it takes no more of a GPU's memory than it needs, so several share one.
     """
 
     factory: str = ""
@@ -45,19 +46,21 @@ class EngineKind:
     records: tuple[str, ...] = ()
     stop_strings: bool = False
     colocated: bool = False
+    shares_gpu: bool = False
 
 
 KINDS = {
     "embedded": EngineKind(
         factory="rollout.engines.embedded.factory:EmbeddedFactory",
         title="the embedded engine",
-        own_keys=("in_process", "max_batch"),
+        own_keys=("in_process", "max_batch", "environment"),
         not_read="only the embedded engine reads it: leave it out",
         batches=True,
         repeatable=True,
         records=RECORDS,
         stop_strings=True,
         colocated=True,
+        shares_gpu=True,
     ),
     "sglang": EngineKind(
         factory="rollout.engines.sglang.factory:SGLangFactory",
@@ -73,6 +76,7 @@ KINDS = {
             "transport",
             "weights_dir",
             "max_in_flight",
+            "environment",
         ),
         not_read="only SGLang engines read it: set rollout.engine.kind=sglang, or leave it out",
         standalone=True,

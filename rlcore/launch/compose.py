@@ -5,6 +5,7 @@ Only this folder and the command line may name a backend or an engine in `rlcore
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlcore.config.derived import (
     comeback_s,
     engine_place_s,
     generates,
+    longest_request_s,
     other_folders,
     recorded_fields,
 )
@@ -27,7 +29,7 @@ from rlcore.config.load import Loaded
 from rlcore.data.rows import check_file
 from rlcore.errors import ConfigError
 from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutSource, WeightSink
-from rlcore.launch.engines import build_engines
+from rlcore.launch.engines import build_engines, visible_names
 from rlcore.launch.process import Process
 from rlcore.launch.run_folder import OpenRun, find_checkpoint
 from rlcore.planning.devices import peak_flops
@@ -36,10 +38,12 @@ from rlcore.runs.versions import VersionJournal
 from rlcore.tracking import build_trackers
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.gpu_sharing import GpuSharing
+from rlcore.trainer.handle_exchange import HandleExchange
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.rank0 import RankZero
 from rlcore.trainer.step_metrics import Utilization
 from rlcore.trainer.weight_publisher import WeightPublisher
+from rlcore.weights import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,6 +148,24 @@ def build_backend(
     )
 
 
+def export_policy(config: Config, shards: Path, folder: Path) -> None:
+    """Write the policy in `shards` as a Hugging Face folder, as the run's backend would."""
+    from backends.megatron.cpu.shim import importing_megatron
+
+    with importing_megatron():
+        from backends.megatron.checkpoint.to_hf import checkpoint_to_hf
+        from backends.megatron.convert.read import read_architecture
+
+    model = config.model
+    checkpoint_to_hf(
+        shards,
+        folder,
+        read_architecture(model.path, bridge=model.bridge),
+        dtype=DTYPES[model.dtype],
+        tokenizer=None if model.tokenizer is None else Path(model.tokenizer),
+    )
+
+
 def open_handles(
     config: Config,
     process: Process,
@@ -210,17 +232,27 @@ def build_weight_publisher(
     """Make what publishes weights to the engines; None where nothing generates."""
     if not generates(config):
         return None
-    timeout_s = all_engines_timeout_s(config)
-    if handles is None:
-        return WeightPublisher(backend, process.sync, sink=None, journal=None, timeout_s=timeout_s)
-    return WeightPublisher(
+    publisher = WeightPublisher(
         backend,
         process.sync,
-        sink=handles.sink,
+        sink=None if handles is None else handles.sink,
         journal=journal,
-        timeout_s=timeout_s,
-        published=handles.source.published,
+        timeout_s=all_engines_timeout_s(config),
+        exchange=build_exchange(process),
     )
+    if handles is not None:
+        publisher.published = handles.source.published
+    return publisher
+
+
+def build_exchange(process: Process) -> HandleExchange | None:
+    """Make what hands buckets to engines on this rank's GPU; None on the CPU. All ranks do."""
+    if process.device.type != "cuda":
+        return None
+    from rollout.weight_sync.serialized import SerializedHandles
+
+    [gpu] = visible_names([process.device.index], os.environ)
+    return HandleExchange(process.sync, SerializedHandles(gpu))
 
 
 def build_gpu_sharing(
@@ -245,7 +277,7 @@ def all_engines_timeout_s(config: Config) -> float:
     engine = config.rollout.engine
     return (
         comeback_s(engine, engine_place_s(config))
-        + engine.request_timeout_s
+        + longest_request_s(config)
         + engine.update_timeout_s * 6
     )
 

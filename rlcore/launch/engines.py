@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 
 from rlcore.config import Config
+from rlcore.config.engine_kinds import KINDS
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.environment import under_torchrun
 from rlcore.launch.logs import log_folder
 from rlcore.launch.process import Process
-from rollout.engines.registry import EngineSite, factory_of
+from rollout.engines.factories import EngineSite, factory_of
 
 
 def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
@@ -53,6 +54,9 @@ def engine_site(config: Config, *, world_size: int, local_ranks: int, logs: Path
 def assign_gpus(config: EngineConfig, *, visible: int, ranks: int) -> list[tuple[int, ...]]:
     """Return each engine's GPUs, one for each tensor-parallel rank; () for engines on the CPU.
 
+    Engines that can share a GPU (`EngineKind.shares_gpu`) are dealt over those that no trainer is
+    on; if there is none, over all.
+
     Args:
         visible: the number of GPUs of this machine; 0 on a CPU.
         ranks: the number of trainer processes on it.
@@ -71,6 +75,10 @@ def assign_gpus(config: EngineConfig, *, visible: int, ranks: int) -> list[tuple
             raise ConfigError(f"rollout.engine.gpus: got {config.gpus}, but {where}: leave it out")
         return [()] * config.count
     trainer = range(min(ranks, visible))
+    if (kind := KINDS.get(config.kind)) is not None and kind.shares_gpu:
+        free = trainer if config.colocated else range(len(trainer), visible)
+        pool = free or range(visible)
+        return [(pool[index % len(pool)],) for index in range(config.count)]
     width = config.tensor_parallel
     offered = list(config.gpus or (trainer if config.colocated else range(len(trainer), visible)))
     if missing := [gpu for gpu in offered if gpu >= visible]:

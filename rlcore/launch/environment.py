@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 from rlcore.deadlines import SPEAKER_S
+
+THREADS = "OMP_NUM_THREADS"
+# Beyond so many threads the passes over a step's tokens on rank 0 are no faster.
+MOST_THREADS = 16
 
 # The process id of our own supervisor, which tells the user how its ranks ended.
 SUPERVISED = "RLCORE_SUPERVISOR"
@@ -69,3 +74,36 @@ def store_prefix(attempt: int = 0) -> str:
 def here_key(rank: int) -> str:
     """The key under that prefix which says that a rank waits for the others."""
     return f"here/{rank}"
+
+
+def rank_threads() -> int | None:
+    """The intra-op threads of a rank: its share of the cores; None: as torch or the user decides.
+
+    torchrun starts several processes with one thread each, which rank 0 would prepare whole steps
+    with.
+    """
+    if not under_torchrun() or threads_given():
+        return None
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(MOST_THREADS, max(1, cores() // ranks))
+
+
+def threads_given() -> bool:
+    """Whether the user has set OMP_NUM_THREADS.
+
+    torchrun's own setting is in the environment of its ranks, not in the one it was started with.
+    """
+    if THREADS not in os.environ or not started_by_torchrun():
+        return THREADS in os.environ
+    try:
+        before = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return True
+    return any(entry.startswith(f"{THREADS}=".encode()) for entry in before.split(b"\0"))
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rlcore.config import Config
 from rlcore.deadlines import END_RANK_S, LEAVE_S, NOTICE_S, STACKS_S
 from rlcore.errors import BAD_INPUT, INTERRUPTED, RunFailed
-from rlcore.launch.environment import SUPERVISED, store_prefix, torchrun_environment
+from rlcore.launch.environment import SUPERVISED, THREADS, store_prefix, torchrun_environment
 from rlcore.launch.heartbeat import HeartbeatMonitor, raise_if_stuck
 from rlcore.launch.logs import (
     LAST_LINES,
@@ -182,11 +182,12 @@ class _LocalRanks:
 def _start(
     rank: int, count: int, port: int, config: Config, arguments: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    threads = config.run.threads or max(1, (os.cpu_count() or 1) // count)
+    given = config.run.threads or os.environ.get(THREADS)
+    threads = given or max(1, (os.cpu_count() or 1) // count)
     ours = torchrun_environment(
         rank, count, local_rank=rank, local_world_size=count, host="127.0.0.1", port=port
     )
-    ours |= {SUPERVISED: str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
+    ours |= {SUPERVISED: str(os.getpid()), THREADS: str(threads)}
     # A session of its own: only this process gets a Ctrl-C, and passes it on once.
     return subprocess.Popen(
         [sys.executable, "-m", "rlcore", *arguments],

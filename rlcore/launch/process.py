@@ -14,13 +14,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from rlcore.config import Config
-from rlcore.config.sections.run import RunConfig
 from rlcore.deadlines import STORE_S
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.launch.attempts import FIRST, Attempt, join_attempt
-from rlcore.launch.environment import orphaned, supervised, under_torchrun
+from rlcore.launch.environment import orphaned, rank_threads, supervised, under_torchrun
 from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor
 from rlcore.launch.logs import RankLog, describe_failure, rank_log
 from rlcore.launch.signals import handling_stop_signals
@@ -81,7 +81,7 @@ def pick_device(local_rank: int) -> torch.device:
 def join(config: Config) -> Iterator[Process]:
     """Join the trainer's other ranks while open; a run of one process needs no environment."""
     with rank_log(int(os.environ["RANK"]) if under_torchrun() else 0) as log:
-        _set_up_torch(config.run)
+        _set_up_torch(config)
         if under_torchrun():
             with _among_ranks(config, log) as process:
                 yield process
@@ -91,9 +91,14 @@ def join(config: Config) -> Iterator[Process]:
                 yield Process(0, 1, 0, pick_device(0), sync, log)
 
 
-def _set_up_torch(run: RunConfig) -> None:
-    if run.threads is not None:
-        torch.set_num_threads(run.threads)
+def _set_up_torch(config: Config) -> None:
+    run = config.run
+    threads = run.threads or rank_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if torch.version.cuda is not None:
+        for name, value in cuda_environment(config, TorchVersion(torch.__version__)).items():
+            os.environ.setdefault(name, value)
     if run.deterministic:
         for name, value in DETERMINISTIC_LIBRARIES.items():
             os.environ.setdefault(name, value)
@@ -101,6 +106,31 @@ def _set_up_torch(run: RunConfig) -> None:
         # An operation without a deterministic kernel (a sum in a metric, say) only warns.
         torch.use_deterministic_algorithms(True, warn_only=True)
     seed_rng(run.seed)
+
+
+def cuda_environment(config: Config, version: TorchVersion) -> dict[str, str]:
+    """The variables of a trainer's process on CUDA, read when its context is made.
+
+    The user's own settings of them stay.
+    """
+    found: dict[str, str] = {}
+    if config.policy.parallel.tensor > 1:
+        # Megatron overlaps communication and matmuls by the order in which they were launched.
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if "PYTORCH_ALLOC_CONF" in os.environ:
+        return found
+    settings = []
+    engine = config.rollout.engine
+    # Packs differ in size, and fragment fixed segments. Engines on the same GPU cannot open handles
+    # of expandable ones.
+    if not engine.colocated and engine.transport != "tensor":
+        settings.append("expandable_segments:True")
+    # Else pinned host memory is rounded up to a power of two.
+    if version >= (2, 13):
+        settings.append("pinned_max_round_threshold_mb:1")
+    if settings:
+        found["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(settings)
+    return found
 
 
 @contextmanager

@@ -132,6 +132,7 @@ class RankSync:
         for rank in range(1, self.world_size):
             self._wait(f"{key}/{rank}", f"rank {rank}: {what}", timeout_s)
             words.append(self.store.get(f"{key}/{rank}").decode())
+            self.store.delete_key(f"{key}/{rank}")  # it may be long, and the run too
         return words
 
     def wait_until(

@@ -11,11 +11,15 @@ between gets the current version in a transaction of its own, while the others g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
 
 from rlcore.errors import PartLost, PublicationFailed, RlcoreError, RunFailed
 from rlcore.interfaces import PolicyBackend, WeightSink
 from rlcore.runs.versions import VersionJournal
+from rlcore.trainer.handle_exchange import HandleExchange
 from rlcore.trainer.rank_sync import RankSync, on_rank0
 from rlcore.weights import Bucket
 
@@ -23,13 +27,14 @@ MAX_ATTEMPTS = 5
 # Rank 0's answer to an attempt; any other is the reason why there can be no further attempt.
 DONE = "done"
 AGAIN = "again"
-OPEN = "open"
+OPEN = "open"  # ... with the ranks that make handles, if engines take those
 
 
 class WeightPublisher:
     """Publishes the policy. Every rank has one; `sink`, `journal` and `published` on rank 0 only.
 
     Args:
+        exchange: brings handles of all ranks' GPUs to rank 0; None on the CPU.
         timeout_s: how long a rank waits for rank 0 to open or close a publication.
         published: called with step, version and incarnation once all engines that are left have
             the version.
@@ -43,12 +48,14 @@ class WeightPublisher:
         sink: WeightSink | None,
         journal: VersionJournal | None,
         timeout_s: float,
+        exchange: HandleExchange | None = None,
         published: Callable[[int, int, int], None] = lambda step, version, incarnation: None,
     ) -> None:
         self.backend = backend
         self.sync = sync
         self.sink = sink
         self.journal = journal
+        self.exchange = exchange
         self.published = published
         self.timeout_s = timeout_s
         self.version = 0  # of the newest publication, which the engines hold (rank 0)
@@ -84,26 +91,56 @@ class WeightPublisher:
         opened = self.sync.broadcast(
             "opening a publication", lambda: self._open(step, buckets), timeout_s=self.timeout_s
         )
-        if opened != OPEN:
+        if not opened.startswith(OPEN):
             return opened
-        for bucket, flat in self.backend.export_buckets():
-            if self.sink is not None and flat is not None and failure is None:
-                try:
-                    self.sink.send(bucket, flat)
-                except RlcoreError as error:  # recovery: gather to the end, then tell every rank
-                    failure = error
-        return self.sync.broadcast(
+        owners = json.loads(opened.removeprefix(OPEN))
+        if self.exchange is not None:
+            self.exchange.open(owners)
+        for bucket, flat in self.backend.export_buckets(everywhere=bool(owners)):
+            handles = self.exchange.collect(bucket, flat) if owners and self.exchange else None
+            if self.sink is not None and flat is not None:
+                failure = self._send(bucket, flat, handles, failure)
+        outcome = self.sync.broadcast(
             "closing a publication", lambda: self._close(failure, step), timeout_s=self.timeout_s
         )
+        if self.exchange is not None:
+            self.exchange.close()
+        return outcome
+
+    def _send(
+        self,
+        bucket: Bucket,
+        flat: Tensor,
+        handles: Mapping[str, str] | None,
+        failure: RlcoreError | None,
+    ) -> RlcoreError | None:
+        """Send a bucket unless an earlier one failed (rank 0). Returns the first failure."""
+        sink = on_rank0(self.sink)
+        read_on: Sequence[str] = ()
+        if failure is None:
+            try:
+                sink.send(bucket, flat, handles)
+                return None
+            except RlcoreError as error:  # recovery: gather to the end, then tell every rank
+                failure = error
+                read_on = sink.handle_gpus  # the engines that failed have ended
+                if handles is not None:
+                    on_rank0(self.exchange).give_up()
+        if handles is not None:
+            on_rank0(self.exchange).release(handles, read_on=read_on)
+        return failure
 
     def _open(self, step: int | None, buckets: Sequence[Bucket]) -> str:
         if step is not None:
             self.version = on_rank0(self.journal).next(step).version
+        sink = on_rank0(self.sink)
+        gpus = [] if self.exchange is None else self.exchange.trainer_gpus
         try:
-            on_rank0(self.sink).prepare(buckets, only_stale=step is None)
+            sink.prepare(buckets, only_stale=step is None, trainer_gpus=gpus)
         except RlcoreError as error:
             return self._cancel(error)
-        return OPEN
+        owners = {} if self.exchange is None else self.exchange.owners(sink.handle_gpus)
+        return f"{OPEN} {json.dumps(owners)}"
 
     def _close(self, failure: RlcoreError | None, step: int | None) -> str:
         if failure is None:

@@ -17,7 +17,7 @@ from rlcore.data.tokenizer import decode, stop_token_ids
 from rlcore.errors import RlcoreError, RunFailed
 from rollout.asyncio_utils import asked_to_end, gather_or_cancel
 from rollout.collection.partial import PartialRollouts
-from rollout.engines.registry import kind_of
+from rollout.engines.factories import kind_of
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.rewards.scorer import FailureCounts, Scorer
 from rollout.workflows import build_workflow

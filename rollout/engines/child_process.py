@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import orjson
 import psutil
 
+from rlcore.config.sections.rollout import EngineConfig
 from rlcore.deadlines import REAP_S, TERMINATE_S
 from rlcore.errors import DeadlineExceeded, RunFailed, UserError
 
@@ -37,6 +38,10 @@ class Server(Protocol):
 
     @property
     def pid(self) -> int | None: ...
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The names of its GPUs, one a tensor-parallel rank; () where we do not know them."""
 
     @property
     def ended(self) -> asyncio.Future[Any] | None:
@@ -63,6 +68,7 @@ class ChildServer:
     """
 
     managed = True
+    gpus: tuple[str, ...] = ()
     stop_signal = signal.SIGTERM  # asks it to end
     log_lines = 15  # the last ones of the log, shown when it fails
 
@@ -79,7 +85,7 @@ class ChildServer:
         config: Callable[[int], bytes],
         *,
         timeout_s: float,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str],
     ) -> int:
         """Run `command` with `config(ready_fd)` on its input; return the port that it reports.
 
@@ -88,7 +94,7 @@ class ChildServer:
         after the process has ended.
 
         Args:
-            environment: its variables; default: `own_environment()`.
+            environment: its variables.
 
         Raises:
             UserError: it reported {"error": ...} instead: its configuration is wrong.
@@ -107,7 +113,7 @@ class ChildServer:
                     stdout=log,
                     stderr=log,
                     pass_fds=(write_fd,),
-                    env=own_environment() if environment is None else environment,
+                    env=environment,
                     start_new_session=True,  # Ctrl-C is for us to pass on
                 )
         except BaseException as error:
@@ -243,20 +249,43 @@ RANK = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
+# Set by us, by torchrun or by the user for the trainer's kernels, allocator and collectives. An
+# engine has its own: torch_memory_saver, say, does not start with expandable segments.
+TRAINERS_OWN = {
+    "NCCL_ALGO",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+}
+TRAINERS_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "NVTE_")
+# On a CPU engines and trainer share the cores, and so what limits their threads.
+THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 
 
-def without_rank() -> dict[str, str]:
-    """Our environment without the trainer's rank, which would mislead an engine."""
-    return {
+def engine_environment(
+    config: EngineConfig, *, on_gpu: bool, gpus: Sequence[str] = ()
+) -> dict[str, str]:
+    """Make the variables of an engine's process: ours, without those that are for the trainer.
+
+    `rollout.engine.environment` is stronger than everything else.
+
+    Args:
+        gpus: the names of its GPUs; if empty, it sees those that we see.
+    """
+    dropped = RANK | TRAINERS_OWN | (THREADS if on_gpu else set())
+    variables = {
         name: value
         for name, value in os.environ.items()
-        if name not in RANK and not name.startswith("TORCHELASTIC_")
+        if name not in dropped and not name.startswith(TRAINERS_PREFIXES)
     }
+    if gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return variables | config.environment
 
 
-def own_environment() -> dict[str, str]:
-    """Our environment as `without_rank`, with this checkout importable."""
+def with_this_checkout(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with this checkout importable."""
     root = str(Path(__file__).resolve().parents[2])
-    return without_rank() | {
-        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    }
+    path = os.pathsep.join([root, *filter(None, [variables.get("PYTHONPATH")])])
+    return {**variables, "PYTHONPATH": path}

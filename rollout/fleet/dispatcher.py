@@ -1,13 +1,18 @@
-"""Requests to engines, under `rollout.engine.request_timeout_s`, and again where an engine fails.
+"""Requests to engines, each with a deadline of its own, and again where an engine fails.
 
 A request has one future, its caller's. When its engine fails, a later answer of that engine is
 dropped and the request goes to another one (or the same, restarted), at most
 `rollout.engine.retries` times: it is answered exactly once.
+
+A request whose time is up is aborted at its engine, which goes on: it may be slow, or full. The
+answer has the tokens made so far, from which the caller goes on. If none comes, the request counts
+as failed, and is sent again. Whether the engine hangs is for the fleet to see, by its progress.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -15,19 +20,30 @@ from typing import Any
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, GenerateRequest
+from rlcore.deadlines import ABORT_S, REQUEST_S
 from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, RunFailed
-from rollout.asyncio_utils import gather_or_cancel
+from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.router import Lease
+from rollout.weight_sync.base import describe
+
+logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Spreads requests over the engines of a fleet and watches each call."""
+    """Spreads requests over the engines of a fleet and watches each call.
 
-    def __init__(self, fleet: Fleet, config: EngineConfig) -> None:
+    Args:
+        limit_s: the longest time for a request, during which no pause held it.
+    """
+
+    def __init__(self, fleet: Fleet, config: EngineConfig, *, limit_s: float = REQUEST_S) -> None:
         self.fleet = fleet
         self.config = config
+        self.limit_s = limit_s
         self.retried = 0  # requests that were sent again, so far
+        self.overdue = 0  # requests whose time was up, so far
+        self._aborts: set[asyncio.Task[None]] = set()
         self._calls = 0  # in progress
         self._busy_since = 0.0
         self._busy_s = 0.0  # up to the last time that none was
@@ -88,7 +104,8 @@ class Dispatcher:
             try:
                 return await self._call(lease, requests)
             except EngineFailed as error:
-                self.fleet.lost(lease, str(error))
+                if not lease.overdue:
+                    self.fleet.lost(lease, str(error))
                 if not attempts_left:
                     raise
                 self.retried += len(requests)
@@ -102,10 +119,10 @@ class Dispatcher:
         if lease.lost is not None:  # between the grant and here
             raise EngineFailed(lease.lost)
         engine = lease.member.engine
-        limit = self.config.request_timeout_s
         # A task and a `wait` for each request would cost as much as all the rest here.
         lease.caller = asyncio.current_task()
-        alarm = asyncio.get_running_loop().call_later(limit, lease.cancel_call)
+        lease.held_before_s = lease.member.held_s
+        self._set_alarm(lease, requests, self.limit_s)
         self._begin(lease, len(requests))
         answers: list[list[Completion]] | None = None
         try:
@@ -122,21 +139,58 @@ class Dispatcher:
             ) from error
         finally:
             self._end()
-            alarm.cancel()
+            if lease.alarm is not None:
+                lease.alarm.cancel()
             lease.caller = None
         if lease.lost is not None:
             raise EngineFailed(lease.lost)
         if answers is None:
             raise EngineHangs(
                 f"engine {engine.name} did not answer {len(requests)} requests (the first:"
-                f" {requests[0].rid}) within {limit:g} s (rollout.engine.request_timeout_s)"
+                f" {requests[0].rid}) within {self.limit_s:g} s (rollout.engine.request_timeout_s),"
+                f" nor their abort within {ABORT_S:g} s"
             )
+        lease.member.answers += 1
         if [len(a) for a in answers] != [r.n for r in requests]:
             raise EngineFailed(
                 f"engine {engine.name} gave {[len(a) for a in answers]} completions, asked were"
                 f" {[r.n for r in requests]}"
             )
         return answers
+
+    def _set_alarm(self, lease: Lease, requests: Sequence[GenerateRequest], seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        lease.alarm = loop.call_later(seconds, self._time_is_up, lease, requests)
+
+    def _time_is_up(self, lease: Lease, requests: Sequence[GenerateRequest]) -> None:
+        """Abort a call, unless its time was a pause in part: then it has so much longer."""
+        held = lease.member.held_s - lease.held_before_s
+        if held > 0:
+            lease.held_before_s += held
+            self._set_alarm(lease, requests, held)
+            return
+        lease.overdue = True
+        self.overdue += len(requests)
+        abort = asyncio.ensure_future(self._abort(lease, requests))
+        self._aborts.add(abort)
+        abort.add_done_callback(self._aborts.discard)
+        lease.alarm = asyncio.get_running_loop().call_later(ABORT_S, lease.cancel_call)
+
+    async def _abort(self, lease: Lease, requests: Sequence[GenerateRequest]) -> None:
+        engine = lease.member.engine
+        logger.warning(
+            "engine %s: %d requests (the first: %s) took more than %g s"
+            " (rollout.engine.request_timeout_s) and are aborted",
+            engine.name,
+            len(requests),
+            requests[0].rid,
+            self.limit_s,
+        )
+        abort = engine.abort([request.rid for request in requests])
+        try:
+            await within(ABORT_S, abort, lambda: f"no answer within {ABORT_S:g} s")
+        except Exception as error:  # noqa: BLE001 - recovery: the call is given up without an answer
+            logger.warning("engine %s did not abort: %s", engine.name, describe(error))
 
     def _begin(self, lease: Lease, requests: int) -> None:
         lease.requests = requests

@@ -1,7 +1,7 @@
 """The engines of a run: started, watched, declared failed once, restarted, and in service again.
 
-`rollout/fleet/health.py` says which state follows from which event. A failed engine is ended and,
-after a pause, started again; it is then stale until a publication brings it a whole version.
+`rollout/fleet/engine_states.py` says which state follows from which event. A failed engine is ended
+and, after a pause, started again; it is then stale until a publication brings it a whole version.
 Everything happens on one event loop.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 from rlcore.config.derived import comeback_s
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.deadlines import KILL_ENGINE_S, TRANSPORT_GRACE_S
-from rlcore.errors import NoEngineLeft
+from rlcore.errors import NoEngineLeft, RlcoreError
 from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import gather_or_cancel, within
-from rollout.fleet.health import Event, Health, State
+from rollout.fleet.engine_states import Event, Health, ProgressClock, State
 from rollout.fleet.router import Lease, Member, Router
 from rollout.weight_sync.base import describe
 
@@ -295,26 +295,61 @@ class Fleet:
     async def _watch(self, member: Member, down: asyncio.Future[str]) -> None:
         """Probe an engine and look for the end of its process, until `down` is done.
 
-        During a publication only the end of its process counts: a publication keeps an engine busy,
-        and has deadlines of its own.
+        During a publication only the end of its process counts, and whether requests that are to be
+        finished go on: a publication keeps an engine busy, and has deadlines of its own.
         """
         ended = member.engine.ended
+        clock = ProgressClock(time.monotonic())
         signs: set[asyncio.Future[Any]] = {down} if ended is None else {down, ended}
         while not down.done():
             await asyncio.wait(
                 signs, timeout=self._config.health_every_s, return_when=asyncio.FIRST_COMPLETED
             )
             gone = ended is not None and ended.done()
-            if down.done() or (member.health.state is State.DRAINING and not gone):
+            if down.done():
                 continue
-            why = await _error(
-                member.engine.health,
-                self._config.health_timeout_s,
-                f"engine {member.name} did not answer a probe within"
-                f" {self._config.health_timeout_s:g} s (rollout.engine.health_timeout_s)",
-            )
-            if not down.done() and (gone or (why and member.health.state is not State.DRAINING)):
-                self._fail(member, why or "its process ended")
+            if gone or member.health.state is not State.DRAINING:
+                why = await _error(
+                    member.engine.health,
+                    self._config.health_timeout_s,
+                    f"engine {member.name} did not answer a probe within"
+                    f" {self._config.health_timeout_s:g} s (rollout.engine.health_timeout_s)",
+                )
+                if down.done():
+                    continue
+                if gone or (why and member.health.state is not State.DRAINING):
+                    self._fail(member, why or "its process ended")
+                    continue
+            why = await self._standstill(member, clock)
+            if why is not None and not down.done():
+                self._fail(member, why)
+
+    async def _standstill(self, member: Member, clock: ProgressClock) -> str | None:
+        """Look at an engine's progress. Returns why it counts as failed, None where it does not."""
+        seen: Any = None
+        held = False
+        if member.leases:
+            limit = self._config.health_timeout_s
+            try:
+                count = await within(limit, member.engine.progress(), lambda: "no answer")
+            except RlcoreError:  # no answer is no progress; probes judge an engine that is silent
+                seen = clock.seen or (None, member.answers)
+            except Exception as error:  # noqa: BLE001 - any other error is a defect of the engine
+                return describe(error)
+            else:
+                held = count is None
+                seen = None if held else (count, member.answers)
+        now = time.monotonic()
+        if held:
+            member.held_s += now - clock.looked_at
+        limit = self._config.progress_timeout_s
+        if clock.look(now, seen) <= limit:
+            return None
+        requests = sum(lease.requests for lease in member.leases)
+        return (
+            f"engine {member.name} has {requests} requests, and made no token for {limit:g} s"
+            " (rollout.engine.progress_timeout_s)"
+        )
 
     async def _end(self, member: Member) -> None:
         late = f"engine {member.name} could not be ended within {KILL_ENGINE_S:g} s"

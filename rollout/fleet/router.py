@@ -13,7 +13,7 @@ from typing import Any
 
 from rlcore.errors import RlcoreError
 from rlcore.interfaces import RolloutEngine
-from rollout.fleet.health import Health, State
+from rollout.fleet.engine_states import Health, State
 
 HOMES = 1 << 16  # conversations whose engine is remembered
 # an engine with a cached prefix may have so many requests more than the least loaded one
@@ -29,6 +29,8 @@ class Member:
     health: Health
     version: int | None = None  # of the weights that it serves
     leases: set[Lease] = field(default_factory=set)
+    answers: int = 0  # calls that it answered so far
+    held_s: float = 0.0  # in which a pause held its requests, so far
     down: asyncio.Future[str] | None = None  # done when it failed since its last start; the reason
     ending: asyncio.Task[None] | None = None  # ends it after its last failure
 
@@ -47,6 +49,9 @@ class Lease:
     lost: str | None = None  # why
     caller: asyncio.Task[Any] | None = None  # the task that awaits the call
     cancelled: bool = False  # by us
+    held_before_s: float = 0.0  # `member.held_s` when its time was last looked at
+    overdue: bool = False  # its time is up: the call was aborted, which is not the engine's failure
+    alarm: asyncio.TimerHandle | None = None  # of its time
 
     def lose(self, why: str) -> None:
         """Take the lease back, because its engine failed."""

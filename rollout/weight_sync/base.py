@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ class Transport(ABC):
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._engines: list[Engine] = []  # in the current transaction
+        # the GPUs on which a rank of the trainer can make handles
+        self.trainer_gpus: Sequence[str] = ()
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Begin a publication to `engines`."""
@@ -57,6 +59,15 @@ class Transport(ABC):
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
         """Send one bucket. `flat`, uint8 [num_bytes], does not change until this returns."""
 
+    @property
+    def by_handle(self) -> bool:
+        """Whether the engines of this transaction take handles of memory on their own GPUs."""
+        return False
+
+    async def send_handles(self, bucket: Bucket, handles: Mapping[str, str]) -> Failures:
+        """Send one bucket by its handles: of the memory on each engine's GPUs."""
+        raise NotImplementedError(f"{self.name} sends bytes")
+
     async def complete(self) -> Failures:
         """Return when every engine holds all buckets: at once where `send` waits for that."""
         return {}
@@ -64,6 +75,11 @@ class Transport(ABC):
     async def close(self) -> None:
         """Drop all connections."""
         self._engines = []
+
+
+def gpus_of(engine: Engine) -> tuple[str, ...]:
+    """The names of an engine's GPUs, one a tensor-parallel rank; () where we do not know them."""
+    return tuple(getattr(engine, "gpus", ()))
 
 
 @dataclass

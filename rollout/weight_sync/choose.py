@@ -30,7 +30,7 @@ def choose_transport(
     if name == "distributed":
         return DistributedTransport(device=device, timeout_s=limit, probe_s=probe)
     if name == "tensor":
-        return TensorTransport(timeout_s=limit, probe_s=probe)
+        return TensorTransport(timeout_s=limit)
     tokenizer = config.model.tokenizer
     folders = WeightFolders(
         shared_folder(config),

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
+import os
 import secrets
 import socket
 import threading
@@ -33,6 +35,7 @@ from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
 
 POLL_S = 0.001
+NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 WATCHDOG_FACTOR = 4  # NCCL's own watchdog ends the process: it must come well after our deadline
 
 Backend = Literal["gloo", "nccl"]
@@ -153,8 +156,12 @@ class Link:
         if why is not None:
             meeting.add_done_callback(close_late)
             return why
+        done, _ = await asyncio.wait({meeting}, timeout=limit)
+        if not done:
+            meeting.add_done_callback(close_late)
+            return f"engine {self.engine.name} was not met by our side within {limit:g} s"
         try:
-            self.group = await meeting
+            self.group = meeting.result()
         except RunFailed as error:  # recovery: as above
             return str(error)
         return None
@@ -249,7 +256,7 @@ class WeightGroup:
                 store = dist.TCPStore(
                     address.host, address.port, None, False, limit, wait_for_workers=False
                 )
-            self._group = make_group(address, rank, store)
+            self._group = make_group(address, rank, store, device)
         except (dist.DistError, RuntimeError) as error:
             raise self._failure("the weight group did not come together", error) from error
         self._store = store
@@ -284,8 +291,12 @@ class WeightGroup:
         group = self._group
         self._group = None
         self._store = None
-        if group is not None:
+        if group is None:
+            return
+        if self.address.backend == "gloo":
             group.abort()
+        else:  # a broadcast that waits for its communicator holds the lock that this needs
+            threading.Thread(target=group.abort, name="weights-abort", daemon=True).start()
 
     @property
     def _group_device(self) -> torch.device:
@@ -334,21 +345,29 @@ def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
     return store, store.port
 
 
-def make_group(address: GroupAddress, rank: int, store: dist.Store) -> Any:
+def make_group(address: GroupAddress, rank: int, store: dist.Store, device: torch.device) -> Any:
     """Make a bare backend, which is registered nowhere (NCCL was not run on any GPU yet).
 
     SGLang's `init_custom_process_group`, and torch below it, look for the other ranks under these
     prefixes.
+
+    NCCL's communicator is begun here and does not block: if the other side dies before the first
+    broadcast, ours waits there for a limited time, and `abort` knows the communicator.
     """
     limit = timedelta(seconds=address.timeout_s)
-    device = "cuda" if address.backend == "nccl" else "cpu"
+    kind = "cuda" if address.backend == "nccl" else "cpu"
     store.set_timeout(limit)
-    for prefix in (address.name, f"{address.name}/", f"{device}/"):
+    for prefix in (address.name, f"{address.name}/", f"{kind}/"):
         store = dist.PrefixStore(prefix, store)
     if address.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit * WATCHDOG_FACTOR
-        return dist.ProcessGroupNCCL(store, rank, address.world_size, options)
+        options.config.blocking = 0
+        # How long torch waits for such a communicator: half an hour by default. It is read once.
+        os.environ.setdefault(NONBLOCKING_TIMEOUT, str(math.ceil(address.timeout_s)))
+        group = dist.ProcessGroupNCCL(store, rank, address.world_size, options)
+        group.eager_connect_single_device(device)
+        return group
     if rank > 0 and not is_loopback(address.host):
         # this picks the interface of the host's name
         return dist.ProcessGroupGloo(store, rank, address.world_size, limit)

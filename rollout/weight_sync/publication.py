@@ -17,22 +17,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlcore.config import Config
-from rlcore.config.derived import comeback_s, engine_place_s
-from rlcore.deadlines import CLOSE_ENGINES_S, TRANSPORT_GRACE_S
-from rlcore.errors import DeadlineExceeded, PublicationFailed
+from rlcore.config.derived import comeback_s, engine_place_s, longest_request_s
+from rlcore.deadlines import ABORT_S, CLOSE_ENGINES_S, TRANSPORT_GRACE_S
+from rlcore.errors import ConfigError, DeadlineExceeded, PublicationFailed
 from rlcore.interfaces import RolloutEngine, WeightVerifier
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import call_on
-from rollout.weight_sync.base import Failures, Transport, ask
+from rollout.weight_sync.base import Failures, Transport, ask, gpus_of
 from rollout.weight_sync.choose import choose_transport
 
+UNASKED = (
+    "looked at because this was the first publication by handle; rollout.engine.verify_every: 0"
+    " turns that off"
+)
 LAST_RESORT = 6  # times the longest limit: then the loop itself is stuck
 
 T = TypeVar("T")
@@ -97,9 +101,10 @@ class WeightPublication:
         self._mode = config.rollout.on_update
         self._limit = config.rollout.engine.update_timeout_s
         self._probe = config.rollout.engine.health_timeout_s
-        # requests in flight may have to end before an engine is paused
-        self._pause_limit = config.rollout.engine.request_timeout_s
         engine = config.rollout.engine
+        # requests in flight may have to end before an engine is paused; the fleet watches them
+        drains = self._mode == "drain"
+        self._pause_limit = longest_request_s(config) + ABORT_S if drains else self._limit
         # how long `candidates` may wait for an engine to come back
         self._comeback = comeback_s(engine, engine_place_s(config))
         self._verify_every = config.rollout.engine.verify_every
@@ -111,19 +116,37 @@ class WeightPublication:
 
     # --- the transaction, for the trainer's thread ------------------------------------------------
 
-    def prepare(self, buckets: Sequence[Bucket], *, only_stale: bool = False) -> None:
+    def prepare(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        only_stale: bool = False,
+        trainer_gpus: Sequence[str] = (),
+    ) -> None:
         """Pause the engines, agree with them on the layout, open the update.
 
         Args:
             only_stale: publish only to the engines that wait for weights; the others go on serving.
+            trainer_gpus: the GPUs on which a rank can make handles.
 
         Raises PublicationFailed when no engine can be reached, RunFailed when none is left.
         """
-        self._call(self._prepare(buckets, only_stale))
+        self._call(self._prepare(buckets, only_stale, trainer_gpus))
 
-    def send(self, bucket: Bucket, flat: Tensor) -> None:
-        """Send one bucket. Raises PublicationFailed when an engine did not take it."""
-        self._call(self._send(bucket, flat))
+    @property
+    def handle_gpus(self) -> list[str]:
+        """The GPUs of the engines that are left, if they take handles of memory there."""
+        if self._transport is None or not self._transport.by_handle:
+            return []
+        return [gpu for engine in self._engines for gpu in gpus_of(engine)]
+
+    def send(self, bucket: Bucket, flat: Tensor, handles: Mapping[str, str] | None = None) -> None:
+        """Send one bucket. Raises PublicationFailed when an engine did not take it.
+
+        Args:
+            handles: of the bucket on each of `handle_gpus`.
+        """
+        self._call(self._send(bucket, flat, handles))
 
     def finish(self, version: int) -> None:
         """Close the update, verify it, and resume the engines on `version`.
@@ -154,16 +177,15 @@ class WeightPublication:
 
     # --- its steps, on the engines' loop ----------------------------------------------------------
 
-    async def _prepare(self, buckets: Sequence[Bucket], only_stale: bool) -> None:
+    async def _prepare(
+        self, buckets: Sequence[Bucket], only_stale: bool, trainer_gpus: Sequence[str]
+    ) -> None:
         participants = self._participants
         self._engines = list(
             await participants.stale() if only_stale else await participants.candidates()
         )
         if not self._engines:
             raise PublicationFailed("no engine waits for weights")
-        due = self._verify_every and self._publications % self._verify_every == 0
-        # all engines of a run hold their weights in the same form
-        self._verifier = self._engines[0].verifier() if due else None
         for engine in self._engines:
             participants.draining(engine)
         await self._step("health", lambda e: e.health(), self._probe)
@@ -171,16 +193,38 @@ class WeightPublication:
         await self._step("begin_update", lambda e: e.begin_update(buckets), self._limit)
         if self._transport is None:
             self._transport = choose_transport(self._config, self._engines, device=self._device)
+        self._transport.trainer_gpus = trainer_gpus
         await self._all_or_again(
             self._transport.open(self._engines, buckets), "the way of the weights was not opened"
         )
+        self._verifier = self._verifier_if_due()
 
-    async def _send(self, bucket: Bucket, flat: Tensor) -> None:
+    def _verifier_if_due(self) -> WeightVerifier | None:
+        """Make a verifier, of the first publication by handle where the user gave no number.
+
+        All engines of a run hold their weights in the same form.
+        """
+        every = self._verify_every
+        if every is not None:
+            due = every > 0 and self._publications % every == 0
+            return self._engines[0].verifier() if due else None
+        if self._publications or not self.handle_gpus or self._device.type != "cuda":
+            return None
+        try:
+            verifier = self._engines[0].verifier()
+        except ConfigError as error:  # the user did not ask for it
+            logger.info("the first publication by handle is not verified: %s", error)
+            return None
+        return verifier if verifier.certain else None
+
+    async def _send(self, bucket: Bucket, flat: Tensor, handles: Mapping[str, str] | None) -> None:
         assert self._transport is not None
         if self._verifier is not None:
             await asyncio.to_thread(self._record, self._verifier, bucket, flat)
         await self._all_or_again(
-            self._transport.send(bucket, flat),
+            self._transport.send(bucket, flat)
+            if handles is None
+            else self._transport.send_handles(bucket, handles),
             f"bucket {bucket.index} was not taken by all engines",
         )
 
@@ -206,9 +250,10 @@ class WeightPublication:
     async def _verify(self, verifier: WeightVerifier) -> None:
         checksums = await self._step("checksum", lambda e: e.checksum(), self._limit)
         mismatches = {engine: verifier.mismatch(one) for engine, one in checksums.items()}
+        unasked = "" if self._verify_every else f" ({UNASKED})"
         await self._out(
             {
-                engine: f"its weights differ from what was sent: {mismatch}"
+                engine: f"its weights differ from what was sent: {mismatch}{unasked}"
                 for engine, mismatch in mismatches.items()
                 if mismatch
             }

@@ -132,6 +132,8 @@ class WeightState:
 class FingerprintVerifier:
     """`rlcore.interfaces.WeightVerifier` for an engine with weights of `dtype`."""
 
+    certain = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._sent: dict[str, str] = {}

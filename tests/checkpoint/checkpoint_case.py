@@ -6,12 +6,13 @@ without clipping AdamW works element by element: all layouts must agree to the b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from gathered_state import gathered_states
 from optimizer_state import export_state
 from torch import nn
 
@@ -22,7 +23,6 @@ from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from backends.megatron.checkpoint.optimizer_state import METADATA
     from backends.megatron.checkpoint.save_load import Saved, load_checkpoint, save_checkpoint
     from backends.megatron.model.gpt import (
         build_chunks,
@@ -122,14 +122,6 @@ def read_gradients(
     return [(parameter, gradient.clone()) for parameter, gradient in found]
 
 
-@contextmanager
-def numbered_optimizers() -> Iterator[None]:
-    """Inside, names are those of checkpoints without `chained_optim_avoid_prefix`."""
-    METADATA["chained_optim_avoid_prefix"] = False
-    yield
-    METADATA["chained_optim_avoid_prefix"] = True
-
-
 def train_and_save_or_load(
     job: dict[str, Any], layout: ParallelConfig, parallel: ParallelState
 ) -> None:
@@ -145,7 +137,9 @@ def train_and_save_or_load(
             if not (variant.get("critic_warmup") and model.saved.name == "policy"):
                 model.step(0)
                 model.step(1)
-        with numbered_optimizers() if variant.get("numbered") else nullcontext():
+        # "gathered" or "numbered" in checkpoints of 0.1.0
+        old = variant.get("old")
+        with gathered_states(numbered=old == "numbered") if old else nullcontext():
             save_checkpoint(Path(job["save"]), saved, parallel)
     else:
         load_checkpoint(Path(job["load"]), saved, parallel)

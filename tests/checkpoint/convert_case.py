@@ -1,4 +1,4 @@
-"""A case of test_convert.py on a rank: import, then export."""
+"""A case of test_convert.py or test_to_hf.py on a rank: import, then export or save."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
+    from backends.megatron.checkpoint.save_load import Saved, save_checkpoint
     from backends.megatron.model.gpt import (
         build_chunks,
         in_dtype,
@@ -69,3 +70,17 @@ def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelStat
     for bucket, flat in coarse.export_buckets():
         for name, tensor in bucket.views(flat) if flat is not None else ():
             assert torch.equal(tensor, fine[name].to(tensor.dtype)), name
+
+
+def save_weights(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
+    """Import, then save a checkpoint without an optimizer."""
+    source = Path(case["source"])
+    arch = read_architecture(source)
+    config = transformer_config(arch, layout, case["dtype"], torch.device("cpu"), {})
+    padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
+    value_head = case["head"] == "value"
+    chunks = in_dtype(
+        build_chunks(arch, config, padded_vocab=padded, value_head=value_head), config
+    )
+    load_hf(chunks, arch, source, parallel)
+    save_checkpoint(Path(case["save"]), [Saved("policy", arch, chunks)], parallel)

@@ -28,8 +28,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16_distributed": {"dtype": "bf16", "distributed": True},
 }
 
-# As Megatron names the state without `chained_optim_avoid_prefix`: the state of two optimizers is
-# numbered.
+# The state of the distributed optimizer in checkpoints of 0.1.0: gathered, and before that with
+# two optimizers numbered.
+GATHERED = "gathered"
 NUMBERED = "numbered"
 
 # (variant saved, under, variant loaded, under)
@@ -44,6 +45,7 @@ DEFAULT_CASES: list[Case] = [
     ("fp32", "dp2", "fp32_distributed", "ep2"),
     ("bf16_distributed", "ep2", "bf16_distributed", "dp2"),
     (NUMBERED, "ep2", "bf16", "dp2"),
+    (GATHERED, "dp2", "bf16_distributed", "ep2"),
 ]
 
 # What is done to a checkpoint of ranks that share the experts out, and words of the error.
@@ -85,6 +87,6 @@ FULL_CASES: list[Case] = [
 
 
 def variant_of(name: str) -> dict[str, Any]:
-    if name == NUMBERED:
-        return {**VARIANTS["bf16_distributed"], "optimizer_state": True, "numbered": True}
+    if name in (GATHERED, NUMBERED):
+        return {**VARIANTS["bf16_distributed"], "optimizer_state": True, "old": name}
     return {**VARIANTS[name], "optimizer_state": True}

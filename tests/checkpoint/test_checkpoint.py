@@ -7,7 +7,10 @@ import torch
 from plan import LAYOUTS, LOADS, PAIRS, REFUSED, VARIANTS, WORLDS, is_usual
 from world_outputs import Outputs, read_weights
 
-from backends.megatron.checkpoint.save_load import saved_layout
+from backends.megatron.cpu.shim import importing_megatron
+
+with importing_megatron():
+    from backends.megatron.checkpoint.save_load import saved_layout
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,10 @@ from hf_folders import write_model
 from optimizer_state import KEYS
 from world_outputs import Outputs, read_weights
 
-from backends.megatron.checkpoint.save_load import saved_layout
+from backends.megatron.cpu.shim import importing_megatron
+
+with importing_megatron():
+    from backends.megatron.checkpoint.save_load import saved_layout
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from checkpoint_case import train_and_save_or_load
-from convert_case import convert
+from convert_case import convert, save_weights
 from gloo_world import join_world
 from refused_case import try_full_disk, try_refused
 
@@ -15,6 +15,7 @@ from tests.process_groups import release_groups
 
 KINDS = {
     "convert": convert,
+    "save_weights": save_weights,
     "checkpoint": train_and_save_or_load,
     "refused": try_refused,
     "full_disk": try_full_disk,

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.sglang.server_process import ManagedServer
-from rollout.fleet.health import State
+from rollout.fleet.engine_states import State
 from rollout.service import RolloutService
 
 Fault = Literal["SIGKILL", "SIGSTOP", "500", "garbage", "slow"]

@@ -98,7 +98,7 @@ def test_under_ray_it_needs_a_way_for_weights_to_another_process(
     from rlcore.errors import ConfigError
     from rlcore.launch.ray.engine_hosts import cluster_engines
     from rlcore.launch.ray.placement import place
-    from rollout.engines.registry import Keys
+    from rollout.engines.factories import Keys
 
     given = ("run.name=x", "cluster.launcher=ray", *MINE)
     config = load_config([workspace.base], given).config

@@ -205,6 +205,22 @@ def test_eval_agrees_on_run_checkpoint_and_folder(
         assert {key: value for key, value in scores[name].items() if key != "samples"} == logged
 
 
+def test_eval_on_the_ranks_of_a_layout(
+    workspace: Workspace, trained: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A model that is larger than a GPU is split as in training; the scores are the same."""
+    command = ("eval", str(trained.folder / "config.yaml"), "--model", str(trained.folder))
+    output = tmp_path / "scores.json"
+    layout = ("cluster.processes_per_node=2", "policy.parallel.tensor=2")
+    done = workspace.command(*command, "--all-ranks", *layout, "--output", str(output))
+    assert done.code == 0, done.err
+    assert json.loads(output.read_text())["eval/score"] == trained.rows[3]["eval/score"]
+    assert capfd.readouterr().out.count("eval/score") == 1, "rank 0 alone shows it"
+    refused = workspace.command(*command, "--all-ranks", "cluster.launcher=torchrun")
+    assert refused.code == 2
+    assert "start `rlcore eval` itself by torchrun" in refused.err
+
+
 @pytest.mark.everyday
 def test_export_of_a_run_is_its_hf_folder(
     workspace: Workspace, trained: Run, tmp_path: Path

@@ -45,7 +45,7 @@ def device_bytes(backend: MegatronBackend | None = None) -> int:
         hosts += backend._host_copies._tensors.values()
         for frozen in backend.frozen.values():
             if isinstance(frozen, SwappedIn):
-                hosts += [*frozen.weights._weights, *frozen.weights._aside]
+                hosts += [*frozen._weights, *frozen._aside]
         for host in hosts:
             everything.pop(host.untyped_storage()._cdata, None)
     return sum(everything.values())

@@ -213,7 +213,10 @@ def router_step(folder: Path, *, aux: float, z: float) -> dict[str, Any]:
         sums["aux"] += x.size(1) * (chosen.sum(0) / chosen.sum() * x.softmax(-1).mean(0)).sum()
         sums["z"] += x.logsumexp(-1).square().mean()
     (aux * sums["aux"] + z * sums["z"]).backward()
-    losses = {f"train/moe_{name}_loss": float(total) / len(routers) for name, total in sums.items()}
+    losses = {
+        f"train/moe_{name}_loss": float(total.detach()) / len(routers)
+        for name, total in sums.items()
+    }
     return {"losses": losses, "gradients": _gradients(model)}
 
 

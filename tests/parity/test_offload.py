@@ -19,6 +19,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "fp32", "plan": "uneven"},
         {"name": "bf16", "plan": "one", "dtype": "bf16"},
+        {"name": "fused", "plan": "uneven", "fused": True},
+        {"name": "fused_distributed", "plan": "one", "fused": True, "distributed": True},
     ],
     2: [
         {"name": "dp2_distributed", "plan": "starved", "distributed": True},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +14,27 @@ import pytest
 import torch
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.cpu.shim import importing_megatron, megatron_device
+from backends.megatron.cpu.shim import (
+    expected_warnings_off,
+    importing_megatron,
+    megatron_device,
+)
 
 with importing_megatron():
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
     from backends.megatron.backend import MegatronBackend
-    from backends.megatron.checks.transformer_fields import REFUSED, check_overrides
+    from backends.megatron.checks.transformer_fields import (
+        FUSIONS,
+        REFUSED,
+        check_overrides,
+    )
     from backends.megatron.model.attention import bucketed_attention
-    from backends.megatron.model.gpt import padded_vocab_size
+    from backends.megatron.model.gpt import (
+        output_layer_without_apex,
+        padded_vocab_size,
+        transformer_config,
+    )
     from backends.megatron.training.optimizer import learning_rate
 from cases import LENGTHS, make_batch, make_config, make_plan
 
@@ -312,6 +328,61 @@ def test_every_refused_field_is_a_field() -> None:
         with pytest.raises(ConfigError, match="cannot be set here"):
             check_overrides({key: 1}, ARCH)
     check_overrides({"recompute_granularity": "full", "batch_invariant_mode": True}, ARCH)
+
+
+TE_FIELDS = {
+    "transformer_impl": "transformer_engine",
+    "use_te_activation_func": False,
+    "bias_activation_fusion": True,
+    "moe_grouped_gemm": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gradient_accumulation_fusion", True), ("bias_activation_fusion", False),
+        ("bias_dropout_fusion", True), ("cpu_offloading", True), ("moe_permute_fusion", True),
+        ("moe_router_fusion", True), ("moe_enable_deepep", True), ("moe_deepep_num_sms", 16),
+    ],
+)  # fmt: skip
+def test_transformer_engines_switches_are_taken_with_its_layers(key: str, value: Any) -> None:
+    experts = replace(ARCH, transformer={**ARCH.transformer, "num_moe_experts": 4})
+    with pytest.raises(ConfigError, match=f"policy.megatron.{key}.*Transformer Engine's layers"):
+        check_overrides({key: value}, experts)
+    check_overrides({key: value}, experts, te_layers=True)
+
+
+def test_a_configuration_with_transformer_engines_switches() -> None:
+    overrides = {"gradient_accumulation_fusion": True, "bias_dropout_fusion": True}
+    with expected_warnings_off():
+        config = transformer_config(ARCH, ParallelConfig(), "bf16", CPU, overrides, TE_FIELDS)
+        local = transformer_config(ARCH, ParallelConfig(), "bf16", CPU, {})
+    assert (config.gradient_accumulation_fusion, config.bias_dropout_fusion) == (True, True)
+    assert not any(getattr(local, fusion) for fusion in FUSIONS)
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    layer = partial(
+        ColumnParallelLinear, 4, 8, config=config, init_method=torch.nn.init.zeros_, bias=False,
+        skip_weight_param_allocation=True, tp_group=group,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="APEX"):
+        layer()
+    with output_layer_without_apex():
+        assert layer().gradient_accumulation_fusion
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("tp_comm_overlap", "one size"), ("cuda_graph_impl", "one size"),
+        ("delay_wgrad_compute", "two micro-batches at once"), ("apply_rope_fusion", "do nothing"),
+        ("transformer_impl", "policy.transformer_engine"),
+    ],
+)  # fmt: skip
+def test_switches_that_would_fail_are_refused_with_any_layers(key: str, reason: str) -> None:
+    for te_layers in (False, True):
+        with pytest.raises(ConfigError, match=f"policy.megatron.{key}.*{reason}"):
+            check_overrides({key: True}, ARCH, te_layers=te_layers)
 
 
 @pytest.mark.parametrize(

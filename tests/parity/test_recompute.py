@@ -179,6 +179,8 @@ def test_the_same_gradients_in_less_memory(size: int, name: str, results: Any) -
         ours < theirs
         for ours, theirs in zip(got["saved_bytes"], expected["saved_bytes"], strict=True)
     )
+    assert all(got["inputs"])
+    assert not any(got["kept_inputs"]), "a layer's input is still in memory after the step"
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ def test_tokens_without_a_record_keep_their_routers_choice_in_the_recomputation_
     choice.recomputed = False  # a pass that only scores is never run again
     with torch.no_grad():
         choice.get_replay_topk(scores, 2, default_compute_topk=top2)
-    assert not choice._again
+    assert not choice.again
 
 
 def test_the_engines_records_must_be_those_of_the_model() -> None:

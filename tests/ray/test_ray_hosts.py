@@ -18,7 +18,7 @@ from rlcore.launch.ray import engine_hosts
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.engine_hosts import EngineHost, HostedServer
 from rollout.engines.child_process import ChildServer, members
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from tests.ray.actors import config_of_a_run
 
 LOADS = """

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlcore.errors import RunFailed
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost, HangDetector, get
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from tests.ray.actors import Hanging, Service, config_of_a_run
 
 LIMIT_S = 10.0

@@ -18,7 +18,7 @@ from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded.model_weights import as_published
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
 from rollout.weight_sync.publication import WeightPublication

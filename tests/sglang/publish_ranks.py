@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,12 +40,20 @@ with importing_megatron():
     )
     from backends.megatron.parallel.state import ParallelState, destroy_parallel, init_parallel
     from backends.megatron.weights.export import WeightExporter
+from rlcore.config import Config
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.runs.versions import VersionJournal
+from rlcore.trainer.handle_exchange import HandleExchange
+from rlcore.trainer.rank_sync import RankSync
+from rlcore.trainer.weight_publisher import WeightPublisher
 from rollout.asyncio_utils import LoopThread
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.weight_sync.serialized import SerializedHandles
 
 BUCKET_BYTES = 20_000
+HANDLES = "handles"  # the transport `tensor`, with a handle from each rank
 
 
 def main() -> None:
@@ -79,25 +88,80 @@ def publish(
 ) -> dict[str, Any]:
     """Load `model` into this world's layout and publish it. Returns the result, on rank 0."""
     exporter = export_of(model, layout, parallel)
+    if transport == HANDLES:
+        return publish_handles(payload, exporter, model, version)
     if parallel.rank != 0:
         for _ in exporter.export_buckets():
             pass
         return {}
-    server = payload["server"]
-    config = run_config(
-        str(model), Path(payload["runs"]), EngineConfig(**server["config"]), transport=transport
-    )
-    loop = LoopThread("engines")
-    engine = connect(config, server["url"], Keys(**server["keys"]), loop)
-    engine.managed = True  # on this machine, whoever started it: what the delta transport asks
-    sink, participants = sink_over(config, [engine], loop)
+    loop, engine = engine_of(payload, model, transport)
+    sink, participants = sink_over(engine_config(payload, model, transport), [engine], loop)
     sink.prepare(exporter.buckets)
     for bucket, flat in exporter.export_buckets():
         assert flat is not None
         sink.send(bucket, flat)
     sink.finish(version)
     sink.close()
+    told = what_it_holds(model, engine, loop)
+    return {"dropped": participants.dropped, "buckets": len(exporter.buckets), **told} | {
+        "transport": transport
+    }
 
+
+def publish_handles(
+    payload: dict[str, Any], exporter: WeightExporter, model: Path, version: int
+) -> dict[str, Any]:
+    """Publish as a run with the engine on the ranks' GPUs would: each rank gives its own handles.
+
+    The ranks pretend to be on GPUs; without any, a handle holds the bytes that its rank has.
+    """
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    store = dist.PrefixStore(HANDLES, dist.distributed_c10d._get_default_store())
+    sync = RankSync(store, rank, size, timeout_s=60.0)
+    exchange = HandleExchange(sync, SerializedHandles(f"gpu-{rank}"))
+    sink = journal = participants = engine = None
+    if rank == 0:
+        loop, engine = engine_of(payload, model, "tensor")
+        # its first rank is on the last GPU of the trainer
+        engine.server.gpus = tuple(f"gpu-{k}" for k in reversed(range(size)))[: engine.group_ranks]
+        sink, participants = sink_over(engine_config(payload, model, "tensor"), [engine], loop)
+        journal = VersionJournal(Path(payload["runs"]) / "versions.jsonl", newest=version - 1)
+    backend = SimpleNamespace(
+        buckets=lambda: exporter.buckets, export_buckets=exporter.export_buckets
+    )
+    publisher = WeightPublisher(
+        backend, sync, sink=sink, journal=journal, timeout_s=60.0, exchange=exchange
+    )
+    assert publisher.publish(1) == ""
+    if rank != 0:
+        return {}
+    assert sink.handle_gpus == list(engine.gpus)
+    sink.close()
+    told = what_it_holds(model, engine, loop)
+    return {"dropped": participants.dropped, "buckets": len(exporter.buckets), **told} | {
+        "transport": HANDLES
+    }
+
+
+def engine_config(payload: dict[str, Any], model: Path, transport: str) -> Config:
+    engine = EngineConfig(**payload["server"]["config"])
+    return run_config(str(model), Path(payload["runs"]), engine, transport=transport)
+
+
+def engine_of(
+    payload: dict[str, Any], model: Path, transport: str
+) -> tuple[LoopThread, SGLangEngine]:
+    server = payload["server"]
+    config = engine_config(payload, model, transport)
+    loop = LoopThread("engines")
+    engine = connect(config, server["url"], Keys(**server["keys"]), loop)
+    engine.managed = True  # on this machine, whoever started it: what the delta transport asks
+    return loop, engine
+
+
+def what_it_holds(model: Path, engine: SGLangEngine, loop: LoopThread) -> dict[str, Any]:
+    """Compare the server's weights and log-probs with the model's."""
     # of the folder itself: what was gathered may be wrong as well
     verifier = engine.verifier()
     weights = folder_weights(model)
@@ -109,10 +173,7 @@ def publish(
     loop.call(engine.close(), seconds=60, what="closing")
     loop.close()
     return {
-        "transport": transport,
         "problem": problem,
-        "dropped": participants.dropped,
-        "buckets": len(exporter.buckets),
         "logprobs_agree": bool(error < TOLERANCE),
         "versions": [span.version for span in completion.versions],
     }

@@ -14,7 +14,7 @@ import aiohttp
 from rlcore.config.sections.rollout import EngineConfig
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.child_process import members
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.server_process import ManagedServer
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from server_kit import Served
 
-from rollout.engines.registry import ADMIN_KEY, API_KEY
+from rollout.engines.factories import ADMIN_KEY, API_KEY
 from tests.integration.async_checks import check_async_run, sample_staleness
 from tests.integration.workspace import LEARNING, Workspace
 

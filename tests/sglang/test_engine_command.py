@@ -23,7 +23,7 @@ from server_kit import gone
 from rlcore.config.sections.rollout import EngineConfig
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.child_process import members
-from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.external import ExternalServer
 
 

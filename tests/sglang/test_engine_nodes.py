@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.engines.registry import ADMIN_KEY, API_KEY
+from rollout.engines.factories import ADMIN_KEY, API_KEY
 from tests.integration.accounting_checks import check_accounting
 from tests.integration.resume_driver import free_port
 from tests.integration.workspace import LEARNING, ROOT, Run, Workspace

@@ -22,7 +22,7 @@ from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed, UserError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.child_process import members
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.external import ExternalServer
 
 

@@ -15,7 +15,7 @@ import torch
 from server_kit import START_S, Served
 
 from rlcore.data.tokenizer import load_tokenizer
-from rollout.engines.registry import ADMIN_KEY, API_KEY
+from rollout.engines.factories import ADMIN_KEY, API_KEY
 from tests.integration.accounting_checks import check_accounting, samples_of
 from tests.integration.workspace import LEARNING, Run, Workspace
 

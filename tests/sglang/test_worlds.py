@@ -18,7 +18,8 @@ from spawn import run_ranks
 
 pytestmark = pytest.mark.timeout(900)
 SCRIPT = Path(__file__).with_name("publish_ranks.py")
-TRANSPORTS = ("distributed", "tensor", "disk", "delta")
+# the last one is `tensor` with a handle from each rank
+TRANSPORTS = ("distributed", "tensor", "disk", "delta", "handles")
 DEADLINE_S = 400.0  # 20 s on a quiet machine
 
 

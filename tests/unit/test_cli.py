@@ -267,10 +267,11 @@ def test_a_plugin_that_takes_kl_gets_the_coefficient(capsys, plugins):
 
 def test_eval_takes_a_folder_or_a_checkpoint(launched, tiny_model, tmp_path):
     given = [*GIVEN, "evaluation.paths=[e.jsonl]"]
-    assert cli.main(["eval", *given, "--model", str(tiny_model), "--output", "scores.json"]) == 0
+    command = ["eval", *given, "--model", str(tiny_model), "--output", "scores.json", "--all-ranks"]
+    assert cli.main(command) == 0
     (loaded,), how = launched["evaluate_model"]
     assert loaded.config.model.path == str(tiny_model)
-    assert how == {"output": Path("scores.json")}
+    assert how == {"output": Path("scores.json"), "all_ranks": True, "arguments": command}
 
     assert cli.main(["eval", *given, "--model", str(tmp_path)]) == 0
     (loaded,), _ = launched["evaluate_model"]

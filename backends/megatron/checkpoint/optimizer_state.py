@@ -1,179 +1,186 @@
 """Optimizer state in a checkpoint, independent of the layout and of the kind of optimizer.
 
 Each parameter has its moments, and below fp32 its master weights, in its own shape, as
-`optimizer.state.exp_avg.<parameter>`. Megatron adds more to these names: the number of the
-optimizer, since experts over several ranks get one of their own, and for each kind of optimizer
-another word for the masters. And the rest of the state (groups, step counts) has the shape of the
-optimizers that saved it. So only tensors are read, under any of their names; the rest of the state
-is that of the loading optimizer.
+`optimizer.state.exp_avg.<parameter>`. Every rank writes and reads what it holds, in place and
+without communication. A rank of the distributed optimizer holds a range of the elements of a
+parameter, which is a few boxes of it; the format of the checkpoint stores a tensor as boxes, and
+reads any box from those that overlap it.
 
-megatron-core 0.16.1 returns a wrong state of its distributed optimizer, which `fixed_state` mends.
+Megatron's own state of its distributed optimizer is not used: every data-parallel rank gathers the
+state of the whole model-parallel shard for it (12 bytes a parameter), at saving and at loading.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from backends.megatron.training.optimizer import ScheduledOptimizer
 
-# For Megatron's `sharded_state_dict`: the distributed optimizer gives whole tensors, and names have
-# no optimizer's number.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-
-_MASTERS = "optimizer.state.param."  # of the distributed optimizer
+_MASTERS = "optimizer.state.param."
+# in older checkpoints
 _PLAIN_MASTERS = "optimizer.state.fp32_param."
-# in checkpoints written without `chained_optim_avoid_prefix`
 _NUMBERED = re.compile(r"^chained_\d+\.")
 
+# offset and size in every dimension
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 
-def tensors_as_saved(wanted: Any, saved: Iterable[str], *, fp32: bool) -> Any:
-    """Rename the tensors of `wanted` to the names that the checkpoint has for them.
 
-    A tensor that the checkpoint lacks keeps its name: reading then reports it.
+def optimizer_tensors(
+    optimizer: ScheduledOptimizer, weights: Mapping[str, Any]
+) -> dict[str, ShardedTensor]:
+    """The state that this rank holds, as boxes that share memory with it.
+
+    fp32 weights are their own masters and are left out.
 
     Args:
-        wanted: the sharded state of the optimizer that loads.
-        saved: the names of all tensors of the checkpoint.
-        fp32: leave the masters out, since they are the weights, which are read anyway.
+        weights: the sharded state of the model, which says where its parameters belong.
     """
-    names = {_plain_name(name): name for name in saved}
+    found: dict[str, ShardedTensor] = {}
+    entries = [
+        entry
+        for entry in nested_values(dict(weights))
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+    ]
+    held = {id(each.parameter): each for each in _held_state(optimizer, [e.data for e in entries])}
+    for entry in entries:
+        if id(entry.data) not in held:
+            continue
+        state = held.pop(id(entry.data))
+        for first, part in _parts(entry):
+            for box in _boxes_of(first, part, state):
+                found[f"{box.key} {box.global_offset}"] = box
+    if held:
+        raise RuntimeError(
+            f"{len(held)} parameters of the optimizer are not in the sharded state of the model:"
+            f" shapes {[tuple(each.parameter.shape) for each in held.values()]}"
+        )
+    return found
 
-    def renamed(tensor: Any) -> Any:
-        name = _plain_name(tensor.key)
-        if fp32 and name.startswith(_MASTERS):
-            return None
-        return replace(tensor, key=names.get(name, tensor.key))
 
-    return _tensors(wanted, renamed)
+def names_as_saved(
+    tensors: Mapping[str, ShardedTensor], saved: Iterable[str]
+) -> dict[str, ShardedTensor]:
+    """Rename `tensors` to the names that the checkpoint has for them.
 
-
-def _plain_name(name: str) -> str:
-    return _NUMBERED.sub("", name).replace(_PLAIN_MASTERS, _MASTERS, 1)
-
-
-def _tensors(state: Any, change: Callable[[Any], Any]) -> Any:
-    """The nest of `state` reduced to its sharded tensors, each changed; None if it has none."""
-    if isinstance(state, ShardedTensor | ShardedTensorFactory):
-        return change(state)
-    if isinstance(state, list):
-        state = dict(enumerate(state))
-    if not isinstance(state, Mapping):
-        return None
+    Older checkpoints number the optimizers, since experts over several ranks get one of their own,
+    and have another word for the masters of a plain optimizer. A tensor that the checkpoint lacks
+    keeps its name: reading then reports it.
+    """
+    names = {_NUMBERED.sub("", name).replace(_PLAIN_MASTERS, _MASTERS, 1): name for name in saved}
     return {
-        key: found for key, value in state.items() if (found := _tensors(value, change)) is not None
-    } or None
+        key: replace(tensor, key=names.get(tensor.key, tensor.key))
+        for key, tensor in tensors.items()
+    }
 
 
-def completed(wanted: Any, loaded: Any, *, steps_taken: int, counts_in_groups: bool) -> Any:
-    """Fill `wanted` with the `loaded` tensors and the number of steps, for `load_state_dict`.
+def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
+    """Divide the elements `start` to `end` of a flattened tensor into boxes, in their order."""
+    if start >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = tuple(shape[1:])
+    row = math.prod(inner)
+    first_whole = -(-start // row)
+    last_whole = end // row
+    if first_whole > last_whole:  # inside one row
+        yield from _in_row(last_whole, inner, start - last_whole * row, end - last_whole * row)
+        return
+    if first_whole * row > start:
+        yield from _in_row(first_whole - 1, inner, start - (first_whole - 1) * row, row)
+    if last_whole > first_whole:
+        yield (first_whole, *[0] * len(inner)), (last_whole - first_whole, *inner)
+    if end > last_whole * row:
+        yield from _in_row(last_whole, inner, 0, end - last_whole * row)
 
-    Args:
-        counts_in_groups: see `ScheduledOptimizer`.
+
+def _in_row(index: int, inner: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
+    for offset, size in boxes(inner, start, end):
+        yield (index, *offset), (1, *size)
+
+
+@dataclass(frozen=True)
+class _HeldState:
+    """The elements of a parameter whose state is on this rank."""
+
+    parameter: Tensor
+    start: int
+    tensors: Mapping[str, Tensor]  # by kind, flat: "exp_avg", "exp_avg_sq", "param"
+    is_divided: bool  # over data-parallel ranks, which otherwise all hold the same
+
+
+def _held_state(optimizer: ScheduledOptimizer, parameters: Iterable[Any]) -> Iterator[_HeldState]:
+    # a plain optimizer steps the fp32 copy of a parameter, or the parameter itself
+    stepped = {id(getattr(each, "main_param", each)): each for each in parameters}
+    for part in optimizer.parts:
+        if isinstance(part, DistributedOptimizer):
+            for parameter in part.model_param_group_index_map:
+                start = part._get_model_param_range_map(parameter)["param"].start
+                state = part._get_main_param_and_optimizer_states(parameter)
+                yield _HeldState(parameter, start, _flat(parameter, state), is_divided=True)
+        else:
+            for master in (p for group in part.param_groups for p in group["params"]):
+                parameter = stepped.get(id(master), master)
+                state = {"param": master, **part.optimizer.state[master]}
+                yield _HeldState(parameter, 0, _flat(parameter, state), is_divided=False)
+
+
+def _flat(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    kinds = ["exp_avg", "exp_avg_sq"]
+    if parameter.dtype != torch.float32:
+        kinds.append("param")
+    return {kind: state[kind].detach().view(-1) for kind in kinds}
+
+
+def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, ShardedTensor]]:
+    """The tensors that a parameter is saved as, each with its first element in the parameter.
+
+    A factory makes them, for example of a gate and an up projection that are one parameter.
     """
-    inner = partial(completed, steps_taken=steps_taken, counts_in_groups=counts_in_groups)
-    if isinstance(wanted, ShardedTensor | ShardedTensorFactory):
-        return loaded
-    if isinstance(wanted, LocalNonpersistentObject):
-        return wanted.unwrap()
-    inside = loaded if isinstance(loaded, Mapping) else {}
-    if isinstance(wanted, list):
-        return [inner(value, inside.get(index)) for index, value in enumerate(wanted)]
-    if not isinstance(wanted, Mapping):
-        return wanted
-    whole = {key: inner(value, inside.get(key)) for key, value in wanted.items()}
-    # the state of a plain optimizer
-    if "param_groups" in whole and "state" in whole and not counts_in_groups:
-        whole["state"]["common_step"] = torch.tensor(float(steps_taken))
-    # Megatron's distributed optimizer always takes the number of steps from its groups
-    elif "param_groups" in whole:
-        for group in whole["param_groups"]:
-            group["step"] = steps_taken
-    # the state of one parameter, whose masters may be the weights
-    elif "exp_avg" in whole:
-        whole = {key: value for key, value in whole.items() if value is not None}
-    return whole
+    if isinstance(entry, ShardedTensor):
+        yield 0, entry
+        return
+    for part in nested_values(entry.build()):
+        data = part.data
+        if not data.is_contiguous() or data.data_ptr() < entry.data.data_ptr():
+            raise RuntimeError(
+                f"{entry.key}: Megatron saves this parameter rearranged, and its optimizer state"
+                " cannot follow; expected contiguous parts of the parameter"
+            )
+        yield (data.data_ptr() - entry.data.data_ptr()) // data.element_size(), part
 
 
-# --- corrections of Megatron ----------------------------------------------------------------------
-
-
-@contextmanager
-def fixed_state(optimizer: ScheduledOptimizer) -> Iterator[None]:
-    """Inside, `sharded_state_dict` of the distributed optimizer works and is right on every rank.
-
-    - Megatron gathers without the padding between buckets but slices by offsets that count it.
-      Every parameter behind the first padded bucket would be saved shifted or as zeros, for example
-      with tied embeddings over pipeline stages.
-    - Megatron fails where a rank has no parameter, for example the experts' optimizer on a pipeline
-      stage of dense layers.
-    """
-    parts: list[Any] = [part for part in optimizer.parts if isinstance(part, DistributedOptimizer)]
-    for part in parts:
-        part.get_parameter_state_dp_zero = _with_padding(part)
-        if not part.optimizer.state:
-            part.state_dict = _without_parameters(part, float(optimizer.steps_taken))
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part.get_parameter_state_dp_zero
-            part.__dict__.pop("state_dict", None)
-
-
-def _with_padding(part: Any) -> Callable[..., Any]:
-    gather = part.get_parameter_state_dp_zero
-
-    def gather_padded(**options: Any) -> Any:
-        state = gather(**options)
-        for index, buffer in enumerate(part.buffers):
-            for tensors in state[index].values() if state is not None else ():
-                tensors.update(
-                    {
-                        k: _pad_buckets(buffer, v)
-                        for k, v in tensors.items()
-                        if isinstance(v, Tensor)
-                    }
-                )
-        return state
-
-    return gather_padded
-
-
-def _pad_buckets(buffer: Any, dense: Tensor) -> Tensor:
-    """Move the buckets of a gradient buffer from `dense`, without gaps, to their own offsets."""
-    padded = dense.new_zeros(buffer.numel)
-    at = 0
-    for bucket in buffer.buckets:
-        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = dense[
-            at : at + bucket.numel_unpadded
-        ]
-        at += bucket.numel_unpadded
-    return padded
-
-
-def _without_parameters(part: Any, step: float) -> Callable[[], dict[str, Any]]:
-    """Replace `state_dict`, which takes the step count from a parameter, where there is none."""
-
-    def state_dict() -> dict[str, Any]:
-        whole = part.optimizer.state_dict()
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "step": step}
-            for group in whole["param_groups"]
-        ]
-        return {"optimizer": {"param_groups": groups}}
-
-    return state_dict
+def _boxes_of(first: int, part: ShardedTensor, state: _HeldState) -> Iterator[ShardedTensor]:
+    """The held state of a part of a parameter, which begins at its element `first`."""
+    count = math.prod(part.local_shape)
+    for kind, tensor in state.tensors.items():
+        start = max(state.start - first, 0)
+        end = min(state.start + tensor.numel() - first, count)
+        for offset, size in boxes(part.local_shape, start, end):
+            numel = math.prod(size)
+            at = start + first - state.start
+            start += numel
+            whole = (*[0] * part.prepend_axis_num, *offset)
+            local_shape = (*[1] * part.prepend_axis_num, *size)
+            yield ShardedTensor(
+                key=f"optimizer.state.{kind}.{part.key}",
+                data=tensor[at : at + numel].view(local_shape),
+                dtype=tensor.dtype,
+                local_shape=local_shape,
+                global_shape=tuple(part.global_shape),
+                global_offset=tuple(map(sum, zip(part.global_offset, whole, strict=True))),
+                axis_fragmentations=None,  # no regular grid
+                replica_id=(*part.replica_id[:-1], 0) if state.is_divided else part.replica_id,
+                allow_shape_mismatch=part.allow_shape_mismatch,
+            )

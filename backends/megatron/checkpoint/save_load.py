@@ -19,12 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from backends.megatron.checkpoint.optimizer_state import (
-    METADATA,
-    completed,
-    fixed_state,
-    tensors_as_saved,
-)
+from backends.megatron.checkpoint.optimizer_state import names_as_saved, optimizer_tensors
 from backends.megatron.checkpoint.shards import (
     HostCopies,
     PendingCheckpoint,
@@ -74,7 +69,7 @@ def save_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
     for model in models:
         target = _open_folder(folder, model, parallel)
         with write_errors(folder):
-            write_sharded(_sharded_state(model, parallel, is_loading=False), target)
+            write_sharded(_state_to_save(model, parallel), target)
     _seal(folder, _descriptions(models), parallel)
 
 
@@ -83,17 +78,14 @@ def start_checkpoint(
 ) -> PendingCheckpoint:
     """As `save_checkpoint`, but copy to host memory and return; a thread writes the copy.
 
-    Collective; call inside `megatron_device`. All communication is done here, the distributed
-    optimizer's gathering too. `host` is in use until `finish` of the returned checkpoint: there is
-    at most one at a time.
+    Collective; call inside `megatron_device`. `host` is in use until `finish` of the returned
+    checkpoint: there is at most one at a time.
     """
     planned = []
     for model in models:
         target = _open_folder(folder, model, parallel)
         with write_errors(folder):
-            planned.append(
-                plan_sharded(_sharded_state(model, parallel, is_loading=False), target, host)
-            )
+            planned.append(plan_sharded(_state_to_save(model, parallel), target, host))
     described = _descriptions(models)  # before the optimizers take further steps
     return PendingCheckpoint(folder, planned, lambda: _seal(folder, described, parallel))
 
@@ -128,7 +120,9 @@ def load_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
     Collective; call inside `megatron_device`. Raises ModelError naming the checkpoint and what is
     wrong: not a checkpoint, a missing or truncated file, another architecture or dtype.
     """
-    manifest = _read_manifest(folder, [model.name for model in models], parallel)
+    # every rank looks, so that all of them give the reason
+    with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
+        manifest = read_manifest(folder, [model.name for model in models])
     for model in models:
         described = manifest["models"][model.name]
         _check_same(folder, model, described, parallel)
@@ -147,7 +141,8 @@ def load_weights(
     A critic may be loaded from a policy: its value head keeps its values. Raises as
     `load_checkpoint` does.
     """
-    manifest = _read_manifest(folder, [name], parallel)
+    with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
+        manifest = read_manifest(folder, [name])
     model = Saved(name, arch, chunks)
     described = manifest["models"][name]
     _check_same(folder, model, described, parallel)
@@ -169,20 +164,21 @@ def saved_layout(folder: Path) -> str:
 # --- state dicts ----------------------------------------------------------------------------------
 
 
-def _sharded_state(
-    model: Saved, parallel: ParallelState, *, is_loading: bool, optimizer: bool = True
-) -> dict[str, Any]:
-    """The sharded weights, one entry a chunk, and the optimizer's state if it has any."""
-    metadata = {"dp_cp_group": parallel.dp_cp_group, **METADATA}
+def _state_to_save(model: Saved, parallel: ParallelState) -> dict[str, Any]:
+    """AdamW has no state before its first step."""
+    stepped = model.optimizer is not None and model.optimizer.steps_taken > 0
+    return _sharded_state(model, parallel, optimizer=stepped)
+
+
+def _sharded_state(model: Saved, parallel: ParallelState, *, optimizer: bool) -> dict[str, Any]:
+    """The sharded weights, one entry a chunk, and the optimizer's state if this rank has any."""
+    metadata = {"dp_cp_group": parallel.dp_cp_group}
     state: dict[str, Any] = {
         f"model{index}": unwrap(chunk).sharded_state_dict(prefix="", metadata=metadata)  # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
     }
-    if optimizer and model.optimizer is not None and (is_loading or model.optimizer.steps_taken):
-        with fixed_state(model.optimizer):
-            state["optimizer"] = model.optimizer.megatron.sharded_state_dict(
-                dict(state), is_loading=is_loading, metadata=metadata
-            )
+    if optimizer and model.optimizer is not None:
+        state |= {"optimizer": optimizer_tensors(model.optimizer, state)}
     return state
 
 
@@ -200,34 +196,27 @@ def _load(
     """
     if steps_taken and model.optimizer is not None:
         model.optimizer.prepare_for_load()
-    wanted = _sharded_state(model, parallel, is_loading=True, optimizer=bool(steps_taken))
+    wanted = _sharded_state(model, parallel, optimizer=bool(steps_taken))
     for index in range(len(model.chunks)):
         for key in skip:
             wanted[f"model{index}"].pop(key, None)
-    optimizer = wanted.pop("optimizer", None)
-    if optimizer is not None:
+    if "optimizer" in wanted:
         with (
             raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"),
             read_errors(folder / model.name),
         ):
             names = saved_names(folder / model.name)
-        wanted["tensors"] = tensors_as_saved(optimizer, names, fp32=_dtype(model) == "float32")
+        wanted["optimizer"] = names_as_saved(wanted["optimizer"], names)
+    # the optimizer's tensors are read in place
     with read_errors(folder / model.name):
         state = read_sharded(wanted, folder / model.name)
     for index, chunk in enumerate(model.chunks):
         unwrap(chunk).load_state_dict(state[f"model{index}"], strict=not skip)
     if model.optimizer is None:
         return
-    if steps_taken:
-        in_groups = model.optimizer.counts_in_groups
-        model.optimizer.load_megatron_state(
-            completed(
-                optimizer, state["tensors"], steps_taken=steps_taken, counts_in_groups=in_groups
-            )
-        )
-    else:
+    if not steps_taken:
         model.optimizer.megatron.reload_model_params()
-    model.optimizer.steps_taken = steps_taken
+    model.optimizer.set_steps_taken(steps_taken)
 
 
 # --- the manifest ---------------------------------------------------------------------------------
@@ -236,7 +225,7 @@ def _load(
 def _descriptions(models: Sequence[Saved]) -> dict[str, Any]:
     return {
         model.name: {
-            "architecture": _fingerprint(model),
+            "architecture": _fingerprint(model.arch),
             "head": model.head,
             "dtype": _dtype(model),
             "distributed_optimizer": (
@@ -248,9 +237,8 @@ def _descriptions(models: Sequence[Saved]) -> dict[str, Any]:
     }
 
 
-def _fingerprint(model: Saved) -> dict[str, Any]:
+def _fingerprint(arch: Architecture) -> dict[str, Any]:
     """The properties that two models must share for the weights of one to fit the other."""
-    arch = model.arch
     return {
         "family": arch.family,
         "vocab_size": arch.vocab_size,
@@ -263,46 +251,55 @@ def _dtype(model: Saved) -> str:
     return str(next(unwrap(model.chunks[0]).parameters()).dtype).removeprefix("torch.")
 
 
-def _read_manifest(folder: Path, names: Sequence[str], parallel: ParallelState) -> dict[str, Any]:
-    """Read the manifest, and check that every file that it lists is there with its size.
+def read_manifest(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Read the manifest, and check that every file of models `names` is there with its size.
 
-    Every rank looks, so that all of them give the reason.
+    Raises ModelError naming the checkpoint and what is wrong.
     """
-    with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
-        path = folder / MANIFEST
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ModelError(
+            f"{folder}: not a complete checkpoint: no {MANIFEST}; expected what a run saved as"
+            " its model"
+        )
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        files = dict(manifest["files"])
+        models = dict(manifest["models"])
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ModelError(f"checkpoint {folder}: {MANIFEST} is damaged: {error}") from error
+    if manifest.get("format") != _FORMAT:
+        raise ModelError(
+            f"checkpoint {folder}: format {manifest.get('format')}, this version reads {_FORMAT}"
+        )
+    for name in names:
+        if name not in models:
+            raise ModelError(f"checkpoint {folder}: it holds no {name}, only {', '.join(models)}")
+    for name, size in files.items():
+        if name.split("/")[0] not in names:
+            continue
+        path = folder / name
         if not path.is_file():
+            raise ModelError(f"checkpoint {folder}: {name} is missing")
+        if path.stat().st_size != size:
             raise ModelError(
-                f"{folder}: not a complete checkpoint: no {MANIFEST}; expected what a run saved as"
-                " its model"
+                f"checkpoint {folder}: {name} has {path.stat().st_size} bytes, {size} were written"
             )
-        try:
-            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            files = dict(manifest["files"])
-            models = dict(manifest["models"])
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise ModelError(f"checkpoint {folder}: {MANIFEST} is damaged: {error}") from error
-        if manifest.get("format") != _FORMAT:
-            raise ModelError(
-                f"checkpoint {folder}: format {manifest.get('format')}, this version reads"
-                f" {_FORMAT}"
-            )
-        for name in names:
-            if name not in models:
-                raise ModelError(
-                    f"checkpoint {folder}: it holds no {name}, only {', '.join(models)}"
-                )
-        for name, size in files.items():
-            if name.split("/")[0] not in names:
-                continue
-            path = folder / name
-            if not path.is_file():
-                raise ModelError(f"checkpoint {folder}: {name} is missing")
-            if path.stat().st_size != size:
-                raise ModelError(
-                    f"checkpoint {folder}: {name} has {path.stat().st_size} bytes, {size} were"
-                    " written"
-                )
     return manifest
+
+
+def check_architecture(
+    folder: Path, name: str, arch: Architecture, described: Mapping[str, Any]
+) -> None:
+    """Refuse, by ModelError, a checkpoint of a model that is `described` as another one."""
+    was = described["architecture"]
+    now = _fingerprint(arch)
+    for key in now:
+        if was.get(key) != now[key]:
+            raise ModelError(
+                f"checkpoint {folder}: {name} was saved with {key} {was.get(key)!r}, this model"
+                f" has {now[key]!r}"
+            )
 
 
 def _check_same(
@@ -310,14 +307,7 @@ def _check_same(
 ) -> None:
     """Refuse a checkpoint of another model; of another dtype too if the optimizer is loaded."""
     with raise_on_all_ranks(parallel, f"reading the checkpoint {folder}"):
-        was = described["architecture"]
-        now = _fingerprint(model)
-        for key in now:
-            if was.get(key) != now[key]:
-                raise ModelError(
-                    f"checkpoint {folder}: {model.name} was saved with {key} {was.get(key)!r}, this"
-                    f" model has {now[key]!r}"
-                )
+        check_architecture(folder, model.name, model.arch, described)
         if described["head"] == "value" and model.head == "lm":
             raise ModelError(
                 f"checkpoint {folder}: {model.name} has a value head, this model needs a language"

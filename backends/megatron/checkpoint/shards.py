@@ -212,7 +212,7 @@ class _InProcess(TorchDistSaveShardedStrategy):
         The results, or the error, go into the writer's queue.
         """
         if writer.write_buckets:
-            outcome = _write_buckets(writer, writer.preload_tensors(writer.write_buckets))
+            outcome = _write_buckets(writer, [_on_host(bucket) for bucket in writer.write_buckets])
             self.failure = outcome if isinstance(outcome, Exception) else None
             writer.results_queue.put(outcome)
 
@@ -231,6 +231,12 @@ def _write_buckets(writer: Any, buckets: Sequence[_Bucket]) -> dict[int, Any] | 
             return result
         results[index] = result
     return results
+
+
+def _on_host(bucket: _Bucket) -> _Bucket:
+    """Copy each tensor to host memory when it is written, so that there is one copy at a time."""
+    path, name, (objects, tensors) = bucket
+    return path, name, (objects, ((item, tensor.cpu()) for item, tensor in tensors))
 
 
 def _cancellable(bucket: _Bucket, cancelled: threading.Event) -> _Bucket:

@@ -20,13 +20,18 @@ from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError
 
 INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
+# forced off where the layers are Megatron's own
 FUSIONS = (
     "gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_fusion",
     "persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion",
 )  # fmt: skip
 
 _MODEL = "the model folder decides it"
-_NO_TE = "it needs Transformer Engine, Apex or other kernels that this layer spec does not use"
+_NO_TE = "it needs Transformer Engine's layers, which this run does not use"
+_NO_KERNELS = "it needs kernels that the layers do not use, so it would do nothing"
+_BY_LAYERS = "policy.transformer_engine and policy.fp8 decide it"
+_ONE_SIZE = "its buffers are made for one size, and packs have many"
+_COMBINED = "it belongs to a schedule that computes two micro-batches at once, which is not used"
 _SCHEDULE = "packed sequences and weighted losses depend on it"
 _P2P = (
     "it follows from the pipeline schedule: batched transfers are ambiguous where two stages"
@@ -80,23 +85,30 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "window_size", "window_attn_skip_freq", "softmax_type", "qk_clip",
         "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "attention_backend",
         "flash_decode"),
+    # accepted with Transformer Engine's layers
     _NO_TE: (
-        *FUSIONS, "memory_efficient_layer_norm", "fused_single_qkv_rope", "use_te_rng_tracker",
-        "use_te_activation_func", "transformer_impl", "cpu_offloading", "delay_wgrad_compute",
-        "enable_cuda_graph", "external_cuda_graph", "use_kitchen",
-        "fine_grained_activation_offloading", "symmetric_ar_type", "moe_grouped_gemm",
-        "moe_permute_fusion", "moe_use_legacy_grouped_gemm", "moe_router_fusion",
+        "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion",
+        "use_te_activation_func", "cpu_offloading", "moe_permute_fusion", "moe_router_fusion",
         "moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_deepep_num_sms",
-        "moe_hybridep_num_sms", "moe_router_padding_for_quantization",
+        "moe_hybridep_num_sms"),
+    _NO_KERNELS: (
+        "masked_softmax_fusion", "apply_rope_fusion", "persist_layer_norm",
+        "memory_efficient_layer_norm", "fused_single_qkv_rope", "use_kitchen",
+        "symmetric_ar_type", "moe_use_legacy_grouped_gemm"),
+    _BY_LAYERS: (
+        "transformer_impl", "moe_grouped_gemm", "moe_router_padding_for_quantization",
         "moe_router_padding_for_fp8"),
-    _NOT_YET: ("hybrid_context_parallel", "cp_comm_type", "pipeline_model_parallel_layout"),
+    _ONE_SIZE: ("enable_cuda_graph", "external_cuda_graph", "use_te_rng_tracker"),
+    _COMBINED: ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm"),
+    _NOT_YET: ("hybrid_context_parallel", "cp_comm_type", "pipeline_model_parallel_layout",
+               "fine_grained_activation_offloading"),
 }  # fmt: skip
 
 # prefix of field names -> the reason for which all such fields are refused
 _REFUSED_FAMILIES = {
     "mtp_": _NOT_YET, "linear_": _NOT_YET, "dsa_": _NOT_YET, "mamba_": _NOT_YET,
     "heterogeneous": _NOT_YET, "fp8": "set policy.fp8, which needs Transformer Engine",
-    "fp4": _NO_TE, "tp_comm_": _NO_TE, "cuda_graph": _NO_TE,
+    "fp4": _NOT_YET, "tp_comm_": _ONE_SIZE, "cuda_graph": _ONE_SIZE,
 }  # fmt: skip
 
 _OF_FULL = ("recompute_method", "recompute_num_layers", "distribute_saved_activations")
@@ -112,8 +124,12 @@ _RECOMPUTED_PARTS = (
 )
 
 
-def check_overrides(overrides: Mapping[str, Any], arch: Architecture) -> None:
+def check_overrides(
+    overrides: Mapping[str, Any], arch: Architecture, *, te_layers: bool = False
+) -> None:
     """Refuse unknown fields, fields that something else decides, and fields that do nothing.
+
+    `te_layers`: the layers are Transformer Engine's.
 
     Raises ConfigError naming the key, and the nearest field or the reason.
     """
@@ -123,16 +139,16 @@ def check_overrides(overrides: Mapping[str, Any], arch: Architecture) -> None:
             nearest = difflib.get_close_matches(key, fields, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise _refused(key, f"megatron.core's TransformerConfig has no such field{hint}")
-        reason = _reason(key, arch)
+        reason = _reason(key, arch, te_layers)
         if reason:
             raise _refused(key, f"cannot be set here: {reason}")
         if key in _LOSSES and not isinstance(overrides[key], (int, float)):
             raise _refused(key, f"got {overrides[key]!r}, expected a number")
 
 
-def _reason(key: str, arch: Architecture) -> str | None:
+def _reason(key: str, arch: Architecture, te_layers: bool) -> str | None:
     for reason, fields in REFUSED.items():
-        if key in fields:
+        if key in fields and not (te_layers and reason == _NO_TE):
             return reason
     if key in arch.transformer:
         return _MODEL

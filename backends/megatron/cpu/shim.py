@@ -31,9 +31,9 @@ _EXPECTED_WARNINGS = (
     "Apex is not installed",
     r"\s*The 'megatron.core.transformer.custom_layers.transformer_engine'",
     "full scope is deprecated",  # a default of TransformerConfig
-    # of CUDA_DEVICE_MAX_CONNECTIONS, which does nothing here
-    "When using async grad allreduce",
 )
+# of CUDA_DEVICE_MAX_CONNECTIONS
+_WARNINGS_OF_CUDA = ("When using async grad allreduce", "When using sequence parallelism")
 
 
 def _on_cpu(device: Any) -> Any:
@@ -204,13 +204,14 @@ def megatron_device(device: torch.device | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing_megatron() -> Iterator[None]:
-    """Put this around the first import of megatron.core.
+    """Put this around imports of megatron.core; the first one must be inside.
 
     Without CUDA its `torch.compile` decorators become no-ops: they would import the compiler, which
     takes seconds, and need a C++ compiler when one of the functions is first called.
     """
     if "megatron.core.jit" in sys.modules:
-        yield
+        with expected_warnings_off():
+            yield
         return
     compiler = torch.compile
     if not torch.cuda.is_available():
@@ -231,6 +232,7 @@ def _uncompiled(model: Any = None, **options: Any) -> Any:
 def expected_warnings_off() -> Iterator[None]:
     """Put this around imports and building: Megatron warns of missing optional packages."""
     with warnings.catch_warnings():
-        for message in _EXPECTED_WARNINGS:
+        unneeded = () if torch.cuda.is_available() else _WARNINGS_OF_CUDA
+        for message in (*_EXPECTED_WARNINGS, *unneeded):
             warnings.filterwarnings("ignore", message=message)
         yield

@@ -6,7 +6,9 @@ them (`PackLayout`).
 
 from __future__ import annotations
 
-from functools import cache
+import importlib.util
+import inspect
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -110,7 +112,7 @@ def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def _varlen_attention() -> Any:
-    """torch's kernel, or None before torch 2.10.
+    """torch's kernel with the keywords that this torch knows, or None before torch 2.11.
 
     Its import takes the compiler along, so it happens on CUDA alone.
     """
@@ -118,7 +120,23 @@ def _varlen_attention() -> Any:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn
+    known = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= known.keys():
+        return None
+    _activate_flash_attention_3()
+    # Before torch 2.12 it takes fewer heads of keys without being told.
+    return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in known else varlen_attn
+
+
+def _activate_flash_attention_3() -> None:
+    """Let torch call FlashAttention 3 where its package is installed and the GPU is a Hopper."""
+    kernels = torch.nn.attention
+    if (
+        importlib.util.find_spec("flash_attn_interface") is not None
+        and torch.cuda.get_device_capability()[0] == 9
+        and "FA3" in kernels.list_flash_attention_impls()
+    ):
+        kernels.activate_flash_attention_impl("FA3")
 
 
 def varlen_attention(
@@ -147,7 +165,6 @@ def varlen_attention(
             chunk.longest_keys,
             scale=scale,
             window_size=(-1, 0),
-            enable_gqa=query.size(1) != key.size(1),
         )
         outputs.append(cast(Tensor, out)[..., :width].reshape(q.size(0), -1))
     restore = layout.chunks.restore

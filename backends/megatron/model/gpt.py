@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor, nn
 
 from backends.megatron.checks.transformer_fields import (
-    FUSIONS,
     INIT_METHODS,
     check_overrides,
     check_recompute,
@@ -26,7 +27,7 @@ from backends.megatron.model.head import LogprobHead, Targets, ValueHead
 from backends.megatron.model.latent_attention import LatentConfig
 from backends.megatron.model.layer_specs import layer_specs
 from backends.megatron.model.layers import LOCAL_FIELDS
-from backends.megatron.model.moe import moe_fields
+from backends.megatron.model.moe import keep_no_graphs, moe_fields
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError
 from rlcore.weights import DTYPES
@@ -46,10 +47,9 @@ def transformer_config(
         overrides: the user's fields, `policy.megatron`.
         layers: the fields of the chosen layers, of `layer_fields`.
     """
-    check_overrides(overrides, arch)
-    check_recompute(
-        overrides, arch, parallel, te_layers=layers["transformer_impl"] == "transformer_engine"
-    )
+    te_layers = layers["transformer_impl"] == "transformer_engine"
+    check_overrides(overrides, arch, te_layers=te_layers)
+    check_recompute(overrides, arch, parallel, te_layers=te_layers)
     torch_dtype = DTYPES[dtype]
     interleaved = parallel.virtual_pipeline > 1
     fields = {
@@ -80,7 +80,6 @@ def transformer_config(
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": not interleaved,
         **moe_fields(arch, parallel),
-        **dict.fromkeys(FUSIONS, False),
         **layers,
         **overrides,
     }
@@ -186,17 +185,34 @@ def build_chunks(
             vp_stage=vp_stage,
             **(arch.rope_scaling or {}),
         )
-        if value_head:
-            chunk: GPTModel = ValueModel(**common, seed=seed)
-        else:
-            chunk = PolicyModel(
-                **common,
-                share_embeddings_and_output_weights=arch.tie_word_embeddings,
-                true_vocab_size=arch.vocab_size,
-            )
+        with output_layer_without_apex():
+            if value_head:
+                chunk: GPTModel = ValueModel(**common, seed=seed)
+            else:
+                chunk = PolicyModel(
+                    **common,
+                    share_embeddings_and_output_weights=arch.tie_word_embeddings,
+                    true_vocab_size=arch.vocab_size,
+                )
+        keep_no_graphs(chunk)
         # `to`: a router makes its weight on the CPU
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
+
+
+@contextmanager
+def output_layer_without_apex() -> Iterator[None]:
+    """Inside, Megatron's output layer can be built with `gradient_accumulation_fusion`.
+
+    It asks for Apex's kernel then. Our head takes its place and does not use it, and Transformer
+    Engine's layers have their own.
+    """
+    available = tensor_parallel_layers._grad_accum_fusion_available
+    tensor_parallel_layers._grad_accum_fusion_available = True
+    try:
+        yield
+    finally:
+        tensor_parallel_layers._grad_accum_fusion_available = available
 
 
 def in_dtype(chunks: list[GPTModel], config: TransformerConfig) -> list[nn.Module]:

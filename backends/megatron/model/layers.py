@@ -6,13 +6,18 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from backends.megatron.checks.transformer_fields import FUSIONS
 from rlcore.config import Config
 from rlcore.config.sections.policy import Fp8Config
 from rlcore.errors import ConfigError
 
 # Fields of `TransformerConfig`. The local MLP's activation is a module of ours, which Megatron
 # builds because of the second field.
-LOCAL_FIELDS: dict[str, Any] = {"transformer_impl": "local", "use_te_activation_func": True}
+LOCAL_FIELDS: dict[str, Any] = {
+    "transformer_impl": "local",
+    "use_te_activation_func": True,
+    **dict.fromkeys(FUSIONS, False),
+}
 
 
 @dataclass(frozen=True)

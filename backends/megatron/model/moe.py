@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -171,6 +172,33 @@ class SigmoidRouter(PackRouter):
 def router_class(config: TransformerConfig) -> type[PackRouter]:
     """The router of a model with experts, whatever layers are around it."""
     return SigmoidRouter if config.moe_router_score_function == "sigmoid" else PackRouter
+
+
+class GraphFreeMoELayer(MoELayer):
+    """Megatron's layer of experts, whose dispatcher keeps no graph after a forward pass.
+
+    Megatron's dispatchers keep the probabilities for their dtype. In a recomputed layer the graph
+    behind them holds the layer's input and that input's gradient until the layer runs again.
+    """
+
+    def combine(self, output: Tensor) -> Tensor:
+        """Bring the experts' outputs back to the ranks of their tokens."""
+        for name in ("probs", "local_probs"):
+            kept = getattr(self.token_dispatcher, name, None)
+            if kept is not None:
+                setattr(self.token_dispatcher, name, kept.detach())
+        combined: Tensor = super().combine(output)
+        return combined
+
+
+def keep_no_graphs(chunk: GPTModel) -> None:
+    """Give the layers of experts of a chunk their class.
+
+    Megatron's layer specifications tell it by identity, so it cannot stand in them.
+    """
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            module.__class__ = GraphFreeMoELayer
 
 
 def padding_mask(padding: Tensor, config: TransformerConfig, chunk: GPTModel) -> Tensor | None:

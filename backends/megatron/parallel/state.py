@@ -107,9 +107,9 @@ class ParallelState:
     cp_group = _Group()
     dp_cp_group = _Group()
     mp_group = _Group()  # tensor x pipeline
-    # all ranks, gloo: batches, vectors and decisions travel here, on CUDA too
+    # all ranks, for tensors on the CPU: batches, vectors and decisions travel here, on CUDA too
     control_group = _Group()
-    replica_group = _Group()  # the ranks of this replica, gloo
+    replica_group = _Group()  # the ranks of this replica, for tensors on the CPU
 
     @property
     def cp(self) -> CPRank:
@@ -130,9 +130,10 @@ class ParallelState:
     def from_mpu(cls, mpu: Any, *, timeout_s: float = 600.0) -> ParallelState:
         """Read the layout from Megatron's `parallel_state`, or from a stub of it.
 
-        With torch.distributed initialised this is collective: it makes the gloo groups. Without,
-        nothing is communicated; rank and world size follow from the answers, in Megatron's default
-        order of ranks ("tp-cp-ep-dp-pp").
+        With torch.distributed initialised this is collective: it makes the gloo groups that the
+        default group does not stand in for, with `timeout_s`. Without, nothing is communicated;
+        rank and world size follow from the answers, in Megatron's default order of ranks
+        ("tp-cp-ep-dp-pp").
 
         A stub answers `get_{tensor_model,pipeline_model,data,context}_parallel_{world_size,rank}`.
         For other functions that it lacks, the answer is that of a model without experts and without
@@ -154,7 +155,7 @@ class ParallelState:
         groups: dict[str, ProcessGroup] = {}
         if dist.is_initialized():
             rank = dist.get_rank()
-            groups["control_group"] = _gloo_group(None, timeout_s, "CONTROL")
+            groups["control_group"] = _control_group(timeout_s)
             coordinates = _gather_coordinates(dp_rank, pp_rank, groups["control_group"])
         else:
             shard = layout["cp_rank"] * layout["tp_size"] + layout["tp_rank"]
@@ -163,8 +164,12 @@ class ParallelState:
             coordinates = [(d, pp) for pp in range(pp_size) for d in range(dp_size) for _ in shards]
         replicas = _replicas(coordinates, dp_size, pp_size)
         if groups:
-            made = [_gloo_group(r, timeout_s, f"REPLICA_{d}") for d, r in enumerate(replicas)]
-            groups |= {"replica_group": made[dp_rank], **_ask_groups(mpu)}
+            groups["replica_group"] = (
+                groups["control_group"]
+                if dp_size == 1
+                else _gloo_group(replicas[dp_rank], timeout_s, f"REPLICA_{dp_rank}")
+            )
+            groups |= _ask_groups(mpu)
         return cls(
             rank=rank,
             world_size=len(coordinates),
@@ -240,10 +245,24 @@ def _ask_groups(mpu: Any) -> dict[str, ProcessGroup]:
     return found
 
 
-def _gloo_group(ranks: list[int] | None, timeout_s: float, name: str) -> ProcessGroup:
-    """Create a gloo group of these ranks, or of all. Collective."""
+def _control_group(timeout_s: float) -> ProcessGroup:
+    """The default group if it takes tensors on the CPU, else a gloo group of all ranks.
+
+    Each gloo group connects each of its ranks with each other one, so a second one of all ranks is
+    made only where it must be.
+    """
+    default = dist.group.WORLD
+    if default is not None and "cpu:" in dist.get_backend_config(default):
+        return default
+    return _gloo_group(list(range(dist.get_world_size())), timeout_s, "CONTROL")
+
+
+def _gloo_group(ranks: list[int], timeout_s: float, name: str) -> ProcessGroup:
+    """Create a gloo group of these ranks, which call it; other ranks do not wait for them."""
     timeout = timedelta(seconds=timeout_s)
-    return dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=name)
+    return dist.new_group(
+        ranks, backend="gloo", timeout=timeout, use_local_synchronization=True, group_desc=name
+    )
 
 
 def _gather_coordinates(dp_rank: int, pp_rank: int, control: ProcessGroup) -> list[tuple[int, int]]:
@@ -273,7 +292,7 @@ def init_process_group(device: torch.device, *, timeout_s: float) -> bool:
     """Create a process group of one rank if none exists; return whether it was created here."""
     if dist.is_initialized():
         return False
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # A HashStore needs no port, so two runs on one machine cannot meet.
     dist.init_process_group(
         backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
@@ -298,6 +317,8 @@ def init_parallel(parallel: ParallelConfig, *, timeout_s: float, seed: int) -> P
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
+        # only its gathered checkpoints need them, which `checkpoint.optimizer_state` replaces
+        create_gloo_process_groups=False,
         # Megatron makes a timedelta of it, which takes a float
         distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
     )

@@ -7,18 +7,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
 from backends.megatron.training.offload import OffloadedTensors
 from rlcore.config.sections.policy import OptimizerConfig
+
+
+def l2_norm(
+    chunk_size: int, unused: Tensor, tensors: list[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """The norm of all tensors together, in place of Megatron's function for a machine without Apex.
+
+    Megatron's reads a number from the device for every tensor. The bits are the same on a CPU.
+    """
+    return torch.stack(torch._foreach_norm(tensors[0])).norm().view(1), None
+
+
+if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+    clip_grads.l2_norm_impl = l2_norm
+
+
+def uses_fused_adamw(device: torch.device) -> bool:
+    """Whether torch's AdamW runs as one kernel: it is faster on CUDA and needs no temporaries.
+
+    On a CPU the bits of its steps would change.
+    """
+    return device.type == "cuda"
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -83,7 +104,12 @@ class ScheduledOptimizer:
                 use_distributed_optimizer=config.distributed,
             ),
             list(modules),
+            use_gloo_process_groups=False,  # `init_parallel` makes none
         )
+        device = next(modules[0].parameters()).device
+        if uses_fused_adamw(device):
+            for group in self._groups_of_torch():
+                group["fused"] = True
         # Some of its tensors belong to the model (all weights in fp32, or views of a buffer): the
         # optimizer must not offload these.
         self._model_storages = {
@@ -91,7 +117,7 @@ class ScheduledOptimizer:
         }
         self.state = OffloadedTensors(
             self._own_tensors,
-            next(modules[0].parameters()).device,
+            device,
             keep_on_device=not config.offload,
         )
 
@@ -99,6 +125,11 @@ class ScheduledOptimizer:
     def parts(self) -> list[MegatronOptimizer]:
         """Megatron chains one optimizer per kind of parameter (dense, expert)."""
         return list(getattr(self.megatron, "chained_optimizers", [self.megatron]))
+
+    def _groups_of_torch(self) -> Iterator[dict[str, Any]]:
+        for part in self.parts:
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                yield from part.optimizer.param_groups
 
     @torch.no_grad()
     def step(self) -> StepReport:
@@ -156,42 +187,28 @@ class ScheduledOptimizer:
         return not all(isinstance(part.optimizer, torch.optim.AdamW) for part in self.parts)
 
     def prepare_for_load(self) -> None:
-        """Create the tensors that a checkpoint is loaded into: AdamW has none before a step."""
+        """Create the moments that a checkpoint is loaded into: AdamW has none before a step."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
                     state: dict[str, Tensor] = part.optimizer.state[parameter]
                     if "exp_avg" not in state:
-                        if not self.counts_in_groups:
-                            state["step"] = torch.tensor(0.0)
                         state["exp_avg"] = torch.zeros_like(parameter)
                         state["exp_avg_sq"] = torch.zeros_like(parameter)
 
-    def load_megatron_state(self, state_dict: Any) -> None:
-        """Load the state that `megatron.sharded_state_dict` saved.
-
-        The distributed optimizer's loader expects no `step` tensor, and gives every parameter the
-        same one, which would then advance once per parameter: it gets a clone each.
-        """
-        with _step_stays_out_of_loading():
-            self.megatron.load_state_dict(state_dict)
+    def set_steps_taken(self, steps: int) -> None:
+        """Continue the schedule and AdamW's count after `steps` steps, with loaded moments."""
+        self.steps_taken = steps
+        if not steps:
+            return
         for part in self.parts:
-            for state in part.optimizer.state.values():
-                if isinstance(state.get("step"), Tensor):
-                    state["step"] = state["step"].clone()
-
-
-@contextmanager
-def _step_stays_out_of_loading() -> Iterator[None]:
-    """Inside, the distributed optimizer's loader keeps each parameter's own `step`."""
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def keeping_step(optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        own = optimizer._get_main_param_and_optimizer_states(parameter)
-        original(optimizer, parameter, {**own, **tensors})
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = keeping_step
-    try:
-        yield
-    finally:
-        DistributedOptimizer._set_main_param_and_optimizer_states = original
+            for group in part.param_groups:
+                if self.counts_in_groups:
+                    group["step"] = steps
+                    continue
+                # each parameter needs a tensor of its own: AdamW counts in place, the fused one on
+                # the device
+                for parameter in group["params"]:
+                    device = parameter.device if group.get("fused") else "cpu"
+                    count = torch.tensor(float(steps), device=device)
+                    part.optimizer.state[parameter]["step"] = count

@@ -47,6 +47,7 @@ Head = Literal["lm", "value"]
 
 # buffers: one is being sent, or (on rank 0) consumed, while the next is filled
 _IN_FLIGHT = 2
+SHARD_BYTES = 4 << 30  # of a file of an exported folder
 _ALONE_BYTES = 1 << 20  # from this size on a message of its own costs less than the copies
 _BUCKETS = 16  # at least so many, so that gathering, sending and applying overlap ...
 _SMALL_BUCKET = 16 << 20  # ... but no bucket is made smaller for it: each costs a round trip
@@ -71,7 +72,7 @@ def export_hf(
     folder: Path,
     tokenizer: Path | None = None,
     *,
-    max_shard_bytes: int = 4 << 30,
+    max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face folder that `transformers` loads: shards, index, config, tokenizer.
 
@@ -172,22 +173,28 @@ class WeightExporter:
         self._ranks = self._gather_coordinates()
         self._sources = self._find_sources()
         self._senders = self._find_senders()
-        self._group = self._make_group() if sharing is None else sharing._group
+        self._group: ProcessGroup | None = self._make_group() if sharing is None else sharing._group
         self._plans: dict[tuple[int, int], list[_Part]] = {}
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     @torch.no_grad()
-    def export_buckets(self) -> Iterator[tuple[Bucket, Tensor | None]]:
+    def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
         """Yield each bucket in order with its bytes: uint8 [num_bytes] on rank 0, None elsewhere.
 
         Collective; iterate to the end on every rank. The bytes are overwritten when the next bucket
         is requested. Nothing else may use the ranks' group until the end.
+
+        Args:
+            everywhere: yield the bytes on every rank.
         """
         if self.parallel.rank == 0:
             told: list[dist.Work] = []
-            yield from prefetched(
-                lambda bucket: (bucket, self._gather(bucket, told)), self.buckets, self._device
-            )
+
+            def gathered(bucket: Bucket) -> tuple[Bucket, Tensor]:
+                flat = self._gather(bucket, told)
+                return bucket, self._shared(flat) if everywhere else flat
+
+            yield from prefetched(gathered, self.buckets, self._device)
             _wait(told)
             return
         sending: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
@@ -197,7 +204,9 @@ class WeightExporter:
             slot = bucket.index % _IN_FLIGHT
             _wait(sending[slot])
             sending[slot] = self._send(bucket, slot)
-            yield bucket, None
+            # in this order, which is rank 0's: two communicators must not wait for one another
+            whole = self._buffer("whole", slot, bucket.num_bytes) if everywhere else None
+            yield bucket, None if whole is None else self._shared(whole)
         for works in sending:
             _wait(works)
 
@@ -206,6 +215,12 @@ class WeightExporter:
         self._buffers = {}
 
     # --- one bucket -------------------------------------------------------------------------------
+
+    def _shared(self, flat: Tensor) -> Tensor:
+        """Broadcast a bucket from rank 0 to all ranks."""
+        if self.parallel.world_size > 1:
+            dist.broadcast(flat, 0)
+        return flat
 
     def _gather(self, bucket: Bucket, told: list[dist.Work]) -> Tensor:
         """On rank 0, receive every other rank's parts, and copy the own ones meanwhile."""

@@ -17,11 +17,13 @@ ENGINE = "rollout.engine"
 COLOCATED = "rollout.engine.colocated"
 SERVER = "rollout.engine.server"
 # set by the user who starts the engines
-MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device")
+MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device", "environment")
 ANY_ADDRESS = ("", "0.0.0.0", "::")
 # what an offloaded trainer keeps, its CUDA context and the buffers of NCCL, takes a GiB or two a
 # process
 MOST_OF_A_GPU = 0.85
+# of one response on a full engine, with its time in the queue: a limit that asks for more aborts it
+MOST_TOKENS_PER_S = 20
 
 _WEIGHTS = (
     "weights are published to the ranks of one server, all of which hold parts of every layer"
@@ -36,6 +38,14 @@ _PLAIN = (
     "engines speak plain HTTP on rollout.engine.host; put a proxy with TLS in front, and give"
     " rollout.engine.urls"
 )
+# arguments that quantise weights -> the values that do not
+QUANTISING: dict[str, tuple[Any, ...]] = {
+    "quantization": (None, "none", "unquant"),
+    "torchao_config": (None, ""),
+    "modelopt_quant": (None,),
+    "quantize_and_serve": (None, False),
+}
+FLASH_RL = "flash_rl"  # the load format of SGLang with which FP8 weights can be loaded again
 OURS: dict[str, str] = {  # arguments of sglang.launch_server -> what to do instead
     "model_path": "set model.path",
     "model": "set model.path",
@@ -168,6 +178,7 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
     for name in engine.server:
         if (instead := OURS.get(argument_name(name))) is not None:
             yield Problem(f"rollout.engine.server.{name}", f"not to be given here: {instead}")
+    yield from _quantised(engine)
     if engine.host in ANY_ADDRESS:
         message = (
             f"{engine.host!r} is every address of this machine; give one that others can reach"
@@ -180,6 +191,29 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
             " GPUs"
         )
         yield Problem("rollout.engine.device", message)
+
+
+def _quantised(engine: EngineConfig) -> Iterator[Problem]:
+    """Yield arguments with which an engine could not take the weights that are published."""
+    for name, value in engine.server.items():
+        argument = argument_name(name)
+        if argument not in QUANTISING or value in QUANTISING[argument]:
+            continue
+        load_format = server_argument(engine, "load_format")
+        if (argument, value, load_format) != ("quantization", "fp8", FLASH_RL):
+            yield Problem(
+                f"{SERVER}.{name}",
+                f"got {value!r}, but weights are published in fp32 or bf16, and SGLang loads those"
+                " into quantised layers only with quantization: fp8 and load_format: flash_rl"
+                f" (dense Qwen2 and Qwen3; got load_format {load_format!r}): leave it out, or set"
+                " both",
+            )
+        elif engine.verify_every:
+            yield Problem(
+                f"{ENGINE}.verify_every",
+                f"got {engine.verify_every}, but the weights of a quantised engine are not those"
+                f" that were sent: set it to 0, or leave {SERVER}.{name} out",
+            )
 
 
 def engine_transport(config: Config) -> Iterator[Problem]:
@@ -280,8 +314,22 @@ def engine_notes(config: Config) -> Iterator[Problem]:
             f" {collective_s:g} s at most: leave cluster.collective_timeout_s at least"
             f" {ENGINE_ENDING_S:g} s more than this",
         )
+    yield from request_notes(config)
     if (kind := KINDS.get(rollout.engine.kind)) is not None:
         yield from kind_notes(config, kind)
+
+
+def request_notes(config: Config) -> Iterator[Problem]:
+    """Yield a limit of requests that long responses are likely to reach."""
+    given = config.rollout.engine.request_timeout_s
+    longest = config.rollout.sampling.max_new_tokens
+    if given is not None and longest > MOST_TOKENS_PER_S * given:
+        yield Problem(
+            f"{ENGINE}.request_timeout_s",
+            f"got {given:g}, in which a response of rollout.sampling.max_new_tokens ({longest})"
+            f" must make {longest / given:.0f} tokens a second, the time in the engine's queue"
+            " included; slower ones are aborted and go on, which costs their prefix: leave it out",
+        )
 
 
 def kind_notes(config: Config, kind: EngineKind) -> Iterator[Problem]:

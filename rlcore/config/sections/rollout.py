@@ -59,14 +59,18 @@ class EngineConfig(Section):
     """Precision of the engines; default: `model.dtype`."""
     threads: PositiveInt | None = None
     """Torch threads of an engine process; default: torch's choice."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of engine processes, beside those of the trainer that suit them."""
     max_batch: PositiveInt = 256
     """Embedded: sequences generated together."""
     bucket_bytes: PositiveInt = 256 << 20
     """Largest flat bucket in which weights are published."""
     start_timeout_s: PositiveFloat = 300.0
     """Longest start of an engine."""
-    request_timeout_s: PositiveFloat = 600.0
-    """Longest time for one request."""
+    request_timeout_s: PositiveFloat | None = None
+    """Longest time for one request, then aborted; default: 600 s and 1 s a token of a response."""
+    progress_timeout_s: PositiveFloat = 300.0
+    """Longest time that an engine with requests may make no token; it is restarted then."""
     update_timeout_s: PositiveFloat = 300.0
     """Longest time for one bucket of a weight update."""
 
@@ -101,8 +105,9 @@ class EngineConfig(Section):
     """How weights reach the engines."""
     weights_dir: str | None = None
     """Transports disk and delta: folder shared with the engines; default: the run's."""
-    verify_every: NonNegativeInt = 0
-    """Publications from one checksum of all weights to the next; 0: never."""
+    verify_every: NonNegativeInt | None = None
+    """Publications from one checksum of all weights to the next; 0: never; default: only the first
+    by handles of GPU memory, where the engine's layout is known."""
     health_every_s: PositiveFloat = 5.0
     """Time from one health check of an engine to the next."""
     health_timeout_s: PositiveFloat = 10.0

@@ -19,7 +19,7 @@ from rlcore.config import Config
 from rlcore.config.sections.rollout import RestartConfig
 from rlcore.errors import ConfigError, RlcoreError, RunFailed
 from rlcore.runs.files import write_atomic
-from rollout.fleet.health import pause_before
+from rollout.fleet.engine_states import pause_before
 
 if TYPE_CHECKING:
     from rollout.engines.sglang.server_process import ManagedServer
@@ -40,7 +40,7 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
             lines of a log.
     """
     from rlcore.launch.engines import engine_site
-    from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys, factory_of
+    from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys, factory_of
 
     engine = config.rollout.engine
     _check(config, urls_file)
@@ -79,7 +79,7 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
 
 
 def _check(config: Config, urls_file: Path | None) -> None:
-    from rollout.engines.registry import kind_of
+    from rollout.engines.factories import kind_of
 
     engine = config.rollout.engine
     if not kind_of(engine.kind).standalone:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from rlcore.config import Config
+from rlcore.config.derived import comeback_s, engine_place_s
 from rlcore.config.load import Loaded, load_config
 from rlcore.config.sections.algorithm import LossConfig
 from rlcore.config.sections.policy import ParallelConfig
+from rlcore.data.sample import Sample
+from rlcore.deadlines import STEP_GRACE_S
 from rlcore.errors import RunFailed, UserError
 from rlcore.interfaces import PolicyBackend
 from rlcore.launch.compose import (
@@ -19,59 +25,120 @@ from rlcore.launch.compose import (
     build_gpu_sharing,
     build_weight_publisher,
     check_model,
+    export_policy,
     open_handles,
 )
+from rlcore.launch.environment import under_torchrun
+from rlcore.launch.local import launch_ranks
 from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import find_checkpoint, pin_initial_policy
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.versions import VersionJournal
 from rlcore.tracking.format import pick_samples, sample_lines
 from rlcore.trainer.gpu_sharing import GpuPhase
+from rlcore.trainer.rank0 import CATCH_UP, READY
+from rlcore.trainer.rank_sync import on_rank0
+
+Scored = tuple[dict[str, float], list[Sample]]
 
 
-def evaluate_model(loaded: Loaded, *, output: Path | None) -> int:
-    """Score the configured weights on the evaluation prompts; print scores and a few samples."""
-    config = _generating(_in_one_process(pin_initial_policy(loaded, resume=False).config))
+def evaluate_model(
+    loaded: Loaded, *, output: Path | None, all_ranks: bool = False, arguments: Sequence[str] = ()
+) -> int:
+    """Score the configured weights on the evaluation prompts; print scores and a few samples.
+
+    Args:
+        all_ranks: hold the model in the configured layout, on the ranks that would train; else, but
+            under torchrun, it is in one process.
+        arguments: the command line after `rlcore`, with which the ranks are started.
+    """
+    config = _generating(pin_initial_policy(loaded, resume=False).config)
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(TemporaryDirectory()))
-        config.run.dir = str(scratch)
+        config.run.dir = stack.enter_context(TemporaryDirectory())
         config.run.name = "eval"
+        if all_ranks and not under_torchrun():
+            _check_launcher(loaded)
+            check_model(config, config.cluster.processes_per_node)
+            if config.cluster.processes_per_node > 1:
+                return launch_ranks(config, arguments)
+        elif not under_torchrun():
+            config = _in_one_process(config)
         process = stack.enter_context(join(config))
-        check_model(config, 1)
-        handles = open_handles(config, process, stack)
-        backend = _policy_only(config, process, stack)
-        sharing = build_gpu_sharing(config, process, backend, handles)
+        with process.reporting_errors():
+            scored = _evaluate(config, process, stack)
+    if scored is not None:
+        _show(config, *scored, output)
+    return 0
 
-        def switch_to(phase: GpuPhase) -> None:
-            if sharing is not None:
-                sharing.switch_to(phase)
 
-        handles.source.start()
-        publisher = build_weight_publisher(
-            config, process, backend, handles, VersionJournal(scratch / "versions.jsonl")
+def _check_launcher(loaded: Loaded) -> None:
+    launcher = loaded.config.cluster.launcher
+    if launcher != "local":
+        raise loaded.error(
+            "cluster.launcher",
+            f"{launcher} starts no ranks for an evaluation: start `rlcore eval` itself by torchrun,"
+            " or set cluster.launcher=local and cluster.processes_per_node",
         )
-        assert publisher is not None
-        switch_to(GpuPhase.HANDOVER)
-        if lost := publisher.publish(0):
+
+
+def _evaluate(config: Config, process: Process, stack: ExitStack) -> Scored | None:
+    """Publish the weights and score the prompts; the result is rank 0's. Collective."""
+    sync = process.sync
+    start_s = config.cluster.start_timeout_s
+    check_model(config, process.world_size)
+    handles = sync.run_on_rank0(
+        "reading the data", lambda: open_handles(config, process, stack), timeout_s=start_s
+    )
+    backend = _policy_only(config, process, stack)
+    sharing = build_gpu_sharing(config, process, backend, handles)
+    sync.barrier("building the model", timeout_s=start_s)
+    sync.run_on_rank0(
+        "starting the engines",
+        lambda: on_rank0(handles).source.start(),
+        timeout_s=start_s + comeback_s(config.rollout.engine, engine_place_s(config)),
+    )
+    journal = None
+    if handles is not None:
+        journal = VersionJournal(Path(config.run.dir) / "versions.jsonl")
+    publisher = build_weight_publisher(config, process, backend, handles, journal)
+    assert publisher is not None
+    found: list[Scored] = []
+
+    def score() -> str:
+        scored = on_rank0(handles).source.evaluate()
+        if scored is None:
+            return CATCH_UP
+        found.append(scored)
+        return READY
+
+    def publish(send: Callable[[], str]) -> None:
+        if sharing is not None:
+            sharing.switch_to(GpuPhase.HANDOVER)
+        if lost := send():
             raise RunFailed(lost)
-        switch_to(GpuPhase.GENERATING)
-        while (scored := handles.source.evaluate()) is None:
-            switch_to(GpuPhase.HANDOVER)
-            if lost := publisher.catch_up():
-                raise RunFailed(lost)
-            switch_to(GpuPhase.GENERATING)
-    metrics, samples = scored
+        if sharing is not None:
+            sharing.switch_to(GpuPhase.GENERATING)
+
+    publish(lambda: publisher.publish(0))
+    limit_s = config.rollout.timeout_s + STEP_GRACE_S
+    while sync.broadcast("the evaluation", score, timeout_s=limit_s) == CATCH_UP:
+        publish(publisher.catch_up)
+    return found[0] if found else None
+
+
+def _show(
+    config: Config, metrics: dict[str, float], samples: Sequence[Sample], output: Path | None
+) -> None:
     for sample in pick_samples(samples, config.tracking.show_samples):
         print("\n".join(sample_lines(sample)))
     for name, value in metrics.items():
         print(f"{name:24} {value:.6g}")
     if output is not None:
         output.write_text(json.dumps({"samples": len(samples), **metrics}, indent=2) + "\n")
-    return 0
 
 
 def export_checkpoint(source: Path, folder: Path) -> int:
-    """Read a checkpoint of any layout and write it as a Hugging Face folder."""
+    """Write a checkpoint of any layout as a Hugging Face folder, on the CPU, without the model."""
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty: choose another folder")
     shards = find_checkpoint(source, "export")
@@ -82,11 +149,7 @@ def export_checkpoint(source: Path, folder: Path) -> int:
         raise UserError(
             f"{source}: no config.yaml in it or above it; expected a run or one of its checkpoints"
         )
-    config = _in_one_process(load_config([run.config_path]).config)
-    config.policy.checkpoint = str(shards)
-    with ExitStack() as stack:
-        process = stack.enter_context(join(config))
-        _policy_only(config, process, stack).export_hf(folder)
+    export_policy(load_config([run.config_path]).config, shards, folder)
     print(f"wrote {folder}")
     return 0
 
@@ -112,7 +175,15 @@ def _generating(config: Config) -> Config:
 
 
 def _policy_only(config: Config, process: Process, stack: ExitStack) -> PolicyBackend:
+    """The policy without an optimizer, since nothing is trained."""
     objective, _ = build_algorithm(config)
-    backend = build_backend(config, process, objective, None, optimizer_steps=1)
+    try:
+        backend = build_backend(config, process, objective, None, optimizer_steps=0)
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(
+            f"{config.model.path} does not fit into the memory of its {process.world_size} GPU(s):"
+            " `rlcore eval --all-ranks` holds it in the configured layout (policy.parallel,"
+            f" cluster.processes_per_node): {error}"
+        ) from error
     stack.callback(backend.close)
     return backend

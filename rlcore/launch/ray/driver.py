@@ -42,7 +42,7 @@ from rlcore.launch.run_folder import conclude_unless_written
 from rlcore.runs.directory import RunDirectory, wait_until_free
 from rlcore.trainer.rank0 import FINISHED
 from rlcore.trainer.rank_sync import Failure
-from rollout.engines.registry import Keys, engine_name
+from rollout.engines.factories import Keys, engine_name
 
 CONCURRENT = 1000  # calls of an actor at a time
 

@@ -25,7 +25,7 @@ from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import answer, answer_when_up
 from rollout.asyncio_utils import within
 from rollout.engines.child_process import Server
-from rollout.engines.registry import HostedFactory, Keys, engine_name, factory_of
+from rollout.engines.factories import HostedFactory, Keys, engine_name, factory_of
 
 LOOPBACK = "127.0.0.1"
 IN_PROCESS = "copy"  # the transport that hands tensors over inside one process
@@ -47,6 +47,7 @@ class EngineHost:
         actor_env.enter()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self._gpus = tuple(gpus)
         self._server = _server(config, index, keys, gpus)
         self._starting: asyncio.Task[str] | None = None  # the newest start, perhaps finished
 
@@ -65,6 +66,10 @@ class EngineHost:
         if ended is not None:
             await asyncio.wait({ended})
         return self._server.describe_end()
+
+    async def gpus(self) -> tuple[str, ...]:
+        """The names of the GPUs that it shares with the trainer."""
+        return self._gpus
 
     async def pid(self) -> int | None:
         """The server's process id."""
@@ -119,6 +124,7 @@ class HostedServer:
         # for the newest start; None while it is starting
         self._ended: asyncio.Task[str] | None = None
         self.pid: int | None = None
+        self.gpus: tuple[str, ...] = ()  # once it was started
 
     async def start(self) -> str:
         """Start the server and return its URL.
@@ -139,6 +145,7 @@ class HostedServer:
             self._host.start.remote, what=f"starting engine {self.name}"
         )
         self.pid = await answer_when_up(self._host.pid.remote, what=f"engine {self.name}")
+        self.gpus = await answer_when_up(self._host.gpus.remote, what=f"engine {self.name}")
         self._ended = asyncio.ensure_future(self._until_ended())
         return url
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from rlcore.config.load import Loaded
-from rlcore.launch.environment import SUPERVISED
+from rlcore.launch.environment import SUPERVISED, THREADS
 from rlcore.launch.ray.actor_env import ActorEnv
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class RankActor:
         # A rank that Ray gave GPUs sees only those, numbered from 0. Else it is as under torchrun.
         has_own = loaded.config.cluster.ray.rank_gpus > 0 and bool(self.where()[2])
         local = {"LOCAL_RANK": "0"} if has_own else {}
+        # Ray's own setting is one thread; the user's is among the variables.
+        os.environ.pop(THREADS, None)
         os.environ.update({**environment, **local, SUPERVISED: str(os.getppid())})
         from rlcore.launch.rank import train_rank
 

@@ -6,6 +6,7 @@ process, of a node, by a hang) is worth another attempt; an error of a rank woul
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,7 +30,7 @@ from rlcore.errors import (
     UserError,
 )
 from rlcore.launch.attempts import has_ended
-from rlcore.launch.environment import store_prefix, torchrun_environment
+from rlcore.launch.environment import THREADS, store_prefix, torchrun_environment
 from rlcore.launch.heartbeat import HeartbeatMonitor, raise_if_stuck, read_stuck
 from rlcore.launch.logs import describe_failure
 from rlcore.launch.ray.actor_env import ActorEnv
@@ -138,6 +139,8 @@ class Ranks:
                 host=self._cluster.address,
                 port=self._host.port,
             )
+            if THREADS in os.environ:
+                environment[THREADS] = os.environ[THREADS]
             ref = actor.run.remote(
                 environment, self._loaded, resume=resume, overwrite=overwrite, service=service
             )

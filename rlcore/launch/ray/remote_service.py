@@ -262,6 +262,7 @@ class RemoteEngineHandle:
         self.url = info.url
         self.group_ranks = info.group_ranks
         self.in_group = info.in_group
+        self.gpus = info.gpus
 
     health = _remote("health")
     pause = _remote("pause")

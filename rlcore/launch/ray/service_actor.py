@@ -27,7 +27,8 @@ from rlcore.launch.logs import log_folder
 from rlcore.launch.ray.actor_env import ActorEnv, log_to
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost
 from rlcore.launch.ray.engine_hosts import cluster_engines
-from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
+from rollout.weight_sync.base import gpus_of
 
 if TYPE_CHECKING:
     from rollout.fleet.engine_memory import FleetMemory
@@ -56,11 +57,13 @@ class EngineInfo:
     url: str
     group_ranks: int
     in_group: str | None
+    gpus: tuple[str, ...] = ()  # of an engine that tells them
 
     @classmethod
     def of(cls, engine: Any) -> EngineInfo:
         """Read it from an engine of the service."""
-        return cls(**{field.name: getattr(engine, field.name) for field in fields(cls)})
+        names = (field.name for field in fields(cls) if field.name != "gpus")
+        return cls(**{name: getattr(engine, name) for name in names}, gpus=gpus_of(engine))
 
 
 class ServiceActor:

@@ -34,11 +34,7 @@ ERRORS: dict[str, type[RlcoreError]] = {
     DeadlineExceeded.__name__: EngineHangs,
 }  # any other error there is EngineFailed here
 # the keys of `rollout.engine` that limit verbs; the others have `update_timeout_s`
-LIMITS = {
-    "generate": "request_timeout_s",
-    "pause": "request_timeout_s",
-    "health": "health_timeout_s",
-}
+LIMITS = {"health": "health_timeout_s", "progress": "health_timeout_s"}
 
 
 class RemoteEngine:
@@ -60,6 +56,7 @@ class RemoteEngine:
         self._key = key
         self._server = server
         self._session: aiohttp.ClientSession | None = None
+        self._generating = 0  # calls in flight
         self.url = ""  # of the process, once it was started
         # the process group for weights that the server is in
         self.in_group: str | None = None
@@ -105,7 +102,11 @@ class RemoteEngine:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """See `RolloutEngine.generate`."""
         encoded = [encode_request(request) for request in requests]
-        results = await self._call("generate", {"requests": encoded})
+        self._generating += 1
+        try:
+            results = await self._call("generate", {"requests": encoded})
+        finally:
+            self._generating -= 1
         try:
             return [[decode_completion(value) for value in completions] for completions in results]
         except (KeyError, TypeError, ValueError) as error:
@@ -121,9 +122,14 @@ class RemoteEngine:
         """See `RolloutEngine.resume`."""
         await self._call("resume")
 
-    async def abort(self) -> None:
+    async def abort(self, rids: Sequence[str] | None = None) -> None:
         """See `RolloutEngine.abort`."""
-        await self._call("abort")
+        await self._call("abort", {"rids": None if rids is None else list(rids)})
+
+    async def progress(self) -> int | None:
+        """See `RolloutEngine.progress`."""
+        steps: int | None = await self._call("progress")
+        return steps
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
         """Enter a process group for weights, leaving the last one. Returns when it is complete."""
@@ -186,12 +192,16 @@ class RemoteEngine:
         if session is None or session.closed or ended is None:
             raise EngineFailed(f"engine {self.name} does not run (asked to {verb}); start it first")
         key = LIMITS.get(verb, "update_timeout_s")
-        timeout_s = getattr(self.config, key)
+        timeout_s: float | None = getattr(self.config, key)
+        if verb == "generate" or (verb == "pause" and self._generating):
+            timeout_s = None  # as long as the requests take: the caller limits that
         request = asyncio.ensure_future(self._post(session, verb, body or {}))
         try:
-            grace_s = 0.0 if verb == "health" else ENGINE_GRACE_S
+            limit_s = timeout_s
+            if limit_s is not None and verb not in LIMITS:
+                limit_s += ENGINE_GRACE_S
             await asyncio.wait(
-                {request, ended}, timeout=timeout_s + grace_s, return_when=asyncio.FIRST_COMPLETED
+                {request, ended}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not request.done() and not ended.done():
                 raise EngineHangs(

@@ -76,7 +76,9 @@ class EmbeddedEngine:
     # --- life -------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._gate = PauseGate(self.name, hold_timeout_s=self.config.request_timeout_s)
+        self._gate = PauseGate(self.name)
+        self._calls: dict[int, set[str]] = {}  # by ticket: the ids of its requests
+        self._steps = 0  # in which every response of a batch got a token
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=self.name)
 
     async def start(self) -> None:
@@ -131,7 +133,14 @@ class EmbeddedEngine:
         except RuntimeError:  # the worker takes nothing after close
             gate.leave(ticket)
             raise RunFailed(f"{self.name}: the engine is closed") from None
-        future.add_done_callback(lambda _: gate.leave(ticket))
+        calls = self._calls
+        calls[ticket] = {request.rid for request in requests}
+
+        def leave(_: object) -> None:
+            gate.leave(ticket)
+            calls.pop(ticket, None)
+
+        future.add_done_callback(leave)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -165,6 +174,7 @@ class EmbeddedEngine:
                 decoding.abort()
             else:
                 decoding.step(weights.require_ready())
+                self._steps += 1
         if gate.closed:
             raise RunFailed(f"{self.name}: the engine was closed during a request")
         return decoding.completions()
@@ -183,15 +193,24 @@ class EmbeddedEngine:
         `in_place` hold them between two tokens, and after `resume` the first computes keys and
         values again, the second goes on with the old ones. Calls made during the pause wait.
         """
-        await asyncio.to_thread(self._gate.pause, mode, self.config.request_timeout_s)
+        await asyncio.to_thread(self._gate.pause, mode)
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
         self._gate.resume()
 
-    async def abort(self) -> None:
-        """See `RolloutEngine.abort`."""
-        self._gate.abort()
+    async def abort(self, rids: Sequence[str] | None = None) -> None:
+        """See `RolloutEngine.abort`. A call ends as a whole, if one of its requests is named."""
+        if rids is None:
+            self._gate.abort()
+            return
+        for ticket, own in list(self._calls.items()):
+            if not own.isdisjoint(rids):
+                self._gate.abandon(ticket)
+
+    async def progress(self) -> int | None:
+        """See `RolloutEngine.progress`."""
+        return None if self._gate.holding else self._steps
 
     # --- weights ----------------------------------------------------------------------------------
 

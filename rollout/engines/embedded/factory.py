@@ -9,13 +9,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from rlcore.config import Config
+from rlcore.errors import ConfigError
 from rlcore.interfaces import RolloutEngine
-from rollout.engines.child_process import ChildServer, Server
+from rollout.engines.child_process import (
+    ChildServer,
+    Server,
+    engine_environment,
+    with_this_checkout,
+)
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.server import ServerConfig
-from rollout.engines.registry import EngineSite, Keys, engine_log, engine_name
+from rollout.engines.factories import EngineSite, Keys, engine_log, engine_name
 
 MODULE = "rollout.engines.embedded.server"
 
@@ -24,11 +32,15 @@ class EmbeddedServer(ChildServer):
     """The `Server` of an embedded engine.
 
     Use it from one event loop, whose thread lives as long as the process shall.
+
+    Args:
+        gpus: names as in CUDA_VISIBLE_DEVICES; if empty, it sees those that we see.
     """
 
-    def __init__(self, config: ServerConfig, log: Path) -> None:
+    def __init__(self, config: ServerConfig, log: Path, *, gpus: Sequence[str] = ()) -> None:
         super().__init__(config.name, log)
         self.config = config
+        self.gpus = tuple(gpus)
 
     async def start(self) -> str:
         """Return its URL. Raises RunFailed or DeadlineExceeded with the last lines of its log."""
@@ -38,17 +50,24 @@ class EmbeddedServer(ChildServer):
 
         engine = self.config.engine
         command = [sys.executable, "-m", MODULE]
-        port = await self.launch(command, config, timeout_s=engine.start_timeout_s)
+        on_gpu = engine.device != "cpu" and torch.cuda.is_available()
+        variables = engine_environment(engine, on_gpu=on_gpu, gpus=self.gpus)
+        port = await self.launch(
+            command,
+            config,
+            timeout_s=engine.start_timeout_s,
+            environment=with_this_checkout(variables),
+        )
         return f"http://{engine.host}:{port}"
 
 
 class EmbeddedFactory:
-    """`rollout.engines.registry.HostedFactory` of embedded engines."""
+    """`rollout.engines.factories.HostedFactory` of embedded engines."""
 
     @classmethod
     def build(cls, site: EngineSite) -> Sequence[RolloutEngine]:
         """Return one engine in this process where the run has no other process and no other engine,
-        so that a debugger reaches it; else engines in processes of their own.
+        so that a debugger reaches it; else engines in processes and on GPUs of their own.
         """
         config = site.config
         engine = config.rollout.engine
@@ -56,6 +75,11 @@ class EmbeddedFactory:
         if in_process is None:
             in_process = site.world_size == 1 and engine.count == 1
         if in_process:
+            if engine.environment:
+                raise ConfigError(
+                    "rollout.engine.environment: the engine is in this process: leave it out, or"
+                    " set rollout.engine.in_process to false"
+                )
             return [
                 EmbeddedEngine(
                     config.model.path,
@@ -66,8 +90,8 @@ class EmbeddedFactory:
             ]
         keys = Keys(api=secrets.token_urlsafe(32), admin="")
         servers = [
-            cls.build_server(config, index, logs=site.logs, gpus=(), keys=keys)
-            for index in range(engine.count)
+            cls.build_server(config, index, logs=site.logs, gpus=gpus, keys=keys)
+            for index, gpus in enumerate(site.assign_gpus())
         ]
         return cls.build_clients(config, servers, keys=keys)
 
@@ -75,7 +99,7 @@ class EmbeddedFactory:
     def build_server(
         cls, config: Config, index: int, *, logs: Path, gpus: Sequence[str], keys: Keys
     ) -> EmbeddedServer:
-        """See `HostedFactory`. The server takes the device that this process sees."""
+        """See `HostedFactory`."""
         server = ServerConfig(
             engine_name(index),
             config.model.path,
@@ -84,7 +108,7 @@ class EmbeddedFactory:
             dtype=config.model.dtype,
             tokenizer=config.model.tokenizer,
         )
-        return EmbeddedServer(server, engine_log(logs, index))
+        return EmbeddedServer(server, engine_log(logs, index), gpus=gpus)
 
     @classmethod
     def build_clients(

@@ -7,23 +7,20 @@ not let finish; an abort ends every call accepted so far. The control side runs 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from rlcore.data.generation import PauseMode
-from rlcore.errors import DeadlineExceeded, RunFailed
+from rlcore.errors import RunFailed
 
 
 class PauseGate:
     """Holds, ends or lets through the calls of one engine.
 
-    Args:
-        hold_timeout_s: the longest that a call is held; it fails then.
+    Nothing here has a deadline: callers have, and end a wait by `abandon` or `close`.
     """
 
-    def __init__(self, name: str, *, hold_timeout_s: float) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.hold_timeout_s = hold_timeout_s
         self.closed = False
         self.mode: PauseMode | None = None  # the pause in force
         self._changed = threading.Condition()
@@ -66,24 +63,17 @@ class PauseGate:
     def pass_through(self, ticket: int, on_retract: Callable[[], None]) -> None:
         """Wait, between two tokens, while the engine is paused.
 
-        Raises RunFailed when the engine was closed meanwhile, DeadlineExceeded when it is not
-        resumed in time.
+        Raises RunFailed when the engine was closed meanwhile.
         """
         if self.mode is None and not self.closed:  # the common case takes no lock
             return
-        deadline = time.monotonic() + self.hold_timeout_s
         with self._changed:
             while self._holds(ticket):
                 if self.mode == "retract":
                     on_retract()
                 self._held_ticket = ticket
                 self._changed.notify_all()
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    self._held_ticket = None
-                    raise DeadlineExceeded(
-                        f"{self.name}: generation was paused and not resumed for"
-                        f" {self.hold_timeout_s:.0f} s (rollout.engine.request_timeout_s)"
-                    )
+                self._changed.wait()
             self._held_ticket = None
             if self.closed:
                 raise RunFailed(f"{self.name}: the engine was closed during a request")
@@ -96,10 +86,19 @@ class PauseGate:
             and not self.aborted(ticket)
         )
 
+    @property
+    def holding(self) -> bool:
+        """Whether a pause keeps calls from making tokens."""
+        with self._changed:
+            return self.mode is not None and self._quiet()
+
     # --- control ----------------------------------------------------------------------------------
 
-    def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Return once no token is being made. A second pause goes on holding held calls."""
+    def pause(self, mode: PauseMode) -> None:
+        """Return once no token is being made. A second pause goes on holding held calls.
+
+        Raises RunFailed when the engine was closed meanwhile.
+        """
         with self._changed:
             if self.mode is None:
                 self._held_from = self._next_ticket if mode in ("drain", "abort") else 0
@@ -107,10 +106,9 @@ class PauseGate:
                 self._aborted_before = self._next_ticket
             self.mode = mode
             self._changed.notify_all()
-            if not self._changed.wait_for(self._quiet, timeout_s):
-                raise DeadlineExceeded(
-                    f"{self.name}: pause ({mode}) did not take effect within {timeout_s:.0f} s"
-                )
+            self._changed.wait_for(lambda: self.closed or self._quiet())
+            if self.closed:
+                raise RunFailed(f"{self.name}: the engine was closed before it was paused")
 
     def _quiet(self) -> bool:
         """Whether no token is being made.

@@ -71,6 +71,8 @@ class FusedChecksums:
             )
         self._kv_heads = int(model.get("num_key_value_heads") or model["num_attention_heads"])
         self._experts = int(model.get("num_experts") or model.get("num_local_experts") or 0)
+        # On CUDA experts may lie in another order, for the kernels that the server chose.
+        self.certain = not (on_cuda and self._experts)
         self._ranks = ranks
         self._dtype = dtype
         self._hash = hash_on_cuda if on_cuda else hash_on_cpu

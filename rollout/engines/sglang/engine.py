@@ -16,14 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
+from rlcore.config.checks.engine import server_argument
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.deadlines import BROKEN_CONNECTION_S
-from rlcore.errors import EngineFailed, EngineHangs, UserError
+from rlcore.errors import ConfigError, EngineFailed, EngineHangs, UserError
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.child_process import Server
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
@@ -34,6 +35,8 @@ from rollout.weight_sync.version_state import WeightState
 
 # a request that reached the server after one abort of all is ended by the next
 ABORT_AGAIN_S = 0.2
+# of /v1/loads: they change when the scheduler has run a batch, and at no other time
+COUNTERS = ("decode_moments", "total_prefill_uncached_tokens", "num_used_tokens")
 # said to each route that loads weights
 KEEP_REQUESTS = {"flush_cache": False, "abort_all_requests": False}
 
@@ -59,7 +62,7 @@ class SGLangEngine:
         self.group_ranks = config.tensor_parallel
         self.weights = WeightState(self.name)
         self._keys = keys
-        self._pause_gate = PauseGate(self.name, timeout_s=config.request_timeout_s)
+        self._pause_gate = PauseGate()
         self._client: ServerClient | None = None
         # None unless requests go through a router of the user
         self._router: ServerClient | None = None
@@ -176,9 +179,25 @@ class SGLangEngine:
         except EngineFailed as error:
             raise await self._explained(error) from error
 
-    async def abort(self) -> None:
-        """End all requests now."""
-        await self._control("/abort_request", {"rid": "", "abort_all": True})
+    async def abort(self, rids: Sequence[str] | None = None) -> None:
+        """End requests now: those of these ids, or all. A router's engine is not known: none."""
+        if rids is None:
+            await self._control("/abort_request", {"rid": "", "abort_all": True})
+        elif self._generation is not None and self._router is None:
+            sent = [name for rid in rids for name in self._generation.sent(rid)]
+            bodies = ({"rid": name, "abort_all": False} for name in sent)
+            await gather_or_cancel(*(self._control("/abort_request", body) for body in bodies))
+
+    async def progress(self) -> Any:
+        """Return what the scheduler has done so far, which it reports every 15 decoding steps.
+
+        None while paused, behind a router (requests may be at other engines), and where the server
+        publishes no load.
+        """
+        if self._mode is not None or self._router is not None:
+            return None
+        loads = (await self._running.get("/v1/loads?include=core"))["loads"]
+        return [[load[name] for name in COUNTERS] for load in loads] or None
 
     # --- pause ------------------------------------------------------------------------------------
 
@@ -316,8 +335,18 @@ class SGLangEngine:
         )
         self.weights.set_version(version)
 
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The names of its GPUs, one a tensor-parallel rank; () where we do not know them."""
+        return self.server.gpus
+
     def verifier(self) -> FusedChecksums:
         """Make a verifier. Raises ConfigError for a model whose layout in SGLang is not known."""
+        if server_argument(self.config, "quantization") is not None:
+            raise ConfigError(
+                "rollout.engine.verify_every: a quantised engine's weights are not what was sent:"
+                " set it to 0"
+            )
         return FusedChecksums.of(
             self.model_path, ranks=self.group_ranks, dtype=self._dtype, device=self._device
         )

@@ -7,10 +7,11 @@ import logging
 import re
 from typing import Any
 
+from rlcore.config.checks.engine import FLASH_RL, QUANTISING
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, DeadlineExceeded, EngineFailed, UserError
 from rollout.engines.checks import folder_config, folder_vocab_size
-from rollout.engines.registry import ADMIN_KEY, Keys
+from rollout.engines.factories import ADMIN_KEY, Keys
 from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.http import ServerClient
 
@@ -27,6 +28,7 @@ class ExternalServer:
     """
 
     managed = False
+    gpus: tuple[str, ...] = ()
 
     def __init__(
         self, name: str, url: str, model_path: str, *, config: EngineConfig, keys: Keys
@@ -93,6 +95,14 @@ class ExternalServer:
                 raise self._other(
                     f"has {name} {info.get(name)}", f"{size}; {hint}, or start the server so"
                 )
+
+        quantization = info.get("quantization")
+        if quantization not in QUANTISING["quantization"] and info.get("load_format") != FLASH_RL:
+            raise self._other(
+                f"has quantization {quantization} and load_format {info.get('load_format')}",
+                "none, or fp8 with load_format flash_rl: weights are published in fp32 or bf16,"
+                " which SGLang does not load into other quantised layers",
+            )
 
     def _check_model(self, info: Any) -> None:
         ours = folder_config(self.model_path)

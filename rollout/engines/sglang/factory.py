@@ -9,14 +9,14 @@ import torch
 
 from rlcore.config import Config
 from rollout.engines.child_process import Server
-from rollout.engines.registry import EngineSite, Keys, engine_log, engine_name
+from rollout.engines.factories import EngineSite, Keys, engine_log, engine_name
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.server_process import ManagedServer
 
 
 class SGLangFactory:
-    """`rollout.engines.registry.HostedFactory` of SGLang engines."""
+    """`rollout.engines.factories.HostedFactory` of SGLang engines."""
 
     @classmethod
     def build(cls, site: EngineSite) -> list[SGLangEngine]:

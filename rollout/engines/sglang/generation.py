@@ -64,6 +64,8 @@ class Generation:
         # tells our requests from those of other clients, and of this process before a restart
         self._life = secrets.token_hex(4)
         self._attempts = itertools.count()
+        # by the request's id: the ids of the samples that are at the server
+        self._sent: dict[str, list[str]] = {}
 
     @classmethod
     async def connect(cls, client: ServerClient, model_path: str) -> Generation:
@@ -115,7 +117,7 @@ class Generation:
             and await self._prefill(request, cache_key)
         ):
             return [aborted(request)] * request.n
-        answer = await self.client.post("/generate", encode(request, self._attempt(), cache_key))
+        answer = await self._send(request, encode(request, self._attempt(), cache_key))
         return decode(answer, request, self.limits, engine=self.client.name)
 
     async def _each(self, request: GenerateRequest, cache_key: str | None) -> list[Completion]:
@@ -127,7 +129,7 @@ class Generation:
             alone = {
                 name: value[0] if isinstance(value, list) else value for name, value in body.items()
             }
-            answer = [await self.client.post("/generate", alone)]
+            answer = [await self._send(one, alone)]
             return decode(answer, one, self.limits, engine=self.client.name)[0]
 
         return await gather_or_cancel(*(sample(index) for index in range(request.n)))
@@ -140,13 +142,27 @@ class Generation:
             "extra_key": cache_key,
             "sampling_params": {"max_new_tokens": 0},
         }
-        answer = await self.client.post("/generate", body)
+        answer = await self._send(request, body)
         try:
             return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")
         except (KeyError, TypeError) as error:
             raise EngineFailed(
                 f"engine {self.client.name} answered request {request.rid} with what is no prefill"
             ) from error
+
+    async def _send(self, request: GenerateRequest, body: dict[str, Any]) -> Any:
+        """The server's answer to /generate. There is no deadline: the caller has one."""
+        names = body["rid"] if isinstance(body["rid"], list) else [body["rid"]]
+        self._sent[request.rid] = names
+        try:
+            return await self.client.post("/generate", body, limit=None)
+        finally:
+            if self._sent.get(request.rid) is names:
+                del self._sent[request.rid]
+
+    def sent(self, rid: str) -> list[str]:
+        """The ids that the server has for the samples of request `rid`, as far as they run."""
+        return self._sent.get(rid, [])
 
     def _attempt(self) -> str:
         return f"{self._life}-{next(self._attempts)}"

@@ -18,7 +18,7 @@ from yarl import URL
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs, UserError
-from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 
 # Below the 5 s after which SGLang closes an idle connection: a request must never be written into
 # one that just closes.
@@ -26,7 +26,7 @@ KEEP_ALIVE_S = 3.0
 JOINED_BYTES = 1 << 16  # a larger body is sent in parts, as fast as the server takes them
 QUOTED = 500  # characters of a server's own words
 # the keys of `rollout.engine` that limit calls
-Limit = Literal["request_timeout_s", "update_timeout_s", "health_timeout_s"]
+Limit = Literal["update_timeout_s", "health_timeout_s"]
 ANOTHER_MAY_SERVE = {408, 429}  # of the 4xx: the server's trouble, not the request's
 
 
@@ -51,7 +51,7 @@ class ServerClient:
         route: str,
         body: dict[str, Any],
         *,
-        limit: Limit = "request_timeout_s",
+        limit: Limit | None = "update_timeout_s",
         admin: bool = False,
     ) -> Any:
         """Send `body` and return the JSON value that the server answers.
@@ -60,7 +60,8 @@ class ServerClient:
 
         Args:
             body: JSON-able; numpy arrays are written as lists.
-            limit: the key that limits connecting, sending and the whole answer together.
+            limit: the key that limits connecting, sending and the whole answer together; None: the
+                caller cancels the call in time.
             admin: whether the route controls the server, rather than asking it for something.
 
         Raises:
@@ -82,10 +83,10 @@ class ServerClient:
             await self._session.close()
 
     async def _call(
-        self, method: str, route: str, body: bytes | None, limit: Limit, admin: bool
+        self, method: str, route: str, body: bytes | None, limit: Limit | None, admin: bool
     ) -> Any:
         session = self._open()
-        timeout_s: float = getattr(self.config, limit)
+        timeout_s: float | None = None if limit is None else getattr(self.config, limit)
         try:
             async with session.request(
                 method,

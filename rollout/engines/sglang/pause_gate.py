@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from rlcore.errors import EngineHangs
-
 
 class PauseGate:
-    """`async with` it around a call. Use it from one event loop."""
+    """`async with` it around a call. Use it from one event loop. Who waits here limits the time."""
 
-    def __init__(self, name: str, *, timeout_s: float) -> None:
-        self.name = name
-        self.timeout_s = timeout_s
+    def __init__(self) -> None:
         self.inside = 0
         self._open = asyncio.Event()
         self._empty = asyncio.Event()
@@ -20,17 +16,10 @@ class PauseGate:
         self._empty.set()
 
     async def __aenter__(self) -> None:
-        """Wait until the gate is open; from then on the call counts as in flight.
-
-        Raises EngineHangs when the gate was not opened for `timeout_s`.
-        """
-        deadline = 0.0
+        """Wait until the gate is open; from then on the call counts as in flight."""
         # a call wakes a moment after the gate was opened, when it may be closed again
         while not self._open.is_set():
-            now = asyncio.get_running_loop().time()
-            deadline = deadline or now + self.timeout_s
-            if not await _happens(self._open, deadline - now):
-                raise self._hangs("was paused and not resumed")
+            await self._open.wait()
         self.inside += 1
         self._empty.clear()
 
@@ -48,25 +37,14 @@ class PauseGate:
         self._open.set()
 
     async def emptied(self) -> None:
-        """Wait until no call is in flight. Raises EngineHangs after `timeout_s`."""
-        if not await self.empties_within(self.timeout_s):
-            raise self._hangs(f"still had {self.inside} requests in flight")
+        """Wait until no call is in flight."""
+        await self._empty.wait()
 
     async def empties_within(self, seconds: float) -> bool:
         """Wait up to `seconds`; return whether no call is in flight."""
-        return await _happens(self._empty, seconds)
-
-    def _hangs(self, what: str) -> EngineHangs:
-        return EngineHangs(
-            f"engine {self.name} {what} after {self.timeout_s:g} s"
-            " (rollout.engine.request_timeout_s)"
-        )
-
-
-async def _happens(event: asyncio.Event, seconds: float) -> bool:
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        done, _ = await asyncio.wait({waiting}, timeout=seconds)
-    finally:
-        waiting.cancel()
-    return bool(done)
+        waiting = asyncio.ensure_future(self._empty.wait())
+        try:
+            done, _ = await asyncio.wait({waiting}, timeout=seconds)
+        finally:
+            waiting.cancel()
+        return bool(done)

@@ -14,17 +14,19 @@ from typing import Any
 import orjson
 import torch
 
-from rlcore.config.checks.engine import argument_name, cannot_start
+from rlcore.config.checks.engine import FLASH_RL, argument_name, cannot_start, server_argument
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
-from rollout.engines.checks import folder_vocab_size
-from rollout.engines.child_process import ChildServer, without_rank
-from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.checks import folder_config, folder_vocab_size
+from rollout.engines.child_process import ChildServer, engine_environment
+from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.sglang.nccl_version import check_nccl
 
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
 # The engine must not inherit the trainer's Python path and secrets.
 NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", API_KEY, ADMIN_KEY}
+FLASH_RL_FAMILIES = ("qwen2", "qwen3")  # the models whose loaders declare that they support it
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 # A user's own `rollout.engine.server` overrides these.
@@ -84,14 +86,16 @@ class ManagedServer(ChildServer):
         for problem in cannot_start(config):
             raise ConfigError(str(problem))
         folder_vocab_size(model_path)  # the server would say so in a long log
+        check_quantised(config, model_path)
         super().__init__(name, log)
         self.model_path = os.path.abspath(model_path)
         self.config = config
         self.keys = keys
         self.device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.python = engine_python(config)
+        self._nccl_checked = False
         self._dtype = dtype
-        self._gpus = tuple(gpus)
+        self.gpus = tuple(gpus)
         self._arguments = dict(arguments or {})
         self._tokenizer = None if tokenizer is None else os.path.abspath(tokenizer)
 
@@ -105,12 +109,16 @@ class ManagedServer(ChildServer):
             port: where it listens; 0 stands for a free port.
 
         Raises:
-            ConfigError: `rollout.engine.host` is no address of this machine.
+            ConfigError: `rollout.engine.host` is no address of this machine, or weights go over
+                NCCL, and that of the engines' environment is another one than ours.
             UserError: an argument in `rollout.engine.server` that sglang does not know or take.
             RunFailed, DeadlineExceeded: the server ended, or was not ready within
                 `rollout.engine.start_timeout_s`; with the last lines of its log.
         """
         await self.kill()
+        if self._takes_nccl and not self._nccl_checked:
+            await check_nccl(self.python)
+            self._nccl_checked = True
         with held_ports(self.config.host, port, 0) as (port, nccl_port):
             await self.launch(
                 [self.python, str(ENTRY), *self.command_line(port, nccl_port)],
@@ -120,6 +128,12 @@ class ManagedServer(ChildServer):
             )
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         return f"http://{host}:{port}"
+
+    @property
+    def _takes_nccl(self) -> bool:
+        """Whether weights come to this server over NCCL, as far as is known before it runs."""
+        by_group = self.config.transport in ("auto", "distributed") and not self.config.colocated
+        return by_group and self.device == "cuda" and torch.cuda.is_available()
 
     def command_line(self, port: int, nccl_port: int) -> list[str]:
         """Make the arguments of `sglang.launch_server`, which checks names and values itself.
@@ -152,18 +166,21 @@ class ManagedServer(ChildServer):
         )
 
     def _environment(self) -> dict[str, str]:
+        on_gpu = self.device != "cpu"
         variables = {
-            name: value for name, value in without_rank().items() if name not in NOT_FOR_ENGINES
+            name: value
+            for name, value in engine_environment(
+                self.config, on_gpu=on_gpu, gpus=self.gpus if on_gpu else ()
+            ).items()
+            if name not in NOT_FOR_ENGINES or name in self.config.environment
         }
-        if self.device == "cpu":
+        if not on_gpu:
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
             # by default SGLang gives each rank a NUMA node, and fails if there are too few
             if self.config.tensor_parallel > 1:
                 variables.setdefault(
                     "SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(self.config.tensor_parallel)
                 )
-        elif self._gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables
@@ -183,6 +200,18 @@ def option(name: str, value: Any) -> list[str]:
     if isinstance(value, list | tuple):
         return [flag, *(str(one) for one in value)]
     return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def check_quantised(config: EngineConfig, model_path: str) -> None:
+    """Raise ConfigError for a quantised model that SGLang cannot load a second time."""
+    family = folder_config(model_path).get("model_type")
+    load_format = server_argument(config, "load_format")
+    if load_format == FLASH_RL and family not in FLASH_RL_FAMILIES:
+        raise ConfigError(
+            f"rollout.engine.server.load_format: got {load_format!r} for a model of type {family},"
+            f" but with it SGLang publishes only into {' and '.join(FLASH_RL_FAMILIES)}: leave it"
+            " and the quantization out"
+        )
 
 
 def engine_python(config: EngineConfig) -> str:

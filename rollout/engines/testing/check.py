@@ -17,7 +17,7 @@ from rlcore.config import Config
 from rlcore.config.engine_kinds import EngineKind
 from rlcore.interfaces import RolloutEngine
 from rollout.engines.checks import folder_vocab_size
-from rollout.engines.registry import kind_of
+from rollout.engines.factories import kind_of
 from rollout.engines.testing import control_rules as control
 from rollout.engines.testing import generation_rules as generation
 from rollout.engines.testing.session import DEADLINES, Session
@@ -41,6 +41,7 @@ RULES: dict[Rule, Callable[[Session], Awaitable[None]]] = {
     control.DRAIN: control.drain,
     control.HOLD: control.hold,
     control.ABORT: control.abort,
+    control.PROGRESS: control.progress,
     control.MIXED: control.mixed_versions,
     control.PAUSED: control.update_unpaused,
     control.PARTIAL: control.partial_update,

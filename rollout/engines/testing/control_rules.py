@@ -7,6 +7,7 @@ import asyncio
 import torch
 
 from rlcore.algorithms.testing.contract import Rule
+from rlcore.config.derived import longest_request_s
 from rlcore.data.generation import Completion, PauseMode
 from rlcore.errors import ConfigError
 from rollout.engines.testing.session import Session
@@ -61,8 +62,13 @@ HOLD = Rule(
 )
 ABORT = Rule(
     "abort",
-    "abort and pause('abort') end requests in flight with finish reason 'abort'",
-    "return the tokens made so far, with finish reason 'abort'",
+    "abort and pause('abort') end requests in flight with finish reason 'abort', and no others",
+    "return the tokens made so far, with finish reason 'abort'; go by the ids, if there are any",
+)
+PROGRESS = Rule(
+    "progress",
+    "progress changes while tokens are made, and is None while a pause holds the requests",
+    "count tokens, or steps, where they are made; without it an engine that works counts as hung",
 )
 WAITING = Rule(
     "requests-wait",
@@ -186,7 +192,29 @@ async def abort(session: Session) -> None:
     made = await _under_way(session)
     await session.call("abort", engine.abort())
     await _ended(session, made, "abort")
+    made = await _under_way(session)
+    other = asyncio.ensure_future(session.one(session.request(51)))
+    await session.call("abort", engine.abort([session.request(50).rid]))
+    await _ended(session, made, "abort of its id")
+    reason = (await other).finish_reason
+    session.expect(reason != "abort", f"{reason!r}, of a request beside the aborted one", "another")
     await session.one(session.request())
+
+
+async def progress(session: Session) -> None:
+    """Before and behind a response, and while one is held."""
+    engine = session.engine
+    before = await session.call("progress", engine.progress())
+    await session.one(session.request(50, max_new_tokens=session.long))
+    later = await session.call("progress", engine.progress())
+    got = f"{before!r} before a response of {session.long} tokens, {later!r} behind it"
+    session.expect(later is not None and later != before, got, "another value, not None")
+    made = await _paused(session, "in_place")
+    held = not made.done()
+    paused = await session.call("progress", engine.progress())
+    session.expect(paused is None or not held, f"{paused!r}, paused", "None: requests are held")
+    await session.call("resume", engine.resume())
+    await made
 
 
 async def requests_wait(session: Session) -> None:
@@ -227,7 +255,7 @@ async def kill(session: Session) -> None:
     made = await _under_way(session)
     await session.call("kill", engine.kill())
     await session.call("kill", engine.kill())
-    done, _ = await asyncio.wait({made}, timeout=session.config.rollout.engine.request_timeout_s)
+    done, _ = await asyncio.wait({made}, timeout=longest_request_s(session.config))
     session.expect(bool(done), "a request that hangs after kill", "its failure")
     made.exception()
     await session.refused("generate, after kill,", engine.generate([session.request()]))

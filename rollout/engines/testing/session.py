@@ -14,6 +14,7 @@ from torch import Tensor
 from rlcore.algorithms.testing import ContractError
 from rlcore.algorithms.testing.contract import Rule
 from rlcore.config import Config
+from rlcore.config.derived import longest_request_s
 from rlcore.config.engine_kinds import EngineKind
 from rlcore.data.generation import Completion, GenerateRequest, PauseMode, Prefix, SamplingParams
 from rlcore.deadlines import TRANSPORT_GRACE_S
@@ -29,7 +30,7 @@ SPECS_A_BUCKET = 3  # so that every update has several buckets
 DEADLINES = Rule(
     "deadlines",
     "every call ends within its limit in rollout.engine, with an error if need be",
-    "give up after start_timeout_s, request_timeout_s or update_timeout_s, and raise EngineHangs",
+    "give up after start_timeout_s, health_timeout_s or update_timeout_s, and raise EngineHangs",
 )
 
 
@@ -105,10 +106,9 @@ class Session:
         raise self.broken(f"{what} returned {result!r}", expected)
 
     async def _within(self, what: str, work: Awaitable[T], seconds: float | None = None) -> T:
-        limits = self.config.rollout.engine
-        seconds = (
-            max(limits.request_timeout_s, limits.update_timeout_s) if seconds is None else seconds
-        )
+        if seconds is None:
+            update_s = self.config.rollout.engine.update_timeout_s
+            seconds = max(longest_request_s(self.config), update_s)
         task = asyncio.ensure_future(work)
         done, _ = await asyncio.wait({task}, timeout=seconds + TRANSPORT_GRACE_S)
         if done:

@@ -40,7 +40,7 @@ def with_engines(folder, tmp_path, use):
             update_timeout_s=LIMIT_S,
             request_timeout_s=20.0,
             health_timeout_s=5.0,
-            start_timeout_s=90.0,
+            start_timeout_s=300.0,
         )
         engines = [
             remote_engine(folder, config=config, name=f"engine-{i}", log=tmp_path / f"{i}.log")

@@ -390,6 +390,7 @@ def test_a_batch_of_numbers() -> None:
         stub_batch([2, 0, 1], values=[1.0, 2.0])
 
 
+@pytest.mark.rest
 def test_the_page_on_testing_shows_code_that_runs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from rlcore.config.derived import longest_request_s
 from rlcore.config.load import Loaded
 from rlcore.launch.compose import all_engines_timeout_s
 
+LONG = ("rollout.sampling.max_new_tokens=32768", "policy.max_tokens_per_microbatch=40000")
 TWO = ("policy.parallel.tensor=2", "cluster.processes_per_node=2")
 
 
@@ -35,5 +37,29 @@ def test_the_other_ranks_wait_for_every_answer_of_a_publication(
 ) -> None:
     config = load("rollout.engine.update_timeout_s=100").config
     engine = config.rollout.engine
-    without = engine.start_timeout_s + engine.restart.max_backoff_s + engine.request_timeout_s
+    without = engine.start_timeout_s + engine.restart.max_backoff_s + longest_request_s(config)
     assert all_engines_timeout_s(config) >= without + 6 * 100
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        ([*LONG], 600 + 32768),
+        (["rollout.sampling.max_new_tokens=100", "evaluation.max_new_tokens=400"], 1000),
+        ([*LONG, "rollout.engine.request_timeout_s=7"], 7),
+    ],
+)
+def test_a_request_has_a_second_for_each_token(
+    load: Callable[..., Loaded], overrides: list[str], seconds: float
+) -> None:
+    assert longest_request_s(load(*overrides).config) == seconds
+
+
+@pytest.mark.parametrize(("seconds", "remarks"), [(600, 1), (1700, 0)])
+def test_a_limit_that_long_responses_will_reach_is_told(
+    load: Callable[..., Loaded], seconds: int, remarks: int
+) -> None:
+    given = (*LONG, f"rollout.engine.request_timeout_s={seconds}")
+    notes = [note for note in load(*given).notes if "rollout.engine.request_timeout_s" in note]
+    assert len(notes) == remarks
+    assert all("must make 55 tokens a second" in note for note in notes)

@@ -15,7 +15,7 @@ from rlcore.errors import ConfigError
 from rlcore.launch.engines import build_engines
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.engines.registry import ADMIN_KEY, API_KEY
+from rollout.engines.factories import ADMIN_KEY, API_KEY
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.server_process import ManagedServer
@@ -72,6 +72,20 @@ def test_one_embedded_engine_of_one_process_is_in_it_and_others_are_processes(
     made = built(*overrides, world_size=world_size)
     assert [type(one) for one in made] == kinds
     assert [one.name for one in made] == [f"engine-{index}" for index in range(len(kinds))]
+
+
+def test_embedded_engines_that_are_processes_have_gpus_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5,7")
+    made = built("rollout.engine.count=2", world_size=2)
+    assert [one._server.gpus for one in made] == [("2",), ("5",)]
+
+
+def test_an_embedded_engine_in_this_process_has_no_variables_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.environment: the engine is in this"):
+        built("rollout.engine.environment={A: b}")
 
 
 def test_servers_have_names_and_logs_of_their_own_and_one_pair_of_keys(

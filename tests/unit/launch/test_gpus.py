@@ -46,6 +46,24 @@ def test_each_engine_gets_its_own(
 
 
 @pytest.mark.parametrize(
+    ("visible", "ranks", "engine", "expected"),
+    [
+        (0, 1, {"count": 2}, [(), ()]),
+        (8, 4, {"count": 2}, [(4,), (5,)]),
+        (4, 3, {"count": 2}, [(3,), (3,)]),
+        # no GPU is free: the trainer's, one after the other
+        (2, 2, {"count": 3}, [(0,), (1,), (0,)]),
+        (8, 2, {"count": 3, "colocated": True}, [(0,), (1,), (0,)]),
+        (8, 2, {"count": 1, "device": "cpu"}, [()]),
+    ],
+)
+def test_embedded_engines_are_dealt_over_the_gpus(
+    visible: int, ranks: int, engine: dict[str, Any], expected: list[tuple[int, ...]]
+) -> None:
+    assert assign_gpus(EngineConfig(**engine), visible=visible, ranks=ranks) == expected
+
+
+@pytest.mark.parametrize(
     ("visible", "ranks", "engine", "message"),
     [
         (

@@ -20,7 +20,7 @@ from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.factory import EmbeddedServer
 from rollout.engines.embedded.model_weights import as_published
 from rollout.engines.embedded.server import ServerConfig
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.http import ServerClient
 
 VOCAB = 31

@@ -52,6 +52,9 @@ class FakeEngine:
     managed: bool = True
     ended: asyncio.Future[Any] | None = None
     probe_error: Exception | None = None  # raised by `health`
+    tokens_made: int | None = 0  # what `progress` returns
+    deaf: bool = False  # it ignores `abort`
+    aborted: list[str] = field(default_factory=list)  # the ids that `abort` was given
     starts: int = 0
     released: set[MemoryTag] = field(default_factory=set)
     calls: list[list[GenerateRequest]] = field(default_factory=list)
@@ -70,15 +73,25 @@ class FakeEngine:
             raise RunFailed(
                 f"{self.name}: was asked to generate while {sorted(self.released)} are released"
             )
-        await asyncio.sleep(self.delay_s)
+        ended = await self._wait([request.rid for request in requests])
         if self.failure is not None:
             raise self.failure
-        aborted = self.abort_next > 0
+        aborted = ended or self.abort_next > 0
         self.abort_next = max(0, self.abort_next - 1)
         return [
             [self._complete(request, place, aborted) for place in range(request.n)]
             for request in requests
         ]
+
+    async def _wait(self, rids: Sequence[str]) -> bool:
+        """Wait for `delay_s`, or an abort; returns whether that came."""
+        until = asyncio.get_running_loop().time() + self.delay_s
+        await asyncio.sleep(0)
+        while (left := until - asyncio.get_running_loop().time()) > 0:
+            if not self.deaf and not set(rids).isdisjoint(self.aborted):
+                return True
+            await asyncio.sleep(min(left, 0.01))
+        return False
 
     def _complete(self, request: GenerateRequest, place: int, aborted: bool) -> Completion:
         reply = self.reply(request, request.samples[place])
@@ -100,8 +113,13 @@ class FakeEngine:
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
 
-    async def abort(self) -> None:
+    async def abort(self, rids: Sequence[str] | None = None) -> None:
         """See `RolloutEngine.abort`."""
+        self.aborted += rids or []
+
+    async def progress(self) -> int | None:
+        """See `RolloutEngine.progress`."""
+        return self.tokens_made
 
     async def begin_update(self, buckets: Sequence[Bucket]) -> None:
         """See `RolloutEngine.begin_update`."""

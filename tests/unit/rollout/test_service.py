@@ -13,7 +13,14 @@ import pytest
 from fake_engine import FakeEngine, random_reply
 
 from rlcore.data.batch import RolloutBatch
-from rlcore.errors import ConfigError, DataError, DeadlineExceeded, ModelError, RunFailed
+from rlcore.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    EngineFailed,
+    ModelError,
+    RunFailed,
+)
 from rollout.collection.partial import MOST_IN_VAIN
 
 
@@ -309,12 +316,15 @@ def test_an_unknown_workflow_is_refused(make_service):
 def test_an_engine_that_hangs_is_named_at_its_deadline(make_service):
     engine = FakeEngine(random_reply(31), name="engine-7", delay_s=600)
     service = make_service(
-        engines=[engine], rollout={"engine": {"request_timeout_s": 0.2, "retries": 0}}
+        engines=[engine],
+        rollout={
+            "engine": {"progress_timeout_s": 0.2, "health_every_s": 0.05, "retries": 0},
+        },
     )
     start = time.monotonic()
     with pytest.raises(
-        DeadlineExceeded,
-        match=r"engine engine-7 .*within 0\.2 s \(rollout\.engine\.request_timeout_s\)",
+        EngineFailed,
+        match=r"engine-7 .*no token for 0\.2 s \(rollout\.engine\.progress_timeout_s\)",
     ):
         service.next_step(1)
     assert time.monotonic() - start < 5

@@ -25,7 +25,8 @@ class Backend:
     def buckets(self) -> tuple[Bucket, ...]:
         return BUCKETS
 
-    def export_buckets(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        assert not everywhere
         for bucket in BUCKETS:
             self.gathered.append(bucket.index)
             yield bucket, torch.zeros(16, dtype=torch.uint8)
@@ -43,10 +44,18 @@ class Sink:
         if self.errors.get(name) and (error := self.errors[name].pop(0)) is not None:
             raise error
 
-    def prepare(self, buckets: Sequence[Bucket], *, only_stale: bool = False) -> None:
+    handle_gpus = ()
+
+    def prepare(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        only_stale: bool = False,
+        trainer_gpus: Sequence[str] = (),
+    ) -> None:
         self._step("prepare", "stale" if only_stale else "")
 
-    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+    def send(self, bucket: Bucket, flat: torch.Tensor, handles: None) -> None:
         self._step("send", bucket.index)
 
     def finish(self, version: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from backends.megatron.convert.table import FUSED_NORMS, local_spelling
 from backends.megatron.model.layers import (
@@ -86,6 +88,17 @@ def test_every_field_is_one_of_megatron() -> None:
     assert fields["moe_grouped_gemm"]
     assert "fp8" not in layer_fields(TE, experts=False, fp8=None)
     assert layer_fields(Layers("local", ""), experts=True, fp8=None) == LOCAL_FIELDS
+
+
+def test_the_extra_is_what_megatron_wants() -> None:
+    project = (Path(__file__).parents[4] / "pyproject.toml").read_text()
+    extra = next(line for line in project.splitlines() if line.startswith("te = "))
+    ours = Requirement(extra.split('"')[1])
+    theirs = [Requirement(line) for line in requires("megatron-core") or []]
+    wanted = next(r.specifier for r in theirs if r.name == "transformer-engine")
+    assert [v for v in ("2.8.0", "2.9.0", "2.11.0", "2.12.0") if v in ours.specifier] == [
+        v for v in ("2.8.0", "2.9.0", "2.11.0", "2.12.0") if v in wanted
+    ]
 
 
 def te_spelling(name: str, *, experts: bool) -> str:

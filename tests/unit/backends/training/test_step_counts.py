@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,39 +10,28 @@ import torch
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
-
-    from backends.megatron.checkpoint.optimizer_state import completed
-
-MOMENT = torch.arange(3.0)
+    from backends.megatron.training.optimizer import ScheduledOptimizer
 
 
-def plain() -> dict[str, Any]:
-    """The state as Megatron's plain optimizer asks for it."""
-    asked = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.weight", torch.zeros(3))
-    return {
-        "state": {0: {"exp_avg": asked}},
-        "param_groups": [{"params": LocalNonpersistentObject([0]), "eps": 1e-8}],
-    }
+class CountsInGroups(torch.optim.SGD):
+    """Stands in for AdamW of Transformer Engine and Apex."""
 
 
-@pytest.mark.parametrize("counts_in_groups", [False, True])
-def test_the_plain_optimizer(counts_in_groups: bool) -> None:
-    """torch's AdamW counts by parameter, that of Transformer Engine and Apex by group."""
-    whole = completed(
-        plain(),
-        {"state": {0: {"exp_avg": MOMENT}}},
-        steps_taken=7,
-        counts_in_groups=counts_in_groups,
-    )
-    assert whole["state"].pop(0) == {"exp_avg": MOMENT}
-    group = {"params": [0], "eps": 1e-8}
-    assert whole["state"] == ({} if counts_in_groups else {"common_step": torch.tensor(7.0)})
-    assert whole["param_groups"] == [group | ({"step": 7} if counts_in_groups else {})]
-
-
-@pytest.mark.parametrize("counts_in_groups", [False, True])
-def test_the_distributed_optimizer_takes_it_from_the_groups(counts_in_groups: bool) -> None:
-    wanted = {"optimizer": {"param_groups": [{"eps": 1e-8}]}, "param_state": {}}
-    whole = completed(wanted, None, steps_taken=7, counts_in_groups=counts_in_groups)
-    assert whole == {"optimizer": {"param_groups": [{"eps": 1e-8, "step": 7}]}, "param_state": {}}
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, CountsInGroups])
+def test_steps_go_where_the_optimizer_counts_them(kind: type[torch.optim.Optimizer]) -> None:
+    """torch's AdamW counts by parameter, in place; that of Transformer Engine by group."""
+    parameters = [torch.zeros(3), torch.zeros(2)]
+    inner = kind(parameters, lr=0.1)
+    optimizer = ScheduledOptimizer.__new__(ScheduledOptimizer)
+    optimizer.megatron = SimpleNamespace(optimizer=inner, param_groups=inner.param_groups)
+    optimizer.prepare_for_load()
+    optimizer.set_steps_taken(7)
+    assert optimizer.steps_taken == 7
+    counts = [inner.state[parameter].get("step") for parameter in parameters]
+    if kind is CountsInGroups:
+        assert counts == [None, None]
+        assert inner.param_groups[0]["step"] == 7
+    else:
+        assert counts == [7.0, 7.0]
+        assert counts[0] is not counts[1]
+        assert "step" not in inner.param_groups[0]

@@ -21,7 +21,7 @@ from rlcore.config.sections.rollout import RestartConfig
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.launch.commands import engine as serve
 from rlcore.launch.commands.engine import follower, run_servers, serve_engines
-from rollout.engines.registry import ADMIN_KEY, API_KEY, EngineSite, Keys
+from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineSite, Keys
 from rollout.engines.sglang.factory import SGLangFactory
 
 QUICK = RestartConfig(limit=2, backoff_s=0.01)

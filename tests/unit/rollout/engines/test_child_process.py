@@ -13,8 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import DeadlineExceeded, RunFailed, UserError
-from rollout.engines.child_process import END_BYTES, LINE_LENGTH, ChildServer, members
+from rollout.engines.child_process import (
+    END_BYTES,
+    LINE_LENGTH,
+    ChildServer,
+    engine_environment,
+    members,
+    with_this_checkout,
+)
 
 READY = (
     "import json, os, subprocess, sys, time\nfd = int(sys.stdin.read())\nready = lambda line:"
@@ -34,9 +42,50 @@ time.sleep(60)
 )
 
 
+# what our own launch, torchrun and a tuned trainer set
+OF_THE_TRAINER = {
+    "RANK": "3",
+    "TORCHELASTIC_RUN_ID": "x",
+    "NCCL_ALGO": "Ring",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
+
+
+def test_an_engine_does_not_inherit_what_is_for_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_the_site = {"NCCL_SOCKET_IFNAME": "eth1", "HF_HUB_OFFLINE": "1"}
+    for name, value in (OF_THE_TRAINER | of_the_site | {"OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    on_gpu = engine_environment(EngineConfig(), on_gpu=True, gpus=["4", "5"])
+    assert not (OF_THE_TRAINER.keys() | {"OMP_NUM_THREADS"}) & on_gpu.keys()
+    assert of_the_site.items() <= on_gpu.items()
+    assert on_gpu["CUDA_VISIBLE_DEVICES"] == "4,5"
+    # on a CPU engines and trainer share the cores
+    on_cpu = engine_environment(EngineConfig(), on_gpu=False)
+    assert not OF_THE_TRAINER.keys() & on_cpu.keys()
+    assert on_cpu["OMP_NUM_THREADS"] == "1"
+
+
+def test_an_engine_gets_what_the_user_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    given = {"NCCL_ALGO": "Tree", "OMP_NUM_THREADS": "4", "PYTHONPATH": "/mine"}
+    variables = engine_environment(EngineConfig(environment=given), on_gpu=True)
+    assert given.items() <= variables.items()
+    assert with_this_checkout(variables)["PYTHONPATH"].endswith(f"{os.pathsep}/mine")
+
+
 async def start(child: ChildServer, script: str, timeout_s: float = 20.0) -> int:
     return await child.launch(
-        [sys.executable, "-c", script], lambda fd: str(fd).encode(), timeout_s=timeout_s
+        [sys.executable, "-c", script],
+        lambda fd: str(fd).encode(),
+        timeout_s=timeout_s,
+        environment=os.environ,
     )
 
 
@@ -138,7 +187,9 @@ def test_one_that_is_late_is_ended(child: ChildServer) -> None:
 def test_what_cannot_be_run_is_said_with_its_name(child: ChildServer, tmp_path: Path) -> None:
     (tmp_path / "python").touch()  # not executable
     with pytest.raises(RunFailed, match=r"engine e cannot be started: .*Permission denied.*python"):
-        asyncio.run(child.launch([str(tmp_path / "python")], lambda fd: b"", timeout_s=5.0))
+        asyncio.run(
+            child.launch([str(tmp_path / "python")], lambda fd: b"", timeout_s=5.0, environment={})
+        )
     assert child.ended is None
 
 

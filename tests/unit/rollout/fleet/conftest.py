@@ -12,6 +12,7 @@ from fake_engine import FakeEngine, random_reply
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import GenerateRequest, SamplingParams
+from rlcore.deadlines import REQUEST_S
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 
@@ -31,7 +32,8 @@ class Site:
         self.config = EngineConfig(**{**LIMITS, **config})
         self.engines = [FakeEngine(random_reply(31), name=name) for name in names]
         self.fleet = Fleet(self.engines, self.config, place_s=place_s)
-        self.dispatcher = Dispatcher(self.fleet, self.config)
+        limit_s = self.config.request_timeout_s or REQUEST_S
+        self.dispatcher = Dispatcher(self.fleet, self.config, limit_s=limit_s)
 
     async def publish(self, version: int = 1, *, only_stale: bool = False) -> None:
         engines = await (self.fleet.stale() if only_stale else self.fleet.candidates())

@@ -97,7 +97,10 @@ def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, 
         assert site.dispatcher.retried == 10
 
     on_site(
-        "ab", use, request_timeout_s=0.3 if fault == "hangs" else 10.0, restart={"backoff_s": 30.0}
+        "ab",
+        use,
+        progress_timeout_s=0.3 if fault == "hangs" else 10.0,
+        restart={"backoff_s": 30.0},
     )
 
 
@@ -177,15 +180,21 @@ def test_retries_end(on_site, request_of):
     on_site("abcd", use, retries=2, restart={"backoff_s": 30.0})
 
 
-def test_a_deadline_names_engine_request_and_key(on_site, request_of):
+def test_a_deadline_names_engine_request_and_key(on_site, request_of, monkeypatch):
     async def use(site):
-        site.engines[0].delay_s = 60
+        [a] = site.engines
+        a.delay_s = 60
+        a.deaf = True
         with pytest.raises(
             EngineHangs,
-            match=r"engine a did not answer 1 requests \(the first: 0-5-0-0\) within 0.1 s \(roll",
+            match=r"engine a did not answer 1 requests \(the first: 0-5-0-0\) within 0.1 s"
+            r" \(rollout.engine.request_timeout_s\), nor their abort within 0.1 s",
         ):
             await site.dispatcher.one(request_of(5))
+        assert site.states() == "serving"
+        assert site.fleet.restarts == 0
 
+    monkeypatch.setattr("rollout.fleet.dispatcher.ABORT_S", 0.1)
     on_site("a", use, retries=0, request_timeout_s=0.1)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import inspect
+import json
+import os
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.weights import TensorSpec, cut_buckets
+from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.weight_sync import process_group as distributed
 from rollout.weight_sync import process_group as weight_group
 from rollout.weight_sync import serialized as tensor
@@ -29,7 +31,7 @@ from rollout.weight_sync.process_group import (
     choose_backend,
     make_group,
 )
-from rollout.weight_sync.serialized import DEVICE, TensorTransport
+from rollout.weight_sync.serialized import COUNTER, DEVICE, SerializedHandles, TensorTransport
 
 SGLANG = ("distributed", "tensor", "disk", "delta")
 [BUCKET] = cut_buckets([TensorSpec("weight", (4,), "float32")], 1 << 20)
@@ -44,6 +46,7 @@ class Engine:
         self.url = "http://127.0.0.1:30000"
         self.gpu = gpu
         self.group_ranks = ranks
+        self.gpus = ("0", "1")[:ranks] if gpu is not None else ()
         self.in_group: str | None = None
         self.joined: list[tuple[GroupAddress, int]] = []
         self.taken: list[list[str]] = []
@@ -102,13 +105,28 @@ def test_an_nccl_group_is_nccl_with_a_watchdog_beyond_our_deadline(
         class Options:
             _timeout: Any = None
 
+            def __init__(self) -> None:
+                self.config = SimpleNamespace(blocking=None)
+
         def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
             self.given = (rank, size, options._timeout.total_seconds())
+            self.blocking = options.config.blocking
+            self.connected: list[torch.device] = []
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            self.connected.append(device)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
+    monkeypatch.setenv(weight_group.NONBLOCKING_TIMEOUT, "")
+    monkeypatch.delenv(weight_group.NONBLOCKING_TIMEOUT)
     store, port = weight_group.open_store("127.0.0.1", 5.0)
-    group = make_group(GroupAddress("127.0.0.1", port, 2, "nccl", 5.0, "weights-1"), 0, store)
-    assert group.given == (0, 2, 5.0 * weight_group.WATCHDOG_FACTOR)
+    address = GroupAddress("127.0.0.1", port, 2, "nccl", 4.5, "weights-1")
+    group = make_group(address, 0, store, CUDA)
+    assert group.given == (0, 2, 4.5 * weight_group.WATCHDOG_FACTOR)
+    # the communicator is begun at once, and waited for as long as we wait ourselves
+    assert group.connected == [CUDA]
+    assert group.blocking == 0
+    assert os.environ[weight_group.NONBLOCKING_TIMEOUT] == "5"
 
 
 # --- by handle ------------------------------------------------------------------------------------
@@ -121,51 +139,100 @@ def test_colocated_engines_take_weights_from_memory_to_memory() -> None:
 
 @pytest.mark.parametrize(
     ("trainer", "engine", "by"),
-    [("cuda", "GPU-a", "handle"), ("cuda", None, "value"), ("cpu", None, "value")],
+    [
+        (["0", "1"], "GPU-a", "handle"),
+        # no rank is on the second GPU of the engine
+        (["0"], "GPU-a", "value"),
+        (["0", "1"], None, "value"),
+        ([], "GPU-a", "value"),
+    ],
 )
-def test_handles_are_sent_where_both_are_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, trainer: str, engine: str | None, by: str
+def test_handles_are_sent_where_a_rank_is_on_each_gpu_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, trainer: list[str], engine: str | None, by: str
 ) -> None:
-    """Each tensor-parallel rank needs a handle of its own; bytes are packed once."""
-    counts = {"handle": 0, "value": 0}
+    """Each tensor-parallel rank gets the handle of its own GPU; bytes are packed once."""
+    packed: list[int] = []
 
-    def payload(kind: str) -> str:
-        counts[kind] += 1
-        return f"{kind} {counts[kind]}"
+    def pack(bucket: Bucket, flat: torch.Tensor) -> str:
+        packed.append(bucket.index)
+        return "bytes"
 
-    waited: list[torch.device] = []
-    monkeypatch.setattr(tensor, "by_handle", lambda bucket, flat: payload("handle"))
-    monkeypatch.setattr(tensor, "by_value", lambda bucket, flat: payload("value"))
-    monkeypatch.setattr(
-        torch.cuda,
-        "current_stream",
-        lambda device: SimpleNamespace(synchronize=lambda: waited.append(device)),
-    )
-    flat: Any = SimpleNamespace(is_cuda=trainer == "cuda", device=CUDA)
+    monkeypatch.setattr(tensor, "by_value", pack)
     taker = Engine(engine)
-    transport = TensorTransport(timeout_s=5.0, probe_s=5.0)
+    transport = TensorTransport(timeout_s=5.0)
+    transport.trainer_gpus = trainer
 
     async def publish() -> None:
         assert await transport.open([taker], [BUCKET]) == {}
-        assert await transport.send(BUCKET, flat) == {}
+        if transport.by_handle:
+            handles = {gpu: json.dumps({"payload": f"handle of {gpu}"}) for gpu in "10"}
+            assert await transport.send_handles(BUCKET, handles) == {}
+        else:
+            assert await transport.send(BUCKET, torch.zeros(16, dtype=torch.uint8)) == {}
 
     asyncio.run(publish())
-    assert taker.taken == [["handle 1", "handle 2"] if by == "handle" else ["value 1", "value 1"]]
-    assert waited == ([CUDA] if by == "handle" else [])
+    expected = {"handle": ["handle of 0", "handle of 1"], "value": ["bytes", "bytes"]}
+    assert taker.taken == [expected[by]]
+    assert packed == ([] if by == "handle" else [0])
+
+
+def test_a_handle_is_of_memory_that_nobody_else_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine answers when its copies are queued: the bucket is gathered into long before they
+    have run.
+    """
+    order: list[str] = []
+
+    class OnGPU:
+        is_cuda = True
+        device = CUDA
+
+        def detach(self) -> OnGPU:
+            return self
+
+        def clone(self) -> SimpleNamespace:
+            order.append("copied")
+            return SimpleNamespace(device=CUDA, is_own=True)
+
+    def stream(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: order.append("waited"))
+
+    def handle(bucket: Bucket, own: Any) -> tuple[str, tuple[bytes, int]]:
+        assert own.is_own
+        order.append("shared")
+        return "a handle", (b"/counters", 7)
+
+    released: list[tuple[bytes, int]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: order.append("collected"))
+    monkeypatch.setattr(tensor, "by_handle", handle)
+    monkeypatch.setattr(
+        torch.UntypedStorage,
+        "_release_ipc_counter_cuda",
+        lambda name, offset: released.append((name, offset)),
+    )
+    maker = SerializedHandles("3")
+    flat: Any = OnGPU()
+    made = maker.make(BUCKET, flat)
+    maker.collect()
+    assert order == ["copied", "waited", "shared", "collected"]
+    assert tensor.payload_of(made) == "a handle"
+    maker.release(made)
+    assert released == [(b"/counters", 7)]
 
 
 def test_a_handle_names_the_gpu_by_its_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader may number its GPUs otherwise: torch's own pickle holds the number."""
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert names[DEVICE] == "storage_device"
+    assert names[COUNTER : COUNTER + 2] == ["ref_counter_handle", "ref_counter_offset"]
     arguments = [f"<{name}>" for name in names]
     monkeypatch.setattr(reductions, "reduce_tensor", lambda value: (rebuilt, tuple(arguments)))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a")
     )
-    content = pickle.loads(
-        base64.b64decode(tensor.by_handle(BUCKET, torch.zeros(16, dtype=torch.uint8)))
-    )
+    payload, counter = tensor.by_handle(BUCKET, torch.zeros(16, dtype=torch.uint8))
+    assert counter == ("<ref_counter_handle>", "<ref_counter_offset>")
+    content = pickle.loads(base64.b64decode(payload))
     expected = ["GPU-a" if name == "storage_device" else f"<{name}>" for name in names]
     assert content["flattened_tensor"] == expected
     assert [(one.name, one.start_idx, one.end_idx) for one in content["metadata"]] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import inspect
+import io
 import pickle
 
 import pytest
@@ -91,7 +92,7 @@ def test_a_handle_says_which_gpu_by_its_identity(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": "GPU-7"})
     )
-    rebuild, arguments = tensor.HandlePickler.reducer_override(None, torch.zeros(2))
+    rebuild, arguments = tensor.HandlePickler(io.BytesIO()).reducer_override(torch.zeros(2))
     assert rebuild is reductions.rebuild_cuda_tensor
     assert arguments == (*told[:6], "GPU-7", *told[7:])
     assert tensor.HandlePickler.reducer_override(None, "text") is NotImplemented

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from rlcore.errors import EngineFailed
 from rlcore.weights import Bucket
+from rollout.weight_sync import process_group
 from rollout.weight_sync.process_group import (
     GroupAddress,
     Link,
@@ -116,6 +119,78 @@ def test_a_bucket_that_was_given_up_half_way_breaks_its_connection() -> None:
 
     asyncio.run(asyncio.wait_for(give_up(), 20))
     assert Group.closed.is_set()
+
+
+def test_an_engine_that_dies_before_its_first_bucket_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its communicator never comes together: our broadcast waits for it, and so does its abort."""
+
+    class NeverTogether:
+        given_up = threading.Event()
+        aborted = threading.Event()
+
+        def broadcast(self, flat: torch.Tensor, root: int) -> None:
+            self.given_up.wait(20)  # torch does at its own limit
+            raise RuntimeError("NCCL timeout in communicator initialization.")
+
+        def abort(self) -> None:
+            assert self.given_up.wait(20)
+            self.aborted.set()
+
+    class Dies(Gone):
+        url = "http://127.0.0.1:1"  # type: ignore[assignment]
+        in_group: str | None = None  # type: ignore[assignment]
+
+        async def join_group(self, address: GroupAddress, rank: int) -> None:
+            self.in_group = address.name
+
+        async def receive_bucket(self, index: int, flat: None) -> None:
+            await asyncio.sleep(0.1)
+            raise EngineFailed("engine engine-0 died")
+
+    made = NeverTogether()
+    monkeypatch.setattr(process_group, "make_group", lambda *_: made)
+
+    async def publish() -> None:
+        link = Link(Dies(), "nccl", torch.device("cpu"), 15.0)
+        assert await link.join() is None
+        began = time.monotonic()
+        flat = torch.zeros(4, dtype=torch.uint8)
+        assert await link.send(Bucket(0, ()), flat) == "engine engine-0 died"
+        assert time.monotonic() - began < 5
+        assert not link.is_whole
+
+    asyncio.run(publish())
+    assert not made.aborted.is_set()
+    made.given_up.set()
+    assert made.aborted.wait(10)
+
+
+def test_our_own_side_of_a_meeting_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Joins(Gone):
+        url = "http://127.0.0.1:1"  # type: ignore[assignment]
+
+        async def join_group(self, address: GroupAddress, rank: int) -> None: ...
+
+    go_on = threading.Event()
+    late: list[str] = []
+
+    def group(*_: object, **__: object) -> SimpleNamespace:
+        assert go_on.wait(20)
+        return SimpleNamespace(close=lambda: late.append("closed"))
+
+    monkeypatch.setattr(process_group, "WeightGroup", group)
+    monkeypatch.setattr(process_group, "GROUP_JOIN_S", 0.3)
+
+    async def meet() -> None:
+        told = await Link(Joins(), "gloo", torch.device("cpu"), 5.0).join()
+        assert told == "engine engine-0 was not met by our side within 0.3 s"
+        go_on.set()
+        while not late:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(meet(), 20))
 
 
 def test_whatever_a_thread_meets_is_told_to_who_waits() -> None:

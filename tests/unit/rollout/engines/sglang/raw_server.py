@@ -6,7 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from rlcore.config.sections.rollout import EngineConfig
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.http import ServerClient
 
 
@@ -84,7 +84,7 @@ async def listening(server, writers, host="127.0.0.1", tls=None):
 
 
 async def ask(client, body="x", timeout_s=5.0):
-    client.config.request_timeout_s = timeout_s
+    client.config.update_timeout_s = timeout_s
     return await client.post("/generate", {"said": body})
 
 

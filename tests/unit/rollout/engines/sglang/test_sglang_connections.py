@@ -260,7 +260,7 @@ def test_the_deadline_holds_for_the_whole_answer():
     async def use(client, server):
         with pytest.raises(
             EngineHangs,
-            match=r"did not answer /generate within 0\.1 s \(rollout\.engine\.request_timeout_s\)",
+            match=r"did not answer /generate within 0\.1 s \(rollout\.engine\.update_timeout_s\)",
         ):
             await ask(client, timeout_s=0.1)
         await asyncio.sleep(0.1)

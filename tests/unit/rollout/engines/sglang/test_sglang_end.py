@@ -10,7 +10,7 @@ import pytest
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
 
 

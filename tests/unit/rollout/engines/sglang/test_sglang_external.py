@@ -16,7 +16,7 @@ from engine_kit import VOCAB, with_client
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.external import ExternalServer
 
@@ -75,6 +75,10 @@ def test_a_server_is_told_to_go_on_only_where_it_takes_no_requests(
         (
             {"server_info": INFO | {"dp_size": 2}},
             "has dp_size 2, expected 1; give each replica's URL",
+        ),
+        (
+            {"server_info": INFO | {"quantization": "fp8", "load_format": "auto"}},
+            "has quantization fp8 and load_format auto, expected none, or fp8 with load_format",
         ),
         ({"model_info": {"model_type": "llama"}}, "serves a model of model_type 'llama'"),
         ({"model_info": "nginx"}, "serves a model of model_type None"),

@@ -12,11 +12,11 @@ from engine_kit import request, with_client
 
 from rlcore.data.generation import Prefix
 from rlcore.errors import EngineFailed, EngineHangs, UserError
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.limits import Limits
 
-KEY = "rollout.engine.request_timeout_s"
+KEY = "rollout.engine.update_timeout_s"
 
 
 def answering(status=200, body="", content_type="application/json"):
@@ -27,7 +27,7 @@ def answering(status=200, body="", content_type="application/json"):
 
 
 async def post(client, route="/generate", *, timeout_s=5.0, admin=False):
-    client.config.request_timeout_s = timeout_s
+    client.config.update_timeout_s = timeout_s
     return await client.post(route, {"a": 1}, admin=admin)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from rlcore.config.checks.engine import OURS, cannot_start
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, ModelError
 from rollout.engines.child_process import members
-from rollout.engines.registry import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.entry import without_idle
 from rollout.engines.sglang.server_process import (
     ENTRY,
@@ -91,6 +92,41 @@ def test_what_rlcore_sets_itself_is_refused_with_what_to_do(name: str) -> None:
     instead = OURS[name.removeprefix("--").replace("-", "_")]
     (problem,) = cannot_start(EngineConfig(kind="sglang", server={"context_length": 64, name: 1}))
     assert str(problem) == f"rollout.engine.server.{name}: not to be given here: {instead}"
+
+
+FP8 = {"quantization": "fp8", "load-format": "flash_rl"}
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"--quantization": "fp8"}, "--quantization: got 'fp8'.*flash_rl .*load_format None"),
+        ({"quantization": "fp8", "load_format": "auto"}, "quantization: got 'fp8'.*'auto'"),
+        (FP8 | {"quantization": "awq"}, "quantization: got 'awq'"),
+        ({"torchao_config": "int8wo"}, "torchao_config: got 'int8wo'"),
+        (FP8, ""),
+        ({"quantization": None, "torchao_config": ""}, ""),
+        ({"quantization": "unquant", "kv_cache_dtype": "fp8_e4m3"}, ""),
+    ],
+)
+def test_quantised_engines_are_refused_unless_weights_can_be_published_to_them(
+    given: dict[str, object], refused: str
+) -> None:
+    problems = list(cannot_start(EngineConfig(kind="sglang", server=given)))
+    assert len(problems) == bool(refused)
+    assert all(re.search(refused, str(problem)) for problem in problems)
+
+
+def test_a_quantised_engine_cannot_be_verified() -> None:
+    (problem,) = cannot_start(EngineConfig(kind="sglang", server=FP8, verify_every=1))
+    assert str(problem).startswith("rollout.engine.verify_every: got 1, but the weights of a quant")
+
+
+def test_only_some_models_are_quantised_again(tmp_path: Path, folder: Path) -> None:
+    server(tmp_path, folder, server=FP8)  # a Qwen3
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "vocab_size": 8}')
+    with pytest.raises(ConfigError, match=r"for a model of type qwen3_moe, .* qwen2 and qwen3"):
+        server(tmp_path, tmp_path, server=FP8)
 
 
 def test_the_names_of_the_keys_are_those_that_are_read() -> None:
@@ -225,6 +261,15 @@ def test_the_engines_environment_is_its_own(
         ]
         == "2,3"
     )
+
+
+def test_a_server_can_be_given_variables_that_the_trainer_keeps_to_itself(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "the trainer's")
+    mine = {"PYTHONPATH": "mine", "CUDA_VISIBLE_DEVICES": "7", "SGLANG_X": "1"}
+    started = server(tmp_path, folder, device="cuda", gpus=["2"], environment=mine)
+    assert mine.items() <= started._environment().items()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -15,7 +16,7 @@ from engine_kit import flatten, layout, request, tiny_qwen3
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs
 from rollout.asyncio_utils import LoopThread
-from rollout.engines.registry import Keys
+from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.process_group import GroupAddress
 
@@ -91,7 +92,7 @@ def with_scripted(folder, use, *, info=INFO, **config):
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         known = Known(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        settings = EngineConfig(**{"request_timeout_s": 5.0, "update_timeout_s": 5.0} | config)
+        settings = EngineConfig(**{"update_timeout_s": 5.0} | config)
         engine = SGLangEngine(
             known,
             config=settings,
@@ -226,6 +227,52 @@ def test_requests_that_do_not_end_have_a_limit(folder):
         running.cancel()
 
     with_scripted(folder, use, update_timeout_s=0.3)
+
+
+def test_requests_are_aborted_by_the_ids_that_the_server_has(folder):
+    """It knows an id as a whole: the beginning that its samples share says nothing to it."""
+
+    async def use(engine, scripted):
+        await publish(engine)
+        scripted.answers["/generate"] = [(200, [completion(3), completion(4)])]
+        scripted.held.clear()
+        asked = request([1], draw=4, n=2, max_new_tokens=1)
+        calls = [engine.generate([one]) for one in (asked, replace(asked, draw=5))]
+        running = asyncio.gather(*calls)
+        await asyncio.sleep(0.1)
+        await engine.abort([asked.rid])
+        [theirs] = [b["rid"] for b in scripted.bodies("/generate") if b["rid"][0][:4] == "0-4-"]
+        aborts = [{"rid": rid, "abort_all": False} for rid in theirs]
+        assert scripted.bodies("/abort_request") == aborts
+        scripted.held.set()
+        await running
+        await engine.abort([asked.rid])
+        assert scripted.bodies("/abort_request") == aborts, "it is answered"
+
+    with_scripted(folder, use)
+
+
+def test_progress_is_what_the_scheduler_did(folder):
+    """Not the time of the report, and not the requests that we gave it."""
+
+    def loads(**changes):
+        load = {"decode_moments": [2.0, 4.0], "total_prefill_uncached_tokens": 7}
+        idle = {"num_used_tokens": 9, "timestamp": 1.0, "num_waiting_reqs": 0}
+        return 200, {"loads": [load | idle | changes]}
+
+    async def use(engine, scripted):
+        other = loads(timestamp=2.0, num_waiting_reqs=5), loads(num_used_tokens=10)
+        scripted.answers["/v1/loads"] = [loads(), *other, (200, {"loads": []})]
+        first = await engine.progress()
+        assert first is not None
+        assert await engine.progress() == first
+        assert await engine.progress() not in (first, None)
+        assert await engine.progress() is None, "a server that publishes no load"
+        await engine.pause("retract")
+        assert await engine.progress() is None
+        assert scripted.routes[-1] == "/pause_generation"
+
+    with_scripted(folder, use)
 
 
 def test_a_session_left_open_is_closed_first(folder):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from rlcore.config.sections.rollout import RestartConfig
 
@@ -105,6 +106,31 @@ class Health:
     def pause_s(self) -> float:
         """Seconds before the next restart: they double with each start that came to nothing."""
         return pause_before(self.restart, self.failed_starts)
+
+
+class ProgressClock:
+    """Tells how long an engine that has requests has made no token.
+
+    Args:
+        now: seconds on the caller's clock.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.looked_at = now
+        self.moved_at = now
+        self.seen: Any = None  # at the last look
+
+    def look(self, now: float, seen: Any) -> float:
+        """Return the seconds in which `seen` has not changed.
+
+        Args:
+            seen: a value that changes with the engine's tokens; None where it has none to make.
+        """
+        if seen is None or seen != self.seen:
+            self.moved_at = now
+        self.looked_at = now
+        self.seen = seen
+        return now - self.moved_at
 
 
 def pause_before(restart: RestartConfig, failed_starts: int) -> float:

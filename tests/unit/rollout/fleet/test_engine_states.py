@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from rlcore.config.sections.rollout import RestartConfig
-from rollout.fleet.health import TRANSITIONS, Event, Health, State
+from rollout.fleet.engine_states import TRANSITIONS, Event, Health, State
 
 LEGAL = {
     ("dead", "START"): "starting",

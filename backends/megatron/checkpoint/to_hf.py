@@ -1,0 +1,154 @@
+"""A checkpoint becomes a Hugging Face folder without a model: one parameter after the other.
+
+It needs no GPU and no process group, and memory for a few times the largest parameter. A checkpoint
+of any layout holds every parameter whole, so the layout does not matter either.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    LoadPlan,
+    ReadItem,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from backends.megatron.checkpoint.save_load import check_architecture, read_manifest
+from backends.megatron.checkpoint.shards import read_errors
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.folder import FolderWriter
+from backends.megatron.convert.layout import hf_shapes, model_entries, unpack
+from backends.megatron.convert.table import FUSED_NORMS, Entry
+from backends.megatron.weights.export import SHARD_BYTES, weight_specs
+from rlcore.errors import ModelError
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")
+_NAME = "policy"
+
+
+def checkpoint_to_hf(
+    checkpoint: Path,
+    folder: Path,
+    arch: Architecture,
+    *,
+    dtype: torch.dtype,
+    tokenizer: Path | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the policy of a checkpoint as `export_hf` writes a model.
+
+    Args:
+        tokenizer: the folder with the tokenizer's files, by default the model's own.
+
+    Raises:
+        ModelError: the checkpoint is damaged or of another model, or `folder` holds something else.
+        RunFailed: the folder could not be written.
+    """
+    described = read_manifest(checkpoint, [_NAME])["models"][_NAME]
+    check_architecture(checkpoint, _NAME, arch, described)
+    head = described["head"]
+    specs = weight_specs(arch, dtype, head)
+    parameters = _Parameters(checkpoint / _NAME)
+    writer = FolderWriter(folder, specs, max_shard_bytes, (arch.folder, tokenizer or arch.folder))
+    remaining = iter(specs)
+    # in the order of `specs`
+    for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None):
+        for tensor in parameters.as_hf(entry, arch):
+            spec = next(remaining)
+            writer.add(spec.name, tensor.to(spec.torch_dtype).reshape(spec.shape))
+    writer.finish(arch.hf_config, arch.table.classes[head == "value"])
+
+
+class _Parameters:
+    """The parameters in one model's folder of a checkpoint, read one by one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader = FileSystemReader(folder)
+        with read_errors(folder):
+            metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._stored = {
+            name: stored
+            for name, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+
+    def as_hf(self, entry: Entry, arch: Architecture) -> list[Tensor]:
+        """The Hugging Face tensors of an entry, as views of its parameter."""
+        shapes = hf_shapes(arch, entry)
+        parameter = self._read(entry.megatron)
+        if parameter.numel() < sum(map(math.prod, shapes)):
+            raise ModelError(
+                f"checkpoint {self._folder}: {entry.megatron} has the shape"
+                f" {tuple(parameter.shape)}, expected what {dict(zip(entry.hf, shapes))} make"
+            )
+        rows = [shape[0] for shape in shapes]
+        return unpack(entry.split, parameter, arch.transformer["kv_channels"], rows)
+
+    def _read(self, megatron: str) -> Tensor:
+        """Read a parameter from all boxes that it is stored as."""
+        found = [named for named in _stored_names(megatron) if named[0] in self._stored]
+        if not found:
+            raise ModelError(f"checkpoint {self._folder}: it holds no {megatron}")
+        name, index = found[0]
+        stored = self._stored[name]
+        shape = stored.size[len(index) :]
+        sizes = torch.Size((*[1] * len(index), *shape))
+        offsets = torch.Size((*index, *[0] * len(shape)))
+        out = torch.zeros(sizes, dtype=stored.properties.dtype)
+        items = create_read_items_for_chunk_list(
+            name, stored, [ChunkStorageMetadata(offsets, sizes)]
+        )
+        if sum(math.prod(item.lengths) for item in items) != out.numel():
+            raise ModelError(f"checkpoint {self._folder}: {megatron} is not whole")
+        with read_errors(self._folder):
+            self._reader.read_data(LoadPlan(items), _Into(out)).wait()
+        return out.view(shape)
+
+
+class _Into(DefaultLoadPlanner):
+    """Reads everything into one tensor."""
+
+    def __init__(self, out: Tensor) -> None:
+        super().__init__()
+        self._out = out
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The part of the tensor that an item fills."""
+        part = self._out
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
+            part = part.narrow(dim, start, length)
+        return part
+
+
+def _stored_names(megatron: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names that a checkpoint may have for a parameter, with its index in that tensor.
+
+    Megatron stacks equal layers into one tensor, and experts always; it stores a norm under the
+    name that it has where the next linear layer contains it.
+    """
+    layer = _LAYER.match(megatron)
+    if layer is None:
+        yield megatron, ()
+        return
+    number = int(layer[1])
+    rest = layer[2]
+    index: tuple[int, ...] = ()
+    if expert := _EXPERT.match(rest):
+        rest = f"mlp.experts.experts.{expert[2]}"
+        index = (int(expert[1]),)
+    for spelling in (rest, *(fused for fused, plain in FUSED_NORMS.items() if plain == rest)):
+        yield f"decoder.layers.{spelling}", (number, *index)
+        yield f"decoder.layers.{number}.{spelling}", index

@@ -1,0 +1,87 @@
+"""Offloading frees the device's memory, and a checkpoint in the background holds what it was of."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from one_gpu.models import SHAPES, full_packs, make_batch, make_config, write_model
+from one_gpu.section import Found, Setting
+from one_gpu.step import Trainer, trainer
+
+SAVE_DEADLINE_S = 120.0
+FREED = 0.95  # of the bytes that are offloaded; the allocator keeps what shares a segment
+
+
+def check_memory(setting: Setting) -> Found:
+    """Offload and load again, and save in the background while a step changes the weights."""
+    found = Found()
+    size = setting.size
+    shape = SHAPES["toy" if setting.toy else "0.5B"]
+    folder = setting.work / "model"
+    write_model(folder, shape, torch.bfloat16 if size.dtype == "bf16" else torch.float32)
+    batch = make_batch(shape, size.micro_tokens, 1, size.longest)
+    config = make_config(
+        folder,
+        dtype=size.dtype,
+        micro_tokens=size.micro_tokens,
+        optimizer={"lr": 1e-3, "distributed": True},
+        offload=False,
+    )
+    with trainer(config, batch, setting.device, full_packs(batch, size.micro_tokens)) as made:
+        made.assign()
+        made.update()
+        _offload(made, setting, found)
+        _save(made, setting, found)
+    return found
+
+
+def _offload(made: Trainer, setting: Setting, found: Found) -> None:
+    backend = made.backend
+    before = made.weights()
+    backend.release_cache()
+    free = _free_bytes(setting)
+    began = time.perf_counter()
+    backend.offload()
+    found.number("offload", time.perf_counter() - began, "s")
+    offloaded = sum(tensors.num_bytes for tensors in backend._offloadable)
+    freed = _free_bytes(setting) - free
+    found.number("offloaded", offloaded / 2**30, "GiB", f"{freed / 2**30:.2f} GiB came free")
+    if setting.cuda:
+        found.check("offload: share of the bytes that stayed", 1 - freed / offloaded, 1 - FREED)
+    began = time.perf_counter()
+    backend.onload()
+    found.number("onload", time.perf_counter() - began, "s")
+    found.check("offload and onload: largest change of a weight", _change(before, made), 0.0)
+    backend.load_batch(made.batch, made.plans)  # `offload` dropped it
+    made.assign()
+
+
+def _save(made: Trainer, setting: Setting, found: Found) -> None:
+    backend = made.backend
+    folder = setting.work / "checkpoint"
+    before = made.weights()
+    began = time.perf_counter()
+    backend.start_save(folder)
+    found.number("a checkpoint's start", time.perf_counter() - began, "s", "training stands still")
+    made.update()
+    found.check(
+        "a step during the save: weights that stayed", float(not _change(before, made)), 0.0
+    )
+    while (seconds := backend.save_seconds()) is None:
+        if time.perf_counter() - began > SAVE_DEADLINE_S:
+            raise TimeoutError(f"the checkpoint is not written after {SAVE_DEADLINE_S:.0f} s")
+        time.sleep(0.01)
+    backend.finish_save()
+    found.number("a checkpoint's writing", seconds, "s", "in the background")
+    backend.load(folder)
+    found.check("loaded again: largest change of a weight", _change(before, made), 0.0)
+
+
+def _change(before: dict[str, torch.Tensor], made: Trainer) -> float:
+    now = made.weights()
+    return max(float((now[name] - old).abs().max()) for name, old in before.items())
+
+
+def _free_bytes(setting: Setting) -> int:
+    return torch.cuda.mem_get_info()[0] if setting.cuda else 0

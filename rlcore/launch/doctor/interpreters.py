@@ -1,0 +1,113 @@
+"""Asks an interpreter, in a process of its own, what it has installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlcore.deadlines import INTERPRETER_S
+from rlcore.launch.doctor.needs import CHECKOUT
+
+# What is said of NCCL is that of the library which is loaded: `torch.cuda.nccl.version()` tells the
+# one that torch was compiled with.
+PROBE = """
+import ctypes, json, platform, sys
+from importlib import metadata
+
+told = {"python": platform.python_version(), "packages": {}}
+for name in json.loads(sys.argv[1]):
+    try:
+        told["packages"][name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+try:
+    import torch
+    told["torch"] = torch.__version__
+    told["cuda"] = torch.version.cuda or ""
+    told["gpus"] = torch.cuda.device_count()
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+        digits = (number.value // 10000, number.value // 100 % 100, number.value % 100)
+    except (OSError, AttributeError):
+        digits = torch.cuda.nccl.version()[:3] if torch.version.cuda else ()
+    told["nccl"] = ".".join(map(str, digits))
+except Exception as error:
+    told["broken"] = f"{type(error).__name__}: {error}".splitlines()[0]
+"""
+TELL = "print(json.dumps(told))\n"
+# What the backend itself would choose: the kernels, and whether Transformer Engine can be imported.
+KERNELS = """
+try:
+    from backends.megatron.model.attention import uses_varlen
+    told["varlen"] = uses_varlen(torch.device("cuda"), torch.bfloat16)
+    try:
+        import transformer_engine.pytorch
+        told["te"] = True
+    except ModuleNotFoundError:
+        told["te"] = False
+except Exception as error:
+    told["kernels_broken"] = f"{type(error).__name__}: {error}".splitlines()[0]
+"""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """What an interpreter told. `broken` is why it, or its torch, does not work; else "".
+
+    Attributes:
+        packages: version by name, of those that were asked for and are there.
+        cuda, nccl: "" where torch has none.
+        varlen: whether torch's flash attention serves packed bf16 sequences; None: not asked.
+        te: whether Transformer Engine can be imported; None: not asked.
+    """
+
+    python: str = ""
+    packages: dict[str, str] = field(default_factory=dict)
+    torch: str = ""
+    cuda: str = ""
+    gpus: int = 0
+    nccl: str = ""
+    varlen: bool | None = None
+    te: bool | None = None
+    kernels_broken: str = ""
+    broken: str = ""
+
+
+def ask(python: Path | str, packages: list[str], *, kernels: bool = False) -> Interpreter:
+    """Ask an interpreter for the versions of `packages`, torch and NCCL.
+
+    Args:
+        kernels: ask for what the trainer would choose, too.
+    """
+    script = PROBE + (KERNELS if kernels else "") + TELL
+    command = [str(python), "-W", "ignore", "-c", script, json.dumps(packages)]
+    paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+    environment = dict(os.environ)
+    environment.pop("PYTHONPATH", None)
+    if kernels:  # it is the trainer's
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=INTERPRETER_S,
+            env=environment,
+            check=False,
+        )
+    except OSError as error:
+        return Interpreter(broken=f"it cannot be run: {error.strerror or error}")
+    except subprocess.TimeoutExpired:
+        return Interpreter(broken=f"it did not answer within {INTERPRETER_S:g} s")
+    try:
+        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return Interpreter(**told)
+    except (ValueError, TypeError, IndexError):
+        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        return Interpreter(broken=f"exit code {done.returncode}: {said[0]}")

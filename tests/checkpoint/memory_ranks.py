@@ -1,0 +1,84 @@
+"""A rank of test_checkpoint_memory.py: save and load, counting the bytes that torch allocates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from checkpoint_case import Trained
+from gathered_state import gathered_states
+from gloo_world import join_world
+
+from backends.megatron.cpu.shim import importing_megatron, megatron_device
+
+with importing_megatron():
+    from backends.megatron.checkpoint.save_load import (
+        load_checkpoint,
+        save_checkpoint,
+        start_checkpoint,
+    )
+    from backends.megatron.checkpoint.shards import HostCopies
+    from backends.megatron.parallel.state import init_parallel
+from rlcore.config.sections.policy import ParallelConfig
+
+VARIANT: dict[str, Any] = {"dtype": "bf16", "distributed": True}
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """The most bytes that `work` has allocated for tensors at one time."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        work()
+    now = 0
+    peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def main() -> None:
+    payload = join_world()
+    root = Path(payload["root"])
+    layout = ParallelConfig()
+    with megatron_device("cpu"):
+        parallel = init_parallel(layout, timeout_s=60, seed=0)
+        source = Path(payload["source"])
+        model = Trained("policy", source, VARIANT, layout, parallel)
+        model.step(0)
+        models = [model.saved]
+        peaks = {"save": peak_bytes(lambda: save_checkpoint(root / "saved", models, parallel))}
+        pending: list[Any] = []
+
+        def start() -> None:
+            host = HostCopies()
+            pending.append(start_checkpoint(root / "started", models, parallel, host))
+
+        peaks["start"] = peak_bytes(start)
+        while pending[0].written() is None:
+            pass
+        with gathered_states(numbered=False):
+            gather = lambda: save_checkpoint(root / "old", models, parallel)  # noqa: E731
+            peaks["gathered save"] = peak_bytes(gather)
+        for name in ("saved", "old"):
+            fresh = Trained("policy", source, VARIANT, layout, parallel)
+            load = lambda: load_checkpoint(root / name, [fresh.saved], parallel)  # noqa: E731, B023
+            peaks[f"load {name}"] = peak_bytes(load)
+        chunk = model.saved.chunks[0]
+        parameters = list(chunk.parameters())
+        numbers = {
+            "peaks": peaks,
+            "parameters": sum(p.numel() for p in parameters),
+            "largest": max(p.numel() for p in parameters),
+        }
+        (root / f"numbers{parallel.rank}.json").write_text(json.dumps(numbers))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""No rank holds more of the distributed optimizer's state than its own share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gloo_world import run_world
+from hf_folders import write_model
+
+RANKS = 2
+STATE = 12  # bytes a parameter: masters and two moments
+WEIGHT = 2  # bf16, saved by the first rank
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two data-parallel ranks have saved and loaded a model of half a million parameters."""
+    root = tmp_path_factory.mktemp("memory")
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 512}
+    source = write_model("qwen3_tied", root / "source", **sizes)
+    run_world(
+        Path(__file__).with_name("memory_ranks.py"),
+        RANKS,
+        root / "world",
+        {"root": str(root), "source": str(source)},
+    )
+    return root
+
+
+def numbers(world: Path, rank: int) -> Any:
+    return json.loads((world / f"numbers{rank}.json").read_text())
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_bytes_that_a_rank_holds(world: Path, rank: int) -> None:
+    found = numbers(world, rank)
+    whole = STATE * found["parameters"]
+    own = whole / RANKS
+    saved = own + (WEIGHT * found["parameters"] if rank == 0 else 0)
+    peaks = found["peaks"]
+    assert peaks["save"] < 1.1 * saved
+    # on the CPU Megatron copies what is part of a larger tensor, and we copy that
+    assert peaks["start"] < 2.1 * saved
+    # the two moments are made, and a saved tensor is read at a time
+    assert peaks["load saved"] < 1.1 * own
+    # whole tensors in checkpoints of 0.1.0
+    assert peaks["load old"] < 1.1 * own + 4 * found["largest"]
+    assert peaks["gathered save"] > whole, "the measurement sees a gather"
+
+
+def test_every_rank_writes_its_share(world: Path) -> None:
+    sizes = [path.stat().st_size for path in sorted((world / "saved/policy").glob("*.distcp"))]
+    parameters = numbers(world, 0)["parameters"]
+    own = STATE * parameters / RANKS
+    assert len(sizes) == RANKS
+    # a tensor has a kilobyte or two of its own in the file
+    assert sizes[0] == pytest.approx(own + WEIGHT * parameters, rel=0.15)
+    assert sizes[1] == pytest.approx(own, rel=0.15)

@@ -1,0 +1,130 @@
+"""A real server that is slow, and one that hangs, as the fleet sees them by their progress."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from server_kit import Served
+
+from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
+from rollout.engines.child_process import members
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.fleet.dispatcher import Dispatcher
+from rollout.fleet.fleet import Fleet
+
+PROBES = {"health_every_s": 0.1, "health_timeout_s": 60.0}
+Use = Callable[[Dispatcher, SGLangEngine], Awaitable[Any]]
+
+
+def request(draw: int, length: int, n: int = 1) -> GenerateRequest:
+    sampling = SamplingParams(max_new_tokens=length)
+    return GenerateRequest(np.array([3, 4, 5], dtype=np.int32), sampling, draw, n)
+
+
+def with_fleet(served: Served, use: Use, *, limit_s: float = 600.0, **limits: float) -> Any:
+    """Await `use(dispatcher, engine)` on a fleet of the session's server, in service."""
+
+    async def main() -> Any:
+        config = served.config.model_copy(update={"urls": [served.url], **PROBES, **limits})
+        engine = SGLangEngine(
+            served.external(), config=config, keys=served.keys, model_path=str(served.model)
+        )
+        fleet = Fleet([engine], config)
+        await fleet.start()
+        # the weights that it started with do, as nothing looks at the tokens
+        fleet.draining(engine)
+        engine.weights.begin(())
+        engine.weights.end()
+        engine.weights.set_version(1)
+        fleet.published(engine, 1)
+        try:
+            return await use(Dispatcher(fleet, config, limit_s=limit_s), engine)
+        finally:
+            await fleet.close()
+            await engine.close()
+
+    return served.call(main(), 240)
+
+
+def lengths(completions: list[Completion]) -> list[int]:
+    return [len(completion.tokens) for completion in completions]
+
+
+def longest(engine: SGLangEngine) -> int:
+    assert engine._generation is not None
+    return engine._generation.limits.total_tokens - 3
+
+
+@pytest.fixture(scope="module")
+def seconds(served: Served) -> float:
+    """How long the longest responses take."""
+
+    async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> float:
+        began = time.monotonic()
+        await dispatcher.one(request(1, longest(engine), n=16))
+        return time.monotonic() - began
+
+    return float(with_fleet(served, use))
+
+
+def test_a_server_that_makes_tokens_is_left_alone(served: Served, seconds: float) -> None:
+    """Its first answer comes four limits after the request."""
+
+    async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> list[Completion]:
+        made = await dispatcher.one(request(2, longest(engine), n=16))
+        assert dispatcher.fleet.serving == 1
+        assert dispatcher.retried == 0
+        assert lengths(made) == [longest(engine)] * 16
+        return made
+
+    with_fleet(served, use, progress_timeout_s=seconds / 4)
+
+
+def test_a_request_whose_time_is_up_keeps_its_tokens_and_its_server(
+    served: Served, seconds: float
+) -> None:
+    async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> None:
+        whole = longest(engine)
+        slow = asyncio.ensure_future(dispatcher.one(request(3, whole, n=16)))
+        await asyncio.sleep(seconds / 4)
+        other = await engine.generate([request(4, whole // 2)])
+        cut = await slow
+        assert {completion.finish_reason for completion in cut} == {"abort"}
+        assert all(0 < length < whole for length in lengths(cut))
+        assert lengths(other[0]) == [whole // 2]
+        assert (dispatcher.overdue, dispatcher.retried, dispatcher.fleet.serving) == (1, 0, 1)
+
+    with_fleet(served, use, limit_s=seconds / 2)
+
+
+def test_a_scheduler_that_stands_still_is_found(served: Served) -> None:
+    """The server still answers what it knows of it, and its probe has another minute."""
+
+    async def use(dispatcher: Dispatcher, engine: SGLangEngine) -> None:
+        call = asyncio.ensure_future(dispatcher.one(request(5, longest(engine), n=16)))
+        await asyncio.sleep(0.2)
+        stopped = [pid for pid in members(served.server.pid) if pid != served.server.pid]
+        stopped = [pid for pid in stopped if "scheduler" in psutil.Process(pid).name()]
+        assert stopped
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            while dispatcher.fleet.serving:
+                await asyncio.sleep(0.05)
+            why = dispatcher.fleet.members[0].health.why
+            assert "has 1 requests, and made no token for 2 s" in why
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+            call.cancel()
+            await asyncio.wait({call})
+
+    with_fleet(served, use, progress_timeout_s=2.0)

@@ -1,0 +1,130 @@
+"""The threads of a rank, and the variables that libraries read when a CUDA context is made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+from rlcore.config import Config
+from rlcore.launch import environment, local, process
+from rlcore.launch.process import cuda_environment
+
+ROOT = Path(__file__).parents[3]
+NEW = TorchVersion("2.14.1")
+OLD = TorchVersion("2.11.0+cu130")
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def make_config(**sections: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "a"},
+            "model": {"path": "model"},
+            "data": {"paths": "train.jsonl"},
+            "training": {"steps": 1},
+            **sections,
+        }
+    )
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+# torchrun changes its own environment before it starts the ranks
+AGENT = """
+import os, subprocess, sys
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+subprocess.run([sys.executable, "-c", "from rlcore.launch import environment as e\\n"
+                "e.cores = lambda: 96\\nprint(e.rank_threads())"], check=True)
+"""
+
+
+@pytest.mark.parametrize(("given", "ranks", "expected"), [
+    (None, "8", "12"), (None, "2", "16"), (None, "128", "1"), ("1", "8", "None"),
+    ("3", "8", "None"),
+])  # fmt: skip
+def test_ranks_of_torchrun_share_the_cores_unless_the_user_decides(
+    given: str | None, ranks: str, expected: str
+) -> None:
+    variables = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "PYTHONPATH")}
+    variables |= {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": ranks}
+    variables |= {"TORCHELASTIC_RUN_ID": "x", "PYTHONPATH": str(ROOT)}
+    if given is not None:
+        variables["OMP_NUM_THREADS"] = given
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", AGENT],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == expected
+
+
+def test_a_run_of_one_process_keeps_torchs_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment.rank_threads() is None
+
+
+@pytest.mark.parametrize(
+    ("threads", "given", "expected"), [(None, "1", "1"), (None, None, "4"), (3, "1", "3")]
+)
+def test_local_ranks_share_the_cores_unless_the_user_decides(
+    threads: int | None, given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: started.append(env))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    local._start(0, 2, 1234, make_config(run={"name": "a", "threads": threads}), [])
+    assert started[0]["OMP_NUM_THREADS"] == expected
+
+
+# --- CUDA -----------------------------------------------------------------------------------------
+
+
+def test_megatrons_overlap_of_tensor_parallelism_gets_one_connection() -> None:
+    assert CONNECTIONS not in cuda_environment(make_config(), NEW)
+    split = make_config(policy={"parallel": {"tensor": 2, "sequence": True}})
+    assert cuda_environment(split, NEW)[CONNECTIONS] == "1"
+
+
+def test_the_allocator_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    segments = "expandable_segments:True"
+    pinned = "pinned_max_round_threshold_mb:1"
+    assert cuda_environment(make_config(), NEW) == {ALLOCATOR: f"{segments},{pinned}"}
+    # torch 2.11 refuses a setting that it does not know
+    assert cuda_environment(make_config(), OLD) == {ALLOCATOR: segments}
+    for engine in ({"colocated": True}, {"transport": "tensor"}):
+        by_handle = make_config(rollout={"engine": engine})
+        assert cuda_environment(by_handle, NEW) == {ALLOCATOR: pinned}
+        assert cuda_environment(by_handle, OLD) == {}
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    assert cuda_environment(make_config(), NEW) == {}
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_they_are_set_before_anything_else_where_torch_has_cuda(
+    cuda: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (CONNECTIONS, "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", {**os.environ, ALLOCATOR: "mine"})
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(process, "seed_rng", lambda seed: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    process._set_up_torch(make_config(policy={"parallel": {"tensor": 2}}))
+    assert os.environ.get(CONNECTIONS) == (None if cuda is None else "1")
+    assert os.environ[ALLOCATOR] == "mine"

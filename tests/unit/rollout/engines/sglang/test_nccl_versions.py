@@ -1,0 +1,186 @@
+"""NCCL of both environments: installed equal, compared before an engine starts.
+
+The interpreters here are stand-ins that tell a version, or record what they are asked to install.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.config.sections.rollout import EngineConfig
+from rlcore.errors import ConfigError, RunFailed
+from rollout.engines.factories import Keys
+from rollout.engines.sglang import nccl_version, server_process
+from rollout.engines.sglang.nccl_version import check_nccl
+from rollout.engines.sglang.server_process import ManagedServer
+
+ROOT = Path(__file__).resolve().parents[5]
+
+
+def interpreter(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def telling(path: Path, nccl: str, cuda: str = "13.0") -> str:
+    told = json.dumps({"nccl": nccl, "cuda": cuda})
+    return interpreter(path, f"echo a line of an import; echo '{told}'")
+
+
+def test_the_same_version_is_taken(tmp_path: Path) -> None:
+    ours = telling(tmp_path / "ours", "2.30.7")
+    asyncio.run(check_nccl(telling(tmp_path / "theirs", "2.30.7"), ours))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "cuda", "message"),
+    [
+        ("2.30.7", "2.29.7", "13.0", r"theirs has NCCL 2\.30\.7, the trainer's \S+ours has"
+         r" 2\.29\.7, .*run \S+ours -m pip install --no-deps nvidia-nccl-cu13==2\.30\.7, or"),
+        ("2.30.7", "2.27.5", "12.8", "nvidia-nccl-cu12==2"),
+        ("2.30.7", "", "", r"ours has none, .*nvidia-nccl-cu13==2\.30\.7"),
+        ("", "2.29.7", "13.0", r"NCCL of no version, .*scripts/install_sglang\.sh --gpu"),
+        ("", "", "", r"NCCL of no version, the trainer's \S+ours has none"),
+    ],
+)  # fmt: skip
+def test_another_version_is_refused_with_both_and_what_to_do(
+    tmp_path: Path, theirs: str, ours: str, cuda: str, message: str
+) -> None:
+    trainer = telling(tmp_path / "ours", ours, cuda)
+    with pytest.raises(ConfigError, match=rf"^rollout\.engine\.python: .*{message}"):
+        asyncio.run(check_nccl(telling(tmp_path / "theirs", theirs), trainer))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("echo no torch here >&2; exit 1", "cannot tell the NCCL of its torch: no torch here"),
+        ("echo 7", "cannot tell the NCCL of its torch: it said nothing"),
+        ("exec sleep 60", "did not tell its NCCL in 0.5 s"),
+    ],
+)
+def test_an_interpreter_that_does_not_tell_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    monkeypatch.setattr(nccl_version, "NCCL_VERSION_S", 0.5 if "sleep" in body else 30.0)
+    with pytest.raises(Exception, match=f"rollout.engine.python: .*theirs {message}"):
+        asyncio.run(nccl_version.nccl_version(interpreter(tmp_path / "theirs", body)))
+
+
+def test_the_question_is_for_the_library_that_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not for the one that torch was compiled with, which a replaced package does not change."""
+
+    def tell(number: Any) -> None:
+        number._obj.value = 23007
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(ncclGetVersion=tell))
+    exec(nccl_version.PROBE, {})
+    assert json.loads(capsys.readouterr().out)["nccl"] == "2.30.7"
+
+
+def test_a_torch_for_the_cpu_has_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    exec(nccl_version.PROBE, {})
+    assert json.loads(capsys.readouterr().out) == {"nccl": "", "cuda": ""}
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({}, True),
+        ({"transport": "distributed"}, True),
+        ({"transport": "disk"}, False),
+        ({"colocated": True}, False),
+        ({"device": "cpu"}, False),
+    ],
+)
+def test_it_is_compared_before_a_server_that_takes_weights_over_nccl_starts(
+    tmp_path: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, object],
+    asked: bool,
+) -> None:
+    compared: list[str] = []
+
+    async def compare(engine: str) -> None:
+        compared.append(engine)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(server_process, "check_nccl", compare)
+    python = telling(tmp_path / "python", "2.30.7")
+    one = ManagedServer(
+        "e",
+        str(folder),
+        config=EngineConfig(**{"kind": "sglang", "device": "cuda", "python": python} | settings),
+        dtype="fp32",
+        tokenizer=None,
+        log=tmp_path / "log",
+        keys=Keys("a", "b"),
+    )
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="engine e ended before"):
+            asyncio.run(one.start())
+    assert compared == [python] * asked  # once: a restart does not ask again
+
+
+# --- the installation -----------------------------------------------------------------------------
+
+# Makes environments whose interpreter is itself, and writes down what pip is asked for.
+INSTALLER = """
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip install "*) echo "$*" >> "$CALLS" ;;
+    *--version*) echo 0.5.23 ;;
+esac
+"""
+
+
+def test_both_installations_for_gpus_get_the_same_nccl(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    calls = tmp_path / "calls"
+    environment = {
+        "PATH": os.pathsep.join(["/usr/bin", "/bin"]),  # without uv
+        "PYTHON": interpreter(tmp_path / "python", INSTALLER),
+        "CALLS": str(calls),
+    }
+
+    def installed(script: str, *arguments: str) -> list[str]:
+        """The last packages that each call of pip named."""
+        calls.write_text("")
+        subprocess.run(
+            ["bash", str(tmp_path / "scripts" / script), *arguments],
+            env=environment,
+            check=True,
+            timeout=60,
+        )
+        return [line.split()[-1] for line in calls.read_text().splitlines()]
+
+    [engines] = installed("install_sglang.sh", "--gpu")
+    assert engines.startswith("nvidia-nccl-cu13==")
+    assert installed("install.sh", "--gpu", "ray") == [".[ray]", engines]
+    assert installed("install.sh", "--gpu", "ray") == []
+    # not for GPUs by its words; torch's own NCCL must not come back
+    assert installed("install.sh", "ray") == []
+    assert installed("install.sh", "dev") == [".[dev]", engines]
