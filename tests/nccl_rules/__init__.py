@@ -29,6 +29,7 @@ from tests.nccl_rules.group import NcclRulesGroup
 from tests.nccl_rules.guard import guard, synchronize
 
 __all__ = [
+    "ON",
     "Aborted",
     "BufferRace",
     "Mismatch",
@@ -45,6 +46,7 @@ __all__ = [
 
 NAME = "nccl_rules"
 SWITCH = "PROCESS_GROUPS"  # environment: ranks of tests with PROCESS_GROUPS=nccl_rules follow it
+ON = {SWITCH: NAME}
 
 
 def register() -> None:
