@@ -113,7 +113,7 @@ def _run(
     for name, wanted in vars(passes).items():
         if wanted:
             with usage.phase(f"{name} pass"):
-                backend.score(name)
+                backend.score(name)  # type: ignore[arg-type]
     _update(backend, usage)
     backend._local_batch = batch = None  # type: ignore[assignment]
     with usage.phase("publication"):
