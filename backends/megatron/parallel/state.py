@@ -175,12 +175,10 @@ class ParallelState:
             coordinates = [(d, pp) for pp in range(pp_size) for d in range(dp_size) for _ in shards]
         replicas = _replicas(coordinates, dp_size, pp_size)
         if groups:
-            groups["replica_group"] = (
-                groups["control_group"]
-                if dp_size == 1
-                else _gloo_group(replicas[dp_rank], timeout_s, f"REPLICA_{dp_rank}")
-            )
-            groups |= _ask_groups(mpu)
+            made = [groups["control_group"]]
+            if dp_size > 1:
+                made = [_gloo_group(r, timeout_s, f"REPLICA_{d}") for d, r in enumerate(replicas)]
+            groups |= {"replica_group": made[dp_rank], **_ask_groups(mpu)}
         return cls(
             rank=rank,
             world_size=len(coordinates),
@@ -257,23 +255,25 @@ def _ask_groups(mpu: Any) -> dict[str, ProcessGroup]:
 
 
 def _control_group(timeout_s: float) -> ProcessGroup:
-    """The default group if it has gloo for tensors on the CPU, else a gloo group of all ranks.
+    """The default group if it takes tensors on the CPU, else a gloo group of all ranks.
 
     Each gloo group connects each of its ranks with each other one, so a second one of all ranks is
     made only where it must be.
     """
     default = dist.group.WORLD
-    if default is not None and "cpu:gloo" in dist.get_backend_config(default):
+    if default is not None and "cpu:" in dist.get_backend_config(default):
         return default
     return _gloo_group(list(range(dist.get_world_size())), timeout_s, "CONTROL")
 
 
 def _gloo_group(ranks: list[int], timeout_s: float, name: str) -> ProcessGroup:
-    """Create a gloo group of these ranks, which call it; other ranks do not wait for them."""
+    """Create a gloo group of these ranks. Collective over all ranks.
+
+    `use_local_synchronization` would spare the others the call, but torch then names the group by
+    the number of groups that a rank has: stages have different ones, and would never meet.
+    """
     timeout = timedelta(seconds=timeout_s)
-    return dist.new_group(
-        ranks, backend="gloo", timeout=timeout, use_local_synchronization=True, group_desc=name
-    )
+    return dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=name)
 
 
 def _gather_coordinates(dp_rank: int, pp_rank: int, control: ProcessGroup) -> list[tuple[int, int]]:

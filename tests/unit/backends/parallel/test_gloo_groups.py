@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ with importing_megatron():
 from rlcore.config.sections.policy import ParallelConfig
 
 WORLD = 8
+REPLICAS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 LAYOUTS = {1: ParallelConfig(tensor=2, pipeline=4), 4: ParallelConfig(tensor=2)}  # by replicas
 
 
@@ -32,7 +36,6 @@ def gloo_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     def recording(ranks: Any = None, *args: Any, backend: Any = None, **options: Any) -> Any:
         if backend == "gloo":
             asked.append(ranks)
-        options.pop("use_local_synchronization", None)
         return new_group(ranks, *args, **options)
 
     monkeypatch.setattr(dist, "new_group", recording)
@@ -69,13 +72,43 @@ def test_one_replica_needs_no_group_of_its_own(
     assert parallel.replica_group is dist.group.WORLD
 
 
-def test_a_rank_makes_the_group_of_its_own_replica(
+def test_all_ranks_make_the_groups_of_all_replicas(
     monkeypatch: pytest.MonkeyPatch, gloo_groups: list[Any]
 ) -> None:
     parallel = start(monkeypatch, "fake", 4)
-    assert gloo_groups == [[0, 1]]
+    assert gloo_groups == REPLICAS
     assert parallel.control_group is dist.group.WORLD
     assert parallel.replica_group.size() == 2
+
+
+def test_stages_with_different_groups_meet(tmp_path: Path) -> None:
+    """Megatron's first stages have a group that others have not; real gloo ranks."""
+    code = f"""
+import datetime, sys, torch, torch.distributed as dist
+from backends.megatron import ParallelState
+from backends.megatron.testing import stub_mpu
+rank = int(sys.argv[1])
+limit = datetime.timedelta(seconds=60)
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=4,
+    timeout=limit)
+for first_stage in ([0], [1]):
+    dist.new_group(first_stage)
+parallel = ParallelState.from_mpu(stub_mpu(pipeline=2, data=2, rank=rank), timeout_s=60)
+ranks = torch.tensor([rank])
+dist.all_reduce(ranks, group=parallel.replica_group)
+print(ranks.item())
+dist.destroy_process_group()
+"""
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(4)
+    ]
+    try:
+        sums = [int(process.communicate(timeout=120)[0]) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert sums == [0 + 2, 1 + 3, 0 + 2, 1 + 3]
 
 
 def test_a_default_group_for_gpus_alone_gets_one_beside_it(
@@ -85,5 +118,5 @@ def test_a_default_group_for_gpus_alone_gets_one_beside_it(
     only_cuda: Callable[[Any], str] = lambda group: "cuda:nccl"  # noqa: E731
     monkeypatch.setattr(dist, "get_backend_config", only_cuda)
     parallel = start(monkeypatch, "fake", 4)
-    assert gloo_groups == [list(range(WORLD)), [0, 1]]
+    assert gloo_groups == [list(range(WORLD)), *REPLICAS]
     assert parallel.control_group is not dist.group.WORLD
