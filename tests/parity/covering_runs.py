@@ -122,6 +122,7 @@ def differences_under_nccl_rules(chosen: Sequence[Case], folder: Path) -> list[s
         again = folder / f"nccl_rules{size}"
         payloads = [payload(case) for case in of_size]
         run_ranks(RANKS, size, again, payloads, deadline_s=DEADLINE_S, environment=nccl_rules.ON)
+        assert nccl_rules.INSTALLED in (again / "rank0.log").read_text()
         for case in of_size:
             gloo, ours = (
                 torch.load(of / f"{case.name}.pt", weights_only=False)

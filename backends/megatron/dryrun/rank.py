@@ -84,6 +84,7 @@ def rehearse(
                 assert model.optimizer is not None
                 with model.optimizer.state.on_device():
                     model.optimizer.prepare_for_load()
+                    model.optimizer.set_steps_taken(1)
         try:
             _run(backend, passes, work, usage, report)
         finally:
@@ -112,7 +113,7 @@ def _run(
     for name, wanted in vars(passes).items():
         if wanted:
             with usage.phase(f"{name} pass"):
-                backend.score(name)
+                backend.score(name)  # type: ignore[arg-type]
     _update(backend, usage)
     backend._local_batch = batch = None  # type: ignore[assignment]
     with usage.phase("publication"):
@@ -176,7 +177,7 @@ def _checkpoint(backend: MegatronBackend) -> tuple[int, int]:
     written = [
         tensor
         for saved in backend._saved
-        for tensor in _shards(_sharded_state(saved, backend.parallel, is_loading=False))
+        for tensor in _shards(_sharded_state(saved, backend.parallel, optimizer=True))
         if not any(_flat(tensor.replica_id))
     ]
     sizes = (t.data.numel() * t.data.element_size() for t in written if t.data is not None)
