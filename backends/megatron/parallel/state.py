@@ -357,8 +357,8 @@ def _groups_of_gpus() -> Iterator[None]:
         return
     new_group = dist.new_group
 
-    def of_gpus(*args: Any, backend: str | None = None, **options: Any) -> Any:
-        return new_group(*args, backend=backend or "nccl", **options)
+    def of_gpus(*args: Any, **options: Any) -> Any:
+        return new_group(*args, **{**options, "backend": options.get("backend") or "nccl"})
 
     dist.new_group = of_gpus
     try:
