@@ -20,6 +20,7 @@ with importing_megatron():
 from rlcore.config.sections.policy import ParallelConfig
 
 WORLD = 8
+ON_GPUS = "cpu:gloo,cuda:nccl"  # the default group of a rank on a GPU
 LAYOUTS = {1: ParallelConfig(tensor=2, pipeline=4), 4: ParallelConfig(tensor=2)}  # by replicas
 
 
@@ -58,7 +59,10 @@ def start(replicas: int) -> state.ParallelState:
         return state.init_parallel(layout, timeout_s=60, seed=0, coordinates=coordinates)
 
 
-def test_one_replica_needs_no_group_of_its_own(gloo_groups: list[Any]) -> None:
+def test_one_replica_needs_no_group_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, gloo_groups: list[Any]
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: ON_GPUS)
     parallel = start(1)
     assert gloo_groups == []
     assert parallel.control_group is dist.group.WORLD
@@ -71,7 +75,7 @@ REPLICAS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 @pytest.mark.parametrize(
     ("default", "made"),
     [
-        ("cpu:gloo,cuda:nccl", REPLICAS),  # as a rank on a GPU starts it
+        (ON_GPUS, REPLICAS),
         ("cuda:nccl", [None, *REPLICAS]),  # as another program may, before `from_mpu`
     ],
 )
