@@ -69,16 +69,11 @@ def install() -> None:
     register()
     print(INSTALLED, file=sys.stderr, flush=True)
     init = dist.init_process_group
-    config_of = dist.get_backend_config
 
     def init_process_group(backend: str, *args: Any, **kwargs: Any) -> None:
         init(NAME if backend == "gloo" else backend, *args, **kwargs)
 
-    def get_backend_config(group: Any = None) -> str:
-        return config_of(group).replace(f"cpu:{NAME}", f"cuda:{NAME}")  # it takes no other tensors
-
     dist.init_process_group = init_process_group  # type: ignore[assignment]
-    dist.get_backend_config = get_backend_config
 
 
 def install_if_asked() -> None:
