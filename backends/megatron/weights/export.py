@@ -191,15 +191,22 @@ class WeightExporter:
             told: list[dist.Work] = []
 
             def gathered(bucket: Bucket) -> tuple[Bucket, Tensor]:
-                flat = self._gather(bucket, told)
-                return bucket, self._shared(flat) if everywhere else flat
+                last = bucket is self.buckets[-1]
+                if not (everywhere or last):
+                    told.extend(self._tell())
+                flat = self._gather(bucket)
+                if everywhere:
+                    self._shared(flat)
+                    # in the senders' order: the two groups are one where all ranks are on the CPU
+                    told.extend([] if last else self._tell())
+                return bucket, flat
 
             yield from prefetched(gathered, self.buckets, self._device)
             _wait(told)
             return
         sending: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
         for bucket in self.buckets:
-            if self._senders and bucket.index > 0:  # rank 0 has begun the bucket before this one
+            if bucket.index > 0:  # rank 0 has begun the bucket before this one
                 self._tell()
             slot = bucket.index % _IN_FLIGHT
             _wait(sending[slot])
@@ -222,10 +229,8 @@ class WeightExporter:
             dist.broadcast(flat, 0)
         return flat
 
-    def _gather(self, bucket: Bucket, told: list[dist.Work]) -> Tensor:
+    def _gather(self, bucket: Bucket) -> Tensor:
         """On rank 0, receive every other rank's parts, and copy the own ones meanwhile."""
-        if self._senders and bucket is not self.buckets[-1]:
-            told += self._tell()
         flat = self._buffer("bucket", bucket.index % _IN_FLIGHT, bucket.num_bytes)
         out = dict(bucket.views(flat))
         arrivals: list[tuple[list[_Part], Tensor]] = []
@@ -272,6 +277,8 @@ class WeightExporter:
 
         All ranks listen, so that none waits longer than a bucket takes.
         """
+        if not self._senders:
+            return []
         group = self.parallel.control_group
         work = dist.broadcast(torch.empty(1), 0, group=group, async_op=self.parallel.rank == 0)
         return [] if work is None else [work]
