@@ -8,9 +8,11 @@ from rlcore.planning.memory import (
     Layout,
     Load,
     Weights,
+    gather_buffer_bytes,
     gradient_bytes,
     optimizer_bytes,
     rank_weights,
+    scoring_bytes,
     training_bytes,
 )
 from rlcore.planning.shape import ModelShape
@@ -101,6 +103,9 @@ def stage_needs(
     resident: dict[str, int] = {}
     phases: dict[str, int] = {}
     b = load.dtype_bytes
+    shapes = [*(model.shape for model in trained), *(model.shape for model in frozen)]
+    if gathers := max(gather_buffer_bytes(shape, layout, load) for shape in shapes):
+        resident["gathers of sequence parallelism"] = gathers
     for model in trained:
         weights = rank_weights(
             model.shape,
@@ -126,8 +131,9 @@ def stage_needs(
         size = (
             b * rank_weights(other.shape, layout, stage, vocab_multiple=load.vocab_multiple).total
         )
-        if other.offload:
-            phases[f"{other.name} pass"] = 0 if other.swapped_in else size
-        else:
+        phases[f"{other.name} pass"] = scoring_bytes(other.shape, layout, load)
+        if not other.offload:
             resident[f"{other.name} weights"] = size
+        elif not other.swapped_in:
+            phases[f"{other.name} pass"] += size
     return Needs(stage, resident, phases)

@@ -164,6 +164,29 @@ def activation_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) 
     return round(_saved_bytes(shape, layout, load, stage) + max(again, head))
 
 
+def gather_buffer_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
+    """Return the memory that Megatron keeps for the gathers of sequence parallelism.
+
+    All layers use it in turn.
+    """
+    shared = layout.sequence and layout.tensor > 1
+    return round(load.dtype_bytes * load.tokens / layout.context * shape.hidden) if shared else 0
+
+
+def scoring_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
+    """Return the most that a layer holds in a pass without gradients."""
+    t = load.tokens / layout.context
+    s = t / layout.tensor if layout.sequence else t
+    moments = [0.0]
+    if shape.moe_layers < shape.layers:
+        moments.append(3 * t * shape.ffn / layout.tensor)
+    if shape.moe_layers:
+        rows = s * shape.topk * layout.expert_tensor * load.routing_skew
+        moments.append(rows * shape.hidden)
+    experts = _experts_transient_bytes(shape, layout, load) if shape.moe_layers else 0.0
+    return round(load.dtype_bytes * (max(moments) + 3 * s * shape.hidden) + experts)
+
+
 def _saved_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> float:
     """Return what the layers keep from their forward to their backward pass."""
     in_flight = layers_in_flight(shape, layout, load.micro_batches, stage)

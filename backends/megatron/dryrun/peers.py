@@ -56,7 +56,7 @@ class Peers:
     def sources(self, exporter: Any) -> dict[str, _Source]:
         """The pipeline stage that owns each tensor."""
         stages = self._stages_of_layers(exporter.arch.num_layers)
-        found = {}
+        found: dict[str, _Source] = {}
         for entry in model_entries(exporter.arch, exporter.head):
             layer = _LAYER.search(entry.megatron)
             if layer is not None:

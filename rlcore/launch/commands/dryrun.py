@@ -112,8 +112,8 @@ def micro_batches_in_flight(layout: Layout, load: Load, stage: int) -> int:
 def _ranks(layout: Layout, world: int, given: Sequence[int] | None) -> list[int]:
     of_a_stage = world // layout.pipeline
     if not given:
-        middle = layout.pipeline // 2 * of_a_stage
-        return sorted({0, middle, world - 1} if layout.pipeline > 1 else {0})
+        stages = {0, layout.pipeline // 2, layout.pipeline - 1}
+        return [stage * of_a_stage for stage in sorted(stages)]
     for rank in given:
         if not 0 <= rank < world:
             raise UserError(
@@ -176,7 +176,8 @@ def _rank_lines(
 def _flops(report: RankReport, layout: Layout, load: Load, job: Job) -> Iterator[str]:
     lengths = report.work.lengths * load.micro_batches
     trainable = load.trainable * load.micro_batches
-    shapes = {model.name: model.shape for model in (*job.trained, *job.frozen)}
+    shapes = {model.name: model.shape for model in job.trained}
+    shapes |= {model.name: model.shape for model in job.frozen}
     for name, phase in report.phases.items():
         own = sum(phase.flops.values())
         model = name.split()[0]
