@@ -281,14 +281,8 @@ def _print_lines(lines: Iterable[str]) -> int:
 # --- their arguments ------------------------------------------------------------------------------
 
 _MODEL_SIZES = (
-    "hidden",
-    "layers",
-    "heads",
-    "kv_heads",
-    "intermediate",
-    "experts",
-    "experts_per_token",
-    "seed",
+    *("hidden", "layers", "heads", "kv_heads", "intermediate"),
+    *("experts", "experts_per_token", "seed"),
 )
 _MODEL_OPTIONS = ("family", "alphabet", "tied", *_MODEL_SIZES)
 

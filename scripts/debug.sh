@@ -39,7 +39,7 @@ one_rank=(
 engine=(kind=embedded in_process=true count=1 colocated=false device=null)
 servers=(
     python=null 'urls=[]' tensor_parallel=1 'gpus=[]' host=127.0.0.1 server=null router_url=null transport=auto weights_dir=null
-    max_in_flight=256
+    max_in_flight=256 'environment={}'
 )
 exec "${start[@]}" -m rlcore train ${given[@]+"${given[@]}"} run.name=debug rollout.max_staleness=0 \
     "${one_rank[@]}" "${engine[@]/#/rollout.engine.}" "${servers[@]/#/rollout.engine.}" "$@" --overwrite

@@ -14,7 +14,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
 
 from rlcore.config import Config
 from rlcore.deadlines import STORE_S
@@ -97,7 +96,7 @@ def _set_up_torch(config: Config) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     if torch.version.cuda is not None:
-        for name, value in cuda_environment(config, TorchVersion(torch.__version__)).items():
+        for name, value in cuda_environment(config, torch.__version__).items():
             os.environ.setdefault(name, value)
     if run.deterministic:
         for name, value in DETERMINISTIC_LIBRARIES.items():
@@ -108,7 +107,7 @@ def _set_up_torch(config: Config) -> None:
     seed_rng(run.seed)
 
 
-def cuda_environment(config: Config, version: TorchVersion) -> dict[str, str]:
+def cuda_environment(config: Config, torch_version: str) -> dict[str, str]:
     """The variables of a trainer's process on CUDA, read when its context is made.
 
     The user's own settings of them stay.
@@ -126,7 +125,7 @@ def cuda_environment(config: Config, version: TorchVersion) -> dict[str, str]:
     if not engine.colocated and engine.transport != "tensor":
         settings.append("expandable_segments:True")
     # Else pinned host memory is rounded up to a power of two.
-    if version >= (2, 13):
+    if [int(part) for part in torch_version.split(".")[:2]] >= [2, 13]:
         settings.append("pinned_max_round_threshold_mb:1")
     if settings:
         found["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(settings)

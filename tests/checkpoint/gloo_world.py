@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,24 +21,32 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_world(
-    script: Path, size: int, folder: Path, payload: Any, *, deadline_s: float = 240
+    script: Path,
+    size: int,
+    folder: Path,
+    payload: Any,
+    *,
+    deadline_s: float = 240,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Run `script` as ranks 0..size-1; each gets `payload` by `join_world`.
 
+    `environment` is added to this process's own; `nccl_rules.ON` makes ranks keep NCCL's rules.
     Fails with the log of a rank that failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "payload.json").write_text(json.dumps(payload))
     started = []
     for rank in range(size):
-        environment = {
+        variables = {
             **os.environ,
+            **environment,
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
             "OMP_NUM_THREADS": "1",
         }
-        environment["PYTHONPATH"] = str(ROOT)
-        started.append(start(script, [str(folder)], environment, folder / f"rank{rank}.log"))
+        variables["PYTHONPATH"] = str(ROOT)
+        started.append(start(script, [str(folder)], variables, folder / f"rank{rank}.log"))
     try:
         end = time.monotonic() + deadline_s
         for process in started:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from checkpoint_case import Trained
 from gathered_state import gathered_states
 from gloo_world import join_world
+from peak_bytes import peak_bytes
 
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
@@ -26,20 +25,6 @@ with importing_megatron():
 from rlcore.config.sections.policy import ParallelConfig
 
 VARIANT: dict[str, Any] = {"dtype": "bf16", "distributed": True}
-
-
-def peak_bytes(work: Callable[[], Any]) -> int:
-    """The most bytes that `work` has allocated for tensors at one time."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        work()
-    now = 0
-    peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -30,6 +31,9 @@ from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
     from backends.megatron.checkpoint.save_load import saved_layout
+from tests import nccl_rules
+
+BY_NCCL_RULES: Case = ("bf16_distributed", "ep2", "bf16_distributed", "dp2")
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,19 @@ def test_state_and_next_step_are_bit_equal(outputs: Outputs, case: Case) -> None
 @pytest.mark.parametrize("case", FULL_CASES, ids="-".join)
 def test_from_every_layout(full_outputs: Outputs, case: Case) -> None:
     check(full_outputs, case)
+
+
+def test_by_nccl_rules_too(tmp_path: Path) -> None:
+    outputs = _run(tmp_path, [(2, ("ep2",), ("dp2",))], [BY_NCCL_RULES], environment=nccl_rules.ON)
+    check(outputs, BY_NCCL_RULES)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_every_layout_by_nccl_rules(tmp_path: Path) -> None:
+    outputs = _run(tmp_path, FULL_WORLDS, FULL_CASES, environment=nccl_rules.ON)
+    for case in FULL_CASES:
+        check(outputs, case)
 
 
 def test_a_checkpoint_tells_how_experts_lay(outputs: Outputs) -> None:
@@ -105,7 +122,14 @@ def folder(outputs: Outputs, when: str, variant: str, source: str, *loaded: str)
     return outputs.trained(when, variant, source, "_".join(loaded))
 
 
-def _run(root: Path, worlds: Worlds, cases: Sequence[Case], *, damaged: bool = False) -> Outputs:
+def _run(
+    root: Path,
+    worlds: Worlds,
+    cases: Sequence[Case],
+    *,
+    damaged: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Outputs:
     outputs = Outputs(root)
     name, overrides = MODEL
     write_model(name, outputs.model(name), **overrides)
@@ -126,6 +150,7 @@ def _run(root: Path, worlds: Worlds, cases: Sequence[Case], *, damaged: bool = F
             outputs.root / f"world{number}",
             payload,
             deadline_s=480,
+            environment=environment,
         )
     return outputs
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gloo_world import run_world
 from hf_folders import MODELS, write_model
+from peak_bytes import peak_bytes
 from plan import LAYOUTS
 from world_outputs import read_weights
 
@@ -88,3 +89,18 @@ def test_another_model_is_refused(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="policy was saved with family 'qwen2', this model has"):
         checkpoint_to_hf(root / "checkpoints" / "qwen2", tmp_path / "hf", arch, dtype=torch.float32)
     assert not (tmp_path / "hf").exists()
+
+
+def test_memory_for_a_few_parameters(root: Path, tmp_path: Path) -> None:
+    """One that is read, a saved box of it and its shuffled rows."""
+    source = root / "models" / "qwen3"
+    arch = read_architecture(source)
+    peak = peak_bytes(
+        lambda: checkpoint_to_hf(
+            root / "checkpoints" / "qwen3", tmp_path / "hf", arch, dtype=torch.float32
+        )
+    )
+    weights = read_weights(source).values()
+    largest = max(tensor.nbytes for tensor in weights) * 2  # gate and up are one parameter
+    assert largest * 3 < sum(tensor.nbytes for tensor in weights)
+    assert 0 < peak < largest * 3

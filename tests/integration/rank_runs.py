@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -103,8 +104,12 @@ class RankRuns:
         ranks: int = 2,
         act: Act | None = None,
         after_steps: int = 2,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> Ended:
-        """Run to the end, and do `act` once `after_steps` steps are in metrics.jsonl."""
+        """Run to the end, and do `act` once `after_steps` steps are in metrics.jsonl.
+
+        `environment` is added to this process's own.
+        """
         self._count += 1
         log = self.folder / f"{self._count}.log"
         folder = self.runs / name
@@ -117,9 +122,8 @@ class RankRuns:
         ]
         began = time.monotonic()
         assert self._driver.stdin is not None
-        self._driver.stdin.write(
-            json.dumps({"arguments": given, "ranks": ranks, "log": str(log)}) + "\n"
-        )
+        job = {"arguments": given, "ranks": ranks, "log": str(log), "environment": {**environment}}
+        self._driver.stdin.write(json.dumps(job) + "\n")
         if act is not None:
             self._reach(folder / "metrics.jsonl", after_steps, log)
             supervisor, *pids = json.loads(Path(f"{log}.pids").read_text())

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
-from rank_runs import RankRuns
-from workspace import LEARNING
+from rank_runs import Ended, RankRuns
+from workspace import LEARNING, Workspace
 
 from rlcore.config.sections.run import RunConfig
 from rlcore.launch.process import DETERMINISTIC_LIBRARIES, _set_up_torch
+from tests import nccl_rules
 
 LAYOUTS = {
     "tp2": ("policy.parallel.tensor=2", "policy.parallel.sequence=true"),
@@ -17,17 +18,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.full  # in every run of the tests two ranks end as two others did: test_soak.py
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_a_rerun_is_bit_equal(rank_runs: RankRuns, layout: str) -> None:
-    options = (
-        *LAYOUTS[layout], *LEARNING, "run.deterministic=true", "training.steps=3",
-        "algorithm.minibatches=2", "algorithm.epochs=2", "algorithm.kl.loss_coef=0.01",
-        "checkpoint.every=1",
-    )  # fmt: skip
-    first, second = (
-        rank_runs.train(f"deterministic_{layout}_{number}", *options) for number in (1, 2)
-    )
+def assert_bit_equal(first: Ended, second: Ended) -> None:
+    """Metrics but for times, exported weights and checkpoints."""
     assert (first.code, second.code) == (0, 0), first.said + second.said
     rows, again = (
         [
@@ -41,7 +33,8 @@ def test_a_rerun_is_bit_equal(rank_runs: RankRuns, layout: str) -> None:
         for run in (first, second)
     )
     assert rows == again
-    assert len({row["loss/policy_avg"] for row in rows}) == len(rows) == 3
+    trained = [row["loss/policy_avg"] for row in rows if "loss/policy_avg" in row]
+    assert len(set(trained)) == len(trained) == 3
     for folder, pattern in (("hf", "*.safetensors"), ("checkpoints", "*/model/policy/*.distcp")):
         files = sorted(
             path.relative_to(first.folder) for path in (first.folder / folder).glob(pattern)
@@ -49,6 +42,38 @@ def test_a_rerun_is_bit_equal(rank_runs: RankRuns, layout: str) -> None:
         assert files
         for file in files:
             assert (first.folder / file).read_bytes() == (second.folder / file).read_bytes(), file
+
+
+@pytest.mark.full  # in every run of the tests two ranks end as two others did: test_soak.py
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_rerun_is_bit_equal(rank_runs: RankRuns, layout: str) -> None:
+    options = (
+        *LAYOUTS[layout], *LEARNING, "run.deterministic=true", "training.steps=3",
+        "algorithm.minibatches=2", "algorithm.epochs=2", "algorithm.kl.loss_coef=0.01",
+        "checkpoint.every=1",
+    )  # fmt: skip
+    first, second = (
+        rank_runs.train(f"deterministic_{layout}_{number}", *options) for number in (1, 2)
+    )
+    assert_bit_equal(first, second)
+
+
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2", marks=pytest.mark.full)])
+def test_a_run_by_the_rules_of_nccl_equals_one_over_gloo(
+    workspace: Workspace, rank_runs: RankRuns, layout: str
+) -> None:
+    """Generation, evaluation, batches, scores, training, publication, checkpoints and export."""
+    options = (
+        *LAYOUTS[layout], *LEARNING, "rollout.engine.in_process=true", "training.steps=3",
+        "algorithm.estimator.name=ppo", "algorithm.minibatches=2", "checkpoint.every=2",
+        f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]",
+        "evaluation.max_prompts=4", "evaluation.every=2",
+    )  # fmt: skip
+    gloo = rank_runs.train(f"over_gloo_{layout}", *options)
+    ours = rank_runs.train(f"by_nccl_rules_{layout}", *options, environment=nccl_rules.ON)
+    assert len(ours.lines(nccl_rules.INSTALLED)) == 2, ours.said
+    assert_bit_equal(gloo, ours)
+    assert any("eval" in name for row in ours.rows for name in row)
 
 
 def test_the_libraries_of_a_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

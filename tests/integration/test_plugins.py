@@ -183,6 +183,7 @@ def test_the_readmes_task_works_as_printed(tmp_path: Path) -> None:
     assert [command.split()[1] for command in commands] == [
         "PYTHONPATH=$PWD",
         "init-model",
+        "doctor",
         "validate",
         "train",
     ]

@@ -11,6 +11,7 @@ communicator that failed is gone. docs/testing.md says what this is like, and wh
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,8 @@ from tests.nccl_rules.group import NcclRulesGroup
 from tests.nccl_rules.guard import guard, synchronize
 
 __all__ = [
+    "INSTALLED",
+    "ON",
     "Aborted",
     "BufferRace",
     "Mismatch",
@@ -45,6 +48,8 @@ __all__ = [
 
 NAME = "nccl_rules"
 SWITCH = "PROCESS_GROUPS"  # environment: ranks of tests with PROCESS_GROUPS=nccl_rules follow it
+ON = {SWITCH: NAME}
+INSTALLED = "nccl_rules: the default process group keeps NCCL's rules"  # in the rank's log
 
 
 def register() -> None:
@@ -62,6 +67,7 @@ def install() -> None:
     Groups whose backend is given stay gloo's, as control groups are on CUDA.
     """
     register()
+    print(INSTALLED, file=sys.stderr, flush=True)
     init = dist.init_process_group
 
     def init_process_group(backend: str, *args: Any, **kwargs: Any) -> None:

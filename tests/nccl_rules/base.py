@@ -17,7 +17,7 @@ from tests.nccl_rules.errors import Aborted, Refused
 from tests.nccl_rules.operation import Arrived, Operation, Work, guard_depth
 from tests.nccl_rules.peers import Peers
 
-LIMIT_S = 60.0  # groups without a timeout of their own would wait for 10 minutes
+LIMIT_S = 300.0  # groups without a timeout of their own would wait for half an hour
 _DTYPES = {
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,

@@ -14,6 +14,7 @@ from spawn import run_ranks
 from torch import Tensor
 
 from rlcore.data.packing import fill
+from tests import nccl_rules
 
 RANKS = Path(__file__).with_name("parity_ranks.py")
 DEADLINE_S = 600
@@ -103,19 +104,54 @@ def run(chosen: Sequence[Case], folder: Path, *, dtype: str = "fp32") -> Iterato
     run_ranks(RANKS, 1, folder / "references", list(references.values()), deadline_s=DEADLINE_S)
     for size in sorted({case.ranks for case in chosen}):
         of_size = [case for case in chosen if case.ranks == size]
-        run_ranks(
-            RANKS,
-            size,
-            folder / f"world{size}",
-            [payload(case, dtype=dtype) for case in of_size],
-            deadline_s=DEADLINE_S,
-        )
+        payloads = [payload(case, dtype=dtype) for case in of_size]
+        run_ranks(RANKS, size, folder / f"world{size}", payloads, deadline_s=DEADLINE_S)
         for case in of_size:
             got = torch.load(folder / f"world{size}" / f"{case.name}.pt", weights_only=False)
             expected = torch.load(
                 folder / "references" / f"{reference_of(case)['name']}.pt", weights_only=False
             )
             yield compare(case, got, expected)
+
+
+def differences_under_nccl_rules(chosen: Sequence[Case], folder: Path) -> list[str]:
+    """After `run` in this folder: run them again by NCCL's rules; what is not equal to the bit."""
+    found = []
+    for size in sorted({case.ranks for case in chosen} - {1}):
+        of_size = [case for case in chosen if case.ranks == size]
+        again = folder / f"nccl_rules{size}"
+        payloads = [payload(case) for case in of_size]
+        run_ranks(RANKS, size, again, payloads, deadline_s=DEADLINE_S, environment=nccl_rules.ON)
+        assert nccl_rules.INSTALLED in (again / "rank0.log").read_text()
+        for case in of_size:
+            gloo, ours = (
+                torch.load(of / f"{case.name}.pt", weights_only=False)
+                for of in (folder / f"world{size}", again)
+            )
+            found += [f"{case.name}: {name}" for name in unequal(gloo, ours)]
+    return found
+
+
+def unequal(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The results of two runs of a case that are not equal to the bit."""
+    kinds = ("scores", "reference", "values", "metrics")
+    pairs = {
+        f"{kind} {key}": (value, other[kind][key])
+        for kind in kinds
+        if kind in one
+        for key, value in one[kind].items()
+    }
+    pairs |= {
+        f"gradient of {model}: {key}": (value, other["gradients"][model][key])
+        for model, gradients in one["gradients"].items()
+        for key, value in gradients.items()
+    }
+    # NaN is a metric of an empty selection
+    return [
+        name
+        for name, (a, b) in pairs.items()
+        if not torch.equal(torch.as_tensor(a).nan_to_num(), torch.as_tensor(b).nan_to_num())
+    ]
 
 
 def compare(case: Case, got: dict[str, Any], expected: dict[str, Any]) -> Row:

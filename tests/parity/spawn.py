@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,9 +19,18 @@ ROOT = Path(__file__).parents[2]
 PARITY_RANKS = Path(__file__).with_name("parity_ranks.py")
 
 
-def run_ranks(script: Path, size: int, folder: Path, payload: Any, *, deadline_s: float) -> None:
+def run_ranks(
+    script: Path,
+    size: int,
+    folder: Path,
+    payload: Any,
+    *,
+    deadline_s: float,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Run `script FOLDER` as ranks 0..size-1, with `payload` in FOLDER/payload.json.
 
+    `environment` is added to this process's own; `nccl_rules.ON` makes ranks keep NCCL's rules.
     The first rank that fails, or the deadline, ends all of them; the test fails with the logs' last
     lines.
     """
@@ -28,14 +38,15 @@ def run_ranks(script: Path, size: int, folder: Path, payload: Any, *, deadline_s
     (folder / "payload.json").write_text(json.dumps(payload))
     ranks = []
     for rank in range(size):
-        environment = {
+        variables = {
             **os.environ,
+            **environment,
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
             "OMP_NUM_THREADS": "1",
         }
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(script.parent)])
-        ranks.append(start(script, [str(folder)], environment, folder / f"rank{rank}.log"))
+        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(script.parent)])
+        ranks.append(start(script, [str(folder)], variables, folder / f"rank{rank}.log"))
     end = time.monotonic() + deadline_s
     try:
         while (
@@ -72,6 +83,7 @@ class Results:
     cases: Mapping[int, Sequence[dict[str, Any]]]  # world size -> its cases
     launches: Sequence[Collection[str]]  # names of cases; the cases left over share one more
     deadline_s: float = 500.0
+    environment: Mapping[str, str] = field(default_factory=dict)  # as of `run_ranks`
     _launched: dict[str, Path] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
@@ -81,8 +93,16 @@ class Results:
             )
             launch = self._launch_of(name)
             cases = [one for one in self.cases[size] if self._launch_of(one["name"]) == launch]
-            folder = self.folder / f"world{size}_launch{launch}"
-            run_ranks(PARITY_RANKS, size, folder, cases, deadline_s=self.deadline_s)
+            kind = "_".join(self.environment.values())
+            folder = self.folder / f"world{size}_launch{launch}{kind}"
+            run_ranks(
+                PARITY_RANKS,
+                size,
+                folder,
+                cases,
+                deadline_s=self.deadline_s,
+                environment=self.environment,
+            )
             self._launched.update((one["name"], folder / f"{one['name']}.pt") for one in cases)
         result: dict[str, Any] = torch.load(self._launched[name], weights_only=False)
         return result

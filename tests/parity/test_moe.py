@@ -41,6 +41,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         *(case(name, name, "one", critic=name == "qwen3_moe") for name in FAMILIES),
         case("recompute", megatron=FULL_RECOMPUTE),
+        case("grouped", grouped=True),
+        case("grouped_recompute", grouped=True, megatron=FULL_RECOMPUTE),
         case("losses", plan="one", megatron=LOSSES),
         case("losses_uneven", megatron=LOSSES),
         case("losses_recompute", megatron={**LOSSES, **FULL_RECOMPUTE}),
@@ -50,6 +52,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("ep2", plan="starved", parallel=EP2, critic=True),
         case("pp2", parallel=PP2, critic=True),
         case("tp2_sp", parallel=SP2),
+        case("grouped_ep2", plan="starved", parallel=EP2, grouped=True, critic=True),
+        case("grouped_tp2_sp", parallel=SP2, grouped=True),
         case("tp2_sp_etp1_ep2", parallel={**SP2, "expert_tensor": 1, "expert": 2}),
         with_losses("losses_ep2", "starved", EP2),
         with_losses("losses_tp2_sp", "uneven", SP2),

@@ -14,10 +14,14 @@ import oracle
 import pytest
 import torch
 from cases import CLIP_COV, CORRECTED, KL_COV, TRAINED
+from covering_runs import unequal
 from spawn import Results
 from torch import Tensor
 
+from tests import nccl_rules
+
 TIGHT = 1e-5  # relative, over each whole tensor
+IN_FLIGHT = "dp2_distributed_overlap"
 TP2 = {"tensor": 2}
 PP2 = {"pipeline": 2}
 SP2 = {"tensor": 2, "sequence": True}
@@ -193,6 +197,16 @@ def results(folder: Path) -> Results:
         CASES,
         [EVERYDAY, [c["name"] for cases in CASES.values() for c in cases if not c.get("full")]],
     )
+
+
+@pytest.fixture(scope="session")
+def by_nccl_rules(folder: Path) -> Results:
+    """The cases with overlapped sums, whose buffers are in use while gradients are computed."""
+    cases = {
+        size: [case for case in cases if case.get("optimizer") == {"overlap": True}]
+        for size, cases in CASES.items()
+    }
+    return Results(folder, cases, [[IN_FLIGHT]], environment=nccl_rules.ON)
 
 
 def distance(got: Tensor, expected: Tensor) -> float:
@@ -403,3 +417,18 @@ def test_bf16_stays_near_fp32(name: str, results: Results) -> None:
     for name_, gradients in got["gradients"].items():
         check_gradients(gradients, expected["gradients"][name_], 0.1)
     assert not got["unchanged"]["policy"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        IN_FLIGHT,
+        pytest.param("dp2_overlap", marks=pytest.mark.full),
+        pytest.param("vpp2_dp2_overlap", marks=pytest.mark.full),
+    ],
+)
+def test_overlapped_sums_by_nccl_rules_equal_gloos_to_the_bit(
+    name: str, results: Results, by_nccl_rules: Results
+) -> None:
+    """No gradient is read, and none is added, while its sum is under way."""
+    assert not unequal(results[name], by_nccl_rules[name])

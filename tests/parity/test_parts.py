@@ -25,7 +25,6 @@ with importing_megatron():
 
     from backends.megatron.backend import MegatronBackend
     from backends.megatron.checks.transformer_fields import (
-        FUSIONS,
         REFUSED,
         check_overrides,
     )
@@ -43,6 +42,7 @@ from backends.megatron.batch.cp_layout import PackLayout
 from backends.megatron.batch.local_batch import ShardMap
 from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
 from backends.megatron.checks.layout import check_layout, layers_of_stages
+from backends.megatron.model.layers import FUSIONS
 from backends.megatron.parallel.state import CPRank
 from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
 from rlcore.data.packing import MinibatchPlan, padded_length

@@ -47,7 +47,8 @@ class Loading(ChildServer):
         if self.ends_slowly:
             await asyncio.sleep(0.1)
         command = [sys.executable, "-c", LOADS, str(self.may_be_ready)]
-        return f"http://here:{await self.launch(command, self._told, timeout_s=30)}"
+        port = await self.launch(command, self._told, timeout_s=30, environment=os.environ)
+        return f"http://here:{port}"
 
     def _told(self, ready_fd: int) -> bytes:
         assert self.pid is not None

@@ -20,11 +20,6 @@ from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import ConfigError
 
 INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
-# forced off where the layers are Megatron's own
-FUSIONS = (
-    "gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_fusion",
-    "persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion",
-)  # fmt: skip
 
 _MODEL = "the model folder decides it"
 _NO_TE = "it needs Transformer Engine's layers, which this run does not use"

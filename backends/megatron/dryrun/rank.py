@@ -116,7 +116,7 @@ def _run(
     for name in _SCORED:
         if getattr(passes, name):
             with usage.phase(f"{name} pass"):
-                backend.score(name)
+                backend.score(name)  # type: ignore[arg-type]
     _update(backend, usage)
     backend._local_batch = batch = None  # type: ignore[assignment]
     with usage.phase("publication"):

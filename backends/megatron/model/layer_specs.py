@@ -25,6 +25,7 @@ from backends.megatron.batch.pack import PackedSequences
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.model.attention import CoreAttention, LocalRMSNorm, PackedAttention
 from backends.megatron.model.elementwise import SwiGLU, rotate
+from backends.megatron.model.grouped_experts import GroupedExperts
 from backends.megatron.model.latent_attention import LatentAttention, LatentRMSNorm
 from backends.megatron.model.moe import router_class
 from rlcore.errors import ConfigError
@@ -71,6 +72,7 @@ def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> Modu
         parts.mlp.submodules.activation_func = SwiGLU
     else:
         parts.mlp.submodules.router = router_class(config)
+        parts.mlp.submodules.experts.module = GroupedExperts
         for net in (parts.mlp.submodules.experts, parts.mlp.submodules.shared_experts):
             net.submodules.activation_func = SwiGLU
     return layer

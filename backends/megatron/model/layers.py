@@ -6,10 +6,15 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from backends.megatron.checks.transformer_fields import FUSIONS
 from rlcore.config import Config
 from rlcore.config.sections.policy import Fp8Config
 from rlcore.errors import ConfigError
+
+# Fields of `TransformerConfig`, forced off where the layers are Megatron's own
+FUSIONS = (
+    "gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_fusion",
+    "persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion",
+)  # fmt: skip
 
 # Fields of `TransformerConfig`. The local MLP's activation is a module of ours, which Megatron
 # builds because of the second field.

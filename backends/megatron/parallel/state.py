@@ -257,13 +257,13 @@ def _ask_groups(mpu: Any) -> dict[str, ProcessGroup]:
 
 
 def _control_group(timeout_s: float) -> ProcessGroup:
-    """The default group if it takes tensors on the CPU, else a gloo group of all ranks.
+    """The default group if it has gloo for tensors on the CPU, else a gloo group of all ranks.
 
     Each gloo group connects each of its ranks with each other one, so a second one of all ranks is
     made only where it must be.
     """
     default = dist.group.WORLD
-    if default is not None and "cpu:" in dist.get_backend_config(default):
+    if default is not None and "cpu:gloo" in dist.get_backend_config(default):
         return default
     return _gloo_group(list(range(dist.get_world_size())), timeout_s, "CONTROL")
 

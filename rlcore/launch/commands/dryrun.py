@@ -176,7 +176,7 @@ def _rank_lines(
 def _flops(report: RankReport, layout: Layout, load: Load, job: Job) -> Iterator[str]:
     lengths = report.work.lengths * load.micro_batches
     trainable = load.trainable * load.micro_batches
-    shapes = {model.name: model.shape for model in job.trained}
+    shapes: dict[str, ModelShape] = {model.name: model.shape for model in job.trained}
     shapes |= {model.name: model.shape for model in job.frozen}
     for name, phase in report.phases.items():
         own = sum(phase.flops.values())

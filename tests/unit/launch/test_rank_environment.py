@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 from rlcore.config import Config
 from rlcore.launch import environment, local, process
 from rlcore.launch.process import cuda_environment
 
 ROOT = Path(__file__).parents[3]
-NEW = TorchVersion("2.14.1")
-OLD = TorchVersion("2.11.0+cu130")
+NEW = "2.14.1"
+OLD = "2.11.0+cu130"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 

@@ -225,6 +225,7 @@ SERVERS = {
     "transport": "disk",
     "weights_dir": "/shared/weights",
     "max_in_flight": 8,
+    "environment": {"NCCL_DEBUG": "INFO"},
 }
 
 

@@ -1,0 +1,78 @@
+"""Experts as grouped matmuls, one for all experts of a rank, without Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+
+
+class GroupedExperts(SequentialMLP):
+    """Megatron's experts, with the same parameters, computed together where a kernel does it.
+
+    Elsewhere they run one by one, as Megatron's do.
+    """
+
+    def forward(
+        self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Rows [T, H], sorted by expert, and their weights [T] -> [T, H]."""
+        counts: list[int] = tokens_per_expert.tolist()  # the dispatcher has them on the host
+        if not any(counts) or not groups_matmuls(self, hidden):
+            alone: tuple[Tensor, None] = super().forward(hidden, tokens_per_expert, probs)
+            return alone
+        ends = tokens_per_expert.cumsum(0).to(hidden.device, torch.int32, non_blocking=True)
+        experts = list(self.local_experts)
+        rows = _GroupedLinear.apply(hidden, ends, counts, *(e.linear_fc1.weight for e in experts))
+        rows = experts[0].activation_func(rows)
+        rows = (rows * probs.unsqueeze(-1)).to(rows.dtype)
+        return (
+            _GroupedLinear.apply(rows, ends, counts, *(e.linear_fc2.weight for e in experts)),
+            None,
+        )
+
+
+def groups_matmuls(experts: SequentialMLP, hidden: Tensor) -> bool:
+    """Whether torch has a grouped matmul for these experts.
+
+    It is Hopper's, for bf16 rows of a multiple of 16 bytes. Nothing says that it is deterministic.
+    """
+    sizes = experts.local_experts[0].linear_fc2.weight.shape
+    return (
+        hidden.is_cuda
+        and hidden.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(hidden.device)[0] >= 9
+        and all(size % 8 == 0 for size in sizes)
+        and not torch.are_deterministic_algorithms_enabled()
+        and not experts.config.moe_apply_probs_on_input
+    )
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """x [T, in], sorted by expert, times each expert's weight [out, in] -> [T, out].
+
+    The weights lie in storages of their own and are joined for each product. Saving them joined
+    would hold a second copy of every layer's experts.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, ends: Tensor, counts: list[int], *weights: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, ends, *weights)
+        ctx.counts = counts
+        return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, ends, *weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        d_x = F.grouped_mm(grad, torch.stack(weights), offs=ends)
+        d_weights = F.grouped_mm(grad.t(), x, offs=ends).unbind()
+        for count, d_weight in zip(ctx.counts, d_weights):
+            if not count:
+                d_weight.zero_()  # a kernel may leave the product of no rows unwritten
+        return (d_x, None, None, *d_weights)
