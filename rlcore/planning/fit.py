@@ -131,7 +131,7 @@ def stage_needs(
         size = (
             b * rank_weights(other.shape, layout, stage, vocab_multiple=load.vocab_multiple).total
         )
-        phases[f"{other.name} pass"] = scoring_bytes(other.shape, layout, load)
+        phases[f"{other.name} pass"] = scoring_bytes(other.shape, layout, load, stage)
         if not other.offload:
             resident[f"{other.name} weights"] = size
         elif not other.swapped_in:

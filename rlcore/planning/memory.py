@@ -5,7 +5,7 @@ Checked against real tensors in tests/parity.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Literal
 
@@ -54,6 +54,18 @@ class Layout:
         """Return the number of layers of a pipeline stage."""
         return self.stages[stage] if self.stages else shape.layers // self.pipeline
 
+    def of_stage(self, shape: ModelShape, stage: int) -> ModelShape:
+        """Return the shape of a pipeline stage's layers.
+
+        Experts are counted as in an average stage where layers without are mixed with the others.
+        """
+        layers = self.stage_layers(shape, stage)
+        moe = layers * shape.moe_layers / shape.layers
+        if shape.dense_first and self.virtual_pipeline == 1:
+            before = sum(self.stage_layers(shape, k) for k in range(stage))
+            moe = layers - min(max(shape.dense_first - before, 0), layers)
+        return replace(shape, layers=layers, moe_layers=moe)
+
 
 @dataclass(frozen=True)
 class Load:
@@ -95,10 +107,10 @@ def rank_weights(
 
     A critic has a value head [H], on every tensor-parallel rank, and no LM head.
     """
-    layers = layout.stage_layers(shape, stage)
+    here = layout.of_stage(shape, stage)
+    layers = here.layers
+    moe = here.moe_layers
     tp = layout.tensor
-    # An average, if the layers with experts are not spread evenly.
-    moe = layers * shape.moe_layers / shape.layers
     dense = layers * (shape.attention / tp + shape.norms) + (layers - moe) * shape.mlp / tp
     dense += moe * (shape.shared / tp + shape.router)
     vocabulary = padded_vocab(shape, layout, vocab_multiple) * shape.hidden / tp
@@ -148,7 +160,8 @@ def training_bytes(
     The head has ended when the layers run backward, and its own peak comes before.
     """
     saved = _saved_bytes(shape, layout, load, stage)
-    in_layer = _again_bytes(shape, layout, load) + _transient_bytes(shape, layout, load)
+    here = layout.of_stage(shape, stage)
+    in_layer = _again_bytes(here, layout, load) + _transient_bytes(here, layout, load)
     if stage < layout.pipeline - 1:
         return round(saved + in_layer)
     head = _head_bytes(shape, layout, load)
@@ -159,7 +172,7 @@ def training_bytes(
 def activation_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
     """Return what the forward passes in flight save for the backward pass, the head included."""
     # What a layer recomputes exists while it runs backward; the head's part is gone by then.
-    again = _again_bytes(shape, layout, load)
+    again = _again_bytes(layout.of_stage(shape, stage), layout, load)
     head = _head_bytes(shape, layout, load) if stage == layout.pipeline - 1 else 0.0
     return round(_saved_bytes(shape, layout, load, stage) + max(again, head))
 
@@ -173,8 +186,9 @@ def gather_buffer_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
     return round(load.dtype_bytes * load.tokens / layout.context * shape.hidden) if shared else 0
 
 
-def scoring_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
+def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
     """Return the most that a layer holds in a pass without gradients."""
+    shape = layout.of_stage(shape, stage)
     t = load.tokens / layout.context
     s = t / layout.tensor if layout.sequence else t
     moments = [0.0]
@@ -189,11 +203,10 @@ def scoring_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
 
 def _saved_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> float:
     """Return what the layers keep from their forward to their backward pass."""
+    here = layout.of_stage(shape, stage)
     in_flight = layers_in_flight(shape, layout, load.micro_batches, stage)
-    packs = in_flight / max(layout.stage_layers(shape, stage), 1)
-    return (
-        _layer_bytes(shape, layout, load) * in_flight + _rotary_bytes(shape, layout, load) * packs
-    )
+    packs = in_flight / max(here.layers, 1)
+    return _layer_bytes(here, layout, load) * in_flight + _rotary_bytes(here, layout, load) * packs
 
 
 def _again_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
@@ -288,7 +301,7 @@ def _layer_bytes(
     residual = b * s * shape.hidden
     if recompute == "full":
         return residual
-    share = shape.moe_layers / shape.layers
+    share = shape.moe_layers / max(shape.layers, 1)
     # The inputs of two norms, and 1 / rms.
     total = 2 * (residual + 4 * s + _normalised(s * shape.hidden, load))
     # The input of the QKV projection.

@@ -232,10 +232,17 @@ class WeightExporter:
         out = dict(bucket.views(flat))
         arrivals: list[tuple[list[_Part], Tensor]] = []
         receives: list[dist.P2POp] = []
-        for rank in sorted(self._plan(bucket).keys() - {0}):
-            alone, packed = self._messages(bucket, rank)
-            aside = [part for part in alone if part.slice.dim not in (None, 0)] + packed
-            buffer = self._buffer("receive", rank, sum(part.num_bytes for part in aside))
+        messages = {
+            rank: self._messages(bucket, rank) for rank in sorted(self._plan(bucket).keys() - {0})
+        }
+        asides = {
+            rank: [part for part in alone if part.slice.dim not in (None, 0)] + packed
+            for rank, (alone, packed) in messages.items()
+        }
+        sizes = {rank: sum(part.num_bytes for part in asides[rank]) for rank in messages}
+        buffers = self._buffer("receive", 0, sum(sizes.values())).split(list(sizes.values()))
+        for buffer, (rank, (alone, packed)) in zip(buffers, messages.items()):
+            aside = asides[rank]
             pieces = {part.spec.name: piece for part, piece in _pieces(aside, buffer)}
             into = [
                 _raw(pieces.get(part.spec.name, part.slice.of(out[part.spec.name])))
