@@ -42,8 +42,7 @@ def without_peers(usage: Usage, peers: Peers, rank: int, *, skew: float) -> Iter
         skew: how many times the even share of tokens this rank's experts get.
     """
     devices = dist.Backend.backend_capability["fake"]
-    if META.type not in devices:
-        devices.append(META.type)
+    devices.append(META.type)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=peers.world)
     try:
         with ExitStack() as stack:
@@ -56,6 +55,7 @@ def without_peers(usage: Usage, peers: Peers, rank: int, *, skew: float) -> Iter
             yield
     finally:
         dist.destroy_process_group()
+        devices.remove(META.type)
 
 
 def _replacements(usage: Usage, peers: Peers, skew: float) -> list[tuple[Any, str, Any]]:
