@@ -5,7 +5,8 @@ Only `ParallelState.from_mpu` asks Megatron for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -175,12 +176,10 @@ class ParallelState:
             coordinates = [(d, pp) for pp in range(pp_size) for d in range(dp_size) for _ in shards]
         replicas = _replicas(coordinates, dp_size, pp_size)
         if groups:
-            groups["replica_group"] = (
-                groups["control_group"]
-                if dp_size == 1
-                else _gloo_group(replicas[dp_rank], timeout_s, f"REPLICA_{dp_rank}")
-            )
-            groups |= _ask_groups(mpu)
+            made = [groups["control_group"]]
+            if dp_size > 1:
+                made = [_gloo_group(r, timeout_s, f"REPLICA_{d}") for d, r in enumerate(replicas)]
+            groups |= {"replica_group": made[dp_rank], **_ask_groups(mpu)}
         return cls(
             rank=rank,
             world_size=len(coordinates),
@@ -265,15 +264,17 @@ def _control_group(timeout_s: float) -> ProcessGroup:
     default = dist.group.WORLD
     if default is not None and "cpu:gloo" in dist.get_backend_config(default):
         return default
-    return _gloo_group(list(range(dist.get_world_size())), timeout_s, "CONTROL")
+    return _gloo_group(None, timeout_s, "CONTROL")
 
 
-def _gloo_group(ranks: list[int], timeout_s: float, name: str) -> ProcessGroup:
-    """Create a gloo group of these ranks, which call it; other ranks do not wait for them."""
+def _gloo_group(ranks: list[int] | None, timeout_s: float, name: str) -> ProcessGroup:
+    """Create a gloo group of these ranks, or of all. Collective.
+
+    All ranks take part. `use_local_synchronization` would spare the others that, but it names a
+    group by its ranks: a second one of the same ranks would find the addresses of the first.
+    """
     timeout = timedelta(seconds=timeout_s)
-    return dist.new_group(
-        ranks, backend="gloo", timeout=timeout, use_local_synchronization=True, group_desc=name
-    )
+    return dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=name)
 
 
 def _gather_coordinates(dp_rank: int, pp_rank: int, control: ProcessGroup) -> list[tuple[int, int]]:
@@ -325,22 +326,45 @@ def init_parallel(
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=(
-            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
-        ),
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
-        # only its gathered checkpoints need them, which `checkpoint.optimizer_state` replaces
-        create_gloo_process_groups=False,
-        # Megatron makes a timedelta of it, which takes a float
-        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
-    )
+    with _groups_of_gpus():
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=(
+                parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+            ),
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor,
+            # only its gathered checkpoints need them, which `checkpoint.optimizer_state` replaces
+            create_gloo_process_groups=False,
+            # Megatron makes a timedelta of it, which takes a float
+            distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return ParallelState.from_mpu(mpu, timeout_s=timeout_s, coordinates=coordinates)
+
+
+@contextmanager
+def _groups_of_gpus() -> Iterator[None]:
+    """Inside, groups on CUDA take NCCL alone, where they would take gloo too from the default one.
+
+    Megatron makes dozens and names no backend for them. It sends no tensor of the CPU in them: its
+    own training script starts it with NCCL alone.
+    """
+    if "cuda:nccl" not in dist.get_backend_config(dist.group.WORLD):
+        yield
+        return
+    new_group = dist.new_group
+
+    def of_gpus(*args: Any, **options: Any) -> Any:
+        return new_group(*args, **{**options, "backend": options.get("backend") or "nccl"})
+
+    dist.new_group = of_gpus
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
 
 
 def destroy_parallel() -> None:
