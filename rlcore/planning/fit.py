@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlcore.planning.memory import (
     Layout,
@@ -31,6 +31,7 @@ class Trained:
     value_head: bool = False
     offload: bool = False  # the model between its passes, and its optimizer
     offload_optimizer: bool = False
+    distributed: bool | None = None  # its optimizer, where that is not laid out as the policy's
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,10 @@ def stage_needs(
             value_head=model.value_head,
         )
         own = b * weights.total + gradient_bytes(weights)
-        state = optimizer_bytes(weights, layout, dtype_bytes=b)
+        own_layout = layout
+        if model.distributed is not None:
+            own_layout = replace(layout, distributed=model.distributed)
+        state = optimizer_bytes(weights, own_layout, dtype_bytes=b)
         activations = training_bytes(model.shape, layout, load, stage, lm_head=not model.value_head)
         away = own if model.offload else 0
         if not model.offload:

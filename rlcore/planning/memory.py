@@ -191,14 +191,34 @@ def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> 
     shape = layout.of_stage(shape, stage)
     t = load.tokens / layout.context
     s = t / layout.tensor if layout.sequence else t
-    moments = [0.0]
-    if shape.moe_layers < shape.layers:
-        moments.append(3 * t * shape.ffn / layout.tensor)
+    b = load.dtype_bytes
+    residual = 3 * b * s * shape.hidden
+    # the MLP's first product and SwiGLU, or SwiGLU and its second product
+    width = shape.ffn / layout.tensor
+    moments = [b * t * max(3 * width, width + shape.hidden) + residual]
     if shape.moe_layers:
         rows = s * shape.topk * layout.expert_tensor * load.routing_skew
-        moments.append(rows * shape.hidden)
-    experts = _experts_transient_bytes(shape, layout, load) if shape.moe_layers else 0.0
-    return round(load.dtype_bytes * (max(moments) + 3 * s * shape.hidden) + experts)
+        moments.append(
+            b * rows * shape.hidden + _experts_transient_bytes(shape, layout, load) + residual
+        )
+    if stage == layout.pipeline - 1:
+        # hidden states gathered for the head, its rows, and the tiles
+        tiles = (8 + b * (b < 4)) * load.chunk_elements
+        gathered = t * shape.hidden * layout.sequence
+        moments.append(b * (gathered + _targets(layout, load) * shape.hidden) + tiles)
+    return round(max(moments))
+
+
+def _targets(layout: Layout, load: Load) -> float:
+    """Return the targets of the context-parallel rank that has most, the last of a pack's tokens.
+
+    Of 2 x CP chunks a rank has one from the front and its counterpart from the back.
+    """
+    chunks = 2 * layout.context
+    prompt = chunks * (1 - load.trainable / load.tokens)
+    parts = [min(max(k + 1 - prompt, 0.0), 1.0) for k in range(chunks)]
+    most = max(parts[k] + parts[chunks - 1 - k] for k in range(layout.context))
+    return most * load.tokens / chunks
 
 
 def _saved_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> float:
@@ -280,7 +300,7 @@ def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
     b = load.dtype_bytes
     hidden = shape.hidden
     vocabulary = padded_vocab(shape, layout, load.vocab_multiple) // layout.tensor
-    rows = max(1, load.trainable // layout.context)
+    rows = max(1, round(_targets(layout, load)))
     width = min(max(isqrt(2 * load.chunk_elements), load.chunk_elements // rows, 1), vocabulary)
     height = max(1, min(load.chunk_elements // width, rows))
     total = 2 * 4 * height * width + b * vocabulary * hidden + 4 * hidden * (rows + width)
@@ -377,7 +397,7 @@ def _rotary_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
 def _head_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
     """Return the bytes of the last norm's input and output, and of three numbers a row."""
     t = load.tokens / layout.context
-    rows = load.trainable / layout.context
+    rows = _targets(layout, load)
     s = t / layout.tensor if layout.sequence else t
     return (
         load.dtype_bytes * shape.hidden * (s + rows)

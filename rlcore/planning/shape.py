@@ -126,14 +126,14 @@ class ModelShape:
         dense = self.layers - self.moe_layers
         blocks = self.layers * (self.attention + self.norms) + dense * self.mlp
         blocks += self.moe_layers * (self.routed + self.shared + self.router)
-        return blocks + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
+        return round(blocks) + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
 
     @property
     def layer_matrices(self) -> int:
         """Entries of all layers' matrices that a token passes; norms and biases cost nothing."""
         dense = self.layers - self.moe_layers
         matrices = self.layers * self.attention_matrices + dense * self.mlp
-        return matrices + self.moe_layers * self.chosen
+        return round(matrices + self.moe_layers * self.chosen)
 
     @property
     def active_parameters(self) -> int:

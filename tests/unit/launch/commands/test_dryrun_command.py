@@ -71,7 +71,7 @@ def test_both_stages_of_a_dense_model(cut: Path, capsys: pytest.CaptureFixture[s
     assert (code, err) == (0, "")
     first, last = out.split("\n\n")[1:3]
     assert first.startswith("Rank 0, stage 1 of 2: 2 micro-batches of 16384 tokens")
-    assert last.startswith("Rank 8, stage 2 of 2: 1 micro-batches")
+    assert last.startswith("Rank 15, stage 2 of 2: 1 micro-batches")
     check(first)
     check(last)
     assert "fused_head.py" in last, "where the peak is reached"
