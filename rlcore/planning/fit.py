@@ -127,6 +127,8 @@ def stage_needs(
             resident[f"{model.name} gradients"] = gradient_bytes(weights)
         if not (model.offload or model.offload_optimizer):
             resident[f"{model.name} optimizer"] = state
+        scored = b * weights.total if model.offload else 0
+        phases[f"{model.name} pass"] = scored + scoring_bytes(model.shape, layout, load, stage)
         phases[f"{model.name} forward and backward"] = away + activations
         phases[f"{model.name} optimizer step"] = away + (
             state if model.offload or model.offload_optimizer else 0

@@ -30,7 +30,7 @@ LEFT_OUT = (
     "CUDA's context, workspaces of kernels, NCCL's buffers, fragments of the allocator",
     "Transformer Engine's layers: these are Megatron's own",
     "the sizes that other ranks send: every rank is taken to be like this one",
-    "the driver of the optimizer's checkpoint over the ranks: its plan is this rank's alone",
+    "what the ranks agree on when they write a checkpoint, and the writing",
 )
 
 
