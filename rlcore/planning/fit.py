@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlcore.planning.memory import (
     Layout,
     Load,
     Weights,
+    gather_buffer_bytes,
     gradient_bytes,
     optimizer_bytes,
     rank_weights,
+    scoring_bytes,
     training_bytes,
 )
 from rlcore.planning.shape import ModelShape
@@ -29,6 +31,7 @@ class Trained:
     value_head: bool = False
     offload: bool = False  # the model between its passes, and its optimizer
     offload_optimizer: bool = False
+    distributed: bool | None = None  # its optimizer, where that is not laid out as the policy's
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,9 @@ def stage_needs(
     resident: dict[str, int] = {}
     phases: dict[str, int] = {}
     b = load.dtype_bytes
+    shapes = [*(model.shape for model in trained), *(model.shape for model in frozen)]
+    if gathers := max(gather_buffer_bytes(shape, layout, load) for shape in shapes):
+        resident["gathers of sequence parallelism"] = gathers
     for model in trained:
         weights = rank_weights(
             model.shape,
@@ -110,7 +116,10 @@ def stage_needs(
             value_head=model.value_head,
         )
         own = b * weights.total + gradient_bytes(weights)
-        state = optimizer_bytes(weights, layout, dtype_bytes=b)
+        own_layout = layout
+        if model.distributed is not None:
+            own_layout = replace(layout, distributed=model.distributed)
+        state = optimizer_bytes(weights, own_layout, dtype_bytes=b)
         activations = training_bytes(model.shape, layout, load, stage, lm_head=not model.value_head)
         away = own if model.offload else 0
         if not model.offload:
@@ -118,6 +127,8 @@ def stage_needs(
             resident[f"{model.name} gradients"] = gradient_bytes(weights)
         if not (model.offload or model.offload_optimizer):
             resident[f"{model.name} optimizer"] = state
+        scored = b * weights.total if model.offload else 0
+        phases[f"{model.name} pass"] = scored + scoring_bytes(model.shape, layout, load, stage)
         phases[f"{model.name} forward and backward"] = away + activations
         phases[f"{model.name} optimizer step"] = away + (
             state if model.offload or model.offload_optimizer else 0
@@ -126,8 +137,9 @@ def stage_needs(
         size = (
             b * rank_weights(other.shape, layout, stage, vocab_multiple=load.vocab_multiple).total
         )
-        if other.offload:
-            phases[f"{other.name} pass"] = 0 if other.swapped_in else size
-        else:
+        phases[f"{other.name} pass"] = scoring_bytes(other.shape, layout, load, stage)
+        if not other.offload:
             resident[f"{other.name} weights"] = size
+        elif not other.swapped_in:
+            phases[f"{other.name} pass"] += size
     return Needs(stage, resident, phases)

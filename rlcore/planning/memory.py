@@ -5,7 +5,7 @@ Checked against real tensors in tests/parity.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Literal
 
@@ -54,6 +54,18 @@ class Layout:
         """Return the number of layers of a pipeline stage."""
         return self.stages[stage] if self.stages else shape.layers // self.pipeline
 
+    def of_stage(self, shape: ModelShape, stage: int) -> ModelShape:
+        """Return the shape of a pipeline stage's layers.
+
+        Experts are counted as in an average stage where layers without are mixed with the others.
+        """
+        layers = self.stage_layers(shape, stage)
+        moe = layers * shape.moe_layers / shape.layers
+        if shape.dense_first and self.virtual_pipeline == 1:
+            before = sum(self.stage_layers(shape, k) for k in range(stage))
+            moe = layers - min(max(shape.dense_first - before, 0), layers)
+        return replace(shape, layers=layers, moe_layers=moe)
+
 
 @dataclass(frozen=True)
 class Load:
@@ -95,10 +107,10 @@ def rank_weights(
 
     A critic has a value head [H], on every tensor-parallel rank, and no LM head.
     """
-    layers = layout.stage_layers(shape, stage)
+    here = layout.of_stage(shape, stage)
+    layers = here.layers
+    moe = here.moe_layers
     tp = layout.tensor
-    # An average, if the layers with experts are not spread evenly.
-    moe = layers * shape.moe_layers / shape.layers
     dense = layers * (shape.attention / tp + shape.norms) + (layers - moe) * shape.mlp / tp
     dense += moe * (shape.shared / tp + shape.router)
     vocabulary = padded_vocab(shape, layout, vocab_multiple) * shape.hidden / tp
@@ -148,7 +160,8 @@ def training_bytes(
     The head has ended when the layers run backward, and its own peak comes before.
     """
     saved = _saved_bytes(shape, layout, load, stage)
-    in_layer = _again_bytes(shape, layout, load) + _transient_bytes(shape, layout, load)
+    here = layout.of_stage(shape, stage)
+    in_layer = _again_bytes(here, layout, load) + _transient_bytes(here, layout, load)
     if stage < layout.pipeline - 1:
         return round(saved + in_layer)
     head = _head_bytes(shape, layout, load)
@@ -159,18 +172,61 @@ def training_bytes(
 def activation_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
     """Return what the forward passes in flight save for the backward pass, the head included."""
     # What a layer recomputes exists while it runs backward; the head's part is gone by then.
-    again = _again_bytes(shape, layout, load)
+    again = _again_bytes(layout.of_stage(shape, stage), layout, load)
     head = _head_bytes(shape, layout, load) if stage == layout.pipeline - 1 else 0.0
     return round(_saved_bytes(shape, layout, load, stage) + max(again, head))
 
 
+def gather_buffer_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
+    """Return the memory that Megatron keeps for the gathers of sequence parallelism.
+
+    All layers use it in turn.
+    """
+    shared = layout.sequence and layout.tensor > 1
+    return round(load.dtype_bytes * load.tokens / layout.context * shape.hidden) if shared else 0
+
+
+def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
+    """Return the most that a layer holds in a pass without gradients."""
+    shape = layout.of_stage(shape, stage)
+    t = load.tokens / layout.context
+    s = t / layout.tensor if layout.sequence else t
+    b = load.dtype_bytes
+    residual = 3 * b * s * shape.hidden
+    # the MLP's first product and SwiGLU, or SwiGLU and its second product
+    width = shape.ffn / layout.tensor
+    moments = [b * t * max(3 * width, width + shape.hidden) + residual]
+    if shape.moe_layers:
+        rows = s * shape.topk * layout.expert_tensor * load.routing_skew
+        moments.append(
+            b * rows * shape.hidden + _experts_transient_bytes(shape, layout, load) + residual
+        )
+    if stage == layout.pipeline - 1:
+        # hidden states gathered for the head, its rows, and the tiles
+        tiles = (8 + b * (b < 4)) * load.chunk_elements
+        gathered = t * shape.hidden * layout.sequence
+        moments.append(b * (gathered + _targets(layout, load) * shape.hidden) + tiles)
+    return round(max(moments))
+
+
+def _targets(layout: Layout, load: Load) -> float:
+    """Return the targets of the context-parallel rank that has most, the last of a pack's tokens.
+
+    Of 2 x CP chunks a rank has one from the front and its counterpart from the back.
+    """
+    chunks = 2 * layout.context
+    prompt = chunks * (1 - load.trainable / load.tokens)
+    parts = [min(max(k + 1 - prompt, 0.0), 1.0) for k in range(chunks)]
+    most = max(parts[k] + parts[chunks - 1 - k] for k in range(layout.context))
+    return most * load.tokens / chunks
+
+
 def _saved_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> float:
     """Return what the layers keep from their forward to their backward pass."""
+    here = layout.of_stage(shape, stage)
     in_flight = layers_in_flight(shape, layout, load.micro_batches, stage)
-    packs = in_flight / max(layout.stage_layers(shape, stage), 1)
-    return (
-        _layer_bytes(shape, layout, load) * in_flight + _rotary_bytes(shape, layout, load) * packs
-    )
+    packs = in_flight / max(here.layers, 1)
+    return _layer_bytes(here, layout, load) * in_flight + _rotary_bytes(here, layout, load) * packs
 
 
 def _again_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
@@ -244,7 +300,7 @@ def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
     b = load.dtype_bytes
     hidden = shape.hidden
     vocabulary = padded_vocab(shape, layout, load.vocab_multiple) // layout.tensor
-    rows = max(1, load.trainable // layout.context)
+    rows = max(1, round(_targets(layout, load)))
     width = min(max(isqrt(2 * load.chunk_elements), load.chunk_elements // rows, 1), vocabulary)
     height = max(1, min(load.chunk_elements // width, rows))
     total = 2 * 4 * height * width + b * vocabulary * hidden + 4 * hidden * (rows + width)
@@ -265,7 +321,7 @@ def _layer_bytes(
     residual = b * s * shape.hidden
     if recompute == "full":
         return residual
-    share = shape.moe_layers / shape.layers
+    share = shape.moe_layers / max(shape.layers, 1)
     # The inputs of two norms, and 1 / rms.
     total = 2 * (residual + 4 * s + _normalised(s * shape.hidden, load))
     # The input of the QKV projection.
@@ -341,7 +397,7 @@ def _rotary_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
 def _head_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
     """Return the bytes of the last norm's input and output, and of three numbers a row."""
     t = load.tokens / layout.context
-    rows = load.trainable / layout.context
+    rows = _targets(layout, load)
     s = t / layout.tensor if layout.sequence else t
     return (
         load.dtype_bytes * shape.hidden * (s + rows)

@@ -40,7 +40,8 @@ class ModelShape:
     expert_ffn: int = 0
     shared_ffn: int = 0  # width of the shared expert
     shared_gate: bool = False
-    moe_layers: int = 0  # how many of the layers hold experts
+    moe_layers: float = 0  # how many of the layers hold experts; an average for some stages
+    dense_first: int = 0  # layers without experts before all others; 0 where they are mixed
     latent: int = 0  # weights of a layer's latent attention (MLA), in place of Q, K, V and output
 
     @classmethod
@@ -51,6 +52,8 @@ class ModelShape:
         layers = int(fields["num_layers"])
         experts = int(fields.get("num_moe_experts") or 0)
         every = fields.get("moe_layer_freq", 1)
+        has_experts = [bool(every[k]) if isinstance(every, list) else True for k in range(layers)]
+        before = has_experts.index(True) if any(has_experts) else layers
         return cls(
             layers=layers,
             hidden=int(fields["hidden_size"]),
@@ -67,9 +70,8 @@ class ModelShape:
             expert_ffn=int(fields.get("moe_ffn_hidden_size") or 0),
             shared_ffn=int(fields.get("moe_shared_expert_intermediate_size") or 0),
             shared_gate=bool(fields.get("moe_shared_expert_gate")),
-            moe_layers=(
-                (sum(map(bool, every)) if isinstance(every, list) else layers) if experts else 0
-            ),
+            moe_layers=sum(has_experts) if experts else 0,
+            dense_first=before if experts and all(has_experts[before:]) else 0,
             latent=latent,
         )
 
@@ -124,14 +126,14 @@ class ModelShape:
         dense = self.layers - self.moe_layers
         blocks = self.layers * (self.attention + self.norms) + dense * self.mlp
         blocks += self.moe_layers * (self.routed + self.shared + self.router)
-        return blocks + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
+        return round(blocks) + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
 
     @property
     def layer_matrices(self) -> int:
         """Entries of all layers' matrices that a token passes; norms and biases cost nothing."""
         dense = self.layers - self.moe_layers
         matrices = self.layers * self.attention_matrices + dense * self.mlp
-        return matrices + self.moe_layers * self.chosen
+        return round(matrices + self.moe_layers * self.chosen)
 
     @property
     def active_parameters(self) -> int:

@@ -119,10 +119,11 @@ def rank_flops(
     Args:
         training: count the backward pass and what it computes again.
     """
-    of_layers = shape.forward_flops(lengths, 0) * layout.stage_layers(shape, stage) / shape.layers
+    here = layout.of_stage(shape, stage)
+    of_layers = here.forward_flops(lengths, 0)
     head = 2.0 * trainable * shape.vocab * shape.hidden * (stage == layout.pipeline - 1)
     if training:
-        of_layers *= 3.0 + _again(shape, layout, max(lengths))
+        of_layers *= 3.0 + _again(here, layout, max(lengths))
         head *= 4.0
     return (of_layers + head) / (layout.tensor * layout.context)
 

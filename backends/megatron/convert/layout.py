@@ -105,7 +105,7 @@ def tp_slice(
     It is empty where all is padding. A routed expert is split over the expert-tensor-parallel ranks
     instead.
     """
-    if split is Split.REPLICATED:
+    if split is Split.REPLICATED or (size == 1 and split is not Split.VOCAB):
         return Slice(None)
     if split is Split.VOCAB:
         part = padded_vocab // size

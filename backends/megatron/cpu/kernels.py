@@ -15,9 +15,14 @@ def kernel_type(device: torch.device) -> str:
     return _assumed[-1] if _assumed else device.type
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether the kernels for compute capability 9 and more serve `device`, one of CUDA."""
+    return bool(_assumed) or torch.cuda.get_device_capability(device)[0] >= 9
+
+
 @contextmanager
 def assuming_kernels(device_type: str) -> Iterator[None]:
-    """Inside, the kernels of `device_type` are chosen on every device."""
+    """Inside, the kernels of `device_type`, of CUDA for a Hopper, are chosen on every device."""
     _assumed.append(device_type)
     try:
         yield

@@ -94,10 +94,14 @@ class MetaFloats(TorchDispatchMode):
         if _takes_device(func):
             kwargs = {**kwargs, "device": META}
         out = self._run(func, args, kwargs)
-        count = flop_registry.get(_OUT_OF_PLACE.get(func._overloadpacket, func._overloadpacket))
-        if count is not None:
-            name = func._schema.name.split("::")[1].removeprefix("_")
-            self.usage.now.flops[name] += flops or count(*args, **kwargs, out_val=out)
+        packet = func._overloadpacket
+        count = flop_registry.get(_OUT_OF_PLACE.get(packet, packet))
+        if packet is aten._grouped_mm:
+            flops = _grouped_flops(args[0], args[1])
+        elif not flops and count is not None:
+            flops = count(*args, **kwargs, out_val=out)
+        if flops:
+            self.usage.now.flops[func._schema.name.split("::")[1].removeprefix("_")] += flops
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -219,6 +223,11 @@ def _holds_metas(value: Any) -> bool:
 
 def _stacked(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.stack([_stacked(part) for part in value])
+
+
+def _grouped_flops(a: Tensor, b: Tensor) -> int:
+    """FLOPs of a matmul for each expert: of rows, or over rows for the gradients of weights."""
+    return 2 * a.size(0) * a.size(1) * b.size(-1)
 
 
 def _attention_flops(name: str, args: Any) -> int:

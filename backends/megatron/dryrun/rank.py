@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from backends.megatron.cpu.shim import importing_megatron
 
@@ -24,6 +24,9 @@ from rlcore.algorithms import Moments
 from rlcore.config import Config
 from rlcore.config.derived import Passes, pack_multiple
 from rlcore.trainer.objective import Objective
+
+_Model = Literal["policy", "reference", "teacher", "critic"]
+_SCORED: tuple[_Model, ...] = ("policy", "reference", "teacher", "critic")
 
 
 @dataclass
@@ -110,8 +113,8 @@ def _run(
     batch.micro_batches(0)
     backend._local_batch = batch
     report.parameters, report.bytes = _held(backend)
-    for name, wanted in vars(passes).items():
-        if wanted:
+    for name in _SCORED:
+        if getattr(passes, name):
             with usage.phase(f"{name} pass"):
                 backend.score(name)  # type: ignore[arg-type]
     _update(backend, usage)

@@ -30,7 +30,7 @@ LEFT_OUT = (
     "CUDA's context, workspaces of kernels, NCCL's buffers, fragments of the allocator",
     "Transformer Engine's layers: these are Megatron's own",
     "the sizes that other ranks send: every rank is taken to be like this one",
-    "the driver of the optimizer's checkpoint over the ranks: its plan is this rank's alone",
+    "what the ranks agree on when they write a checkpoint, and the writing",
 )
 
 
@@ -42,8 +42,7 @@ def without_peers(usage: Usage, peers: Peers, rank: int, *, skew: float) -> Iter
         skew: how many times the even share of tokens this rank's experts get.
     """
     devices = dist.Backend.backend_capability["fake"]
-    if META.type not in devices:
-        devices.append(META.type)
+    devices.append(META.type)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=peers.world)
     try:
         with ExitStack() as stack:
@@ -56,6 +55,7 @@ def without_peers(usage: Usage, peers: Peers, rank: int, *, skew: float) -> Iter
             yield
     finally:
         dist.destroy_process_group()
+        devices.remove(META.type)
 
 
 def _replacements(usage: Usage, peers: Peers, skew: float) -> list[tuple[Any, str, Any]]:

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
+from backends.megatron.cpu.kernels import is_hopper, kernel_type
+
 
 class GroupedExperts(SequentialMLP):
     """Megatron's experts, with the same parameters, computed together where a kernel does it.
@@ -42,9 +44,9 @@ def groups_matmuls(experts: SequentialMLP, hidden: Tensor) -> bool:
     """
     sizes = experts.local_experts[0].linear_fc2.weight.shape
     return (
-        hidden.is_cuda
+        kernel_type(hidden.device) == "cuda"
         and hidden.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(hidden.device)[0] >= 9
+        and is_hopper(hidden.device)
         and all(size % 8 == 0 for size in sizes)
         and not torch.are_deterministic_algorithms_enabled()
         and not experts.config.moe_apply_probs_on_input

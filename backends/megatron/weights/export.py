@@ -172,9 +172,11 @@ class WeightExporter:
         self._padded_vocab = vocab[0] * parallel.tp_size if vocab else 0
         self._ranks = self._gather_coordinates()
         self._sources = self._find_sources()
+        self._found: dict[tuple[int, int | None, Split], list[int]] = {}
         self._senders = self._find_senders()
         self._group: ProcessGroup | None = self._make_group() if sharing is None else sharing._group
-        self._plans: dict[tuple[int, int], list[_Part]] = {}
+        # by bucket: the parts of each rank that has some
+        self._plans: dict[int, dict[int, list[_Part]]] = {}
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     @torch.no_grad()
@@ -235,10 +237,17 @@ class WeightExporter:
         out = dict(bucket.views(flat))
         arrivals: list[tuple[list[_Part], Tensor]] = []
         receives: list[dist.P2POp] = []
-        for rank in self._senders:
-            alone, packed = self._messages(bucket, rank)
-            aside = [part for part in alone if part.slice.dim not in (None, 0)] + packed
-            buffer = self._buffer("receive", rank, sum(part.num_bytes for part in aside))
+        messages = {
+            rank: self._messages(bucket, rank) for rank in sorted(self._plan(bucket).keys() - {0})
+        }
+        asides = {
+            rank: [part for part in alone if part.slice.dim not in (None, 0)] + packed
+            for rank, (alone, packed) in messages.items()
+        }
+        sizes = {rank: sum(part.num_bytes for part in asides[rank]) for rank in messages}
+        buffers = self._buffer("receive", 0, sum(sizes.values())).split(list(sizes.values()))
+        for buffer, (rank, (alone, packed)) in zip(buffers, messages.items()):
+            aside = asides[rank]
             pieces = {part.spec.name: piece for part, piece in _pieces(aside, buffer)}
             into = [
                 _raw(pieces.get(part.spec.name, part.slice.of(out[part.spec.name])))
@@ -293,16 +302,29 @@ class WeightExporter:
 
     def _parts(self, bucket: Bucket, rank: int) -> list[_Part]:
         """The parts of a bucket that `rank` sends, the same list on rank 0 and the sender."""
-        key = bucket.index, rank
-        if key not in self._plans:
-            parts = []
+        return self._plan(bucket).get(rank, [])
+
+    def _plan(self, bucket: Bucket) -> dict[int, list[_Part]]:
+        """The parts of each rank that sends some; few of many ranks do."""
+        if bucket.index not in self._plans:
+            plan = self._plans[bucket.index] = {}
             for spec in bucket.tensors:
                 source = self._sources[spec.name]
-                if self._contributes(self._ranks[rank], source):
+                for rank in self._contributors(source):
                     own = self._slice(source.entry, spec.shape, self._ranks[rank])
-                    parts.append(_Part(spec, own, own.shape(spec.shape)))
-            self._plans[key] = [part for part in parts if part.num_bytes]
-        return self._plans[key]
+                    part = _Part(spec, own, own.shape(spec.shape))
+                    if part.num_bytes:
+                        plan.setdefault(rank, []).append(part)
+        return self._plans[bucket.index]
+
+    def _contributors(self, source: _Source) -> list[int]:
+        """The ranks that send a part of a tensor."""
+        kind = (source.stage, self._owner(source.entry), source.entry.split)
+        if kind not in self._found:
+            self._found[kind] = [
+                rank for rank, at in enumerate(self._ranks) if self._contributes(at, source)
+            ]
+        return self._found[kind]
 
     def _contributes(self, at: _Coordinates, source: _Source) -> bool:
         """Whether a rank sends its part of a tensor: of several ranks with the same, the first."""
@@ -373,15 +395,8 @@ class WeightExporter:
 
     def _find_senders(self) -> list[int]:
         """The ranks other than rank 0 that contribute to a bucket."""
-        kinds = {
-            (source.stage, self._owner(source.entry), source.entry.split): source
-            for source in self._sources.values()
-        }
-        return [
-            rank
-            for rank, at in enumerate(self._ranks)
-            if rank and any(self._contributes(at, source) for source in kinds.values())
-        ]
+        ranks = {rank for source in self._sources.values() for rank in self._contributors(source)}
+        return sorted(ranks - {0})
 
     def _make_group(self) -> ProcessGroup | None:
         """Create the group of rank 0 and the senders; None where nobody sends. Collective.

@@ -112,8 +112,10 @@ def micro_batches_in_flight(layout: Layout, load: Load, stage: int) -> int:
 def _ranks(layout: Layout, world: int, given: Sequence[int] | None) -> list[int]:
     of_a_stage = world // layout.pipeline
     if not given:
-        middle = layout.pipeline // 2 * of_a_stage
-        return sorted({0, middle, world - 1} if layout.pipeline > 1 else {0})
+        # of the last stage the last rank: of those that share a pack it has most targets
+        middle = layout.pipeline // 2 * of_a_stage if layout.pipeline > 2 else 0
+        several = layout.pipeline > 1 or layout.context > 1
+        return sorted({0, middle, world - 1 if several else 0})
     for rank in given:
         if not 0 <= rank < world:
             raise UserError(

@@ -87,7 +87,10 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
     if passes.critic:
         given = config.critic
         other = others.get("critic.path", arch).shape
-        trained.append(Trained("critic", other, True, given.offload, given.optimizer.offload))
+        optimizer = given.optimizer
+        trained.append(
+            Trained("critic", other, True, given.offload, optimizer.offload, optimizer.distributed)
+        )
     frozen: list[Frozen] = []
     for name, is_scored, section in (
         ("reference", passes.reference, config.reference),

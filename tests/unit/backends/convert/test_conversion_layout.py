@@ -88,6 +88,12 @@ def test_a_rank_of_padding_alone() -> None:
     assert tp_slice(Split.VOCAB, (31, 8), rank=1, size=2, padded_vocab=128) == Slice(0, 31, 0)
 
 
+@pytest.mark.parametrize("split", [Split.COLUMN, Split.ROW, Split.GATED, Split.QKV])
+def test_an_unsplit_matrix_is_no_slice(split: Split) -> None:
+    """Rank 0 of a publication receives a whole tensor into the bucket, and columns beside it."""
+    assert tp_slice(split, (24, 8), rank=0, size=1, padded_vocab=0) == Slice(None)
+
+
 def test_heads(arch: Architecture) -> None:
     lm, value = (
         {entry.megatron for entry in model_entries(arch, head)} for head in ("lm", "value")

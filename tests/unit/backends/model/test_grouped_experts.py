@@ -38,5 +38,6 @@ def test_in_bf16_on_a_hopper(
         local_experts=[SimpleNamespace(linear_fc2=SimpleNamespace(weight=weight))],
         config=SimpleNamespace(moe_apply_probs_on_input=case["on_input"]),
     )
-    hidden: Any = SimpleNamespace(is_cuda=case["cuda"], dtype=case["dtype"], device="cuda")
+    device = torch.device("cuda" if case["cuda"] else "cpu")
+    hidden: Any = SimpleNamespace(dtype=case["dtype"], device=device)
     assert groups_matmuls(experts, hidden) == expected

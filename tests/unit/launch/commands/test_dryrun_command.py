@@ -1,0 +1,121 @@
+"""`rlcore dryrun` as a user calls it, on models of real widths with few layers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rlcore import cli
+
+EXAMPLES = Path(__file__).parents[4] / "examples/models"
+CONFIG = str(EXAMPLES / "grpo.yaml")
+FULL = "policy.megatron={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"  # noqa: E501
+EP8 = [
+    "policy.parallel.tensor=1",
+    "policy.parallel.sequence=false",
+    "policy.parallel.expert=8",
+]  # fmt: skip
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Path:
+    """Folders with the sizes of the examples, config.json alone, and two layers."""
+    for folder in EXAMPLES.iterdir():
+        if folder.is_dir():
+            given = json.loads((folder / "config.json").read_text())
+            (tmp_path / folder.name).mkdir()
+            (tmp_path / folder.name / "config.json").write_text(
+                json.dumps({**given, "num_hidden_layers": 2})
+            )
+    return tmp_path
+
+
+def dry_run(
+    capsys: pytest.CaptureFixture[str], model: Path, *arguments: str
+) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    code = cli.main(["dryrun", CONFIG, f"model.path={model}", *arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def beside(out: str, name: str) -> tuple[float, float]:
+    """The numbers of the dry run and of the plan."""
+    found = re.search(rf"^  {name} +([\d.,]+)(?: GiB)? +([\d.,]+)", out, re.MULTILINE)
+    assert found, f"{name} is not in\n{out}"
+    return float(found[1].replace(",", "")), float(found[2].replace(",", ""))
+
+
+def check(out: str, *, peaks: float = 0.05) -> None:
+    """Parameters and state are those of the plan, and the peak is within `peaks` of it."""
+    own, planned = beside(out, "policy parameters")
+    assert own == planned
+    for kind in ("weights", "gradients", "optimizer"):
+        own, planned = beside(out, f"policy {kind}")
+        assert own == pytest.approx(planned, rel=0.001)
+    for phase in ("policy forward and backward", "policy optimizer step"):
+        own, planned = beside(out, f"peak, {phase}")
+        assert own == pytest.approx(planned, rel=peaks), phase
+    own, planned = beside(out, "TFLOP, policy forward and backward")
+    assert own == pytest.approx(planned, rel=0.02)
+
+
+def test_both_stages_of_a_dense_model(cut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = dry_run(
+        capsys, cut / "Qwen2.5-7B", "--world", "16", "policy.parallel.pipeline=2"
+    )
+    assert (code, err) == (0, "")
+    first, last = out.split("\n\n")[1:3]
+    assert first.startswith("Rank 0, stage 1 of 2: 2 micro-batches of 16384 tokens")
+    assert last.startswith("Rank 15, stage 2 of 2: 1 micro-batches")
+    check(first)
+    check(last)
+    assert "fused_head.py" in last, "where the peak is reached"
+    assert re.search(r"reduce_scatter_base in tensor_model_parallel_group of 4: \d+ calls", first)
+    assert re.search(r"a publication: \d+ buckets", first)
+    assert re.search(r"this rank writes \d+ tensors of a checkpoint", first)
+    assert "Left out: CUDA's context" in out
+    assert not dist.is_initialized(), "nothing of it stays"
+
+
+def test_experts_recomputed(cut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = dry_run(capsys, cut / "Qwen3-30B-A3B", "--world", "16", *EP8, FULL)
+    assert (code, err) == (0, "")
+    check(out)
+    assert re.search(r"alltoall_base in expert_model_parallel_group of 8: \d+ calls", out)
+
+
+def test_more_tokens_for_the_experts_of_the_rank(
+    cut: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = cut / "Qwen3-30B-A3B"
+    _, out, _ = dry_run(capsys, model, "--world", "16", "--skew", "3", *EP8, FULL)
+    own, planned = beside(out, "peak, policy forward and backward")
+    assert own == pytest.approx(planned, rel=0.05)
+    even = 12
+    assert own > even + 1, "GiB: the rank holds three times the rows"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rank", "16"], "--rank: got 16, expected 0 to 15: the trainer has 16 ranks"),
+        (["--skew", "2"], "--skew: got 2, expected 1 (even) to 1"),
+        (["policy.parallel.tensor=3"], "policy.parallel: tensor 3"),
+        (["policy.parallel.pipeline=4"], "does not divide the model's 2 layers"),
+        (["policy.parallel.expert=2"], "policy.parallel.expert: the qwen2 model has no experts"),
+        (["policy.fp8.format=hybrid"], "policy.fp8: a dry run has Megatron's own layers"),
+        (["model.path=/nowhere"], "/nowhere: no such folder"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_key(
+    cut: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    code, out, err = dry_run(capsys, cut / "Qwen2.5-7B", "--world", "16", *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
