@@ -41,7 +41,6 @@ ABORT_S = 10.0  # a request that was aborted to be answered with the tokens that
 LAST_TOKEN_S = 30.0  # the token that is being made when an embedded engine closes
 KILL_ENGINE_S = 30.0  # more than TERMINATE_S and REAP_S: how long the fleet waits for an end
 CLOSE_ENGINES_S = 30.0  # a transport or a service to close
-NCCL_VERSION_S = 120.0  # an interpreter to import torch, from a cold disk, and tell its NCCL
 REWARD_START_S = 120.0  # imports of the user's reward modules in a worker
 
 # --- weight publication ---------------------------------------------------------------------------

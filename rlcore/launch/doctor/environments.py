@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
+from rlcore.interpreters import Interpreter, ask
 from rlcore.launch.doctor.finding import Finding, Level
-from rlcore.launch.doctor.interpreters import Interpreter, ask
 from rlcore.launch.doctor.needs import Needs
 
 INSTALL = "./scripts/install.sh"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlcore.deadlines import NVIDIA_SMI_S
+from rlcore.interpreters import Interpreter
 from rlcore.launch.doctor.finding import Finding, Level, gib
-from rlcore.launch.doctor.interpreters import Interpreter
 from rlcore.launch.doctor.needs import Needs
 
 FIELDS = "name,memory.total,memory.free,driver_version"

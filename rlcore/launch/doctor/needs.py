@@ -6,11 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import rlcore
 from rlcore.config import Config
 from rlcore.config.derived import generates
+from rlcore.interpreters import CHECKOUT
 
-CHECKOUT = Path(rlcore.__file__).resolve().parents[1]
 FILES = 512  # that a trainer holds open beside its engines' connections: libraries, logs, sockets
 
 

@@ -10,12 +10,15 @@ from typing import Any, cast
 import pytest
 from torch.distributed import HashStore
 
-from backends.megatron.checkpoint.shards import PendingCheckpoint
+from backends.megatron.cpu.shim import importing_megatron
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.interfaces import PolicyBackend
 from rlcore.trainer.checkpointer import Checkpointer
 from rlcore.trainer.rank0 import RankZero
 from rlcore.trainer.rank_sync import RankSync
+
+with importing_megatron():
+    from backends.megatron.checkpoint.shards import PendingCheckpoint
 
 
 class Writing:

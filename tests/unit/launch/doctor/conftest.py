@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from rlcore.interpreters import ask as ask_interpreter
 from rlcore.launch.doctor import environments
-from rlcore.launch.doctor.interpreters import ask as ask_interpreter
 
 GIVEN = ["run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1"]
 TOLD: dict[str, Any] = {

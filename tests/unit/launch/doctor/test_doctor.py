@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from rlcore import cli, launch
+from rlcore.interpreters import ask
 from rlcore.launch.doctor import environments, machine, network
 from rlcore.launch.doctor.finding import Finding
-from rlcore.launch.doctor.interpreters import ask
 from rlcore.launch.doctor.needs import FILES
 
 GIVEN = ["run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1"]

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore import interpreters
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, RunFailed
 from rollout.engines.factories import Keys
-from rollout.engines.sglang import nccl_version, server_process
+from rollout.engines.sglang import server_process
 from rollout.engines.sglang.nccl_version import check_nccl
 from rollout.engines.sglang.server_process import ManagedServer
 
@@ -66,17 +68,17 @@ def test_another_version_is_refused_with_both_and_what_to_do(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("echo no torch here >&2; exit 1", "cannot tell the NCCL of its torch: no torch here"),
-        ("echo 7", "cannot tell the NCCL of its torch: it said nothing"),
-        ("exec sleep 60", "did not tell its NCCL in 0.5 s"),
+        ("echo no torch here >&2; exit 1", "does not tell .*: exit code 1: no torch here"),
+        ("echo 7", "does not tell .*: exit code 0: it said nothing"),
+        ("exec sleep 60", "does not tell .*: it did not answer within 0.5 s"),
     ],
 )
 def test_an_interpreter_that_does_not_tell_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
 ) -> None:
-    monkeypatch.setattr(nccl_version, "NCCL_VERSION_S", 0.5 if "sleep" in body else 30.0)
-    with pytest.raises(Exception, match=f"rollout.engine.python: .*theirs {message}"):
-        asyncio.run(nccl_version.nccl_version(interpreter(tmp_path / "theirs", body)))
+    monkeypatch.setattr(interpreters, "INTERPRETER_S", 0.5 if "sleep" in body else 30.0)
+    with pytest.raises(ConfigError, match=f"rollout.engine.python: .*theirs {message}"):
+        asyncio.run(check_nccl(interpreter(tmp_path / "theirs", body), sys.executable))
 
 
 def test_the_question_is_for_the_library_that_is_loaded(
@@ -88,7 +90,8 @@ def test_the_question_is_for_the_library_that_is_loaded(
         number._obj.value = 23007
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(ncclGetVersion=tell))
-    exec(nccl_version.PROBE, {})
+    monkeypatch.setattr(sys, "argv", ["-c", "[]"])
+    exec(interpreters.PROBE + interpreters.TELL, {})
     assert json.loads(capsys.readouterr().out)["nccl"] == "2.30.7"
 
 
@@ -100,8 +103,10 @@ def test_a_torch_for_the_cpu_has_none(
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     monkeypatch.setattr(torch.version, "cuda", None)
-    exec(nccl_version.PROBE, {})
-    assert json.loads(capsys.readouterr().out) == {"nccl": "", "cuda": ""}
+    monkeypatch.setattr(sys, "argv", ["-c", "[]"])
+    exec(interpreters.PROBE + interpreters.TELL, {})
+    told = json.loads(capsys.readouterr().out)
+    assert (told["nccl"], told["cuda"]) == ("", "")
 
 
 @pytest.mark.parametrize(

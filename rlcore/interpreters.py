@@ -1,4 +1,4 @@
-"""Asks an interpreter, in a process of its own, what it has installed."""
+"""Asks an interpreter, in a process of its own, what it has installed: works without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.deadlines import INTERPRETER_S
-from rlcore.launch.doctor.needs import CHECKOUT
+
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 # What is said of NCCL is that of the library which is loaded: `torch.cuda.nccl.version()` tells the
 # one that torch was compiled with.
