@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
 @dataclass(frozen=True)
 class Size:
     """How large the measured parts are."""
@@ -27,6 +31,10 @@ class Size:
     dtype: str
     matmul: int  # width of the square matmul
     copied: int  # bytes of the copy
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
 
 
 FULL = Size(
@@ -106,13 +114,15 @@ class Section:
     """A part of the benchmark that runs alone: what breaks in it leaves the others."""
 
     name: str
-    run: Callable[[Setting], Found]
+    work: str  # "module:function", Setting -> Found
     limit_s: float
+    model: str = ""  # for a section that trains one
 
 
 def run_here(section: Section, setting: Setting, result: Path) -> None:
     """Run a section in this process, and write what it found."""
-    found = section.run(setting)
+    module, function = section.work.split(":")
+    found: Found = getattr(importlib.import_module(module), function)(setting)
     checks = [{**asdict(check), "ok": check.ok} for check in found.checks]
     result.write_text(
         json.dumps({"checks": checks, "numbers": found.numbers, "modules": _installed_modules()})

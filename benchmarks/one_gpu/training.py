@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from one_gpu.models import SHAPES, full_packs, make_batch, make_config, write_model
+from one_gpu.models import SHAPES
 from one_gpu.profile_parts import time_by_part
 from one_gpu.section import Found, Setting, seconds_of
-from one_gpu.step import trainer
+from one_gpu.step import random_trainer
 
 CALLS = 20
 
@@ -34,9 +34,9 @@ def ceilings(setting: Setting) -> Found:
 def matmul_rate(setting: Setting) -> float:
     """FLOP/s of a large square product in the training dtype."""
     size = setting.size
-    dtype = torch.bfloat16 if size.dtype == "bf16" else torch.float32
     a, b = (
-        torch.randn(size.matmul, size.matmul, device=setting.device, dtype=dtype) for _ in range(2)
+        torch.randn(size.matmul, size.matmul, device=setting.device, dtype=size.torch_dtype)
+        for _ in range(2)
     )
 
     def several() -> None:
@@ -50,24 +50,19 @@ def train(setting: Setting) -> Found:
     """Passes and steps of one model. MFU is of the product's rate, measured just before."""
     found = Found()
     size = setting.size
-    rate = matmul_rate(setting)
     shape = SHAPES[setting.model]
-    folder = setting.work / setting.model
-    write_model(folder, shape, torch.bfloat16 if size.dtype == "bf16" else torch.float32)
-    batch = make_batch(shape, size.micro_tokens, size.micro_batches, size.longest)
-    config = make_config(
-        folder,
-        dtype=size.dtype,
-        micro_tokens=size.micro_tokens,
-        optimizer={"lr": 1e-6, "distributed": True},
+    with random_trainer(
+        setting,
+        setting.model,
+        packs=size.micro_batches,
         offload=True,
         recompute=setting.recompute,
-    )
-    if setting.cuda:
-        torch.cuda.reset_peak_memory_stats()
-    tokens = sum(batch.lengths.tolist())
-    with trainer(config, batch, setting.device, full_packs(batch, size.micro_tokens)) as made:
+    ) as made:
+        batch = made.batch
         found.numbers["chosen"] = made.backend.describe()
+        rate = matmul_rate(setting)
+        if setting.cuda:
+            torch.cuda.reset_peak_memory_stats()
         made.assign()
         seconds = {
             name: seconds_of(work, size.rounds, cuda=setting.cuda)
@@ -80,6 +75,7 @@ def train(setting: Setting) -> Found:
         peak = torch.cuda.max_memory_allocated() if setting.cuda else 0
         parts = time_by_part(made.update, cuda=setting.cuda)
     # an update: forward and backward
+    tokens = sum(batch.lengths.tolist())
     flops = 3.0 * shape.sizes.forward_flops(batch.lengths.tolist(), batch.num_trainable)
     found.number("parameters", shape.sizes.parameters / 1e6, "M")
     found.number("tokens a step", tokens, "")
