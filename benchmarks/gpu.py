@@ -126,8 +126,10 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
         report["sections"][section.name] = found
         if "error" in found:
             print(f"  not finished: {found['error']}", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(report, indent=1))
+        if options.json:  # whole at any moment: this program may be ended from outside
+            part = options.json.with_suffix(".part")
+            part.write_text(json.dumps(report, indent=1))
+            part.replace(options.json)
     return report
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -131,12 +130,12 @@ def run_here(section: Section, setting: Setting, result: Path) -> None:
 
 def _installed_modules() -> list[str]:
     """Top-level names of what was imported from installed packages: a bare machine needs them."""
-    files = {
-        name: getattr(module, "__file__", None) or ""
-        for name, module in sys.modules.items()
+    places = {
+        name: [getattr(module, "__file__", None) or "", *getattr(module, "__path__", [])]
+        for name, module in list(sys.modules.items())
         if "." not in name
     }
-    return sorted(name for name, file in files.items() if "site-packages" in file)
+    return sorted(name for name, where in places.items() if "site-packages" in "".join(where))
 
 
 def run_apart(command: list[str], result: Path, limit_s: float) -> dict[str, Any]:
