@@ -35,7 +35,7 @@ from rollout.weight_sync.serialized import (
     flattened,
 )
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0  # of a bucket; the section has its own limit
 TOY_BUCKET = 1 << 16  # bytes: several buckets of the toy model
 LEFT = 0.01  # of the bytes of a publication that may stay allocated after it
 
