@@ -82,6 +82,8 @@ def test_every_section_ends_and_its_checks_hold(report: dict[str, Any]) -> None:
         assert "error" not in section, name
         assert section["checks"] or section["numbers"], name
         assert all(check["ok"] for check in section["checks"]), name
+    carried = report["sections"]["step"]["numbers"]["the CPU's results"]
+    assert carried == "computed beforehand"
 
 
 def test_a_late_reader_meets_the_race_only_in_shared_buffers(report: dict[str, Any]) -> None:
