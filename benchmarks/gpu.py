@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -151,6 +152,8 @@ def main() -> int:
     if options.section is not None:
         run_section(options)
         return 0
+    # whoever ends this program ends the running section too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found = run_all(options)["sections"]
     checks = [check for section in found.values() for check in section["checks"]]
     held = sum(check["ok"] for check in checks)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from packaging.utils import canonicalize_name
 
@@ -19,6 +22,7 @@ from tests.integration.failing_sections import NAMES
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
+FAILING = Path(__file__).with_name("failing_sections.py")
 SECTIONS = [
     "attention", "head", "step", "memory", "ceilings", "training toy", "head alone", "engine",
     "handles",
@@ -121,11 +125,33 @@ def test_a_bundle_that_is_too_large_is_refused(tmp_path: Path) -> None:
     assert f"expected at most {MOST_BYTES}: take packages out" in done.stderr
 
 
+def test_a_section_ends_with_the_program(tmp_path: Path) -> None:
+    number = tmp_path / "pid"
+    process = subprocess.Popen(
+        [sys.executable, FAILING, "--toy", "--only", "hangs"],
+        env=environment(PYTHONPATH=str(ROOT), HANGS_S="3600", PID_FILE=str(number)),
+    )
+    try:
+        wait_for(number)
+        process.terminate()
+        assert process.wait(60.0) == 128 + signal.SIGTERM
+        assert not psutil.pid_exists(int(number.read_text()))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(path: Path) -> None:
+    ends = time.monotonic() + 300.0
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < ends, f"{path} was not written"
+        time.sleep(0.05)
+
+
 def test_a_section_that_fails_leaves_the_others(tmp_path: Path) -> None:
     result = tmp_path / "gpu.json"
-    script = Path(__file__).with_name("failing_sections.py")
     done = subprocess.run(
-        [sys.executable, script, "--toy", "--json", result],
+        [sys.executable, FAILING, "--toy", "--json", result],
         env=environment(PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
