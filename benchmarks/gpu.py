@@ -39,7 +39,7 @@ def sections(*, toy: bool) -> list[Section]:
         Section("head", "one_gpu.checks:check_head", 60.0),
         Section("step", "one_gpu.checks:check_step", 180.0),
         Section("memory", "one_gpu.memory:check_memory", 120.0),
-        Section("ceilings", "one_gpu.training:ceilings", 60.0),
+        Section("ceilings", "one_gpu.ceilings:ceilings", 60.0),
         first,
         Section("head alone", "one_gpu.head_alone:head_alone", 60.0),
         Section("engine", "one_gpu.engine:engine_beside", 120.0),

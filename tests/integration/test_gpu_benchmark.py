@@ -27,7 +27,7 @@ SECTIONS = [
     "attention", "head", "step", "memory", "ceilings", "training toy", "head alone", "engine",
     "handles",
 ]  # fmt: skip
-ENDS_S = 1500.0  # a minute on a quiet machine
+ENDS_S = 1500.0  # on a quiet machine it takes less than two minutes
 MOST_BYTES = 64 << 20
 
 pytestmark = pytest.mark.timeout(1800)
