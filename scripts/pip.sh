@@ -50,7 +50,7 @@ install_entries() {
 
 # pip_into VENV ARGUMENTS...: install into VENV, with uv where there is one, else with pip; says every 20 s what it does.
 pip_into() {
-    local venv=$1 installer pid from=$SECONDS seconds
+    local venv=$1 installer pid from=$SECONDS next=20
     shift
     local log=$venv/pip.log
     # What is imported is compiled then; compiling all packages here takes longer than unpacking them.
@@ -63,10 +63,10 @@ pip_into() {
     pid=$!
     trap 'kill "$pid" 2> /dev/null; exit 130' INT TERM
     while kill -0 "$pid" 2> /dev/null; do
-        sleep 1
-        seconds=$((SECONDS - from))
-        if ((seconds % 20 == 0 && seconds > 0)); then
-            echo "   $venv: $seconds s, $(grep -v WARNING "$log" | tail -n 1 | cut -c1-80)"
+        sleep 0.2
+        if ((SECONDS - from >= next)); then
+            echo "   $venv: $next s, $(grep -v WARNING "$log" | tail -n 1 | cut -c1-80)"
+            next=$((next + 20))
         fi
     done
     trap - INT TERM

@@ -19,6 +19,7 @@ import venv
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import tomllib
 
@@ -113,7 +114,15 @@ def resolve(
             found.write_text("\n".join(one for one in old if "+cpu" not in one) + "\n")
         (there / "overrides.txt").write_text("\n".join(overrides) + "\n")
         (there / "uv.toml").write_text(SOURCE_METADATA)
-        command = [uv, "pip", "compile", "--universal", "--python-version", python, "--quiet"]
+        command: list[str | Path] = [
+            uv,
+            "pip",
+            "compile",
+            "--universal",
+            "--python-version",
+            python,
+            "--quiet",
+        ]
         command += ["--generate-hashes", "--no-header", "--no-python-downloads"]
         command += ["--only-binary", ":all:", "--no-binary", SOURCE]
         command += ["--config-file", there / "uv.toml", "--override", there / "overrides.txt"]
@@ -130,8 +139,14 @@ def resolve(
         return read(found.read_text())
 
 
+def project() -> dict[str, Any]:
+    return cast("dict[str, Any]", tomllib.loads(PYPROJECT.read_text())["project"])
+
+
 def extras() -> dict[str, list[str]]:
-    return tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    """What each extra of pyproject.toml asks for."""
+    given: dict[str, list[str]] = project()["optional-dependencies"]
+    return given
 
 
 def names(requirements: Iterable[str]) -> set[str]:
@@ -195,14 +210,13 @@ def for_the_cpu(entries: list[Entry], roots: Mapping[str, set[str]]) -> list[Ent
 
 def locks(uv: Path, upgrade: bool) -> dict[str, list[Entry]]:
     """Every lock file's entries."""
-    project = tomllib.loads(PYPROJECT.read_text())["project"]
-    roots = {"base": names(project["dependencies"])}
+    roots = {"base": names(project()["dependencies"])}
     roots |= {one: names(wanted) for one, wanted in extras().items() if one != OTHER_EXTRA}
     trainer = resolve(
         uv,
         "trainer-gpu",
         PYPROJECT,
-        python=project["requires-python"].removeprefix(">="),
+        python=project()["requires-python"].removeprefix(">="),
         overrides=[TRAINER_TORCH, NCCL],
         upgrade=upgrade,
     )
