@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import os
-import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
