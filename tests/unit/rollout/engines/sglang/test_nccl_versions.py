@@ -22,9 +22,6 @@ from rollout.engines.sglang import nccl_version, server_process
 from rollout.engines.sglang.nccl_version import check_nccl
 from rollout.engines.sglang.server_process import ManagedServer
 
-ROOT = Path(__file__).resolve().parents[5]
-
-
 def interpreter(path: Path, body: str) -> str:
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
