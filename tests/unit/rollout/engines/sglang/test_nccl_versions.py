@@ -22,6 +22,7 @@ from rollout.engines.sglang import nccl_version, server_process
 from rollout.engines.sglang.nccl_version import check_nccl
 from rollout.engines.sglang.server_process import ManagedServer
 
+
 def interpreter(path: Path, body: str) -> str:
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
