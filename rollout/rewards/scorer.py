@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlcore.config import Config
 from rlcore.config.sections.reward import RewardConfig
@@ -17,7 +18,7 @@ from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DataError
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
 from rollout.rewards.exact_match import ExactMatch
-from rollout.rewards.pool import PooledPart, RewardPool
+from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +128,9 @@ def build_scorer(config: RewardConfig, *, vocab_size: int, device: str | None = 
     """
     if not config.parts:
         raise ConfigError("reward.parts is empty; name at least one part")
-    functions: dict[str, str] = {}
-    pool = RewardPool(functions, config.workers, config.timeout_s)
+    functions: dict[str, tuple[str, dict[str, Any]]] = {}
+    limits = WorkerLimits(config.memory_gb, config.environment)
+    pool = RewardPool(functions, config.workers, config.timeout_s, limits)
     parts: dict[str, RewardPart] = {}
     for name, part in config.parts.items():
         if part.model is not None:
@@ -138,7 +140,7 @@ def build_scorer(config: RewardConfig, *, vocab_size: int, device: str | None = 
         elif part.function == "exact_match":
             parts[name] = ExactMatch()
         else:
-            functions[name] = _import_path(name, str(part.function))
+            functions[name] = (_import_path(name, str(part.function)), part.args)
             parts[name] = PooledPart(name, pool)
     return Scorer(config, parts)
 
