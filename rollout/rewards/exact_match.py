@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlcore.data.sample import Sample
-from rollout.rewards.base import RewardPart, Score
+from rollout.rewards.base import RewardPart, Score, Verdict
 
 
 class ExactMatch(RewardPart):
@@ -13,4 +13,4 @@ class ExactMatch(RewardPart):
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Compare response and label, ignoring white space around either."""
-        return [float(s.response_text.strip() == str(s.label).strip()) for s in samples]
+        return [Verdict(float(s.response_text.strip() == str(s.label).strip())) for s in samples]

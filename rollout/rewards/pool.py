@@ -88,7 +88,8 @@ class Worker:
     async def call(self, part: str, sample: Sample, timeout_s: float) -> Score:
         """The score, or why there is none. After a timeout or a death the worker is dead."""
         try:
-            kind, value = await within(timeout_s, self._exchange((part, sample)), lambda: "")
+            score: Score = await within(timeout_s, self._exchange((part, sample)), lambda: "")
+            return score
         except DeadlineExceeded:
             await self.kill()
             return RewardFailure("timeout", f"no score after {timeout_s:g} s (reward.timeout_s)")
@@ -100,7 +101,6 @@ class Worker:
             # an answer that is not read would be taken for the answer to the next call
             await self.kill()
             raise
-        return float(value) if kind == "score" else RewardFailure("error", str(value))
 
     async def _exchange(self, message: object) -> Any:
         self.stdin.write(pack(message))

@@ -15,7 +15,7 @@ from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DataError
-from rollout.rewards.base import RewardFailure, RewardPart, Score
+from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
 from rollout.rewards.exact_match import ExactMatch
 from rollout.rewards.pool import PooledPart, RewardPool
 
@@ -64,12 +64,18 @@ class Scorer:
         return counts
 
     def _settle(self, sample: Sample, scores: Mapping[str, Score], counts: FailureCounts) -> None:
-        sample.reward_parts = {
-            name: score for name, score in scores.items() if not isinstance(score, RewardFailure)
-        }
+        verdicts = {name: score for name, score in scores.items() if isinstance(score, Verdict)}
         failures = {
             name: score for name, score in scores.items() if isinstance(score, RewardFailure)
         }
+        sample.reward_parts = {name: verdict.score for name, verdict in verdicts.items()}
+        total = checked(
+            sum(self._config.parts[name].weight * v.score for name, v in verdicts.items())
+        )
+        if isinstance(total, RewardFailure):
+            failures["the weighted sum"] = total
+        else:
+            sample.reward = total.score
         if failures:
             sample.reward = self._config.on_error
             sample.metadata["reward_error"] = "; ".join(
@@ -79,11 +85,6 @@ class Scorer:
             counts.timeouts += timed_out
             counts.errors += not timed_out
             self._warn(sample)
-        else:
-            sample.reward = sum(
-                self._config.parts[name].weight * score
-                for name, score in sample.reward_parts.items()
-            )
         if self._verifiers:
             sample.metadata["correct"] = all(
                 sample.reward_parts.get(name, 0.0) > 0 for name in self._verifiers

@@ -2,7 +2,7 @@
 
 It exchanges frames over its standard streams: 4 bytes of length, then a pickle. First it gets its
 set-up ({"functions": {part: import path}, "sys_path": [...]}) and answers None or an error text;
-then, for each (part, sample), it answers ("score", float) or ("error", text).
+then, for each (part, sample), it answers with a `Verdict` or a `RewardFailure`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from rollout.rewards.base import Score
 
 HEADER = struct.Struct("<I")
 
@@ -68,15 +71,14 @@ def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callab
     return functions
 
 
-def call(function: Callable[..., Any], sample: Any) -> tuple[str, Any]:
-    """The answer to a call: ("score", float) or ("error", text)."""
+def call(function: Callable[..., Any], sample: Any) -> Score:
+    """Return the function's verdict, or its failure."""
     from rollout.rewards.base import RewardFailure, checked
 
     try:
-        score = checked(function(sample))
+        return checked(function(sample))
     except Exception as error:  # noqa: BLE001 - one sample's failure, returned as a value
-        return "error", f"raised {type(error).__name__}: {str(error)[:200]}"
-    return ("error", score.reason) if isinstance(score, RewardFailure) else ("score", score)
+        return RewardFailure("error", f"raised {type(error).__name__}: {str(error)[:200]}")
 
 
 def die_with_parent() -> None:
