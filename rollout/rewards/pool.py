@@ -69,6 +69,7 @@ class Worker:
         Raises ConfigError when a function cannot be imported, RunFailed when the process dies.
         """
         worker = await cls._spawn(limits)
+        names = ", ".join(name for name, _ in functions.values())
         setup = {
             "functions": {part: (name, dict(args)) for part, (name, args) in functions.items()},
             "sys_path": list(sys.path),
@@ -78,10 +79,7 @@ class Worker:
             reply = await within(
                 REWARD_START_S,
                 worker._exchange(setup),
-                lambda: (
-                    "a reward worker has not imported"
-                    f" {', '.join(name for name, _ in functions.values())} in {REWARD_START_S:.0f} s"
-                ),
+                lambda: f"a reward worker has not imported {names} in {REWARD_START_S:.0f} s",
             )
         except (EOFError, ConnectionError, BadAnswer) as error:
             raise RunFailed(
@@ -123,9 +121,7 @@ class Worker:
         # a frame that something else wrote into the socket does not know it
         identity = secrets.token_hex(8)
         try:
-            reply = await within(
-                timeout_s, self._exchange((identity, part, sample)), lambda: ""
-            )
+            reply = await within(timeout_s, self._exchange((identity, part, sample)), lambda: "")
             return _score(reply, identity)
         except DeadlineExceeded:
             await self.kill()

@@ -22,7 +22,7 @@ from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits
 
 logger = logging.getLogger(__name__)
 
-POOLED = {"math": "rollout.rewards.math:math"}
+POOLED = {"math": "rollout.rewards.graders.mathematics:math"}
 VERIFIERS = ("exact_match", "math")  # functions whose score says right (> 0) or wrong
 # failures that are logged one by one; all are counted
 MAX_WARNINGS = 20

@@ -2,13 +2,13 @@
 
 It exchanges frames with the rollout service over one socket: 4 bytes of length, then the message.
 Requests are pickles, which come from the service alone. Answers are JSON, since a function may let
-anything into them. First comes the set-up ({"functions": {part: (import path, keyword arguments)},
-"sys_path": [...], "memory_gb": ...}), answered with {"problem": text or null}; then calls (id, part,
-sample), each answered with {"id": id, "score": ..., ...} or {"id": id, "error": text}.
+anything into them. First comes the set-up ({"functions": {part: (import path, keywords)},
+"sys_path": [...], "memory_gb": ...}), answered with {"problem": text or null}; then calls
+(id, part, sample), each answered with {"id": id, "score": ..., ...} or {"id": id, "error": text}.
 
-A function may print, start processes, leave some of them behind, exit or run out of memory: it finds
-nothing on its standard input, its prints go to the log, its processes do not inherit the socket,
-and what a call has started ends with the call.
+A function may print, start processes, leave some of them behind, exit or run out of memory: it
+finds nothing on its standard input, its prints go to the log, its processes do not inherit the
+socket, and what a call has started ends with the call.
 """
 
 from __future__ import annotations
