@@ -1,7 +1,8 @@
 """The ways to confine a program on this machine: the command that starts `inside.py`, and its task.
 
 With bubblewrap or unshare the program has a network, a process table, mounts and a root folder of
-its own, all of it read-only but /sandbox and /tmp. As root the program becomes a user that nothing else has.
+its own, all of it read-only but /sandbox and /tmp. Where we are root, the program becomes a user
+that nothing else has.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ UIDS = 4000
 WORK = "/sandbox"  # the program's folder; on no machine is anything there
 # Since Linux 5.14 a user namespace counts its own processes; before, all of the user's count.
 COUNTS_APART = (5, 14)
+# unshare ends its child when it ends, and does not end when we do
+DIE_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0);"
+    " os.execvp(sys.argv[1], sys.argv[1:])"
+)
 PROGRAM_ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -162,7 +168,7 @@ def stage_source() -> str:
 class Bubblewrap(Confinement):
     """Namespaces and mounts by bubblewrap."""
 
-    options: tuple[str, ...] = field(default_factory=lambda: bwrap_options())
+    options: tuple[str, ...] = field(default_factory=lambda: bwrap_options(), repr=False)
     name = "bubblewrap"
 
     def prefix(self) -> list[str]:
@@ -178,7 +184,9 @@ class Bubblewrap(Confinement):
         # bwrap makes folders that only their owner may enter
         above = {str(folder) for path in self.readable for folder in Path(path).parents}
         parents = [
-            word for path in sorted(above - {"/", "/tmp"}) for word in ("--perms", "0755", "--dir", path)
+            word
+            for path in sorted(above - {"/", "/tmp"})
+            for word in ("--perms", "0755", "--dir", path)
         ]
         tmpfs = ["--perms", "1777", "--size", size, "--tmpfs"]
         return [
@@ -218,6 +226,7 @@ class Unshare(Confinement):
         """See `Confinement`."""
         user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         return [
+            *(self.python.path, "-I", "-S", "-c", DIE_WITH_PARENT),
             "unshare",
             *user,
             *("--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"),

@@ -21,13 +21,14 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = (1, 2, 4, 8)
 MS_REMOUNT, MS_BIND, MS_REC, MNT_DETACH = (32, 4096, 16384, 2)
 MOUNT_SETATTR = 442  # its number on every architecture
 AT_FDCWD, AT_RECURSIVE = (-100, 0x8000)
-PR_CAPBSET_DROP, PR_SET_SUBREAPER, PR_SET_NO_NEW_PRIVS = (24, 36, 38)
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_SUBREAPER, PR_SET_NO_NEW_PRIVS = (1, 24, 36, 38)
 DEVICES = ("null", "zero", "full", "random", "urandom")
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
     """Do the task. Ends as the program does."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     status = int(sys.argv[1])
     os.set_inheritable(status, False)
     try:
@@ -175,6 +176,8 @@ def supervise(status: int, seconds: int) -> None:
     libc.prctl(PR_SET_SUBREAPER, 1, 0, 0, 0)
     child = os.fork()
     if child == 0:
+        # not where this process has become another user; there the namespace ends it
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         return
     os.close(status)
     signal.signal(signal.SIGALRM, lambda *_: give_up())
