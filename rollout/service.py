@@ -297,6 +297,7 @@ class RolloutService:
         partial = self._training.partial
         failures = self._training.failures
         return {
+            "rollout/scored_samples": float(failures.samples),
             "rollout/reward_errors": float(failures.errors),
             "rollout/reward_timeouts": float(failures.timeouts),
             "rollout/engine_restarts": float(self.fleet.restarts),

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlcore.data.sample import Sample
-from rollout.rewards.base import RewardPart, Score
-from rollout.rewards.loading import RewardFunction, scored
+from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict
+
+Grader = Callable[[Sample], Verdict]
 
 
 class LocalPart(RewardPart):
-    """A part whose function is ours and quick."""
+    """A part whose grader is ours and quick."""
 
-    def __init__(self, function: RewardFunction) -> None:
-        self._function = function
+    def __init__(self, grader: Grader) -> None:
+        self._grader = grader
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         """See `RewardPart`."""
-        return [scored(self._function, sample) for sample in samples]
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: Sample) -> Score:
+        try:
+            return self._grader(sample)
+        except ValueError as error:  # of a label that it cannot read
+            return RewardFailure("error", f"raised ValueError: {error}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,17 +21,16 @@ from rlcore.errors import ConfigError, DataError
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
 from rollout.rewards.by_source import PartsBySource
 from rollout.rewards.graders import shape, text
-from rollout.rewards.loading import RewardFunction
 from rollout.rewards.local import LocalPart
 from rollout.rewards.pool import PooledPart, RewardPool
 
 logger = logging.getLogger(__name__)
 
 # graders that are quick, and that no response can make slow
-LOCAL: dict[str, RewardFunction] = {
+LOCAL: dict[str, Callable[..., Verdict]] = {
     "exact_match": text.exact_match,
     "f1": text.f1,
-    "overlong": shape.overlong,  # type: ignore[dict-item]  # its arguments are needed
+    "overlong": shape.overlong,
 }
 POOLED = {
     "math": "rollout.rewards.graders.mathematics:math",
@@ -44,10 +43,11 @@ MAX_WARNINGS = 20
 
 @dataclass
 class FailureCounts:
-    """How many samples got no score."""
+    """How many samples were scored, and how many of them got no score."""
 
     errors: int = 0
     timeouts: int = 0
+    samples: int = 0
 
 
 @dataclass
@@ -89,19 +89,17 @@ class Scorer:
         scores: list[dict[str, Score]] = [{} for _ in samples]
         chosen = [self._chosen(sample, found) for sample, found in zip(samples, scores)]
 
-        async def column(name: str, part: RewardPart) -> None:
-            rows = [at for at, names in enumerate(chosen) if name in names]
-            if rows:
-                found = await part.score([samples[at] for at in rows])
-                for at, score in zip(rows, found, strict=True):
-                    scores[at][name] = score
-
-        await asyncio.gather(*(column(name, part) for name, part in self._parts.items()))
-        counts = FailureCounts()
-        for sample, names, found in zip(samples, chosen, scores):
+        rows = {name: [at for at, of in enumerate(chosen) if name in of] for name in self._parts}
+        columns = await asyncio.gather(
+            *(part.score([samples[at] for at in rows[name]]) for name, part in self._parts.items())
+        )
+        for (name, asked), column in zip(rows.items(), columns, strict=True):
+            for at, score in zip(asked, column, strict=True):
+                scores[at][name] = score
+        counts = FailureCounts(samples=len(samples))
+        for sample, found in zip(samples, scores):
             self._note(sample, found)
-            # in the order of the parts, whichever answered first: a sum of floats depends on it
-            self._settle(sample, {name: found[name] for name in (*names, *found)}, counts)
+            self._settle(sample, found, counts)
         return counts
 
     def _chosen(self, sample: Sample, found: dict[str, Score]) -> tuple[str, ...]:

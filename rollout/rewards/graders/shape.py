@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from rlcore.data.sample import Sample
+from rollout.rewards.base import Verdict
 
 
 class Format:
@@ -25,7 +26,7 @@ class Format:
         return float(self._pattern.fullmatch(sample.response_text.strip()) is not None)
 
 
-def overlong(sample: Sample, buffer: int, max_tokens: int) -> float:
+def overlong(sample: Sample, buffer: int, max_tokens: int) -> Verdict:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), from 0 down to -1.
 
     With y the response's tokens, L the limit and c the buffer:
@@ -38,4 +39,4 @@ def overlong(sample: Sample, buffer: int, max_tokens: int) -> float:
     `penalty_factor`.
     """
     over = sample.num_trainable - (max_tokens - buffer)
-    return -min(max(over, 0) / buffer, 1.0)
+    return Verdict(-min(max(over, 0) / buffer, 1.0))

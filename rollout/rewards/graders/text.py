@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from rlcore.data.sample import Sample
+from rollout.rewards.base import Verdict
 from rollout.rewards.graders.places import (
     accepted,
     after_thinking,
@@ -27,7 +28,7 @@ def exact_match(
     ignore_punctuation: bool = False,
     ignore_articles: bool = False,
     ignore_space: bool = False,
-) -> dict[str, Any]:
+) -> Verdict:
     """1 where the answer is the label, or one of a list of labels, else 0."""
 
     def bare(text: str) -> str:
@@ -39,10 +40,10 @@ def exact_match(
 
     found = _answer(sample.response_text, answer)
     right = found is not None and bare(found) in map(bare, accepted(sample.label))
-    return {"score": float(right), "correct": right}
+    return Verdict(float(right), right)
 
 
-def f1(sample: Sample, answer: str = "all") -> dict[str, Any]:
+def f1(sample: Sample, answer: str = "all") -> Verdict:
     """The F1 of the answer's words and the label's, the best of several labels.
 
     As SQuAD's evaluation counts them: in lower case, without punctuation and a, an, the; with no
@@ -50,7 +51,7 @@ def f1(sample: Sample, answer: str = "all") -> dict[str, Any]:
     """
     found = squad_words(_answer(sample.response_text, answer) or "")
     golds = [squad_words(label) for label in accepted(sample.label)]
-    return {"score": max(_f1(found, gold) for gold in golds), "correct": found in golds}
+    return Verdict(max(_f1(found, gold) for gold in golds), found in golds)
 
 
 def squad_words(text: str) -> list[str]:

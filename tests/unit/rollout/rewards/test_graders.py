@@ -10,6 +10,7 @@ from hand_checked import ROWS, WRONG
 from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.errors import ConfigError
+from rollout.rewards.base import Verdict
 from rollout.rewards.graders.mathematics import math
 from rollout.rewards.graders.places import find_answer, last_boxed
 from rollout.rewards.graders.shape import Format, overlong
@@ -85,7 +86,7 @@ def test_places():
     ],
 )
 def test_exact_match(sample, response, label, args, right):
-    assert exact_match(sample(response, label), **args) == {"score": right, "correct": right}
+    assert exact_match(sample(response, label), **args) == Verdict(float(right), right)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,9 @@ def test_exact_match(sample, response, label, args, right):
     ],
 )
 def test_f1_is_precision_and_recall_of_words(sample, response, label, score, right):
-    assert f1(sample(response, label)) == {"score": pytest.approx(score), "correct": right}
+    verdict = f1(sample(response, label))
+    assert verdict.score == pytest.approx(score)
+    assert verdict.correct is right
 
 
 @pytest.mark.parametrize(
@@ -167,7 +170,7 @@ def test_overlong_falls_linearly_over_the_buffer(tokens, penalty):
     class Made:
         num_trainable = tokens
 
-    assert overlong(Made(), buffer=20, max_tokens=100) == pytest.approx(penalty)
+    assert overlong(Made(), buffer=20, max_tokens=100).score == pytest.approx(penalty)
 
 
 def test_overlong_takes_the_limit_of_the_run():
