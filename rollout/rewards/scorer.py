@@ -36,6 +36,7 @@ POOLED = {
     "math": "rollout.rewards.graders.mathematics:math",
     "choice": "rollout.rewards.graders.text:choice",
     "format": "rollout.rewards.graders.shape:Format",
+    "ifeval": "rollout.rewards.graders.ifeval:ifeval",
 }
 # failures that are logged one by one; all are counted
 MAX_WARNINGS = 20
