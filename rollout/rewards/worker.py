@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import inspect
 import os
 import pickle
 import resource
@@ -120,16 +119,15 @@ def limit_memory(gigabytes: float) -> None:
 def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callable[..., Any]]:
     """Return the functions by part; {} after telling the parent why there are none."""
     from rlcore.errors import ConfigError
-    from rollout.plugins import load_object
+    from rollout.rewards.loading import load_function
 
     sys.path[:] = setup["sys_path"]
     limit_memory(setup["memory_gb"])
     problem: str | None = None
     functions: dict[str, Callable[..., Any]] = {}
     try:
-        for part, (name, args) in setup["functions"].items():
-            found = load_object(name, {}, key=f"reward.parts.{part}.function")
-            functions[part] = bound(found, part, name, args)
+        for part, (path, args) in setup["functions"].items():
+            functions[part] = load_function(path, args, key=f"reward.parts.{part}.function")
     except ConfigError as error:
         problem = str(error)
         functions = {}
@@ -137,38 +135,16 @@ def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callab
     return functions
 
 
-def bound(found: Any, part: str, name: str, args: dict[str, Any]) -> Callable[..., Any]:
-    """Return what is called with a sample: the function, or an object of the class."""
-    from rlcore.errors import ConfigError
-
-    if not inspect.isclass(found):
-        return lambda sample: found(sample, **args)
-    try:
-        made = found(**args)
-    except Exception as error:
-        raise ConfigError(
-            f"reward.parts.{part}: {name}(**args) raised {type(error).__name__}: {error}"
-        ) from error
-    if not callable(made):
-        raise ConfigError(
-            f"reward.parts.{part}.function: {name} is a class whose objects cannot be called;"
-            " give it __call__(self, sample)"
-        )
-    return made  # type: ignore[no-any-return]
-
-
 def call(function: Callable[..., Any], sample: Any, memory_gb: float) -> Score:
     """Return the function's verdict, or its failure."""
-    from rollout.rewards.base import RewardFailure, checked
+    from rollout.rewards.base import RewardFailure
+    from rollout.rewards.loading import scored
 
-    try:
-        return checked(function(sample))
-    except MemoryError:
+    score = scored(function, sample)
+    if isinstance(score, RewardFailure) and score.reason.startswith("raised MemoryError"):
         gc.collect()
-        reason = f"raised MemoryError: reward.memory_gb is {memory_gb:g}"
-        return RewardFailure("error", reason)
-    except BaseException as error:  # noqa: BLE001 - SystemExit too: one sample's failure
-        return RewardFailure("error", f"raised {type(error).__name__}: {str(error)[:200]}")
+        return RewardFailure("error", f"{score.reason}; reward.memory_gb is {memory_gb:g}")
+    return score
 
 
 def encoded(identity: str, score: Score) -> dict[str, Any]:

@@ -132,12 +132,6 @@ class Counter:
         return float(self.helper.stdout.readline())
 
 
-class Silent:
-    def __init__(self, key: str = "x") -> None:
-        if key != "x":
-            raise KeyError(key)
-
-
 def scaled(sample: Sample, factor: float) -> float:
     return factor * len(sample.response_text)
 

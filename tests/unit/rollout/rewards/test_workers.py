@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from rlcore.config.sections.reward import RewardConfig
-from rlcore.errors import ConfigError
 from rollout.rewards.base import RewardFailure, Score, Verdict
 from rollout.rewards.pool import RewardPool, WorkerLimits
 
@@ -114,13 +113,15 @@ def test_a_write_to_descriptors_costs_its_sample_alone(sample, text):
 def test_memory_beyond_the_limit_costs_its_sample_alone(sample):
     limits = WorkerLimits(memory_gb=0.75)
     bad, good = scores("eats_memory", sample("eat"), sample("x"), limits=limits)
-    assert failure(bad).reason == "raised MemoryError: reward.memory_gb is 0.75"
+    assert "raised MemoryError" in failure(bad).reason
+    assert "hostile_rewards.py" in failure(bad).reason
+    assert failure(bad).reason.endswith("reward.memory_gb is 0.75")
     assert verdict(good).score == 1.0
 
 
 def test_an_exit_is_an_error_of_its_sample(sample):
     first, second = scores("exits", sample("x"), sample("x"))
-    assert failure(first).reason == "raised SystemExit: I give up"
+    assert failure(first).reason.startswith("raised SystemExit: I give up (")
     assert first == second
 
 
@@ -134,7 +135,7 @@ def test_prints_go_to_the_log(sample, capfd):
 
 def test_a_reason_is_text_that_can_be_recorded(sample):
     (found,) = scores("unprintable", sample("x"))
-    assert failure(found).reason == "raised ValueError: half a character: ?"
+    assert "raised ValueError: half a character: ? (" in failure(found).reason
 
 
 def test_arguments_reach_functions_and_classes(sample):
@@ -146,18 +147,6 @@ def test_arguments_reach_functions_and_classes(sample):
         6.0,
         7.0,
     ]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"key": "y"}, r"reward.parts.f: hostile_rewards:Silent\(\*\*args\) raised KeyError: 'y'"),
-        ({}, r"reward.parts.f.function: .* is a class whose objects cannot be called"),
-    ],
-)
-def test_a_class_that_cannot_serve_is_refused(sample, args, message):
-    with pytest.raises(ConfigError, match=message):
-        scores("Silent", sample("x"), args=args)
 
 
 def test_a_socket_that_outlives_the_worker_is_no_wait(sample, tmp_path: Path):
