@@ -164,10 +164,9 @@ class FusionSandbox:
             if status not in ("Success", "Failed"):
                 raise ValueError(f"status {str(status)[:40]!r}")
             compiled = answer.get("compile_result")
-            if compiled is not None and not _went_well(compiled):
-                return self._result(compiled)
-            outcome = self._result(answer["run_result"])
-            if outcome.succeeded != (status == "Success"):
+            failed = compiled is not None and not _went_well(compiled)
+            outcome = self._result(compiled if failed else answer["run_result"])
+            if outcome.status != "limit" and outcome.succeeded != (status == "Success"):
                 raise ValueError(f"status {status} of a program that ended with {outcome}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ServerFailed(f"nonsense was answered: {error!r}"[:300]) from error

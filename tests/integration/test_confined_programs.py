@@ -348,6 +348,29 @@ def test_a_cancelled_run_ends_its_program(marker: str) -> None:
     assert nothing_runs(marker)
 
 
+def test_a_run_that_is_cancelled_at_any_moment_leaves_nothing() -> None:
+    async def scenario() -> None:
+        sandbox = build_sandbox(SandboxConfig(concurrency=1))
+        await sandbox.start()
+        for at in range(24):
+            work = asyncio.ensure_future(sandbox.run(Program("while True: pass", timeout_s=60)))
+            await asyncio.sleep(at / 200)
+            work.cancel()
+            await asyncio.wait({work}, timeout=20)
+            assert work.cancelled()
+        await sandbox.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    assert [p for p in psutil.process_iter(["cmdline"]) if is_of_a_sandbox(p)] == []
+
+
+def is_of_a_sandbox(process: psutil.Process) -> bool:
+    """Whether it is the first process in a sandbox, or what started one."""
+    return any(
+        "The first process inside a sandbox" in word for word in process.info["cmdline"] or []
+    )
+
+
 KILLED = """
 import asyncio, sys
 from rlcore.config.sections.sandbox import SandboxConfig
