@@ -178,18 +178,19 @@ class FusionSandbox:
             raise ServerFailed(f"{str(result['status'])[:40]}: {str(result.get('stderr'))[:200]}")
         status = RUN_STATUS[result["status"]]
         code = result.get("return_code")
-        texts = [result.get(name) or "" for name in ("stdout", "stderr")]
-        if not all(isinstance(text, str) for text in texts):
+        stdout = result.get("stdout") or ""
+        stderr = result.get("stderr") or ""
+        if not isinstance(stdout, str) or not isinstance(stderr, str):
             raise ValueError("output that is no text")
         if status == "finished" and (not isinstance(code, int) or isinstance(code, bool)):
             raise ValueError(f"return_code {str(code)[:40]!r}")
         seconds = float(result.get("execution_time") or 0.0)
-        if sum(map(len, texts)) > self._output_bytes:
+        if len(stdout) + len(stderr) > self._output_bytes:
             reason = f"wrote more than {self._output_bytes >> 10} KiB"
             return Outcome("limit", seconds=seconds, reason=reason)
         if status == "timeout":
-            return Outcome(status, *texts, None, seconds, "had not ended at its time limit")
-        return Outcome(status, *texts, code, seconds)
+            return Outcome(status, stdout, stderr, None, seconds, "had not ended at its time limit")
+        return Outcome(status, stdout, stderr, code, seconds)
 
     async def close(self) -> None:
         """See `Sandbox`."""

@@ -9,7 +9,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,7 +202,12 @@ class _Run:
         """Wait for the program's end, or for a reason to end it; and say when it began."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[bytes] = loop.create_future()
-        loop.add_reader(status, lambda: ready.done() or ready.set_result(status.read(4096)))
+
+        def said() -> None:
+            if not ready.done():
+                ready.set_result(status.read(4096))
+
+        loop.add_reader(status, said)
         gone = asyncio.ensure_future(process.wait())
         try:
             feeding = asyncio.ensure_future(_feed(process, task))
@@ -215,8 +220,8 @@ class _Run:
             loop.remove_reader(status)
             gone.cancel()
         if ready.result() != READY:
-            said = ready.result().removeprefix(READY).decode("utf-8", "replace")
-            self.reason = f"the sandbox cannot start: {said}".rstrip(": ")
+            error = ready.result().removeprefix(READY).decode("utf-8", "replace")
+            self.reason = f"the sandbox cannot start: {error}".rstrip(": ")
             return "error", time.monotonic()
         begin = time.monotonic()
         return await self._limits(process, program, begin), begin
@@ -264,19 +269,20 @@ class _Run:
         return bytes(kept)
 
     async def _end(
-        self, process: asyncio.subprocess.Process, output: list[asyncio.Future[bytes]]
+        self, process: asyncio.subprocess.Process, output: Sequence[asyncio.Future[bytes]]
     ) -> None:
         """Kill everything that is left, and read what it had written."""
         if process.returncode is None:
             # in a thread: it looks again and again until nothing is left
             await asyncio.to_thread(kill_tree, process.pid, seconds=STRAYS_S)
         gone = asyncio.ensure_future(process.wait())
-        done, _ = await asyncio.wait({gone, *output}, timeout=REAP_S)
-        if gone not in done:
+        waits: list[asyncio.Future[Any]] = [gone, *output]
+        await asyncio.wait(waits, timeout=REAP_S)
+        if not gone.done():
             gone.cancel()
             logger.warning("the sandboxed process %d cannot be ended", process.pid)
         for part in output:
-            if part not in done:  # something still holds its end
+            if not part.done():  # something still holds its end
                 part.cancel()
                 with suppress(asyncio.CancelledError):
                     await part

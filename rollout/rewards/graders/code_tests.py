@@ -122,8 +122,7 @@ def _read(value: Any) -> list[CodeTest]:
 
 def _pair(given: Any, wanted: Any, name: str | None) -> CodeTest:
     if name is None:
-        texts = [_text(value) for value in (given, wanted)]
-        return CodeTest(*texts)
+        return CodeTest(_text(given), _text(wanted))
     if isinstance(given, str):
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
     if isinstance(wanted, str):
