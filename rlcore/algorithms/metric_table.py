@@ -41,6 +41,8 @@ _ROWS = (
     ("train/critic_grad_norm", "global norm of the critic's gradient before clipping, at the last "
      "optimizer step", "-", "1"),
     # rollout service
+    ("rollout/scored_samples", "samples that were given a reward, since the row before; with those "
+     "that filters dropped and the greedy ones of a baseline", "-", "samples"),
     ("rollout/reward_errors", "samples whose reward raised or returned no number, scored "
      "reward.on_error", "-", "samples"),
     ("rollout/reward_timeouts", "samples whose reward took longer than reward.timeout_s, scored so "

@@ -66,17 +66,18 @@ def _problem(details: ErrorDetails, tree: Tree) -> Problem:
     dotted = ".".join(path)
     if details["type"] == "extra_forbidden":
         return Problem(dotted, unknown_key(path))
-    expected = _expected(details)
+    expected = expected_by(details)
     if details["type"] == "missing":
         return Problem(dotted, f"missing: give it in a file or as {dotted}=VALUE")
     if isinstance(find(tree, path), dict) and details["type"] == "value_error":
         return Problem(dotted, expected)
     if details["type"] == "string_type" and isinstance(details["input"], bool):
         expected += " (put it in quotes)"
-    return Problem(dotted, f"got {_show(details['input'])}, expected {expected}")
+    return Problem(dotted, f"got {show(details['input'])}, expected {expected}")
 
 
-def _expected(details: ErrorDetails) -> str:
+def expected_by(details: ErrorDetails) -> str:
+    """Return what pydantic expected, in our words."""
     context = details.get("ctx", {})
     if details["type"] == "value_error":
         return str(context["error"]).removeprefix("expected ")
@@ -84,7 +85,7 @@ def _expected(details: ErrorDetails) -> str:
     return template.format(**context) if template is not None else details["msg"]
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """Return the value as YAML users write it."""
     if value is None:
         return "null"

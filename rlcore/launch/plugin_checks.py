@@ -40,6 +40,7 @@ from rlcore.config.messages import Problem
 from rlcore.config.sections.base import Plugin
 from rlcore.config.sections.policy import CriticConfig, TeacherConfig
 from rlcore.errors import ConfigError
+from rollout.rewards.loading import signature_problem
 
 MADE = (
     "The estimator and the loss are known, take the keywords given, and can be built",
@@ -163,11 +164,13 @@ def _unknown_keyword(path: str, name: str, section: Plugin, keywords: Mapping[st
 
 
 def _function_problems(loaded: Loaded) -> list[Problem]:
+    parts = loaded.config.reward.parts
     named = {
         f"reward.parts.{name}.function": part.function
-        for name, part in loaded.config.reward.parts.items()
+        for name, part in parts.items()
         if part.function is not None
     }
+    rewards = {f"reward.parts.{name}.function": part.args for name, part in parts.items()}
     named["rollout.workflow"] = loaded.config.rollout.workflow
     named |= {
         f"rollout.filters.{index}": name for index, name in enumerate(loaded.config.rollout.filters)
@@ -185,4 +188,8 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
             problems.append(
                 Problem(path, f"{target} is {found!r}, expected something that can be called")
             )
+            continue
+        args = rewards.get(path)
+        if args is not None and (problem := signature_problem(found, args)):
+            problems.append(Problem(path, f"{target!r} {problem}"))
     return problems

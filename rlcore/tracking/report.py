@@ -29,6 +29,9 @@ class RunSummary:
     reward_last: float | None = None
     accuracy_before: float | None = None  # the first and the last evaluation
     accuracy_after: float | None = None
+    # samples of training that were scored, and those whose reward failed
+    scored: int = 0
+    reward_failures: int = 0
     loss_first: float | None = None
     loss_last: float | None = None
     tokens_per_second: float | None = None  # median over steps
@@ -54,6 +57,8 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
         reward_last=_at(rewards, -1),
         accuracy_before=_at(accuracies, 0),
         accuracy_after=_at(accuracies, -1),
+        scored=_total(rows, "rollout/scored_samples"),
+        reward_failures=_total(rows, "rollout/reward_errors", "rollout/reward_timeouts"),
         loss_first=_at(losses, 0),
         loss_last=_at(losses, -1),
         tokens_per_second=_at(speeds, len(speeds) // 2),
@@ -73,6 +78,12 @@ def format_report(
     rows.append(("steps", str(summary.steps)))
     rows += _change("eval accuracy", summary.accuracy_before, summary.accuracy_after)
     rows += _change("reward", summary.reward_first, summary.reward_last)
+    if summary.reward_failures:
+        failed = f"{summary.reward_failures}"
+        if summary.scored:
+            share = summary.reward_failures / summary.scored
+            failed += f" of {summary.scored} samples ({share:.2%}), scored reward.on_error"
+        rows.append(("reward failed", failed))
     if summary.reward_last is None:
         rows += _change("loss", summary.loss_first, summary.loss_last)
     if summary.tokens_per_second is not None:
@@ -92,6 +103,10 @@ def _change(name: str, before: float | None, after: float | None) -> list[tuple[
         return []
     sign = "+" if after >= before else ""
     return [(name, f"{number(before)} -> {number(after)}  ({sign}{number(after - before)})")]
+
+
+def _total(rows: Sequence[Mapping[str, Any]], *names: str) -> int:
+    return int(sum(row.get(name, 0) for row in rows for name in names))
 
 
 def _at(values: Sequence[float], index: int) -> float | None:

@@ -160,6 +160,7 @@ class GroupRunner:
         counts = await self.scorer.score([*group.samples, *group.greedy])
         self.failures.errors += counts.errors
         self.failures.timeouts += counts.timeouts
+        self.failures.samples += counts.samples
         for kind in (False, True):
             self._unfinished.pop((group.draw, kind), None)
         if group.greedy:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 
 from rlcore.data.sample import Sample
+
+# Rewards are float32 in a batch: beyond this they would be infinite there.
+LARGEST = float(np.finfo(np.float32).max)
+MAX_INFO = 1 << 16  # bytes of `info` as JSON, since it is recorded with each sample
+KEYS = ("score", "correct", "parts", "info")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Says what a reward part thinks of a sample."""
+
+    score: float
+    correct: bool | None = None  # None: the part does not say right or wrong
+    parts: Mapping[str, float] = field(default_factory=dict)  # what the score is made of
+    info: Mapping[str, Any] = field(default_factory=dict)  # anything to record, JSON-able
 
 
 @dataclass(frozen=True)
@@ -21,7 +36,7 @@ class RewardFailure:
     reason: str
 
 
-Score = float | RewardFailure
+Score = Verdict | RewardFailure
 
 
 class RewardPart:
@@ -42,14 +57,55 @@ class RewardPart:
 
 
 def checked(value: Any) -> Score:
-    """`value` as float if it is a finite real number, else a failure."""
+    """Return the verdict that a reward function returned, or why it is none.
+
+    Args:
+        value: a finite number, or a mapping with `score` and, as it likes, `correct`, `parts` and
+            `info`.
+    """
+    try:
+        return _verdict(value) if isinstance(value, Mapping) else Verdict(_number(value))
+    except ValueError as error:
+        return RewardFailure("error", f"returned {error}")
+
+
+def _number(value: Any) -> float:
     if not isinstance(value, Real | np.bool_):
-        return RewardFailure(
-            "error", f"returned {type(value).__name__} {str(value)[:80]!r}, expected a number"
+        raise ValueError(f"{type(value).__name__} {str(value)[:80]!r}, expected a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = float("inf")
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"{number}, expected a finite number (of float32: at most {LARGEST:.3g})")
+    return number
+
+
+def _verdict(value: Mapping[Any, Any]) -> Verdict:
+    unknown = [str(key)[:40] for key in value if key not in KEYS]
+    if unknown or "score" not in value:
+        wrong = f"with the unknown key {unknown[0]!r}" if unknown else "without 'score'"
+        raise ValueError(
+            f"a mapping {wrong}; its keys are {', '.join(KEYS)}, of which `score` is needed"
         )
-    number = float(value)
-    return (
-        number
-        if math.isfinite(number)
-        else RewardFailure("error", f"returned {number}, expected a finite number")
+    correct = value.get("correct")
+    if not isinstance(correct, bool | np.bool_ | None):
+        raise ValueError(f"correct: {str(correct)[:80]!r}, expected True, False or None")
+    parts = value.get("parts") or {}
+    info = value.get("info") or {}
+    for name, given in (("parts", parts), ("info", info)):
+        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+            raise ValueError(f"{name}: {str(given)[:80]!r}, expected a mapping by names")
+    try:
+        # plain values, which those who record the sample can write
+        plain = orjson.dumps([list(parts), dict(info)])
+    except orjson.JSONEncodeError as error:
+        raise ValueError(f"info that is not JSON: {str(error)[:80]}") from error
+    if len(plain) > MAX_INFO:
+        raise ValueError(f"info of {len(plain)} bytes as JSON, expected at most {MAX_INFO}")
+    return Verdict(
+        _number(value["score"]),
+        None if correct is None else bool(correct),
+        {name: _number(number) for name, number in parts.items()},
+        orjson.loads(plain)[1],
     )

@@ -13,6 +13,10 @@ def raises(sample: Sample) -> Any:
     raise KeyError("solution")
 
 
+def two_arguments(sample: Sample, label: str) -> float:
+    return 1.0
+
+
 def dies(sample: Sample) -> Any:
     os._exit(3)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -334,15 +335,40 @@ def test_a_reward_that_fails_has_a_defined_score_and_is_counted(scene: Scene) ->
     ], "the pool goes on"
     log = (run.folder / "logs" / "rank_0.log").read_text()
     for sample, reason in zip(samples, WHY, strict=False):
-        assert sample["metadata"]["reward_error"] == f"mine: {reason}"
+        said = sample["metadata"]["reward_error"]
+        assert re.sub(r" \(.*failing_rewards\.py:\d+ in \w+\)", "", said) == f"mine: {reason}"
+        reason = said.removeprefix("mine: ")
         where = f"sample {sample['index']} of draw {sample['draw']} ({sample['prompt_id']})"
         said = f"reward of {where} failed and is scored -0.5 (reward.on_error): mine: {reason}"
         assert run.lines(said) == [f"warning: {said}"]
         assert said in log
 
 
+def test_a_reward_that_never_works_ends_the_run(scene: Scene) -> None:
+    run = scene.workspace.train(
+        "never", "reward.parts={mine: {function: 'failing_rewards:raises'}}",
+        "rollout.prompts_per_step=1", "rollout.samples_per_prompt=8",
+    )  # fmt: skip
+    assert run.code == 2, run.err
+    said = "reward.parts.mine (failing_rewards:raises) failed on all"
+    (line,) = run.lines(f"rlcore: {said}")
+    assert re.search(r"raised KeyError: 'solution' \(.*failing_rewards\.py:\d+ in raises\)", line)
+    assert "Traceback" not in run.err + run.out
+    assert run.result["status"] == "failed"
+    assert said in run.result["reason"]
+
+
+def test_a_reward_with_a_wrong_signature_is_refused(scene: Scene) -> None:
+    run = scene.workspace.train(
+        "signature", "reward.parts={mine: {function: 'failing_rewards:two_arguments'}}"
+    )
+    assert_refused(
+        run, "reward.parts.mine.function", "is called as two_arguments(sample)", "'label'"
+    )
+
+
 WHY = (
-    "returned nan, expected a finite number",
+    "returned nan, expected a finite number (of float32: at most 3.4e+38)",
     "returned str 'good', expected a number",
     "returned NoneType 'None', expected a number",
     "raised KeyError: 'solution'",

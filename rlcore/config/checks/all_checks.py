@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rlcore.config.checks import algorithm, engine, policy, ray, rollout, training
+from rlcore.config.checks import algorithm, engine, policy, ray, reward, rollout, training
 from rlcore.config.messages import Problem
 from rlcore.config.sections.root import Config
 
@@ -38,6 +38,7 @@ CHECKS: tuple[Check, ...] = (
     training.optimizers,
     training.debugging,
     training.data,
+    reward.grader_arguments,
 )
 
 NOTES: tuple[Check, ...] = (

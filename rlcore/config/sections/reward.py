@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.sections.base import PositiveFloat, PositiveInt, Section
+from rlcore.config.sections.sandbox import SandboxConfig
 
 
 class RewardModelConfig(Section):
@@ -22,7 +25,12 @@ class RewardPartConfig(Section):
     """One named part of the reward: `function` or `model`."""
 
     function: str | None = None
-    """`exact_match`, `math`, or `package.module:function`."""
+    """`exact_match`, `math`, `f1`, `choice`, `format`, `overlong`, `ifeval`, `code`, or
+    `package.module:function`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function; those of the built-in ones: docs/rewards.md."""
+    sources: list[str] | None = None
+    """Score only rows whose value at `reward.by` is among these (`*` stands for any text)."""
     model: RewardModelConfig | None = None
     """A reward model instead of a function."""
     weight: float = 1.0
@@ -32,6 +40,8 @@ class RewardPartConfig(Section):
     def _one_source(self) -> RewardPartConfig:
         if (self.function is None) == (self.model is None):
             raise ValueError("a reward part is either `function: NAME` or `model: {path: FOLDER}`")
+        if self.model is not None and self.args:
+            raise ValueError("`args` are those of a function, and this part is a model")
         return self
 
 
@@ -42,6 +52,8 @@ class RewardConfig(Section):
         default_factory=lambda: {"exact_match": RewardPartConfig(function="exact_match")}
     )
     """The parts by name; default: `exact_match` alone."""
+    by: str | None = None
+    """Column of the row, dotted (`data_source`), whose value chooses the parts: their `sources`."""
     non_stop_penalty: float | None = None
     """Score of a response that ended by length, instead of its own; default: its own."""
     timeout_s: PositiveFloat = 10.0
@@ -50,3 +62,34 @@ class RewardConfig(Section):
     """Score of a sample whose reward failed or timed out; such samples are counted."""
     workers: PositiveInt = 2
     """Processes that run reward functions."""
+    memory_gb: PositiveFloat = 8.0
+    """Most memory that one of these processes may allocate, GiB."""
+    environment: list[str] = Field(default_factory=list)
+    """Names of environment variables that reward functions get beside the usual, as
+    OPENAI_API_KEY; keys of the run are not passed on by themselves."""
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+
+    @field_validator("environment")
+    @classmethod
+    def _names_alone(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not name.isidentifier():
+                raise ValueError(
+                    f"names of variables alone, got {name.partition('=')[0]!r}...; set the value in"
+                    " the shell that starts rlcore"
+                )
+        return names
+
+    @model_validator(mode="after")
+    def _sources_need_a_column(self) -> RewardConfig:
+        named = [name for name, part in self.parts.items() if part.sources is not None]
+        if named and self.by is None:
+            raise ValueError(
+                f"parts.{named[0]}.sources is given, but `by` does not say which column has the"
+                " source (verl's is data_source)"
+            )
+        if self.by is not None and not named:
+            raise ValueError(
+                f"by is {self.by!r}, but no part has `sources` for its values to be found in"
+            )
+        return self

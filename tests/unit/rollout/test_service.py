@@ -402,14 +402,39 @@ def test_groups_that_are_aborted_again_and_again_are_drawn_again(make_service, e
 
 
 def test_nan_rewards_are_counted(make_service):
-    reward = {"parts": {"nan": {"function": "user_parts:nan"}}, "on_error": -2.0, "workers": 1}
+    reward = {
+        "parts": {"nan": {"function": "user_parts:nan_for_odd"}},
+        "on_error": -2.0,
+        "workers": 1,
+    }
     rollouts = make_service(reward=reward).next_step(1)
-    assert {s.reward for s in rollouts.samples} == {-2.0}
+    assert [s.reward for s in rollouts.samples] == 4 * [1.0, -2.0]
     assert (
-        rollouts.samples[0].metadata["reward_error"]
-        == "nan: returned nan, expected a finite number"
+        rollouts.samples[1]
+        .metadata["reward_error"]
+        .startswith("nan: returned nan, expected a finite number")
     )
-    assert rollouts.metrics["rollout/reward_errors"] == 8.0
+    assert rollouts.metrics["rollout/reward_errors"] == 4.0
+    assert rollouts.metrics["rollout/scored_samples"] == 8.0
+
+
+@pytest.mark.parametrize("filters", [[], ["zero_variance"]])
+def test_a_reward_that_fails_on_the_whole_first_step_ends_it(make_service, filters):
+    reward = {"parts": {"nan": {"function": "user_parts:nan"}}, "workers": 1}
+    with pytest.raises(
+        ConfigError,
+        match=r"reward\.parts\.nan \(user_parts:nan\) failed on all \d+ samples of step 1.*returned"
+        r" nan.*user_parts\.py:\d+ in nan",
+    ):
+        make_service(reward=reward, rollout={"filters": filters}).next_step(1)
+
+
+def test_a_reward_that_fails_on_the_whole_first_evaluation_ends_it(make_service, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "7+1=", "label": "8"}\n')
+    reward = {"parts": {"nan": {"function": "user_parts:nan"}}, "workers": 1}
+    service = make_service(reward=reward, evaluation={"paths": [str(tmp_path / "held_out.jsonl")]})
+    with pytest.raises(ConfigError, match="failed on all 1 samples of the evaluation"):
+        service.evaluate()
 
 
 # --- bad input ------------------------------------------------------------------------------------

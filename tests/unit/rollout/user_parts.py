@@ -127,5 +127,9 @@ def right_or_fails(sample: Sample) -> float:
     return 1.0
 
 
+def nan_for_odd(sample: Sample) -> float:
+    return float("nan") if sample.index % 2 else 1.0
+
+
 def nan(sample: Sample) -> float:
     return float("nan")

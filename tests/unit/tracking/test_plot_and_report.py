@@ -36,6 +36,19 @@ def metrics_path(tmp_path: Path) -> Path:
     return path
 
 
+def test_failed_rewards_are_in_the_closing_table() -> None:
+    rows = [
+        {"step": 1, "rollout/scored_samples": 64, "rollout/reward_errors": 3},
+        {"step": 2, "rollout/scored_samples": 64, "rollout/reward_timeouts": 1},
+    ]
+    report = format_report(summarize(rows))
+    assert "reward failed  4 of 128 samples (3.12%), scored reward.on_error" in report
+    fine = [{"step": 1, "rollout/scored_samples": 64, "rollout/reward_errors": 0}]
+    assert "reward failed" not in format_report(summarize(fine))
+    old = [{"step": 1, "rollout/reward_errors": 3}]
+    assert "reward failed  3\n" in format_report(summarize(old))
+
+
 def png_size(path: Path) -> tuple[int, int]:
     content = path.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"

@@ -25,9 +25,14 @@ def fickle(sample: Sample) -> object:
         os._exit(3)
     if sample.response_text == "raise":
         raise RuntimeError("no such book")
-    return {"nan": float("nan"), "text": "high", "none": None, "bool": True}.get(
-        sample.response_text, 1.0
-    )
+    return {
+        "nan": float("nan"),
+        "text": "high",
+        "none": None,
+        "bool": True,
+        "huge": 1e39,
+        "mapping": {"score": 0.5, "correct": False, "parts": {"style": 1.0}, "info": {"a": [1]}},
+    }.get(sample.response_text, 1.0)
 
 
 def process_id(sample: Sample) -> float:

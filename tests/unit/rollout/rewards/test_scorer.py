@@ -80,6 +80,7 @@ def test_non_stop_penalty_replaces_the_score(sample):
         ("nan", "returned nan, expected a finite number"),
         ("text", "returned str 'high', expected a number"),
         ("none", "returned NoneType"),
+        ("huge", "returned 1e+39, expected a finite number"),
         ("raise", "raised RuntimeError: no such book"),
         ("die", "its worker process died with exit code 3"),
     ],
@@ -111,6 +112,22 @@ def test_a_hanging_reward_is_killed_at_its_deadline_and_replaced(sample):
     assert (counts.errors, counts.timeouts) == (0, 1)
     assert "reward.timeout_s" in batch[0].metadata["reward_error"]
     assert psutil.Process().children() == []
+
+
+def test_a_sum_beyond_float32_is_a_failure(sample):
+    config = {"parts": {"length": {"function": "reward_functions:length", "weight": 3e38}}}
+    batch = [sample("1"), sample("12")]
+    (counts,) = score({**config, "on_error": -1.0, "workers": 1}, batch)
+    assert [s.reward for s in batch] == [3e38, -1.0]
+    assert counts.errors == 1
+    assert "the weighted sum: returned 6e+38" in batch[1].metadata["reward_error"]
+
+
+def test_a_function_may_return_a_mapping(sample):
+    batch = [sample("mapping")]
+    score({**parts(f="reward_functions:fickle"), "workers": 1}, batch)
+    assert batch[0].reward == 0.5
+    assert batch[0].reward_parts == {"f": 0.5, "f.style": 1.0}
 
 
 def test_functions_run_in_other_processes_side_by_side(sample):

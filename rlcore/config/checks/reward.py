@@ -1,0 +1,38 @@
+"""Checks of rewards. Pure, as all checks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from pydantic import ValidationError
+
+from rlcore.config.messages import Problem, expected_by, show
+from rlcore.config.sections.graders import GRADERS, GraderArgs
+from rlcore.config.sections.root import Config
+
+
+def grader_arguments(config: Config) -> Iterator[Problem]:
+    """A built-in grader takes the arguments it is given."""
+    for name, part in config.reward.parts.items():
+        known = GRADERS.get(part.function or "")
+        if known is not None:
+            yield from _problems(known, part.args, f"reward.parts.{name}.args")
+
+
+def _problems(known: type[GraderArgs], args: dict[str, object], path: str) -> Iterator[Problem]:
+    try:
+        known.model_validate(args)
+    except ValidationError as error:
+        for details in error.errors(include_url=False):
+            key = ".".join((path, *(str(part) for part in details["loc"])))
+            if details["type"] == "extra_forbidden":
+                near = difflib.get_close_matches(str(details["loc"][-1]), known.model_fields, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                yield Problem(key, f"unknown{hint} (known: {', '.join(known.model_fields)})")
+            elif details["type"] == "missing":
+                yield Problem(key, f"missing: give it in a file or as {key}=VALUE")
+            elif not details["loc"]:
+                yield Problem(key, expected_by(details))
+            else:
+                yield Problem(key, f"got {show(details['input'])}, expected {expected_by(details)}")

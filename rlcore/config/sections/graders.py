@@ -1,0 +1,135 @@
+"""The arguments of the built-in graders: `reward.parts.NAME.args`."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rlcore.config.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+Place = Literal["last", "boxed", "hash", "tagged", "line"]
+
+
+class GraderArgs(Section):
+    """The arguments of one grader; its class variables say what the grader is."""
+
+    # its verdict says right or wrong, so a failure counts as wrong
+    verifies: ClassVar[bool] = True
+    # what the label must be, for the check at load
+    label: ClassVar[Literal["text", "tests", "constraints", "none"]] = "text"
+
+
+class MathArgs(GraderArgs):
+    """`math`: the answer equals the label as mathematics (math-verify)."""
+
+    answer: Place = "last"
+    """Where the answer stands: the last one in the text, `\\boxed{}`, behind `####`, in
+    `<answer></answer>`, or in the last line `Answer: ...`."""
+    strict: bool = False
+    """Nothing but that place counts; else the last answer in the text does where it is empty."""
+
+    @model_validator(mode="after")
+    def _strict_needs_a_place(self) -> MathArgs:
+        if self.strict and self.answer == "last":
+            raise ValueError("strict needs a place: set answer to boxed, hash, tagged or line")
+        return self
+
+
+class TextArgs(GraderArgs):
+    """Where the answer stands, and what is not compared. Text without the place is no answer."""
+
+    answer: Literal["all", "boxed", "hash", "tagged", "line"] = "all"
+    """The whole response (behind its `</think>`), or one of the places of `math`."""
+
+
+class ExactMatchArgs(TextArgs):
+    """`exact_match`: the answer is the label, white space around either aside."""
+
+    ignore_case: bool = False
+    """Lower-case both."""
+    ignore_punctuation: bool = False
+    """Drop ASCII punctuation from both."""
+    ignore_articles: bool = False
+    """Drop the words a, an, the from both."""
+    ignore_space: bool = False
+    """Take any white space for one space."""
+
+
+class F1Args(TextArgs):
+    """`f1`: the words shared with the label, as SQuAD counts them. Right: equal, normalised."""
+
+
+class ChoiceArgs(GraderArgs):
+    """`choice`: the response picks the label's letter."""
+
+    choices: str = "ABCDEFGHIJ"
+    """The letters that there are."""
+
+    @field_validator("choices")
+    @classmethod
+    def _capital_letters(cls, value: str) -> str:
+        if len(set(value)) != len(value) or not value.isascii() or not value.isupper():
+            raise ValueError("expected different capital letters, as ABCD")
+        return value
+
+
+class FormatArgs(GraderArgs):
+    """`format`: 1 where the response matches a regular expression, else 0."""
+
+    verifies: ClassVar[bool] = False
+    label: ClassVar[Literal["text", "tests", "constraints", "none"]] = "none"
+
+    pattern: str = Field(min_length=1)
+    """A Python regular expression for the whole response; `.` matches line ends too."""
+
+
+class OverlongArgs(GraderArgs):
+    """`overlong`: DAPO's soft penalty, 0 down to -1 over the last `buffer` tokens."""
+
+    verifies: ClassVar[bool] = False
+    label: ClassVar[Literal["text", "tests", "constraints", "none"]] = "none"
+
+    buffer: PositiveInt
+    """Tokens before the limit over which the penalty grows."""
+    max_tokens: PositiveInt | None = None
+    """The limit; default: rollout.sampling.max_new_tokens."""
+
+
+class IFEvalArgs(GraderArgs):
+    """`ifeval`: the response follows constraints in IFEval's terms."""
+
+    label: ClassVar[Literal["text", "tests", "constraints", "none"]] = "constraints"
+
+    score: Literal["all", "share"] = "all"
+    """1 where all constraints are followed, or the share of them that is."""
+
+
+class CodeArgs(GraderArgs):
+    """`code`: the response's last code block passes the tests of the label, in the sandbox."""
+
+    label: ClassVar[Literal["text", "tests", "constraints", "none"]] = "tests"
+
+    score: Literal["all", "share"] = "all"
+    """1 where all tests pass, or the share of tests that does."""
+    timeout_s: PositiveFloat = 5.0
+    """Longest time for one test."""
+    memory_mb: PositiveInt = 512
+    """Most memory of one test, MiB."""
+    tests: PositiveInt | None = None
+    """Run only so many tests, the first ones; default: all."""
+    wrong: NonNegativeFloat = 0.0
+    """Score of code that fails its tests, where `score` is `all`."""
+
+
+# every built-in grader by the name that `function` takes
+GRADERS: dict[str, type[GraderArgs]] = {
+    "exact_match": ExactMatchArgs,
+    "math": MathArgs,
+    "f1": F1Args,
+    "choice": ChoiceArgs,
+    "format": FormatArgs,
+    "overlong": OverlongArgs,
+    "ifeval": IFEvalArgs,
+    "code": CodeArgs,
+}

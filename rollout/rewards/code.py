@@ -1,0 +1,112 @@
+"""The reward `code`: the response's last code block passes the tests of the label.
+
+The code runs in the sandbox of `reward.sandbox`, each test in a run of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Literal
+
+from rlcore.data.sample import Sample
+from rollout.asyncio_utils import gather_or_cancel
+from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict
+from rollout.rewards.graders.code_tests import CodeTest, last_block, passed, program_of, read_tests
+from rollout.sandbox.base import Sandbox
+
+
+class SandboxFailed(Exception):
+    """The sandbox gave no outcome, so nobody knows whether the code is right."""
+
+
+class CodePart(RewardPart):
+    """Scores code; its arguments are those of `rlcore.config.sections.graders.CodeArgs`."""
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        *,
+        score: Literal["all", "share"] = "all",
+        timeout_s: float = 5.0,
+        memory_mb: int = 512,
+        tests: int | None = None,
+        wrong: float = 0.0,
+    ) -> None:
+        self._sandbox = sandbox
+        self._share = score == "share"
+        self._timeout_s = timeout_s
+        self._memory_mb = memory_mb
+        self._most = tests
+        self._wrong = wrong
+
+    async def start(self) -> None:
+        """See `RewardPart`."""
+        await self._sandbox.start()
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """See `RewardPart`."""
+        return await gather_or_cancel(*(self._score(sample) for sample in samples))
+
+    async def _score(self, sample: Sample) -> Score:
+        try:
+            tests = read_tests(sample.label)[: self._most]
+        except ValueError as error:
+            return RewardFailure("error", str(error))
+        code = last_block(sample.response_text)
+        if code is None:
+            return self._verdict(0, tests, "no block of Python between ``` in the response")
+        try:
+            problems = await self._problems(tests, code)
+        except SandboxFailed as error:
+            return RewardFailure("error", f"reward.sandbox: {error}")
+        first = next((f"test {at + 1}: {problem}" for at, problem in problems), None)
+        return self._verdict(len(tests) - len(problems), tests, first)
+
+    def _verdict(self, count: int, tests: list[CodeTest], problem: str | None) -> Verdict:
+        right = problem is None
+        score = count / len(tests) if self._share else float(right) or self._wrong
+        if self._share:
+            info = {"passed": count, "tests": len(tests)}
+        else:  # the others were not waited for
+            info = {"tests": len(tests)}
+        return Verdict(score, right, info=info if right else {**info, "problem": problem})
+
+    async def _problems(self, tests: list[CodeTest], code: str) -> list[tuple[int, str]]:
+        """Return which tests failed, and how; with `all`, the first that is known to have."""
+        runs = {
+            asyncio.ensure_future(self._problem(test, code)): at for at, test in enumerate(tests)
+        }
+        waiting = set(runs)
+        problems: list[tuple[int, str]] = []
+        try:
+            while waiting and (self._share or not problems):
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                found = [(runs[run], run.result()) for run in done]
+                problems += [(at, problem) for at, problem in found if problem is not None]
+        finally:
+            for run in waiting:
+                run.cancel()
+            if waiting:
+                await asyncio.wait(waiting)
+        return sorted(problems)
+
+    async def _problem(self, test: CodeTest, code: str) -> str | None:
+        token = secrets.token_hex(16)
+        program = program_of(
+            test, code, token, timeout_s=self._timeout_s, memory_mb=self._memory_mb
+        )
+        outcome = await self._sandbox.run(program)
+        if outcome.status == "error":
+            raise SandboxFailed(outcome.reason)
+        if outcome.status != "finished":
+            return outcome.reason
+        if outcome.exit_code != 0:
+            last = outcome.stderr.strip().rpartition("\n")[2][:200]
+            return f"exit code {outcome.exit_code}: {last}"
+        return None if passed(test, outcome.stdout, token) else "wrong answer"
+
+    async def close(self) -> None:
+        """See `RewardPart`."""
+        await self._sandbox.close()

@@ -1,0 +1,301 @@
+"""The reward `ifeval`: whether a response follows constraints, in the terms of IFEval.
+
+Zhou et al., arXiv 2311.07911. The names and keywords of the constraints are those of the data set
+google/IFEval. Written anew, since no package on PyPI is kept: the one there is wants `datasets` and
+NLTK's downloads. Where IFEval asks NLTK, this counts by regular expressions: sentences (by `.!?`)
+and words in capitals may differ from it in rare cases. `english_capital` and `english_lowercase` do
+not ask which language it is; `response_language` does, and needs the package langdetect.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlcore.data.sample import Sample
+from rollout.rewards.graders.places import after_thinking
+
+RELATIONS: dict[str, Callable[[int, int], bool]] = {
+    "less than": lambda found, wanted: found < wanted,
+    "at least": lambda found, wanted: found >= wanted,
+}
+Constraint = tuple[str, dict[str, Any]]
+
+
+def ifeval(sample: Sample, score: str = "all") -> dict[str, Any]:
+    """1 where all constraints are followed, or the share of them that is; strict, as IFEval says.
+
+    An empty response follows none.
+
+    Raises:
+        ValueError: the label and the row have no constraints that this can check.
+    """
+    response = after_thinking(sample.response_text)
+    followed = {
+        f"{index}:{name}": bool(response.strip()) and CHECKERS[name](response, **keywords)
+        for index, (name, keywords) in enumerate(constraints_of(sample.label, sample.metadata))
+    }
+    right = all(followed.values())
+    share = sum(followed.values()) / len(followed)
+    return {
+        "score": share if score == "share" else float(right),
+        "correct": right,
+        "info": followed,
+    }
+
+
+def constraints_of(label: Any, row: Mapping[str, Any]) -> list[Constraint]:
+    """The constraints of a row.
+
+    They stand in the label (`{"instruction_id": [...], "kwargs": [...]}`, as an object, a list with
+    one, or either as JSON text, as open-instruct has it), or else in the row's columns
+    `instruction_id_list` and `kwargs`, as google/IFEval has it.
+
+    Raises:
+        ValueError: they do not, or one is unknown or lacks a keyword.
+    """
+    given = json_of(label)
+    if isinstance(given, list) and len(given) == 1:
+        given = given[0]
+    given = given if isinstance(given, Mapping) else row
+    names = given.get("instruction_id_list") or given.get("instruction_id")
+    keywords = json_of(given.get("kwargs"))
+    if not isinstance(names, list) or not names or not isinstance(keywords, list):
+        raise ValueError(
+            "expected constraints as {instruction_id: [...], kwargs: [...]} in the label, or as the"
+            f" columns instruction_id_list and kwargs, got the label {str(label)[:80]!r}"
+        )
+    if len(names) != len(keywords):
+        raise ValueError(f"{len(names)} constraints, but {len(keywords)} kwargs")
+    return [_constraint(name, given) for name, given in zip(names, keywords)]
+
+
+def json_of(value: Any) -> Any:
+    """The value of JSON text; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _constraint(name: Any, keywords: Any) -> Constraint:
+    if name not in CHECKERS:
+        raise ValueError(f"the constraint {name!r} is unknown; known are {', '.join(CHECKERS)}")
+    if name == "language:response_language" and importlib.util.find_spec("langdetect") is None:
+        raise ValueError(f"the constraint {name} needs a package: pip install langdetect")
+    # parquet fills in every keyword of the column, with null
+    given = {key: value for key, value in (keywords or {}).items() if value is not None}
+    signature = inspect.signature(CHECKERS[name])
+    given = {key: value for key, value in given.items() if key in signature.parameters}
+    try:
+        signature.bind("", **given)
+    except TypeError as error:
+        raise ValueError(f"the constraint {name}: {error}") from error
+    for key in ("relation", "let_relation", "capital_relation"):
+        if given.get(key, "at least") not in RELATIONS:
+            raise ValueError(
+                f"the constraint {name}: {key} {given[key]!r} is not in {[*RELATIONS]}"
+            )
+    return str(name), given
+
+
+# --- one function a constraint --------------------------------------------------------------------
+
+
+def _count(text: str, word: str) -> int:
+    return len(re.findall(re.escape(word), text, re.IGNORECASE))
+
+
+def keywords_existence(text: str, keywords: Sequence[str]) -> bool:
+    """Every keyword occurs."""
+    return all(_count(text, keyword) for keyword in keywords)
+
+
+def keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
+    """A keyword occurs so often."""
+    return RELATIONS[relation](_count(text, keyword.strip()), frequency)
+
+
+def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
+    """None of the words occurs."""
+    return not any(
+        re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words
+    )
+
+
+def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    """A letter occurs so often, in either case."""
+    return RELATIONS[let_relation](text.lower().count(letter.strip().lower()), let_frequency)
+
+
+def response_language(text: str, language: str) -> bool:
+    """The response is in this language; text without a language passes."""
+    import langdetect
+
+    langdetect.DetectorFactory.seed = 0  # it guesses at random otherwise
+    try:
+        return str(langdetect.detect(text)) == language
+    except langdetect.LangDetectException:
+        return True
+
+
+def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
+    """The response has so many sentences."""
+    ends = re.findall(r"[.!?。！？]+[\"')\]]*(?=\s|$)|\S\s*$", text.strip())
+    open_end = [end for end in ends if not re.match(r"[.!?。！？]", end)]
+    return RELATIONS[relation](len(ends) - len(open_end) + bool(open_end), num_sentences)
+
+
+def number_paragraphs(text: str, num_paragraphs: int) -> bool:
+    """`***` parts so many paragraphs."""
+    parts = re.split(r"\s?\*\*\*\s?", text)
+    inner = parts[1:-1]
+    whole = [part for part in parts if part.strip()]
+    return all(part.strip() for part in inner) and len(whole) == num_paragraphs
+
+
+def number_words(text: str, num_words: int, relation: str) -> bool:
+    """The response has so many words."""
+    return RELATIONS[relation](len(re.findall(r"\w+", text)), num_words)
+
+
+def nth_paragraph_first_word(
+    text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
+    """Empty lines part so many paragraphs, and the n-th begins with this word."""
+    parts = text.split("\n\n")
+    count = sum(bool(part.strip()) for part in parts)
+    if count != num_paragraphs or nth_paragraph > count or not parts[nth_paragraph - 1].strip():
+        return False
+    word = parts[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
+    return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
+
+
+def number_placeholders(text: str, num_placeholders: int) -> bool:
+    """At least so many placeholders, as [address]."""
+    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+
+
+def postscript(text: str, postscript_marker: str) -> bool:
+    """A postscript, as P.S. or P.P.S."""
+    patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    pattern = patterns.get(postscript_marker.strip()) or re.escape(postscript_marker.lower())
+    return re.search(pattern, text.lower()) is not None
+
+
+def number_bullet_lists(text: str, num_bullets: int) -> bool:
+    """Exactly so many bullets, `*` or `-`."""
+    stars = re.findall(r"^\s*\*[^\*].*$", text, re.MULTILINE)
+    return len(stars) + len(re.findall(r"^\s*-.*$", text, re.MULTILINE)) == num_bullets
+
+
+def constrained_response(text: str) -> bool:
+    """One of the three answers of IFEval."""
+    return any(f"My answer is {word}." in text for word in ("yes", "no", "maybe"))
+
+
+def number_highlighted_sections(text: str, num_highlights: int) -> bool:
+    """At least so many highlights, `*this*` or `**this**`."""
+    single = [one for one in re.findall(r"\*[^\n\*]*\*", text) if one.strip("*").strip()]
+    double = [one for one in re.findall(r"\*\*[^\n\*]*\*\*", text) if one[2:-2].strip()]
+    return len(single) + len(double) >= num_highlights
+
+
+def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    """At least so many sections, each begun by the word and a number."""
+    marks = re.split(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text)
+    return len(marks) - 1 >= num_sections
+
+
+def json_format(text: str) -> bool:
+    """The whole response is JSON, fenced or not."""
+    bare = re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE)
+    try:
+        json.loads(bare.strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def title(text: str) -> bool:
+    """A title in <<double angles>>."""
+    return any(one.strip("<>").strip() for one in re.findall(r"<<[^\n]+>>", text))
+
+
+def two_responses(text: str) -> bool:
+    """Two different responses, parted by six asterisks."""
+    parts = text.split("******")
+    whole = [part.strip() for part in parts if part.strip()]
+    return all(part.strip() for part in parts[1:-1]) and len(whole) == 2 and whole[0] != whole[1]
+
+
+def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
+    """The response begins with the prompt."""
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def end_checker(text: str, end_phrase: str) -> bool:
+    """The response ends with the phrase."""
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def quotation(text: str) -> bool:
+    """The whole response is in double quotes."""
+    text = text.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    """So many words in capitals."""
+    words = re.findall(r"\w+(?:-\w+)*", text)
+    return RELATIONS[capital_relation](sum(word.isupper() for word in words), capital_frequency)
+
+
+def english_capital(text: str) -> bool:
+    """No small letters."""
+    return text.isupper()
+
+
+def english_lowercase(text: str) -> bool:
+    """No capital letters."""
+    return text.islower()
+
+
+def no_comma(text: str) -> bool:
+    """No comma."""
+    return "," not in text
+
+
+CHECKERS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": keywords_existence,
+    "keywords:frequency": keyword_frequency,
+    "keywords:forbidden_words": forbidden_words,
+    "keywords:letter_frequency": letter_frequency,
+    "language:response_language": response_language,
+    "length_constraints:number_sentences": number_sentences,
+    "length_constraints:number_paragraphs": number_paragraphs,
+    "length_constraints:number_words": number_words,
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    "detectable_content:number_placeholders": number_placeholders,
+    "detectable_content:postscript": postscript,
+    "detectable_format:number_bullet_lists": number_bullet_lists,
+    "detectable_format:constrained_response": constrained_response,
+    "detectable_format:number_highlighted_sections": number_highlighted_sections,
+    "detectable_format:multiple_sections": multiple_sections,
+    "detectable_format:json_format": json_format,
+    "detectable_format:title": title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": repeat_prompt,
+    "startend:end_checker": end_checker,
+    "startend:quotation": quotation,
+    "change_case:capital_word_frequency": capital_word_frequency,
+    "change_case:english_capital": english_capital,
+    "change_case:english_lowercase": english_lowercase,
+    "punctuation:no_comma": no_comma,
+}

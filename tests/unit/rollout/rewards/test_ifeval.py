@@ -1,0 +1,133 @@
+"""IFEval's constraints: each followed and broken, and the forms in which rows give them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rollout.rewards.graders.ifeval import CHECKERS, constraints_of, ifeval
+
+# constraint, keywords, a response that follows it, one that does not
+CASES = [
+    ("keywords:existence", {"keywords": ["cat", "dog"]}, "A Cat and a dog", "A cat"),
+    ("keywords:frequency", {"keyword": "a", "frequency": 2, "relation": "at least"}, "a b a", "a"),
+    ("keywords:frequency", {"keyword": "a", "frequency": 2, "relation": "less than"}, "a", "a a"),
+    ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "concatenate", "The Cat sat"),
+    (
+        "keywords:letter_frequency",
+        {"letter": "e", "let_frequency": 3, "let_relation": "at least"},
+        "Eel tree",
+        "Eel",
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 3, "relation": "at least"},
+        "One. Two! Three?",
+        "It is 3.5 long. Two.",
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 3, "relation": "less than"},
+        "One. Two",
+        "One. Two! And three",
+    ),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a *** b ***", "a *** *** b"),
+    ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "a b, c", "a b"),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
+        "First.\n\n'Then', so",
+        "Then.\n\nFirst",
+    ),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] and [b]", "[a]"),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Hi\nP. S. bye", "Hi\nps"),
+    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Hi P.P.S bye", "P.S. bye"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n**b**"),
+    ("detectable_format:constrained_response", {}, "My answer is yes.", "Yes."),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* *b*", "*a* **"),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": "SECTION", "num_sections": 2},
+        "SECTION 1 a SECTION 2 b",
+        "SECTION 1 a",
+    ),
+    ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "{a: 1}"),
+    ("detectable_format:title", {}, "<<A title>> text", "<< >> text"),
+    ("combination:two_responses", {}, "a\n******\nb", "a\n******\na"),
+    ("combination:repeat_prompt", {"prompt_to_repeat": "Why?"}, "why? Because", "Because"),
+    ("startend:end_checker", {"end_phrase": "The end."}, "So. the end. ", "The end"),
+    ("startend:quotation", {}, '"Hello"', '"Hello'),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "NO WAY Jose",
+        "NO Way",
+    ),
+    ("change_case:english_capital", {}, "HELLO!", "HELLo"),
+    ("change_case:english_lowercase", {}, "hello!", "Hello"),
+    ("punctuation:no_comma", {}, "a b", "a, b"),
+]
+
+
+@pytest.mark.parametrize(("name", "keywords", "follows", "breaks"), CASES)
+def test_each_constraint(sample, name, keywords, follows, breaks):
+    label = {"instruction_id": [name], "kwargs": [keywords]}
+    assert ifeval(sample(follows, label))["correct"], follows
+    assert not ifeval(sample(breaks, label))["correct"], breaks
+
+
+def test_every_constraint_has_a_case():
+    assert set(CHECKERS) - {name for name, *_ in CASES} == {"language:response_language"}
+
+
+def test_all_or_a_share_of_the_constraints(sample):
+    label = {
+        "instruction_id": ["punctuation:no_comma", "change_case:english_lowercase"],
+        "kwargs": [None, {}],
+    }
+    assert ifeval(sample("hello", label))["score"] == 1.0
+    assert ifeval(sample("Hello", label))["score"] == 0.0
+    half = ifeval(sample("<think>a,</think>Hello", label), score="share")
+    assert (half["score"], half["correct"]) == (0.5, False)
+    assert half["info"] == {
+        "0:punctuation:no_comma": True,
+        "1:change_case:english_lowercase": False,
+    }
+    assert ifeval(sample(" ", label), score="share")["score"] == 0.0
+
+
+def test_the_forms_in_which_rows_give_constraints():
+    given = {
+        "instruction_id": ["keywords:existence"],
+        # as parquet fills it
+        "kwargs": [{"keywords": ["a"], "num_words": None, "relation": None}],
+    }
+    expected = [("keywords:existence", {"keywords": ["a"]})]
+    google = {"instruction_id_list": given["instruction_id"], "kwargs": given["kwargs"]}
+    for label in (given, [given], json.dumps([given]), google):
+        assert constraints_of(label, {}) == expected
+    assert constraints_of(None, google) == expected
+    assert constraints_of(None, {**google, "kwargs": json.dumps(given["kwargs"])}) == expected
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("4", "expected constraints as"),
+        ({"instruction_id": ["x:y"], "kwargs": [{}]}, "the constraint 'x:y' is unknown; known are"),
+        ({"instruction_id": ["keywords:existence"], "kwargs": [{}]}, "argument: 'keywords'"),
+        ({"instruction_id": ["punctuation:no_comma"], "kwargs": []}, "1 constraints, but 0 kwargs"),
+        (
+            {
+                "instruction_id": ["length_constraints:number_words"],
+                "kwargs": [{"num_words": 3, "relation": "around"}],
+            },
+            "relation 'around' is not in",
+        ),
+    ],
+)
+def test_constraints_that_nothing_can_check_are_refused(label, message):
+    with pytest.raises(ValueError, match=message):
+        constraints_of(label, {})
