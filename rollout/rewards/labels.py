@@ -10,6 +10,7 @@ from rlcore.config.sections.graders import GRADERS
 from rlcore.data.prompts import PromptSet
 from rlcore.errors import ConfigError, DataError
 from rollout.rewards.by_source import PartsBySource
+from rollout.rewards.graders.code import read_tests
 from rollout.rewards.graders.ifeval import constraints_of
 from rollout.rewards.graders.places import accepted
 
@@ -17,6 +18,7 @@ from rollout.rewards.graders.places import accepted
 READERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "text": lambda label, _: accepted(label),
     "constraints": constraints_of,
+    "tests": lambda label, _: read_tests(label),
 }
 # the columns inside a label that is a map, the likeliest first (verl's is ground_truth)
 LIKELY = ("ground_truth", "answer", "target", "label", "solution", "value", "text")
