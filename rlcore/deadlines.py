@@ -42,6 +42,10 @@ LAST_TOKEN_S = 30.0  # the token that is being made when an embedded engine clos
 KILL_ENGINE_S = 30.0  # more than TERMINATE_S and REAP_S: how long the fleet waits for an end
 CLOSE_ENGINES_S = 30.0  # a transport or a service to close
 REWARD_START_S = 120.0  # imports of the user's reward modules in a worker
+STRAYS_S = 2.0  # processes that a reward or a sandboxed program left, to be killed
+SANDBOX_START_S = 30.0  # namespaces, mounts and an interpreter, before a program's own time
+FUSION_GRACE_S = 15.0  # beyond the limits that a SandboxFusion server keeps itself: its queue
+WORKER_ENDS_S = 1.0  # a worker that closed its socket to be gone, so that its exit code is known
 
 # --- weight publication ---------------------------------------------------------------------------
 

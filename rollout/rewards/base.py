@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 
 from rlcore.data.sample import Sample
 
 # Rewards are float32 in a batch: beyond this they would be infinite there.
 LARGEST = float(np.finfo(np.float32).max)
-MAX_INFO = 1 << 16  # characters of `info` as JSON, since it is recorded with each sample
+MAX_INFO = 1 << 16  # bytes of `info` as JSON, since it is recorded with each sample
 KEYS = ("score", "correct", "parts", "info")
 
 
@@ -97,14 +97,15 @@ def _verdict(value: Mapping[Any, Any]) -> Verdict:
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
             raise ValueError(f"{name}: {str(given)[:80]!r}, expected a mapping by names")
     try:
-        size = len(json.dumps(dict(info)))
-    except (TypeError, ValueError, RecursionError) as error:
+        # plain values, which those who record the sample can write
+        plain = orjson.dumps([list(parts), dict(info)])
+    except orjson.JSONEncodeError as error:
         raise ValueError(f"info that is not JSON: {str(error)[:80]}") from error
-    if size > MAX_INFO:
-        raise ValueError(f"info of {size} characters as JSON, expected at most {MAX_INFO}")
+    if len(plain) > MAX_INFO:
+        raise ValueError(f"info of {len(plain)} bytes as JSON, expected at most {MAX_INFO}")
     return Verdict(
         _number(value["score"]),
         None if correct is None else bool(correct),
         {name: _number(number) for name, number in parts.items()},
-        dict(info),
+        orjson.loads(plain)[1],
     )

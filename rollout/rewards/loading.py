@@ -76,7 +76,7 @@ def scored(function: RewardFunction, sample: Sample) -> Score:
     """The function's verdict on a sample, or its failure with file and line."""
     try:
         score = checked(function(sample))
-    except Exception as error:  # noqa: BLE001 - one sample's failure, returned as a value
+    except BaseException as error:  # noqa: BLE001 - SystemExit too: one sample's failure
         text = " ".join(str(error).split())[:200]
         return RewardFailure(
             "error", f"raised {type(error).__name__}: {text}{place_of(function, error)}"

@@ -12,24 +12,46 @@ surfaces as a broken pool without its name.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
+import secrets
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from rlcore.data.sample import Sample
-from rlcore.deadlines import CANCEL_S, REWARD_START_S
+from rlcore.deadlines import CANCEL_S, REAP_S, REWARD_START_S, STRAYS_S, WORKER_ENDS_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
 from rollout.asyncio_utils import within
-from rollout.rewards.base import RewardFailure, RewardPart, Score
+from rollout.rewards.base import RewardFailure, RewardPart, Score, checked
+from rollout.rewards.environment import allowed_environment
 from rollout.rewards.worker import HEADER, pack
+from rollout.sandbox.process_tree import kill_tree
 
-STREAM_LIMIT = 1 << 24
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+logger = logging.getLogger(__name__)
+
+MAX_ANSWER = 1 << 20  # bytes; a verdict's `info` is far smaller
+# {part: (import path, keyword arguments)}
+Functions = Mapping[str, tuple[str, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """What a worker process gets: memory, and names of environment variables beyond the usual."""
+
+    memory_gb: float = 8.0
+    environment: Sequence[str] = ()
+
+
+class BadAnswer(Exception):
+    """The worker's socket carried something that is no answer to the call."""
 
 
 @dataclass(eq=False)
@@ -37,114 +59,163 @@ class Worker:
     """A worker process, which serves one call at a time."""
 
     process: asyncio.subprocess.Process
-    stdin: asyncio.StreamWriter
-    stdout: asyncio.StreamReader
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
 
     @classmethod
-    async def start(cls, functions: Mapping[str, tuple[str, dict[str, Any]]]) -> Worker:
+    async def start(cls, functions: Functions, limits: WorkerLimits) -> Worker:
         """Start a process that has imported `functions`.
 
         Raises ConfigError when a function cannot be imported, RunFailed when the process dies.
         """
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rollout.rewards.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={
-                **os.environ,
-                **ONE_THREAD,
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
-            limit=STREAM_LIMIT,
-            # a group of its own: Ctrl-C is ours, and `kill` takes grandchildren too
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        worker = cls(process, process.stdin, process.stdout)
+        worker = await cls._spawn(limits)
+        names = ", ".join(name for name, _ in functions.values())
+        setup = {
+            "functions": {part: (name, dict(args)) for part, (name, args) in functions.items()},
+            "sys_path": list(sys.path),
+            "memory_gb": limits.memory_gb,
+        }
         try:
-            problem = await within(
+            reply = await within(
                 REWARD_START_S,
-                worker._exchange({"functions": dict(functions), "sys_path": list(sys.path)}),
-                lambda: (
-                    "a reward worker has not imported"
-                    f" {', '.join(p for p, _ in functions.values())} in {REWARD_START_S:.0f} s"
-                ),
+                worker._exchange(setup),
+                lambda: f"a reward worker has not imported {names} in {REWARD_START_S:.0f} s",
             )
-        except (EOFError, ConnectionError) as error:
+        except (EOFError, ConnectionError, BadAnswer) as error:
             raise RunFailed(
-                f"a reward worker died at its start, exit code {await worker.kill()}: see the log"
+                f"a reward worker died at its start, exit code {await worker.end()}: see the log"
             ) from error
         except BaseException:
             await worker.kill()
             raise
-        if problem is not None:
+        if reply.get("problem") is not None:
             await worker.kill()
-            raise ConfigError(problem)
+            raise ConfigError(str(reply["problem"]))
         return worker
+
+    @classmethod
+    async def _spawn(cls, limits: WorkerLimits) -> Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "rollout.rewards.worker",
+                    str(theirs.fileno()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=2,  # what a function prints goes to the log
+                    env=allowed_environment(limits.environment),
+                    pass_fds=(theirs.fileno(),),
+                    # a group of its own: Ctrl-C is ours
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(process, reader, writer)
 
     async def call(self, part: str, sample: Sample, timeout_s: float) -> Score:
         """The score, or why there is none. After a timeout or a death the worker is dead."""
+        # a frame that something else wrote into the socket does not know it
+        identity = secrets.token_hex(8)
         try:
-            score: Score = await within(timeout_s, self._exchange((part, sample)), lambda: "")
-            return score
+            reply = await within(timeout_s, self._exchange((identity, part, sample)), lambda: "")
+            return _score(reply, identity)
         except DeadlineExceeded:
             await self.kill()
             return RewardFailure("timeout", f"no score after {timeout_s:g} s (reward.timeout_s)")
+        except BadAnswer as error:
+            await self.kill()
+            return RewardFailure("error", f"its worker process answered nonsense: {error}")
         except (EOFError, ConnectionError):
             return RewardFailure(
-                "error", f"its worker process died with exit code {await self.kill()}"
+                "error", f"its worker process died with exit code {await self.end()}"
             )
         except BaseException:
             # an answer that is not read would be taken for the answer to the next call
             await self.kill()
             raise
 
-    async def _exchange(self, message: object) -> Any:
-        self.stdin.write(pack(message))
-        await self.stdin.drain()
-        (size,) = HEADER.unpack(await self.stdout.readexactly(HEADER.size))
-        return pickle.loads(await self.stdout.readexactly(size))
+    async def _exchange(self, message: object) -> dict[str, Any]:
+        """Send a request and return the answer. Raises EOFError when the process is gone."""
+        self.writer.write(pack(pickle.dumps(message, protocol=5)))
+        reply = asyncio.ensure_future(self._receive())
+        # a process that the function left behind may keep the socket open when the worker is gone
+        gone = asyncio.ensure_future(self.process.wait())
+        try:
+            await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not reply.done():
+                # what it wrote before its end may still be on its way
+                await asyncio.wait({reply}, timeout=WORKER_ENDS_S)
+            if not reply.done():
+                raise EOFError
+            return reply.result()
+        finally:
+            reply.cancel()
+            gone.cancel()
+
+    async def _receive(self) -> dict[str, Any]:
+        (size,) = HEADER.unpack(await self.reader.readexactly(HEADER.size))
+        if size > MAX_ANSWER:
+            raise BadAnswer(f"{size} bytes, expected at most {MAX_ANSWER}")
+        try:
+            reply = orjson.loads(await self.reader.readexactly(size))
+        except orjson.JSONDecodeError as error:
+            raise BadAnswer(f"no JSON: {str(error)[:80]}") from error
+        if not isinstance(reply, dict):
+            raise BadAnswer(f"a {type(reply).__name__}, expected an object")
+        return reply
 
     @property
     def alive(self) -> bool:
         """Whether the process runs."""
         return self.process.returncode is None
 
-    async def kill(self) -> int:
+    async def end(self) -> int | None:
+        """End the process, which has closed its socket; returns the exit code that it chose."""
+        await asyncio.wait({asyncio.ensure_future(self.process.wait())}, timeout=WORKER_ENDS_S)
+        return await self.kill()
+
+    async def kill(self) -> int | None:
         """End the process and all that it started; returns its exit code."""
+        if self.alive:
+            # in a thread: what descends from it is looked up and killed first
+            await asyncio.to_thread(kill_tree, self.process.pid, seconds=STRAYS_S)
         with suppress(ProcessLookupError):  # the whole group is gone
             os.killpg(self.process.pid, signal.SIGKILL)
-        code = await self.process.wait()
-        self.stdin.close()
-        # Both pipes must be seen to close, or the transport outlives the loop.
-        await asyncio.wait(
-            [
-                asyncio.ensure_future(self.stdout.read()),
-                asyncio.ensure_future(_closed(self.stdin)),
-            ],
-            timeout=CANCEL_S,
-        )
-        return code
+        waiting = asyncio.ensure_future(self.process.wait())
+        # a process that hangs in the kernel, on a dead file server say, is left behind
+        await asyncio.wait({waiting}, timeout=REAP_S)
+        if not waiting.done():
+            waiting.cancel()
+            logger.warning("the reward worker %d cannot be ended", self.process.pid)
+        self.writer.close()
+        with suppress(ConnectionError):
+            await asyncio.wait({asyncio.ensure_future(self.writer.wait_closed())}, timeout=CANCEL_S)
+        return self.process.returncode
 
 
-async def _closed(stream: asyncio.StreamWriter) -> None:
-    with suppress(ConnectionError):  # the reader was killed
-        await stream.wait_closed()
+def _score(reply: dict[str, Any], identity: str) -> Score:
+    if reply.pop("id", None) != identity:
+        raise BadAnswer("an answer to no call of ours; does the function write to descriptors?")
+    if "error" in reply:
+        return RewardFailure("error", str(reply["error"]))
+    return checked(reply)
 
 
 @dataclass
 class RewardPool:
-    """Keeps `size` workers that know `functions` ({part: (import path, arguments)}).
+    """Keeps `size` workers that know `functions`.
 
     A worker that dies or overruns its deadline is replaced.
     """
 
-    functions: Mapping[str, tuple[str, dict[str, Any]]]
+    functions: Functions
     size: int
     timeout_s: float
+    limits: WorkerLimits = WorkerLimits()
     # workers without a call; None stands for a worker that must be started first
     _idle: asyncio.Queue[Worker | None] = field(default_factory=asyncio.Queue)
     _workers: set[Worker] = field(default_factory=set)
@@ -166,7 +237,7 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     async def _start_worker(self) -> Worker:
-        worker = await Worker.start(self.functions)
+        worker = await Worker.start(self.functions, self.limits)
         self._workers.add(worker)
         return worker
 

@@ -9,7 +9,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+<<<<<<< HEAD
+=======
 from functools import partial
+>>>>>>> h-graders
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,10 +22,15 @@ from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DataError
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
+<<<<<<< HEAD
+from rollout.rewards.exact_match import ExactMatch
+from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits
+=======
 from rollout.rewards.by_source import PartsBySource
 from rollout.rewards.graders import shape, text
 from rollout.rewards.local import LocalPart
 from rollout.rewards.pool import PooledPart, RewardPool
+>>>>>>> h-graders
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +234,8 @@ def build_scorer(
     if not config.parts:
         raise ConfigError("reward.parts is empty; name at least one part")
     functions: dict[str, tuple[str, dict[str, Any]]] = {}
-    pool = RewardPool(functions, config.workers, config.timeout_s)
+    limits = WorkerLimits(config.memory_gb, config.environment)
+    pool = RewardPool(functions, config.workers, config.timeout_s, limits)
     parts: dict[str, RewardPart] = {}
     for name, part in config.parts.items():
         function = str(part.function)

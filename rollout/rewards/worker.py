@@ -1,63 +1,128 @@
-"""The worker process of the reward pool: `python -m rollout.rewards.worker`.
+"""The worker process of the reward pool: `python -m rollout.rewards.worker SOCKET`.
 
-It exchanges frames over its standard streams: 4 bytes of length, then a pickle. First it gets its
-set-up ({"functions": {part: (import path, arguments)}, "sys_path": [...]}) and answers None or an
-error text; then, for each (part, sample), it answers with a `Verdict` or a `RewardFailure`.
+It exchanges frames with the rollout service over one socket: 4 bytes of length, then the message.
+Requests are pickles, which come from the service alone. Answers are JSON, since a function may let
+anything into them. First comes the set-up ({"functions": {part: (import path, keywords)},
+"sys_path": [...], "memory_gb": ...}), answered with {"problem": text or null}; then calls
+(id, part, sample), each answered with {"id": id, "score": ..., ...} or {"id": id, "error": text}.
+
+A function may print, start processes, leave some of them behind, exit or run out of memory: it
+finds nothing on its standard input, its prints go to the log, its processes do not inherit the
+socket, and what a call has started ends with the call.
 """
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
 import pickle
+import resource
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+import orjson
+
+from rlcore.deadlines import STRAYS_S
+from rollout.sandbox.process_tree import adopt_orphans, descendants, die_with_parent, kill_below
 
 if TYPE_CHECKING:
     from rollout.rewards.base import Score
 
 HEADER = struct.Struct("<I")
+HIGH = 200  # above the descriptors that code counts on or loops over
 
 
-def pack(message: object) -> bytes:
-    """The message as a frame."""
-    payload = pickle.dumps(message, protocol=5)
+def pack(payload: bytes) -> bytes:
+    """Return the message as a frame."""
     return HEADER.pack(len(payload)) + payload
 
 
 def receive(stream: BinaryIO) -> Any:
-    """The next message. Raises EOFError when the parent is gone."""
+    """Return the next request. Raises EOFError when the parent is gone."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         raise EOFError
     return pickle.loads(stream.read(HEADER.unpack(header)[0]))
 
 
+def answer(stream: BinaryIO, message: Mapping[str, Any]) -> None:
+    """Send an answer."""
+    stream.write(pack(orjson.dumps(message)))
+    stream.flush()
+
+
 def main() -> None:
     """Serve calls until the parent is gone."""
     die_with_parent()
-    requests = sys.stdin.buffer
-    answers = os.fdopen(os.dup(1), "wb")
-    # prints of a reward function go to the log, not into the frames
-    os.dup2(2, 1)
+    adopt_orphans()
+    requests, answers = open_socket(int(sys.argv.pop()))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    die_first()
     try:
         setup = receive(requests)
         functions = load_functions(setup, answers)
+        # what importing or constructing a function has started may serve every call
+        keep = frozenset(descendants(os.getpid()))
         while functions:
-            part, sample = receive(requests)
-            answers.write(pack(call(functions[part], sample)))
-            answers.flush()
+            identity, part, sample = receive(requests)
+            score = call(functions[part], sample, setup["memory_gb"])
+            # nothing of a sample stays for the next call, no process that could look for it
+            del sample
+            end_strays(keep)
+            answer(answers, encoded(identity, score))
     except EOFError:
         return
 
 
+def open_socket(inherited: int) -> tuple[BinaryIO, BinaryIO]:
+    """Return requests and answers, on descriptors that no child of this process has."""
+    descriptor = fcntl.fcntl(inherited, fcntl.F_DUPFD_CLOEXEC, HIGH)
+    os.close(inherited)
+    requests = os.fdopen(descriptor, "rb")
+    answers = os.fdopen(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, HIGH), "wb")
+    # a child that is forked and executes nothing would keep them
+    os.register_at_fork(after_in_child=lambda: _close(requests, answers))
+    return requests, answers
+
+
+def _close(*streams: BinaryIO) -> None:
+    for stream in streams:
+        with suppress(OSError):
+            os.close(stream.fileno())
+
+
+def die_first() -> None:
+    """Have the kernel end this process before the trainer, where the machine has no memory left."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def limit_memory(gigabytes: float) -> None:
+    """Have allocations beyond the limit fail.
+
+    RLIMIT_DATA counts what is private and writable; the address space also counts the gigabytes
+    that CUDA and torch only reserve.
+    """
+    limit = int(gigabytes * 2**30)
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
 def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callable[..., Any]]:
-    """The functions by part; {} after telling the parent why there are none."""
+    """Return the functions by part; {} after telling the parent why there are none."""
     from rlcore.errors import ConfigError
     from rollout.rewards.loading import load_function
 
     sys.path[:] = setup["sys_path"]
+    limit_memory(setup["memory_gb"])
     problem: str | None = None
     functions: dict[str, Callable[..., Any]] = {}
     try:
@@ -66,26 +131,49 @@ def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callab
     except ConfigError as error:
         problem = str(error)
         functions = {}
-    answers.write(pack(problem))
-    answers.flush()
+    answer(answers, {"problem": readable(problem) if problem is not None else None})
     return functions
 
 
-def call(function: Callable[..., Any], sample: Any) -> Score:
+def call(function: Callable[..., Any], sample: Any, memory_gb: float) -> Score:
     """Return the function's verdict, or its failure."""
+    from rollout.rewards.base import RewardFailure
     from rollout.rewards.loading import scored
 
-    return scored(function, sample)
+    score = scored(function, sample)
+    if isinstance(score, RewardFailure) and score.reason.startswith("raised MemoryError"):
+        gc.collect()
+        return RewardFailure("error", f"{score.reason}; reward.memory_gb is {memory_gb:g}")
+    return score
 
 
-def die_with_parent() -> None:
-    """Have the kernel end this process when its parent is killed, even in an endless call."""
-    if sys.platform == "linux":
-        import ctypes
-        import signal
+def encoded(identity: str, score: Score) -> dict[str, Any]:
+    """Return the answer to a call."""
+    from rollout.rewards.base import RewardFailure
 
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if isinstance(score, RewardFailure):
+        return {"id": identity, "error": readable(score.reason)}
+    return {"id": identity, **asdict(score)}
+
+
+def readable(text: str) -> str:
+    """Return text that any encoder takes: a lone surrogate becomes a question mark."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def end_strays(keep: frozenset[int]) -> None:
+    """End what the call has started; exit, and so be replaced, if it cannot be ended."""
+    if not keep:
+        try:
+            # a cheap question: orphans are ours too, so without a child there is no descendant
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+    if not kill_below(os.getpid(), seconds=STRAYS_S, keep=keep, reap=True):
+        os._exit(STRAYS_LEFT)
+
+
+STRAYS_LEFT = 70  # the exit code of a worker that cannot end what a call has started
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.sections.base import PositiveFloat, PositiveInt, Section
+from rlcore.config.sections.sandbox import SandboxConfig
 
 
 class RewardModelConfig(Section):
@@ -61,6 +62,23 @@ class RewardConfig(Section):
     """Score of a sample whose reward failed or timed out; such samples are counted."""
     workers: PositiveInt = 2
     """Processes that run reward functions."""
+    memory_gb: PositiveFloat = 8.0
+    """Most memory that one of these processes may allocate, GiB."""
+    environment: list[str] = Field(default_factory=list)
+    """Names of environment variables that reward functions get beside the usual, as
+    OPENAI_API_KEY; keys of the run are not passed on by themselves."""
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+
+    @field_validator("environment")
+    @classmethod
+    def _names_alone(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not name.isidentifier():
+                raise ValueError(
+                    f"names of variables alone, got {name.partition('=')[0]!r}...; set the value in"
+                    " the shell that starts rlcore"
+                )
+        return names
 
     @model_validator(mode="after")
     def _sources_need_a_column(self) -> RewardConfig:

@@ -48,3 +48,13 @@ def test_anything_else_is_a_failure_that_says_what_was_got(value: Any, reason: s
     assert isinstance(failure, RewardFailure)
     assert failure.kind == "error"
     assert reason in failure.reason
+
+
+def test_info_is_what_a_recorder_can_write() -> None:
+    assert checked({"score": 1, "info": {"a": (1, math.nan)}}) == Verdict(
+        1.0, info={"a": [1, None]}
+    )
+    for info in ({"a": "\ud800"}, {"a": 1 << 70}, {"\ud800": 1}):
+        failure = checked({"score": 1, "info": info})
+        assert isinstance(failure, RewardFailure)
+        assert "info that is not JSON" in failure.reason

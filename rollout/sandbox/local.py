@@ -1,0 +1,282 @@
+"""Runs programs on this machine, confined, with limits, and ends each as a tree."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlcore.deadlines import REAP_S, SANDBOX_START_S, STRAYS_S
+from rlcore.errors import ConfigError
+from rollout.sandbox.base import Outcome, Program, Status
+from rollout.sandbox.confinement import Confinement
+from rollout.sandbox.process_tree import descendants, kill_tree, memory, send
+
+logger = logging.getLogger(__name__)
+
+READY = b"ready"  # of `inside.py`
+POLL_S = 0.1  # between two looks at a program's memory and processes
+CHUNK = 1 << 16
+LANGUAGES = ("python", "bash")
+MAIN = {"python": "main.py", "bash": "main.sh"}
+
+
+class LocalSandbox:
+    """A `Sandbox` of programs on this machine."""
+
+    def __init__(
+        self, candidates: list[Confinement], *, concurrency: int, output_bytes: int, advice: str
+    ) -> None:
+        self._candidates = candidates
+        self._advice = advice
+        self._output_bytes = output_bytes
+        self._confinement: Confinement | None = None
+        self._starting: asyncio.Task[None] | None = None
+        # the places that are free: programs at the same time are different users where we are root
+        self._places: asyncio.Queue[int] = asyncio.Queue()
+        for place in range(concurrency):
+            self._places.put_nowait(place)
+
+    async def start(self) -> None:
+        """See `Sandbox`: take the first confinement in which a program runs."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._choose())
+        await asyncio.shield(self._starting)
+
+    async def _choose(self) -> None:
+        problems: list[str] = []
+        for confinement in self._candidates:
+            outcome = await _Run(confinement, 0, self._output_bytes).run(
+                Program("print(6 * 7)", timeout_s=SANDBOX_START_S)
+            )
+            if outcome.succeeded and outcome.stdout == "42\n":
+                self._confinement = confinement
+                logger.info("model-written code is confined by %s", confinement.name)
+                return
+            said = f"{outcome.reason} {outcome.stderr}".split("\n")
+            problems.append(f"{confinement.name}: {' '.join(' '.join(said).split())[:300]}")
+        raise ConfigError(
+            f"reward.sandbox: no program can be confined here ({'; '.join(problems) or 'nothing'}"
+            f" is installed for it); {self._advice}"
+        )
+
+    async def run(self, program: Program) -> Outcome:
+        """See `Sandbox`."""
+        if program.language not in LANGUAGES:
+            raise ConfigError(
+                f"reward.sandbox: no {program.language} on this machine, only"
+                f" {' and '.join(LANGUAGES)}; SandboxFusion has more (reward.sandbox.kind: fusion)"
+            )
+        await self.start()
+        assert self._confinement is not None
+        place = await self._places.get()
+        try:
+            return await _Run(self._confinement, place, self._output_bytes).run(program)
+        finally:
+            self._places.put_nowait(place)
+
+    async def close(self) -> None:
+        """See `Sandbox`. Programs end with the tasks that run them."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
+
+
+@dataclass
+class _Run:
+    """One run of one program."""
+
+    confinement: Confinement
+    place: int
+    output_bytes: int
+    written: int = 0
+    reason: str = ""  # why it is ended
+    too_much: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, program: Program) -> Outcome:
+        with ExitStack() as stack:
+            task = self.confinement.task(self.place)
+            if not self.confinement.own_process_table:
+                folder = stack.enter_context(
+                    tempfile.TemporaryDirectory(
+                        prefix="rlcore-sandbox-", ignore_cleanup_errors=True
+                    )
+                )
+                task["folder"] = folder
+                task["environment"] |= {"HOME": folder, "TMPDIR": folder}
+            self._fill(task, program)
+            return await self._process(json.dumps(task).encode(), program)
+
+    def _fill(self, task: dict[str, Any], program: Program) -> None:
+        main = MAIN[program.language]
+        argv = [self.confinement.python.path, "-s", main]
+        if program.language == "bash":
+            argv = ["/bin/bash", main]
+        files: Mapping[str, bytes] = {
+            **program.files,
+            main: program.code.encode("utf-8", "replace"),
+        }
+        limits = {
+            "CPU": int(program.timeout_s) + 2,
+            "DATA": program.memory_mb << 20,
+            "FSIZE": self.confinement.files_mb << 20,
+            "NOFILE": 256,
+            "CORE": 0,
+        }
+        processes = task.pop("processes")
+        task |= {
+            "argv": argv,
+            "files": {name: base64.b64encode(data).decode() for name, data in files.items()},
+            "stdin": base64.b64encode(program.stdin.encode("utf-8", "replace")).decode(),
+            "limits": limits if processes is None else {**limits, "NPROC": processes},
+            "alarm": int(program.timeout_s + SANDBOX_START_S) + 1,
+        }
+
+    async def _process(self, task: bytes, program: Program) -> Outcome:
+        read, write = os.pipe()
+        with os.fdopen(read, "rb", buffering=0) as status:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self.confinement.command(write),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    env={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LANG": "C.UTF-8"},
+                    pass_fds=(write,),
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except OSError as error:
+                return Outcome("error", reason=f"cannot start: {error}")
+            finally:
+                os.close(write)
+            assert process.stdout is not None
+            assert process.stderr is not None
+            output = [
+                asyncio.ensure_future(self._read(stream))
+                for stream in (process.stdout, process.stderr)
+            ]
+            begin = time.monotonic()
+            try:
+                ended, begin = await self._watch(process, status, task, program)
+            finally:
+                # also where this task is cancelled
+                await asyncio.shield(self._end(process, output))
+            seconds = time.monotonic() - begin
+            if ended == "finished" and (late := status.read(4096)):
+                # the program itself could not be executed
+                return Outcome("error", reason=late.decode("utf-8", "replace"))
+            texts = [part.result().decode("utf-8", "replace") for part in output]
+            code = process.returncode if ended == "finished" else None
+            if code is not None and code < 0:
+                code = 128 - code
+            return Outcome(ended, texts[0], texts[1], code, seconds, self.reason)
+
+    async def _watch(
+        self,
+        process: asyncio.subprocess.Process,
+        status: Any,
+        task: bytes,
+        program: Program,
+    ) -> tuple[Status, float]:
+        """Wait for the program's end, or for a reason to end it; and say when it began."""
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[bytes] = loop.create_future()
+        loop.add_reader(status, lambda: ready.done() or ready.set_result(status.read(4096)))
+        gone = asyncio.ensure_future(process.wait())
+        try:
+            feeding = asyncio.ensure_future(_feed(process, task))
+            await asyncio.wait({ready}, timeout=SANDBOX_START_S)
+            feeding.cancel()
+            if not ready.done():
+                self.reason = f"the sandbox has not started in {SANDBOX_START_S:g} s"
+                return "error", time.monotonic()
+        finally:
+            loop.remove_reader(status)
+            gone.cancel()
+        if ready.result() != READY:
+            said = ready.result().removeprefix(READY).decode("utf-8", "replace")
+            self.reason = f"the sandbox cannot start: {said}".rstrip(": ")
+            return "error", time.monotonic()
+        begin = time.monotonic()
+        return await self._limits(process, program, begin), begin
+
+    async def _limits(
+        self, process: asyncio.subprocess.Process, program: Program, begin: float
+    ) -> Status:
+        gone = asyncio.ensure_future(process.wait())
+        full = asyncio.ensure_future(self.too_much.wait())
+        most = program.memory_mb << 20
+        try:
+            while True:
+                left = begin + program.timeout_s - time.monotonic()
+                await asyncio.wait(
+                    {gone, full},
+                    timeout=min(POLL_S, max(left, 0)),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if full.done():
+                    self.reason = f"wrote more than {self.output_bytes >> 10} KiB"
+                    return "limit"
+                if gone.done():
+                    return "finished"
+                if time.monotonic() >= begin + program.timeout_s:
+                    self.reason = f"had not ended after {program.timeout_s:g} s"
+                    return "timeout"
+                below = descendants(process.pid)
+                if len(below) > self.confinement.processes + 4:
+                    self.reason = f"had more than {self.confinement.processes} processes"
+                    return "limit"
+                if memory(below) > most:
+                    self.reason = f"used more than {program.memory_mb} MiB of memory"
+                    return "limit"
+        finally:
+            gone.cancel()
+            full.cancel()
+
+    async def _read(self, stream: asyncio.StreamReader) -> bytes:
+        kept = bytearray()
+        while chunk := await stream.read(CHUNK):
+            kept += chunk[: max(0, self.output_bytes - self.written)]
+            self.written += len(chunk)
+            if self.written > self.output_bytes:
+                self.too_much.set()
+        return bytes(kept)
+
+    async def _end(
+        self, process: asyncio.subprocess.Process, output: list[asyncio.Future[bytes]]
+    ) -> None:
+        """Kill everything that is left, and read what it had written."""
+        if process.returncode is None:
+            if self.confinement.own_process_table:
+                for pid in (*descendants(process.pid)[:2], process.pid):
+                    send(pid, signal.SIGKILL)
+            else:
+                await asyncio.to_thread(kill_tree, process.pid, seconds=STRAYS_S)
+        gone = asyncio.ensure_future(process.wait())
+        done, _ = await asyncio.wait({gone, *output}, timeout=REAP_S)
+        if gone not in done:
+            gone.cancel()
+            logger.warning("the sandboxed process %d cannot be ended", process.pid)
+        for part in output:
+            if part not in done:  # something still holds its end
+                part.cancel()
+                with suppress(asyncio.CancelledError):
+                    await part
+
+
+async def _feed(process: asyncio.subprocess.Process, task: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(ConnectionError):  # it died; its status says why
+        process.stdin.write(task)
+        await process.stdin.drain()
+    process.stdin.close()

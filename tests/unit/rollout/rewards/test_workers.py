@@ -1,0 +1,157 @@
+"""Reward workers: a function that misbehaves costs its sample, and leaks and leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlcore.config.sections.reward import RewardConfig
+from rollout.rewards.base import RewardFailure, Score, Verdict
+from rollout.rewards.pool import RewardPool, WorkerLimits
+
+TIMEOUT_S = 30.0
+USUAL = WorkerLimits()
+
+
+def scores(
+    function: str,
+    *samples: Any,
+    timeout_s: float = TIMEOUT_S,
+    limits: WorkerLimits = USUAL,
+    args: dict[str, Any] | None = None,
+) -> list[Score]:
+    """Score samples one after the other in one worker; nothing may be left running."""
+
+    async def scenario() -> list[Score]:
+        functions = {"f": (f"hostile_rewards:{function}", args or {})}
+        pool = RewardPool(functions, 1, timeout_s, limits)
+        try:
+            return [await asyncio.wait_for(pool.score("f", sample), 60) for sample in samples]
+        finally:
+            await asyncio.wait_for(pool.close(), 30)
+
+    found = asyncio.run(scenario())
+    assert psutil.Process().children() == []
+    return found
+
+
+def verdict(score: Score) -> Verdict:
+    assert isinstance(score, Verdict), score
+    return score
+
+
+def failure(score: Score) -> RewardFailure:
+    assert isinstance(score, RewardFailure), score
+    return score
+
+
+def test_a_worker_gets_no_keys(sample, monkeypatch):
+    for name in ("RLCORE_ENGINE_ADMIN_KEY", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("JUDGE_KEY", "asked for")
+    limits = WorkerLimits(environment=("JUDGE_KEY",))
+    (found,) = scores("environment", sample("x"), limits=limits)
+    names = set(verdict(found).info["names"])
+    assert {"PATH", "PYTHONPATH", "OMP_NUM_THREADS", "JUDGE_KEY"} <= names
+    assert not [name for name in names if name.startswith(("RLCORE", "WANDB", "HF_T", "AWS"))]
+
+
+def test_a_variable_that_is_not_set_is_said(sample, caplog):
+    scores("environment", sample("x"), limits=WorkerLimits(environment=("NO_SUCH_NAME",)))
+    assert "reward.environment names NO_SUCH_NAME, which is not set" in caplog.text
+
+
+def test_environment_takes_names_alone():
+    with pytest.raises(ValueError, match=r"names of variables alone, got 'KEY'"):
+        RewardConfig.model_validate({"environment": ["KEY=value"]})
+
+
+def test_standard_input_is_empty(sample):
+    (found,) = scores("reads_stdin", sample("x"))
+    assert verdict(found).info == {"read": "", "lowest": "/dev/null"}
+
+
+def test_what_a_call_leaves_ends_with_it(sample, tmp_path):
+    first, second = (sample("x", folder=str(tmp_path / name)) for name in "ab")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    found = scores("leaves_processes", first, second)
+    for score in found:
+        assert not [pid for pid in verdict(score).info["pids"] if psutil.pid_exists(pid)]
+
+
+def test_a_timeout_ends_the_whole_tree(sample, tmp_path):
+    (found,) = scores("hangs_with_children", sample("x", folder=str(tmp_path)), timeout_s=5)
+    assert failure(found).kind == "timeout"
+    pids = json.loads((tmp_path / "pids").read_text())
+    deadline = time.monotonic() + 5
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)  # init takes the orphan away
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_children_do_not_inherit_the_socket(sample):
+    (found,) = scores("child_sees", sample("x"))
+    info = verdict(found).info
+    assert info["forked"] == []
+    assert "socket" not in info["executed"]
+
+
+@pytest.mark.parametrize("text", ["forged", "rubbish", "list", "huge"])
+def test_a_write_to_descriptors_costs_its_sample_alone(sample, text):
+    bad, good = scores("writes_to_every_descriptor", sample(text), sample("good"))
+    assert "its worker process answered nonsense" in failure(bad).reason
+    assert verdict(good).score == 0.5
+
+
+def test_memory_beyond_the_limit_costs_its_sample_alone(sample):
+    limits = WorkerLimits(memory_gb=0.75)
+    bad, good = scores("eats_memory", sample("eat"), sample("x"), limits=limits)
+    assert "raised MemoryError" in failure(bad).reason
+    assert "hostile_rewards.py" in failure(bad).reason
+    assert failure(bad).reason.endswith("reward.memory_gb is 0.75")
+    assert verdict(good).score == 1.0
+
+
+def test_an_exit_is_an_error_of_its_sample(sample):
+    first, second = scores("exits", sample("x"), sample("x"))
+    assert failure(first).reason.startswith("raised SystemExit: I give up (")
+    assert first == second
+
+
+def test_prints_go_to_the_log(sample, capfd):
+    (found,) = scores("prints", sample("x"))
+    assert verdict(found).score == 1.0
+    written = capfd.readouterr()
+    assert len(written.err) >= 50_000_000
+    assert written.out == ""
+
+
+def test_a_reason_is_text_that_can_be_recorded(sample):
+    (found,) = scores("unprintable", sample("x"))
+    assert "raised ValueError: half a character: ? (" in failure(found).reason
+
+
+def test_arguments_reach_functions_and_classes(sample):
+    (found,) = scores("scaled", sample("four"), args={"factor": 0.5})
+    assert verdict(found).score == 2.0
+    # one object for all calls, whose process is no stray
+    assert [verdict(s).score for s in scores("Counter", *[sample("x")] * 3, args={"start": 4})] == [
+        5.0,
+        6.0,
+        7.0,
+    ]
+
+
+def test_a_socket_that_outlives_the_worker_is_no_wait(sample, tmp_path: Path):
+    """A child made below Python keeps the socket; the death of the worker counts all the same."""
+    start = time.monotonic()
+    (found,) = scores("dies_but_a_child_keeps_the_socket", sample("x"))
+    assert failure(found).reason == "its worker process died with exit code 9"
+    assert time.monotonic() - start < TIMEOUT_S

@@ -1,0 +1,477 @@
+"""Programs in a sandbox: nothing leaks, nothing survives, and the next program runs.
+
+`unshare` is tested on every machine, `bubblewrap` where it is installed. What namespaces forbid is
+also tried under `rlimits`, which does not forbid it: so the attempts are real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlcore.config.sections.sandbox import SandboxConfig
+from rlcore.errors import ConfigError
+from rollout.sandbox.base import Outcome, Program
+from rollout.sandbox.build import build_sandbox
+from rollout.sandbox.confinement import Bubblewrap, Confinement, Unshare, interpreter, minimal
+
+NAMESPACES = ["unshare", *(["bubblewrap"] if shutil.which("bwrap") else [])]
+ALL = [*NAMESPACES, "rlimits"]
+LIMIT_S = 120.0
+
+
+def run(kind: str, *programs: Program | str, **config: object) -> list[Outcome]:
+    """Run programs one after the other in one sandbox, and one more to see that it still works."""
+
+    async def scenario() -> list[Outcome]:
+        sandbox = build_sandbox(SandboxConfig.model_validate({"kind": kind, **config}))
+        await sandbox.start()
+        try:
+            found = [
+                await sandbox.run(Program(p, timeout_s=20) if isinstance(p, str) else p)
+                for p in programs
+            ]
+            last = await sandbox.run(Program("print('still here')", timeout_s=20))
+            assert (last.status, last.stdout) == ("finished", "still here\n"), last
+            return found
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+
+
+def running(marker: str) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if marker in (p.info["cmdline"] or [])]
+
+
+@pytest.fixture
+def marker() -> Iterator[str]:
+    """An argument by which a process that got away is found."""
+    name = f"{os.getpid()}.{time.monotonic_ns()}"
+    yield name
+    for process in running(name):
+        process.kill()
+
+
+def nothing_runs(marker: str) -> bool:
+    end = time.monotonic() + 5
+    while running(marker) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not running(marker)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_program_has_input_files_output_and_an_exit_code(kind: str) -> None:
+    code = (
+        "import os, sys, helper\n"
+        "print(input(), open('data/x.bin', 'rb').read(), helper.three())\n"
+        "print('sad', file=sys.stderr)\n"
+        "open('own', 'w').write('x'); os.mkdir('folder')\n"
+        "sys.exit(7)\n"
+    )
+    files = {"helper.py": b"def three(): return 3", "data/x.bin": b"\x00\xff"}
+    (found,) = run(kind, Program(code, stdin="grüß\nmore", files=files, timeout_s=20))
+    assert found.status == "finished"
+    assert found.stdout == "grüß b'\\x00\\xff' 3\n"
+    assert (found.stderr, found.exit_code) == ("sad\n", 7)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_bash_and_signals(kind: str) -> None:
+    shell, killed = run(
+        kind,
+        Program("read word; echo $((6 * 7)) $word", language="bash", stdin="x\n", timeout_s=20),
+        "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+    )
+    assert (shell.stdout, shell.exit_code) == ("42 x\n", 0)
+    assert killed.exit_code == 128 + signal.SIGSEGV
+
+
+ENVIRONMENTS = """
+import glob, os
+found = [v for v in os.environ.values() if 'SECRET' in v]
+for path in glob.glob('/proc/[0-9]*/environ'):
+    try:
+        found += [path] if b'SECRET-OF-THE-PARENT' in open(path, 'rb').read() else []
+    except OSError:
+        pass
+print(len(found))
+"""
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_no_environment_but_its_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "SECRET-OF-THE-PARENT")
+    # of this user, with the key, and with no more rights than the program has
+    powerless = ["setpriv", "--bounding-set", "-all"] if os.geteuid() == 0 else []
+    with subprocess.Popen([*powerless, "sleep", "60"]) as neighbour:
+        (found,) = run(kind, ENVIRONMENTS)
+        neighbour.kill()
+    # under rlimits it is in the neighbour, though not in the program
+    assert found.stdout == ("1\n" if kind == "rlimits" else "0\n")
+
+
+NETWORK = """
+import socket, sys
+reached = []
+for host, port in {targets!r}:
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+        reached.append(host)
+    except OSError:
+        pass
+print(reached)
+"""
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_no_network(kind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        targets = [("127.0.0.1", server.getsockname()[1])]
+        (found,) = run(kind, NETWORK.format(targets=targets))
+    assert found.stdout == ("['127.0.0.1']\n" if kind == "rlimits" else "[]\n")
+
+
+FILES = """
+import os
+written, read = [], []
+for folder in {folders!r}:
+    try:
+        open(folder + '/rlcore-was-here', 'w').write('x')
+        written.append(folder)
+    except OSError:
+        pass
+for path in {secrets!r}:
+    try:
+        read.append(open(path).read())
+    except OSError:
+        pass
+print(written, read)
+"""
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_no_file_of_the_machine_is_read_or_written(kind: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("SECRET")
+    os.chmod(secret, 0o644)
+    folders = [
+        str(tmp_path),
+        *([] if kind == "rlimits" else ["/", "/usr", "/etc", "/dev", "/proc"]),
+    ]
+    (found,) = run(kind, FILES.format(folders=folders, secrets=[str(secret)]))
+    reached = kind == "rlimits"
+    assert found.stdout == (f"{[str(tmp_path)]} ['SECRET']\n" if reached else "[] []\n")
+    assert (tmp_path / "rlcore-was-here").exists() == reached
+
+
+LEAVES = """
+import os, subprocess, sys, time
+subprocess.Popen(['setsid', 'sleep', '600'])
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(600)', {marker!r}])
+    os._exit(0)
+os.wait()
+time.sleep(0.3)
+print('gone')
+sys.stdout.flush()
+{then}
+"""
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_what_a_program_leaves_ends_with_it(kind: str, marker: str) -> None:
+    (found,) = run(kind, LEAVES.format(marker=marker, then=""))
+    assert (found.status, found.stdout, found.exit_code) == ("finished", "gone\n", 0)
+    assert nothing_runs(marker)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_program_that_does_not_end_is_ended_as_a_tree(kind: str, marker: str) -> None:
+    code = LEAVES.format(marker=marker, then="while True: pass")
+    (found,) = run(kind, Program(code, timeout_s=3))
+    assert (found.status, found.reason) == ("timeout", "had not ended after 3 s")
+    assert (found.stdout, found.exit_code) == ("gone\n", None)
+    assert 3 <= found.seconds < 30
+    assert nothing_runs(marker)
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_a_fork_bomb_ends(kind: str, marker: str) -> None:
+    code = (
+        "import os, sys\n"
+        "print('go', flush=True)\n"
+        "most = 0\n"
+        "while True:\n"
+        "    try:\n"
+        "        os.fork()\n"
+        "    except OSError:\n"
+        "        pass\n"
+    )
+    (found,) = run(kind, Program(code, timeout_s=2), processes=20)
+    assert found.status in ("timeout", "limit")
+    assert found.stdout.startswith("go")
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_the_number_of_processes_has_a_limit(kind: str) -> None:
+    code = (
+        "import os, time\n"
+        "for n in range(200):\n"
+        "    try:\n"
+        "        if os.fork() == 0: time.sleep(60); os._exit(0)\n"
+        "    except BlockingIOError:\n"
+        "        print(n); break\n"
+    )
+    (found,) = run(kind, code, processes=20)
+    assert found.status == "finished"
+    assert 15 <= int(found.stdout) <= 20
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_memory_has_a_limit(kind: str, marker: str) -> None:
+    alone, together = run(
+        kind,
+        Program("len(bytearray(1 << 30))", memory_mb=256, timeout_s=20),
+        Program(
+            "import os, time\n"
+            "for _ in range(6):\n"
+            "    if os.fork() == 0: break\n"
+            "held = bytearray(os.urandom(1)) * (80 << 20)\n"
+            f"time.sleep(20) # {marker}\n",
+            memory_mb=256,
+            timeout_s=20,
+        ),
+    )
+    assert alone.exit_code == 1
+    assert alone.stderr.endswith("MemoryError\n")
+    assert (together.status, together.reason) == ("limit", "used more than 256 MiB of memory")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_gigabyte_of_output_is_not_kept(kind: str) -> None:
+    code = "import sys\nfor _ in range(1024): sys.stdout.write('x' * (1 << 20))"
+    before = psutil.Process().memory_info().rss
+    (found,) = run(kind, Program(code, timeout_s=30), output_kb=64)
+    assert (found.status, found.reason) == ("limit", "wrote more than 64 KiB")
+    assert found.stdout == "x" * (64 << 10)
+    assert psutil.Process().memory_info().rss - before < 100 << 20
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_files_have_a_limit_together(kind: str) -> None:
+    code = (
+        "import os\n"
+        "for folder in ('.', '/tmp', '/dev/shm'):\n"
+        "    total = 0\n"
+        "    try:\n"
+        "        for n in range(100):\n"
+        "            with open(f'{folder}/{n}', 'wb', buffering=0) as file:\n"
+        "                total += file.write(bytes(1 << 20))\n"
+        "    except OSError as error:\n"
+        "        print(total >> 20, error.strerror)\n"
+    )
+    (found,) = run(kind, code, files_mb=8)
+    lines = found.stdout.splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        assert line.endswith("No space left on device")
+        assert int(line.split()[0]) <= 8
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_no_descriptor_is_left_open(kind: str) -> None:
+    code = (
+        "import os\n"
+        "hits = []\n"
+        "for fd in range(3, 4096):\n"
+        "    try:\n"
+        "        os.write(fd, b'ready'); hits.append(fd)\n"
+        "    except OSError: pass\n"
+        "print(hits)\n"
+    )
+    (found,) = run(kind, code)
+    assert found.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_a_program_has_no_rights_and_sees_no_process(kind: str) -> None:
+    code = (
+        "import os\n"
+        "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
+        "pids = [int(p) for p in os.listdir('/proc') if p.isdigit()]\n"
+        "print(status['CapEff'].strip(), status['CapBnd'].strip(), status['NoNewPrivs'].strip(),"
+        " len(pids) < 5)\n"
+        "outside = int(open('/proc/self/uid_map').read().split()[1]) + os.getuid()\n"
+        "print(outside)\n"
+    )
+    (found,) = run(kind, code)
+    rights, outside = found.stdout.splitlines()
+    assert rights.split()[0] == "0" * 16
+    assert rights.split()[2:] == ["1", "True"]
+    if os.geteuid() == 0:
+        assert int(outside) > 1000
+
+
+def test_a_cancelled_run_ends_its_program(marker: str) -> None:
+    async def scenario() -> None:
+        sandbox = build_sandbox(SandboxConfig())
+        await sandbox.start()
+        code = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}])"
+        work = asyncio.ensure_future(sandbox.run(Program(code, timeout_s=60)))
+        while not running(marker):
+            await asyncio.sleep(0.05)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        await sandbox.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    assert nothing_runs(marker)
+
+
+KILLED = """
+import asyncio, sys
+from rlcore.config.sections.sandbox import SandboxConfig
+from rollout.sandbox.base import Program
+from rollout.sandbox.build import build_sandbox
+
+async def main():
+    sandbox = build_sandbox(SandboxConfig(kind=sys.argv[1]))
+    await sandbox.start()
+    code = "import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(90)', " + repr(sys.argv[2]) + "])"
+    await sandbox.run(Program(code, timeout_s=90))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_programs_die_with_a_killed_parent(kind: str, marker: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, kind, f"{marker}"]) as parent:
+        end = time.monotonic() + 60
+        # the parent itself has it as an argument too
+        while len(running(marker)) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert len(running(marker)) == 2
+        parent.kill()
+    assert nothing_runs(marker)
+
+
+def test_programs_run_side_by_side() -> None:
+    async def scenario() -> list[Outcome]:
+        sandbox = build_sandbox(SandboxConfig(concurrency=3))
+        program = Program("import time; time.sleep(1); print(1)", timeout_s=30)
+        try:
+            return list(await asyncio.gather(*(sandbox.run(program) for _ in range(6))))
+        finally:
+            await sandbox.close()
+
+    begin = time.monotonic()
+    found = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    assert [outcome.stdout for outcome in found] == ["1\n"] * 6
+    assert time.monotonic() - begin >= 2
+
+
+# --- choosing -------------------------------------------------------------------------------------
+
+
+def test_without_a_tool_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(
+        ConfigError, match=r"nothing is installed for it.*install bubblewrap.*fusion"
+    ):
+        run("namespaces")
+
+
+def test_a_tool_that_fails_is_quoted_and_the_next_one_is_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho '--size'; echo 'No permissions' >&2; exit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    import rollout.sandbox.confinement as confinement
+
+    confinement.bwrap_options.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="bubblewrap: .*No permissions"):
+            run("bubblewrap")
+        (found,) = run("namespaces", "print(1)")  # unshare's
+        assert found.stdout == "1\n"
+    finally:
+        confinement.bwrap_options.cache_clear()
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_command_lines(monkeypatch: pytest.MonkeyPatch, root: bool) -> None:
+    """Those of both tools, whichever is installed."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    python = interpreter(None)
+    bubblewrap = Bubblewrap(python, options=("--size", "--disable-userns")).command(9)
+    assert bubblewrap[-1] == "9"
+    assert {"--unshare-net", "--unshare-pid", "--unshare-ipc", "--die-with-parent"} <= {*bubblewrap}
+    assert {"--bind", "--dev-bind", "--share-net"}.isdisjoint(bubblewrap)
+    assert ("--unshare-user" in bubblewrap) == ("--disable-userns" in bubblewrap) == (not root)
+    assert (bubblewrap.count("--cap-add") == 2) == root
+    unshare = Unshare(python).command(9)
+    assert {"--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child"} <= {*unshare}
+    assert ("--user" in unshare) == (not root)
+    plan = Unshare(python).task(0)
+    assert (plan["uid"] is not None) == root
+
+
+def test_folders_that_others_hold_are_not_shown_twice() -> None:
+    found = minimal(["/opt/env", "/opt/env/lib", "/usr/lib/python", "/opt/environment", "/opt/env"])
+    assert found == ("/opt/env", "/opt/environment")
+
+
+def test_more_folders_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "table").write_text("7")
+    tmp_path.chmod(0o755)
+    (found,) = run("namespaces", f"print(open('{tmp_path}/table').read())", folders=[str(tmp_path)])
+    assert found.stdout == "7\n"
+
+
+def test_an_interpreter_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="reward.sandbox.python: /bin/false is no interpreter"):
+        run("namespaces", python="/bin/false")
+
+
+def test_a_language_that_is_not_here() -> None:
+    with pytest.raises(ConfigError, match="no rust on this machine, only python and bash"):
+        run("namespaces", Program("fn main() {}", language="rust"))
+
+
+def test_wrong_configurations() -> None:
+    with pytest.raises(ValueError, match="needs url: http"):
+        SandboxConfig(kind="fusion")
+    with pytest.raises(ValueError, match="kind is namespaces"):
+        SandboxConfig(url="http://host:8080")
+
+
+def test_the_unsafe_kind_warns(caplog: pytest.LogCaptureFixture) -> None:
+    build_sandbox(SandboxConfig(kind="rlimits"))
+    assert "can read your files" in caplog.text
+
+
+def test_the_place_of_the_root_folder_hides_nothing() -> None:
+    class Elsewhere(Unshare):
+        @property
+        def readable(self) -> tuple[str, ...]:
+            return ("/usr", "/mnt/env", "/media/data")
+
+    assert Elsewhere(interpreter(None)).mounts()["at"] not in ("/mnt", "/media")
+    assert isinstance(Elsewhere(interpreter(None)), Confinement)
