@@ -9,10 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-<<<<<<< HEAD
-=======
 from functools import partial
->>>>>>> h-graders
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,15 +19,13 @@ from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DataError
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
-<<<<<<< HEAD
-from rollout.rewards.exact_match import ExactMatch
-from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits
-=======
 from rollout.rewards.by_source import PartsBySource
 from rollout.rewards.graders import shape, text
+from rollout.rewards.graders.code import CodePart
 from rollout.rewards.local import LocalPart
-from rollout.rewards.pool import PooledPart, RewardPool
->>>>>>> h-graders
+from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits
+from rollout.sandbox.base import Sandbox
+from rollout.sandbox.build import build_sandbox
 
 logger = logging.getLogger(__name__)
 
@@ -236,6 +231,7 @@ def build_scorer(
     functions: dict[str, tuple[str, dict[str, Any]]] = {}
     limits = WorkerLimits(config.memory_gb, config.environment)
     pool = RewardPool(functions, config.workers, config.timeout_s, limits)
+    sandbox: Sandbox | None = None
     parts: dict[str, RewardPart] = {}
     for name, part in config.parts.items():
         function = str(part.function)
@@ -244,6 +240,9 @@ def build_scorer(
             from rollout.rewards.model import ModelPart  # torch and transformers
 
             parts[name] = ModelPart(name, part.model, vocab_size=vocab_size, device=device)
+        elif function == "code":
+            sandbox = sandbox or build_sandbox(config.sandbox)
+            parts[name] = CodePart(sandbox, **args)
         elif function in LOCAL:
             parts[name] = LocalPart(partial(LOCAL[function], **args))
         else:

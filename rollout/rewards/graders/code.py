@@ -122,6 +122,10 @@ class CodePart(RewardPart):
         """See `RewardPart`."""
         return list(await asyncio.gather(*(self._score(sample) for sample in samples)))
 
+    async def close(self) -> None:
+        """See `RewardPart`."""
+        await self._sandbox.close()
+
     async def _score(self, sample: Sample) -> Score:
         try:
             tests = read_tests(sample.label)[: self._most]

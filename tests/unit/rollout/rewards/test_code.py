@@ -9,8 +9,11 @@ import sys
 
 import pytest
 
+from rlcore.config.sections.reward import RewardConfig
+from rlcore.errors import ConfigError
 from rollout.rewards.base import RewardFailure
 from rollout.rewards.graders.code import CodePart, code_of, read_tests
+from rollout.rewards.scorer import build_scorer
 from rollout.sandbox.base import Outcome, Program
 
 
@@ -149,3 +152,23 @@ def test_the_last_whole_block_counts(response, code):
 def test_a_label_without_tests_is_refused(label):
     with pytest.raises(ValueError, match="the label must be tests"):
         read_tests(label)
+
+
+def test_code_of_a_configuration_runs_in_its_sandbox(sample):
+    config = RewardConfig.model_validate({"parts": {"code": {"function": "code"}}})
+    batch = [sample(block(ADDS), SUMS), sample(block("print(7)"), SUMS)]
+
+    async def scenario() -> None:
+        scorer = build_scorer(config, vocab_size=31)
+        try:
+            await scorer.start()
+            await scorer.score(batch)
+        finally:
+            await scorer.close()
+
+    try:
+        asyncio.run(scenario())
+    except ConfigError as error:
+        pytest.skip(f"no program can be confined on this machine: {str(error)[:200]}")
+    assert [s.reward for s in batch] == [1.0, 0.0]
+    assert [s.metadata["correct"] for s in batch] == [True, False]
