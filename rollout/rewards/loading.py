@@ -96,7 +96,8 @@ def place_of(function: Any, error: BaseException | None = None) -> str:
     name = code.co_name
     for frame in frames:
         if frame.filename == code.co_filename and frame.lineno is not None:
-            line, name = frame.lineno, frame.name
+            line = frame.lineno
+            name = frame.name
     path = os.path.relpath(code.co_filename)
     return f" ({code.co_filename if path.startswith('..') else path}:{line} in {name})"
 
