@@ -27,7 +27,7 @@ def load_function(path: str, args: Mapping[str, Any], *, key: str) -> RewardFunc
         ConfigError: it cannot be imported, constructed, or called with a sample and `args`; names
             the configuration `key`, and file and line.
     """
-    found = load_object(path, {}, key=key)
+    found: Callable[..., Any] = load_object(path, {}, key=key)
     if problem := signature_problem(found, args):
         raise ConfigError(f"{key}: {path!r} {problem}")
     if not inspect.isclass(found):
