@@ -18,6 +18,8 @@ from rlcore.errors import ConfigError, DataError
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
 from rollout.rewards.exact_match import ExactMatch
 from rollout.rewards.pool import PooledPart, RewardPool
+from rollout.rewards.services.judge import JudgePart
+from rollout.rewards.services.part import ServicePart
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +137,10 @@ def build_scorer(config: RewardConfig, *, vocab_size: int, device: str | None = 
             from rollout.rewards.model import ModelPart  # torch and transformers
 
             parts[name] = ModelPart(name, part.model, vocab_size=vocab_size, device=device)
+        elif part.service is not None:
+            parts[name] = ServicePart(name, part.service)
+        elif part.judge is not None:
+            parts[name] = JudgePart(name, part.judge)
         elif part.function == "exact_match":
             parts[name] = ExactMatch()
         else:

@@ -123,12 +123,22 @@ LAST: list[Row] = [
     ("The answer is $[0, 1]$", "[0,1]", "last", True),
     ("The answer is $[0, 1)$", "[0,1)", "last", True),
     ("The answer is $(0, 1]$", "[0,1]", "last", False),
-    ("The answer is $(-\\infty, 2) \\cup (3, \\infty)$", "(-\\infty,2)\\cup(3,\\infty)", "last", True),
+    (
+        "The answer is $(-\\infty, 2) \\cup (3, \\infty)$",
+        "(-\\infty,2)\\cup(3,\\infty)",
+        "last",
+        True,
+    ),
     ("The answer is $x \\in [1, 2]$", "[1,2]", "last", True),
     ("The answer is $1 \\le x \\le 2$", "[1,2]", "last", True),
     ("The answer is $x > 3$", "x > 3", "last", True),
     ("The answer is $x < 3$", "x > 3", "last", False),
-    ("The answer is $\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}$", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", "last", True),
+    (
+        "The answer is $\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}$",
+        "\\begin{pmatrix}1\\\\2\\end{pmatrix}",
+        "last",
+        True,
+    ),
     ("The answers are $1, 2$", "1,2", "last", True),
     ("The answers are $2$ and $1$", "1,2", "last", True),
     ("The solutions are $x = 1$ or $x = 2$", "1,2", "last", True),
@@ -166,9 +176,19 @@ LAST: list[Row] = [
     ("答案：４２", "42", "last", True),
     ("共有1，234个", "1234", "last", True),
     # GSM8K as it is
-    ("She has 12 + 60 = 72 clips. #### 72", "Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 72", "last", True),
+    (
+        "She has 12 + 60 = 72 clips. #### 72",
+        "Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 72",
+        "last",
+        True,
+    ),
     ("#### 71", "Natalia sold clips.\n#### 72", "last", False),
-    ("She makes 9 * 2 = $18.\n#### 18", "Janet makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18", "last", True),
+    (
+        "She makes 9 * 2 = $18.\n#### 18",
+        "Janet makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18",
+        "last",
+        True,
+    ),
     ("The total is 1,250.", "... so $1,250.\n#### 1,250", "last", True),
 ]
 
