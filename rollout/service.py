@@ -20,7 +20,7 @@ from rlcore.data.batch import StepRollouts
 from rlcore.data.prompts import PromptSet, PromptStream
 from rlcore.data.sample import Sample
 from rlcore.deadlines import CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
-from rlcore.errors import ConfigError, DeadlineExceeded
+from rlcore.errors import ConfigError, DeadlineExceeded, EmptyBatch
 from rlcore.interfaces import RolloutEngine
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.asyncio_utils import LoopThread, gather_or_cancel, within
@@ -38,7 +38,8 @@ from rollout.collection.group_runner import evaluation_runner, training_runner
 from rollout.engines.checks import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
-from rollout.rewards.scorer import build_scorer, check_labels
+from rollout.rewards.labels import check_labels
+from rollout.rewards.scorer import build_scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,7 +97,10 @@ class RolloutService:
         )
         self._filters = FilterChain(rollout.filters, samples_per_prompt=rollout.samples_per_prompt)
         self._scorer = build_scorer(
-            config.reward, vocab_size=vocab_size, device=rollout.engine.device
+            config.reward,
+            vocab_size=vocab_size,
+            device=rollout.engine.device,
+            max_new_tokens=rollout.sampling.max_new_tokens,
         )
         stream = PromptStream(
             len(self.prompts),
@@ -158,6 +162,7 @@ class RolloutService:
         waits for the same ones.
 
         Raises:
+            ConfigError: a reward part failed on every sample of the first step.
             DeadlineExceeded: `rollout.timeout_s` or `rollout.engine.request_timeout_s`; names who
                 was waited for.
             EmptyBatch: the filters leave too little.
@@ -167,14 +172,20 @@ class RolloutService:
         With `max_staleness` 0 the draws of a step that failed are requeued; else what failed since
         the last step is raised, and only its own draws are.
         """
-        found = self._wait_for(
-            lambda: self._collector.collect(step),
-            f"the rollouts of step {step}",
-            f"step {step} has no rollouts",
-            self._collector.stuck,
-        )
+        try:
+            found = self._wait_for(
+                lambda: self._collector.collect(step),
+                f"the rollouts of step {step}",
+                f"step {step} has no rollouts",
+                self._collector.stuck,
+            )
+        except EmptyBatch:
+            # filters drop groups of equal rewards, which a broken reward makes all of
+            self._scorer.check_works("step", f"step {step}")
+            raise
         if found is None:
             return None
+        self._scorer.check_works("step", f"step {step}")
         done, seconds = found
         self._snapshot = done.snapshot
         metrics = {
@@ -312,7 +323,10 @@ class RolloutService:
             "the evaluation has not ended",
             runner.stuck,
         )
-        return None if found is None else found[0]
+        if found is None:
+            return None
+        self._scorer.check_works("evaluation", "the evaluation")
+        return found[0]
 
     # --- state ------------------------------------------------------------------------------------
 

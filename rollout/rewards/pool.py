@@ -41,7 +41,7 @@ class Worker:
     stdout: asyncio.StreamReader
 
     @classmethod
-    async def start(cls, functions: Mapping[str, str]) -> Worker:
+    async def start(cls, functions: Mapping[str, tuple[str, dict[str, Any]]]) -> Worker:
         """Start a process that has imported `functions`.
 
         Raises ConfigError when a function cannot be imported, RunFailed when the process dies.
@@ -69,8 +69,8 @@ class Worker:
                 REWARD_START_S,
                 worker._exchange({"functions": dict(functions), "sys_path": list(sys.path)}),
                 lambda: (
-                    f"a reward worker has not imported {', '.join(functions.values())} in"
-                    f" {REWARD_START_S:.0f} s"
+                    "a reward worker has not imported"
+                    f" {', '.join(p for p, _ in functions.values())} in {REWARD_START_S:.0f} s"
                 ),
             )
         except (EOFError, ConnectionError) as error:
@@ -137,12 +137,12 @@ async def _closed(stream: asyncio.StreamWriter) -> None:
 
 @dataclass
 class RewardPool:
-    """Keeps `size` workers that know `functions` ({part: import path}).
+    """Keeps `size` workers that know `functions` ({part: (import path, arguments)}).
 
     A worker that dies or overruns its deadline is replaced.
     """
 
-    functions: Mapping[str, str]
+    functions: Mapping[str, tuple[str, dict[str, Any]]]
     size: int
     timeout_s: float
     # workers without a call; None stands for a worker that must be started first

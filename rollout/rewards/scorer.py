@@ -9,22 +9,37 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from rlcore.config import Config
+from pydantic import ValidationError
+
+from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardConfig
-from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DataError
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
-from rollout.rewards.exact_match import ExactMatch
+from rollout.rewards.by_source import PartsBySource
+from rollout.rewards.graders import shape, text
+from rollout.rewards.loading import RewardFunction
+from rollout.rewards.local import LocalPart
 from rollout.rewards.pool import PooledPart, RewardPool
 from rollout.rewards.services.judge import JudgePart
 from rollout.rewards.services.part import ServicePart
 
 logger = logging.getLogger(__name__)
 
-POOLED = {"math": "rollout.rewards.graders.mathematics:math"}
-VERIFIERS = ("exact_match", "math")  # functions whose score says right (> 0) or wrong
+# graders that are quick, and that no response can make slow
+LOCAL: dict[str, RewardFunction] = {
+    "exact_match": text.exact_match,
+    "f1": text.f1,
+    "overlong": shape.overlong,  # type: ignore[dict-item]  # its arguments are needed
+}
+POOLED = {
+    "math": "rollout.rewards.graders.mathematics:math",
+    "choice": "rollout.rewards.graders.text:choice",
+    "format": "rollout.rewards.graders.shape:Format",
+}
 # failures that are logged one by one; all are counted
 MAX_WARNINGS = 20
 
@@ -37,20 +52,35 @@ class FailureCounts:
     timeouts: int = 0
 
 
-class Scorer:
-    """Fills in `reward`, `reward_parts` and, with a verifier, `metadata["correct"]`.
+@dataclass
+class Tried:
+    """How a part has fared since the last check."""
 
-    A sample of which any part failed gets `reward.on_error`, and `metadata["reward_error"]` says
-    why.
+    asked: int = 0
+    failed: int = 0
+    first: str = ""  # the first failure, with its prompt
+
+
+class Scorer:
+    """Fills in `reward`, `reward_parts` and, where a part says right or wrong, `correct`.
+
+    That is `metadata["correct"]`. A sample of which any part failed gets `reward.on_error`, and
+    `metadata["reward_error"]` says why. `metadata["reward_info"]` has what parts tell of a sample.
     """
 
     def __init__(self, config: RewardConfig, parts: Mapping[str, RewardPart]) -> None:
         self._config = config
         self._parts = dict(parts)
-        self._verifiers = [
-            name for name, part in config.parts.items() if part.function in VERIFIERS
-        ]
+        self._by_source = PartsBySource(config)
+        # a failure of these counts as wrong: left out, it would make accuracy look better
+        self._verifiers = {
+            name
+            for name, part in config.parts.items()
+            if part.function in GRADERS and GRADERS[part.function].verifies
+        }
         self._warnings = 0
+        self._tried = {name: Tried() for name in self._parts}
+        self._unchecked = {"step", "evaluation"}
 
     async def start(self) -> None:
         """Start all parts."""
@@ -58,19 +88,68 @@ class Scorer:
 
     async def score(self, samples: Sequence[Sample]) -> FailureCounts:
         """Score `samples` in place; returns how many failed."""
-        names = list(self._parts)
-        columns = await asyncio.gather(*(part.score(samples) for part in self._parts.values()))
+        scores: list[dict[str, Score]] = [{} for _ in samples]
+        chosen = [self._chosen(sample, found) for sample, found in zip(samples, scores)]
+
+        async def column(name: str, part: RewardPart) -> None:
+            rows = [at for at, names in enumerate(chosen) if name in names]
+            if rows:
+                found = await part.score([samples[at] for at in rows])
+                for at, score in zip(rows, found, strict=True):
+                    scores[at][name] = score
+
+        await asyncio.gather(*(column(name, part) for name, part in self._parts.items()))
         counts = FailureCounts()
-        for sample, scores in zip(samples, zip(*columns, strict=True), strict=True):
-            self._settle(sample, dict(zip(names, scores)), counts)
+        for sample, names, found in zip(samples, chosen, scores):
+            self._note(sample, found)
+            # in the order of the parts, whichever answered first: a sum of floats depends on it
+            self._settle(sample, {name: found[name] for name in (*names, *found)}, counts)
         return counts
+
+    def _chosen(self, sample: Sample, found: dict[str, Score]) -> tuple[str, ...]:
+        try:
+            return self._by_source.of(sample.metadata)
+        except DataError as error:  # a workflow may have changed the metadata
+            found["reward.by"] = RewardFailure("error", str(error))
+            return ()
+
+    def _note(self, sample: Sample, scores: Mapping[str, Score]) -> None:
+        for name, score in scores.items():
+            tried = self._tried.setdefault(name, Tried())
+            tried.asked += 1
+            if isinstance(score, RewardFailure):
+                tried.failed += 1
+                tried.first = tried.first or f"{sample.prompt_id}: {score.reason}"
+
+    def check_works(self, kind: str, where: str) -> None:
+        """Refuse a part that failed on every sample of the first step or evaluation.
+
+        Args:
+            kind: "step" or "evaluation"; only the first of each is checked.
+            where: for the message, as "step 1".
+
+        Raises:
+            ConfigError: names the part, and file and line of its first failure.
+        """
+        if kind not in self._unchecked:
+            return
+        self._unchecked.remove(kind)
+        for name, tried in self._tried.items():
+            if tried.asked and tried.failed == tried.asked:
+                part = self._config.parts.get(name)
+                function = f" ({part.function})" if part and part.function else ""
+                raise ConfigError(
+                    f"reward.parts.{name}{function} failed on all {tried.asked} samples of {where},"
+                    f" so there is nothing to learn from; the first: {tried.first}"
+                )
+        self._tried = {name: Tried() for name in self._parts}
 
     def _settle(self, sample: Sample, scores: Mapping[str, Score], counts: FailureCounts) -> None:
         verdicts = {name: score for name, score in scores.items() if isinstance(score, Verdict)}
         failures = {
             name: score for name, score in scores.items() if isinstance(score, RewardFailure)
         }
-        sample.reward_parts = {name: verdict.score for name, verdict in verdicts.items()}
+        self._record(sample, verdicts, failures)
         total = checked(
             sum(self._config.parts[name].weight * v.score for name, v in verdicts.items())
         )
@@ -87,12 +166,25 @@ class Scorer:
             counts.timeouts += timed_out
             counts.errors += not timed_out
             self._warn(sample)
-        if self._verifiers:
-            sample.metadata["correct"] = all(
-                sample.reward_parts.get(name, 0.0) > 0 for name in self._verifiers
-            )
         if self._config.non_stop_penalty is not None and sample.finish_reason == "length":
             sample.reward = self._config.non_stop_penalty
+
+    def _record(
+        self,
+        sample: Sample,
+        verdicts: Mapping[str, Verdict],
+        failures: Mapping[str, RewardFailure],
+    ) -> None:
+        sample.reward_parts = {name: verdict.score for name, verdict in verdicts.items()}
+        for name, verdict in verdicts.items():
+            sample.reward_parts |= {f"{name}.{key}": part for key, part in verdict.parts.items()}
+        info = {name: dict(verdict.info) for name, verdict in verdicts.items() if verdict.info}
+        if info:
+            sample.metadata["reward_info"] = info
+        said = [verdict.correct for verdict in verdicts.values() if verdict.correct is not None]
+        said += [False for name in failures if name in self._verifiers]
+        if said:
+            sample.metadata["correct"] = all(said)
 
     def _warn(self, sample: Sample) -> None:
         self._warnings += 1
@@ -116,23 +208,32 @@ class Scorer:
 # --- from the configuration -----------------------------------------------------------------------
 
 
-def build_scorer(config: RewardConfig, *, vocab_size: int, device: str | None = None) -> Scorer:
+def build_scorer(
+    config: RewardConfig,
+    *,
+    vocab_size: int,
+    device: str | None = None,
+    max_new_tokens: int | None = None,
+) -> Scorer:
     """The scorer with every part of `config`; nothing is started yet.
 
     Args:
         vocab_size: the policy's; a reward model must have the same.
         device: for reward models that do not set their own.
+        max_new_tokens: of the responses to score, for `overlong`.
 
     Raises:
-        ConfigError: an unknown function, or no parts.
+        ConfigError: an unknown function, wrong arguments, or no parts.
         ModelError: a reward model that cannot be used.
     """
     if not config.parts:
         raise ConfigError("reward.parts is empty; name at least one part")
-    functions: dict[str, str] = {}
+    functions: dict[str, tuple[str, dict[str, Any]]] = {}
     pool = RewardPool(functions, config.workers, config.timeout_s)
     parts: dict[str, RewardPart] = {}
     for name, part in config.parts.items():
+        function = str(part.function)
+        args = grader_arguments(name, function, part.args, max_new_tokens)
         if part.model is not None:
             from rollout.rewards.model import ModelPart  # torch and transformers
 
@@ -141,12 +242,37 @@ def build_scorer(config: RewardConfig, *, vocab_size: int, device: str | None = 
             parts[name] = ServicePart(name, part.service)
         elif part.judge is not None:
             parts[name] = JudgePart(name, part.judge)
-        elif part.function == "exact_match":
-            parts[name] = ExactMatch()
+        elif function in LOCAL:
+            parts[name] = LocalPart(partial(LOCAL[function], **args))
         else:
-            functions[name] = _import_path(name, str(part.function))
+            functions[name] = (_import_path(name, function), args)
             parts[name] = PooledPart(name, pool)
     return Scorer(config, parts)
+
+
+def grader_arguments(
+    part: str, function: str, args: dict[str, Any], max_new_tokens: int | None
+) -> dict[str, Any]:
+    """The arguments of a built-in grader with their defaults; those of others as they are.
+
+    Raises ConfigError where the grader does not take them.
+    """
+    if function not in GRADERS:
+        return dict(args)
+    try:
+        found = GRADERS[function].model_validate(args).model_dump()
+    except ValidationError as error:
+        reason = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"reward.parts.{part}.args: {reason}") from error
+    if function == "overlong":
+        found["max_tokens"] = found["max_tokens"] or max_new_tokens
+        if found["max_tokens"] is None or found["buffer"] > found["max_tokens"]:
+            raise ConfigError(
+                f"reward.parts.{part}.args.buffer: got {found['buffer']}, expected at most the"
+                f" limit of {found['max_tokens']} tokens (args.max_tokens, or"
+                " rollout.sampling.max_new_tokens)"
+            )
+    return found
 
 
 def _import_path(part: str, function: str) -> str:
@@ -154,22 +280,7 @@ def _import_path(part: str, function: str) -> str:
         return POOLED[function]
     if ":" not in function:
         raise ConfigError(
-            f"reward.parts.{part}.function: {function!r} is unknown; known: exact_match,"
-            f" {', '.join(POOLED)}, or package.module:function"
+            f"reward.parts.{part}.function: {function!r} is unknown; known: {', '.join(GRADERS)},"
+            " or package.module:function"
         )
     return function
-
-
-def check_labels(config: Config, prompts: PromptSet) -> None:
-    """Raises ConfigError or DataError where a verifier cannot compare with the prompts' labels."""
-    verifiers = [name for name, part in config.reward.parts.items() if part.function in VERIFIERS]
-    if verifiers and config.data.label_key is None:
-        raise ConfigError(
-            f"reward.parts.{verifiers[0]} compares with a label, but data.label_key is null"
-        )
-    for example in prompts.examples if verifiers else ():
-        if isinstance(example.label, bool) or not isinstance(example.label, str | int | float):
-            raise DataError(
-                f"{example.where}: the label must be text or a number for"
-                f" reward.parts.{verifiers[0]}, got {type(example.label).__name__}"
-            )

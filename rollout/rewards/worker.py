@@ -1,8 +1,8 @@
 """The worker process of the reward pool: `python -m rollout.rewards.worker`.
 
 It exchanges frames over its standard streams: 4 bytes of length, then a pickle. First it gets its
-set-up ({"functions": {part: import path}, "sys_path": [...]}) and answers None or an error text;
-then, for each (part, sample), it answers with a `Verdict` or a `RewardFailure`.
+set-up ({"functions": {part: (import path, arguments)}, "sys_path": [...]}) and answers None or an
+error text; then, for each (part, sample), it answers with a `Verdict` or a `RewardFailure`.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def main() -> None:
 def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callable[..., Any]]:
     """The functions by part; {} after telling the parent why there are none."""
     from rlcore.errors import ConfigError
-    from rollout.plugins import load_object
+    from rollout.rewards.loading import load_function
 
     sys.path[:] = setup["sys_path"]
     problem: str | None = None
     functions: dict[str, Callable[..., Any]] = {}
     try:
-        for part, name in setup["functions"].items():
-            functions[part] = load_object(name, {}, key=f"reward.parts.{part}.function")
+        for part, (path, args) in setup["functions"].items():
+            functions[part] = load_function(path, args, key=f"reward.parts.{part}.function")
     except ConfigError as error:
         problem = str(error)
         functions = {}
@@ -73,12 +73,9 @@ def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callab
 
 def call(function: Callable[..., Any], sample: Any) -> Score:
     """Return the function's verdict, or its failure."""
-    from rollout.rewards.base import RewardFailure, checked
+    from rollout.rewards.loading import scored
 
-    try:
-        return checked(function(sample))
-    except Exception as error:  # noqa: BLE001 - one sample's failure, returned as a value
-        return RewardFailure("error", f"raised {type(error).__name__}: {str(error)[:200]}")
+    return scored(function, sample)
 
 
 def die_with_parent() -> None:

@@ -32,6 +32,8 @@ _LEAD = re.compile(r"(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s*", re.IGNOR
 _DOLLAR = re.compile(r"\\\$(?=\s*[\d.])")
 _THIN_SPACE = re.compile(r"(?<=\d)\\[,!;: ](?=\d{3})")
 _PLUS = re.compile(r"(?:(?<=is )|(?<=[=:] )|^)\+(?=\d)")
+# "1 1/2", which math-verify reads as a product
+_MIXED = re.compile(r"(?<![\d/.,^])(\d+) (\d+)/(\d+)(?![\d/])")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)\b")
 
 
@@ -47,19 +49,29 @@ def math(sample: Sample, answer: str = "last", strict: bool = False) -> dict[str
     """
     golds = [parse_label(label) for label in accepted(sample.label)]
     text = plain_characters(after_thinking(sample.response_text))
-    # math-verify would take several boxes for one set; a correction counts instead
-    found = last_boxed(text) if answer == "last" else find_answer(text, answer)
+    found = _last_of_all(text) if answer == "last" else find_answer(text, answer)
     if found is not None:
         given = parse_answer(found)
     else:
         given = [] if strict else parse(readable(text), parsing_timeout=None)
-    right = any(verify(gold, given, timeout_seconds=None) for gold in golds)
+    right = any(
+        verify(gold, given, timeout_seconds=None, allow_set_relation_comp=True) for gold in golds
+    )
     return {"score": float(right), "correct": right}
+
+
+def _last_of_all(text: str) -> str | None:
+    """The last box, unless a final answer is said after it; None leaves it to math-verify.
+
+    math-verify takes all boxes of a text for one set; here a correction counts.
+    """
+    said_later = "final answer is" in text[text.rfind("\\boxed") :].lower()
+    return None if said_later else last_boxed(text)
 
 
 def parse_label(label: str) -> list[Any]:
     """The label as mathematics; GSM8K's labels are a solution that ends in `#### 72`."""
-    label = last_hash(label) or label
+    label = _MIXED.sub(r"(\1+\2/\3)", last_hash(label) or label)
     gold: list[Any] = parse(
         label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}", parsing_timeout=None
     )
@@ -82,6 +94,7 @@ def parse_answer(answer: str) -> list[Any]:
 
 
 def readable(text: str) -> str:
-    """Numbers as math-verify reads them: no `\\$`, no thin spaces, no `+`, no `1.5e3`."""
+    """Numbers as math-verify reads them: no `\\$`, thin spaces, `+`, `1.5e3`, `1 1/2`."""
     text = _THIN_SPACE.sub("", _DOLLAR.sub("", text))
-    return _PLUS.sub("", _SCIENTIFIC.sub(r"\1*10^(\2)", text))
+    text = _PLUS.sub("", _SCIENTIFIC.sub(r"\1*10^(\2)", text))
+    return _MIXED.sub(r"(\1+\2/\3)", text)

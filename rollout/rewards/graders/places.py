@@ -6,6 +6,9 @@ import re
 from typing import Any
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_JOINED = re.compile(
+    r"(?:[\s$,;&()]|\\[()\[\],;]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*"
+)
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 # "Answer: 4", "**Answer:** 4", "Final answer: 4", "The answer: 4", as the last line for DAPO
 _LINE = re.compile(
@@ -38,12 +41,25 @@ def find_answer(text: str, place: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What is in the last `\\boxed{...}` whose braces are balanced; `\\fbox` counts as one."""
+    """What is in the last `\\boxed{...}` whose braces are balanced; `\\fbox` counts as one.
+
+    Boxes that only "and", "or" or a comma part are one answer: `\\boxed{1}, \\boxed{2}` is `1, 2`.
+    """
+    found: list[str] = []
+    start = len(text)
     for box in reversed(list(_BOX.finditer(text))):
         inner = _braced(text[box.end() - 1 :])
-        if inner is not None:
-            return inner.strip() or None
-    return None
+        if inner is None:
+            continue
+        end = box.end() + len(inner) + 1
+        if end > start:  # a box around the one found
+            found = [inner.strip()]
+        elif not found or _JOINED.fullmatch(text[end:start]):
+            found.insert(0, inner.strip())
+        else:
+            break
+        start = box.start()
+    return ", ".join(filter(None, found)) or None
 
 
 def _braced(text: str) -> str | None:
@@ -63,7 +79,7 @@ def _braced(text: str) -> str | None:
 
 def last_hash(text: str) -> str | None:
     """What follows the last `####` on its line, as GSM8K ends its answers."""
-    before, mark, rest = text.rpartition("####")
+    _, mark, rest = text.rpartition("####")
     return rest.partition("\n")[0].strip() or None if mark else None
 
 
@@ -79,6 +95,7 @@ def accepted(label: Any) -> list[str]:
         isinstance(one, bool) or not isinstance(one, str | int | float) for one in labels
     ):
         raise ValueError(
-            f"the label must be text, a number, or a list of these, got {str(label)[:80]!r}"
+            "the label must be text or a number, or a list of these, got"
+            f" {type(label).__name__} {str(label)[:80]!r}"
         )
     return [str(one) for one in labels]

@@ -200,8 +200,11 @@ BOXED: list[Row] = [
     ("\\boxed{42", "42", "boxed!", False),
     ("\\boxed{42", "42", "boxed", False),
     ("\\boxed{}", "42", "boxed!", False),
-    ("\\boxed{12} or \\boxed{34}", "34", "boxed!", True),
+    ("\\boxed{12} or \\boxed{34}", "34", "boxed!", False),
     ("\\boxed{34} or \\boxed{12}", "34", "boxed!", False),
+    ("\\[ \\boxed{-2} \\quad \\text{and} \\quad \\boxed{1} \\]", "1,-2", "boxed!", True),
+    ("The roots are $\\boxed{1}$ and $\\boxed{-2}$.", "1,-2", "boxed!", True),
+    ("\\boxed{12}. Let me check: \\boxed{34}", "34", "boxed!", True),
     ("\\boxed{34}, let me check: \\boxed{12", "34", "boxed!", True),
     ("maybe 12 or 34", "34", "boxed!", False),
     ("\\boxed{12 or 34}", "34", "boxed!", False),
@@ -321,3 +324,6 @@ LINE: list[Row] = [
 ]
 
 ROWS = [*LAST, *BOXED, *HASH, *TAGGED, *LINE]
+
+# the rows on which `math` and the teacher differ
+WRONG = [("The answer is 3:4", "3:4", "last", True)]

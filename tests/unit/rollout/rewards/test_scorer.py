@@ -127,7 +127,7 @@ def test_a_function_may_return_a_mapping(sample):
     batch = [sample("mapping")]
     score({**parts(f="reward_functions:fickle"), "workers": 1}, batch)
     assert batch[0].reward == 0.5
-    assert batch[0].reward_parts == {"f": 0.5}
+    assert batch[0].reward_parts == {"f": 0.5, "f.style": 1.0}
 
 
 def test_functions_run_in_other_processes_side_by_side(sample):

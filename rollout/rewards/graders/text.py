@@ -1,0 +1,118 @@
+"""The rewards `exact_match`, `f1` and `choice`, which compare texts."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from typing import Any
+
+from rlcore.data.sample import Sample
+from rollout.rewards.graders.places import (
+    accepted,
+    after_thinking,
+    find_answer,
+    last_boxed,
+    plain_characters,
+)
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def exact_match(
+    sample: Sample,
+    answer: str = "all",
+    ignore_case: bool = False,
+    ignore_punctuation: bool = False,
+    ignore_articles: bool = False,
+    ignore_space: bool = False,
+) -> dict[str, Any]:
+    """1 where the answer is the label, or one of a list of labels, else 0."""
+
+    def bare(text: str) -> str:
+        text = text.lower() if ignore_case else text
+        text = text.translate(_NO_PUNCTUATION) if ignore_punctuation else text
+        if ignore_articles:
+            text = re.sub(_ARTICLES.pattern, " ", text, flags=re.IGNORECASE)
+        return " ".join(text.split()) if ignore_space or ignore_articles else text.strip()
+
+    found = _answer(sample.response_text, answer)
+    right = found is not None and bare(found) in map(bare, accepted(sample.label))
+    return {"score": float(right), "correct": right}
+
+
+def f1(sample: Sample, answer: str = "all") -> dict[str, Any]:
+    """The F1 of the answer's words and the label's, the best of several labels.
+
+    As SQuAD's evaluation counts them: in lower case, without punctuation and a, an, the; with no
+    words on a side, 1 where both have none (Rajpurkar et al., arXiv 1606.05250 and 1806.03822).
+    """
+    found = squad_words(_answer(sample.response_text, answer) or "")
+    golds = [squad_words(label) for label in accepted(sample.label)]
+    return {"score": max(_f1(found, gold) for gold in golds), "correct": found in golds}
+
+
+def squad_words(text: str) -> list[str]:
+    """The words of a text that SQuAD compares."""
+    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def _f1(found: list[str], gold: list[str]) -> float:
+    if not found or not gold:
+        return float(found == gold)
+    shared = (Counter(found) & Counter(gold)).total()
+    return 2 * shared / (len(found) + len(gold))
+
+
+def _answer(text: str, place: str) -> str | None:
+    return after_thinking(text) if place == "all" else find_answer(text, place)
+
+
+# --- multiple choice ------------------------------------------------------------------------------
+
+
+def choice(sample: Sample, choices: str = "ABCDEFGHIJ") -> dict[str, Any]:
+    """1 where the response picks the label's letter, else 0.
+
+    Raises:
+        ValueError: the label begins with none of the letters.
+    """
+    golds = {_letter(label.strip(), choices) for label in accepted(sample.label)}
+    if None in golds:
+        raise ValueError(f"the label {sample.label!r} is none of the choices {choices}")
+    right = picked(sample.response_text, choices) in golds
+    return {"score": float(right), "correct": right}
+
+
+def picked(response: str, choices: str) -> str | None:
+    """The letter that a response picks, or None.
+
+    It is looked for in the last `\\boxed{}` or `<answer>`, then behind the last "answer is" or
+    "answer:", then as a line of its own, the last one, and then at the response's start. Two
+    letters ("A or B") pick none.
+    """
+    text = plain_characters(after_thinking(response))
+    for place in (last_boxed(text), find_answer(text, "tagged")):
+        if place is not None:
+            return _letter(_bare(place), choices)
+    one = rf"[\s*_`($\[]*([{choices}])(?![A-Za-z'])"
+    # "A or B" has two
+    end = rf"(?![\s*_`)$\]]*(?:or|and|/|,|&)[\s*_`($\[]*[{choices}](?![A-Za-z']))"
+    lead = r"(?i:answer|choice|option|答案)(?i:is|:|是|选|为|\s|\*)*"
+    said = re.findall(lead + one + end, text)
+    if said:
+        return str(said[-1])
+    lines = [_letter(_bare(line), choices) for line in text.splitlines() if line.strip()]
+    return (lines[-1] or lines[0]) if lines else None
+
+
+def _bare(text: str) -> str:
+    text = re.sub(r"\\(?:text|mathrm|mathbf|textbf|boxed)\b", "", text)
+    return text.strip(" \t\n*_`${}")
+
+
+def _letter(text: str, choices: str) -> str | None:
+    """The letter in "B", "(B)", "B.", "B) Paris" or "B: Paris"."""
+    found = re.fullmatch(rf"\(?\[?([{choices}])\]?(?:\)?[.:]?|[).:]\s*\S.*)", text, re.DOTALL)
+    return found[1] if found else None

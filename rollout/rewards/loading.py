@@ -1,0 +1,118 @@
+"""Loads reward functions, refuses those that cannot be called, and says where one failed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any
+
+from rlcore.data.sample import Sample
+from rlcore.errors import ConfigError
+from rollout.plugins import load_object
+from rollout.rewards.base import RewardFailure, Score, checked
+
+RewardFunction = Callable[[Sample], Any]
+
+
+def load_function(path: str, args: Mapping[str, Any], *, key: str) -> RewardFunction:
+    """The function at `package.module:name` with its arguments, to be called with a sample.
+
+    A class is constructed with the arguments instead.
+
+    Raises:
+        ConfigError: it cannot be imported, constructed, or called with a sample and `args`; names
+            the configuration `key`, and file and line.
+    """
+    found = load_object(path, {}, key=key)
+    if problem := signature_problem(found, args):
+        raise ConfigError(f"{key}: {path!r} {problem}")
+    if not inspect.isclass(found):
+        return functools.partial(found, **args) if args else found
+    try:
+        made: RewardFunction = found(**args)
+    except Exception as error:  # the user's constructor may raise anything
+        raise ConfigError(
+            f"{key}: {path!r} raised {type(error).__name__}: {error} at its construction"
+            f"{place_of(found.__init__, error)}"
+        ) from error
+    return made
+
+
+def signature_problem(found: Callable[..., Any], args: Mapping[str, Any]) -> str | None:
+    """Why `found` cannot be called with a sample and `args`; None where it can or nobody knows."""
+    name = getattr(found, "__name__", type(found).__name__)
+    given = ", ".join(f"{key}={value!r}" for key, value in args.items())
+    calls: list[tuple[Callable[..., Any], tuple[None, ...], dict[str, Any], str]]
+    if inspect.isclass(found):
+        method = _call_method(found)
+        if method is None:
+            return "is a class whose instances cannot be called: give it a method __call__(sample)"
+        calls = [
+            (found, (), dict(args), f"{name}({given})"),
+            (method, (None, None), {}, "__call__(self, sample)"),
+        ]
+    else:
+        shown = f"{name}(sample, {given})" if given else f"{name}(sample)"
+        calls = [(found, (None,), dict(args), shown)]
+    for target, positional, keywords, shown in calls:
+        if inspect.iscoroutinefunction(target):
+            return f"is `async def`, and a reward function is called plainly{place_of(target)}"
+        try:
+            signature = inspect.signature(target)
+        except (TypeError, ValueError):  # some functions of C have none
+            continue
+        try:
+            signature.bind(*positional, **keywords)
+        except TypeError as error:
+            return f"is called as {shown}, but takes {signature}: {error}{place_of(target)}"
+    return None
+
+
+def scored(function: RewardFunction, sample: Sample) -> Score:
+    """The function's verdict on a sample, or its failure with file and line."""
+    try:
+        score = checked(function(sample))
+    except Exception as error:  # noqa: BLE001 - one sample's failure, returned as a value
+        text = " ".join(str(error).split())[:200]
+        return RewardFailure(
+            "error", f"raised {type(error).__name__}: {text}{place_of(function, error)}"
+        )
+    if isinstance(score, RewardFailure):
+        return RewardFailure(score.kind, score.reason + place_of(function))
+    return score
+
+
+def place_of(function: Any, error: BaseException | None = None) -> str:
+    """` (file:line in name)` of a function, or of its line that raised; empty where unknown."""
+    code = _code(function)
+    if code is None:
+        return ""
+    line = code.co_firstlineno
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else ()
+    name = code.co_name
+    for frame in frames:
+        if frame.filename == code.co_filename and frame.lineno is not None:
+            line, name = frame.lineno, frame.name
+    path = os.path.relpath(code.co_filename)
+    return f" ({code.co_filename if path.startswith('..') else path}:{line} in {name})"
+
+
+def _code(function: Any) -> CodeType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if not hasattr(function, "__code__"):
+        function = getattr(function, "__func__", None) or _call_method(type(function))
+    code = getattr(function, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _call_method(found: type) -> Callable[..., Any] | None:
+    # getattr would find the metaclass's for a class without one
+    return next(
+        (vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None
+    )

@@ -1,0 +1,34 @@
+"""`math` on the answers of Math-Verify's own tests (0.9.0), those of up to 600 characters.
+
+The file has gold, prediction and what Math-Verify's test expects, a row a line. Left out are cases
+that set options which `math` does not have (a coarser precision, other comparisons of variables).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from rollout.rewards.graders.mathematics import math
+
+CASES = [
+    json.loads(line)
+    for line in Path(__file__).with_name("math_verify_cases.jsonl").read_text().splitlines()
+]
+# and why `math` says otherwise
+DIFFERENT = [
+    ["1,22", "1.22", True],  # a comma in a label parts two numbers
+    ["$9$", "Answer $ \n 9 \n $", False],  # Math-Verify looks for LaTeX alone there
+    ["$9$", "Answer \\( \n 9 \n \\)", False],
+]
+
+
+def test_math_agrees_with_math_verifys_tests() -> None:
+    assert len(CASES) > 200
+    differs = []
+    for gold, prediction, right in CASES:
+        verdict = math(SimpleNamespace(response_text=prediction, label=gold))  # type: ignore[arg-type]
+        if verdict["correct"] is not right:
+            differs.append([gold, prediction, right])
+    assert differs == DIFFERENT

@@ -1,0 +1,126 @@
+"""What cannot work is refused before step 1, and what never works ends the run at once."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import broken_rewards
+import pytest
+
+from rlcore.config.sections.reward import RewardConfig
+from rlcore.errors import ConfigError
+from rollout.rewards.loading import load_function
+from rollout.rewards.scorer import build_scorer
+
+
+def run(config: dict, *batches, check: str | None = None) -> None:
+    async def scenario() -> None:
+        scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=31)
+        try:
+            await asyncio.wait_for(scorer.start(), 60)
+            for batch in batches:
+                await asyncio.wait_for(scorer.score(batch), 30)
+            if check is not None:
+                scorer.check_works("step", check)
+        finally:
+            await asyncio.wait_for(scorer.close(), 30)
+
+    asyncio.run(scenario())
+
+
+def part(function: str, **args) -> dict:
+    parts = {"mine": {"function": f"broken_rewards:{function}", "args": args}}
+    return {"parts": parts, "workers": 1, "on_error": -1.0}
+
+
+def line_of(function, text: str) -> int:
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (
+            "two_arguments",
+            {},
+            r"as two_arguments\(sample\).*'label'.*broken_rewards.py:\d",
+        ),
+        ("scaled", {"faktor": 2}, r"is called as scaled\(sample, faktor=2\).*'faktor'"),
+        ("coroutine", {}, "is `async def`"),
+        ("NotCallable", {}, "give it a method __call__"),
+        ("Picky", {}, r"is called as Picky\(\).*'length'"),
+        (
+            "Picky",
+            {"length": -1},
+            r"ValueError: length -1 is .* at its construction \(.*\.py:",
+        ),
+        ("TwoCalls", {}, r"__call__\(self, sample\), but takes \(self, sample, label\)"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_by_name(function, args, message):
+    with pytest.raises(ConfigError, match=rf"reward.parts.m.function: 'broken.*{message}"):
+        load_function(f"broken_rewards:{function}", args, key="reward.parts.m.function")
+
+
+def test_a_wrong_signature_is_refused_when_workers_start():
+    with pytest.raises(
+        ConfigError, match=r"reward\.parts\.mine\.function.*two_arguments\(sample\)"
+    ):
+        run(part("two_arguments"))
+
+
+def test_arguments_go_to_functions_and_to_constructors(sample):
+    batch = [sample("abc"), sample("ab")]
+    run(part("scaled", factor=2.0), batch)
+    assert [s.reward for s in batch] == [6.0, 4.0]
+    run(part("Picky", length=3, reward=5.0), batch)
+    assert [s.reward for s in batch] == [5.0, 0.0]
+    assert [s.metadata["correct"] for s in batch] == [True, False]
+    assert batch[1].reward_parts == {"mine": 0.0, "mine.calls": 2.0}, "constructed once"
+    assert batch[1].metadata["reward_info"] == {"mine": {"length": 2}}
+
+
+def test_a_function_that_fails_every_time_ends_the_run_with_file_and_line(sample):
+    batch = [sample("abc", index=i) for i in range(4)]
+    line = line_of(broken_rewards.on_a_line, 'response["score"]')
+    with pytest.raises(ConfigError) as error:
+        run(part("on_a_line"), batch, check="step 1")
+    said = str(error.value)
+    assert "reward.parts.mine (broken_rewards:on_a_line) failed on all 4 samples of step 1" in said
+    assert "book.jsonl:7: raised TypeError: string indices must be integers" in said
+    assert f"broken_rewards.py:{line} in on_a_line)" in said
+
+
+def test_a_function_that_returns_nothing_is_shown_too(sample):
+    line = line_of(broken_rewards.nothing, "def nothing")
+    message = rf"returned NoneType 'None', expected a number \(.*\.py:{line} in nothing\)"
+    with pytest.raises(ConfigError, match=message):
+        run(part("nothing"), [sample("abc")], check="step 1")
+
+
+def test_one_success_is_enough_and_later_failures_are_only_counted(sample):
+    config = {"parts": {"f": {"function": "reward_functions:fickle"}}, "workers": 1}
+
+    async def scenario() -> None:
+        scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=31)
+        try:
+            await scorer.score([sample("raise"), sample("fine")])
+            scorer.check_works("step", "step 1")
+            counts = await scorer.score([sample("raise")])
+            assert counts.errors == 1
+            scorer.check_works("step", "step 2")
+            with pytest.raises(ConfigError, match="failed on all 1 samples of the evaluation"):
+                scorer.check_works("evaluation", "the evaluation")
+        finally:
+            await scorer.close()
+
+    asyncio.run(scenario())
+
+
+def test_another_part_that_works_does_not_hide_a_broken_one(sample):
+    config = part("nothing")
+    config["parts"]["right"] = {"function": "exact_match"}
+    with pytest.raises(ConfigError, match=r"reward\.parts\.mine"):
+        run(config, [sample("2")], check="step 1")

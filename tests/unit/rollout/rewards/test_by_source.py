@@ -1,0 +1,148 @@
+"""Parts by the source of a row, and labels that graders cannot read."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rlcore.config.sections.reward import RewardConfig
+from rlcore.data.prompts import PromptSet
+from rlcore.data.rows import Example
+from rlcore.errors import ConfigError, DataError
+from rollout.rewards.labels import check_labels
+from rollout.rewards.scorer import build_scorer
+
+BY_SOURCE = {
+    "by": "data_source",
+    "parts": {
+        "words": {"function": "f1", "sources": ["squad", "qa/*"]},
+        "exact": {"function": "exact_match", "sources": ["sums"]},
+        "long": {"function": "overlong", "args": {"buffer": 1, "max_tokens": 1}, "weight": 0.5},
+    },
+}
+
+
+def score(config: dict, batch) -> None:
+    async def scenario():
+        scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=31)
+        try:
+            return await asyncio.wait_for(scorer.score(batch), 30)
+        finally:
+            await scorer.close()
+
+    return asyncio.run(scenario())
+
+
+def check(reward: dict, *rows: tuple[object, dict], label_key: str | None = "label") -> None:
+    examples = [
+        Example(f"a.jsonl:{i}", "1+1=", label, row) for i, (label, row) in enumerate(rows, 1)
+    ]
+    prompts = PromptSet(examples, [], np.zeros(0, np.int32), np.zeros(1, np.int64))
+    config = SimpleNamespace(
+        reward=RewardConfig.model_validate(reward), data=SimpleNamespace(label_key=label_key)
+    )
+    check_labels(config, prompts)
+
+
+def test_the_source_of_a_row_chooses_its_parts(sample):
+    batch = [
+        sample("the cat", "cat dog", data_source="squad"),
+        sample("2", "2", data_source="sums"),
+        sample("x", "y", data_source="qa/hotpot"),
+        sample("2", "2", data_source=["sums", "squad"]),
+    ]
+    counts = score(BY_SOURCE, batch)
+    assert [s.reward_parts for s in batch] == [
+        {"words": pytest.approx(2 / 3), "long": 0.0},
+        {"exact": 1.0, "long": 0.0},
+        {"words": 0.0, "long": 0.0},
+        {"words": 1.0, "exact": 1.0, "long": 0.0},
+    ]
+    assert [s.reward for s in batch] == pytest.approx([2 / 3, 1.0, 0.0, 2.0])
+    assert [s.metadata["correct"] for s in batch] == [False, True, False, True]
+    assert counts.errors == 0
+
+
+def test_the_column_may_lie_inside_another(sample):
+    batch = [sample("2", "2", extra_info={"kind": "sums"})]
+    score({**BY_SOURCE, "by": "extra_info.kind"}, batch)
+    assert batch[0].reward_parts == {"exact": 1.0, "long": 0.0}
+
+
+def test_a_sample_that_lost_its_source_is_a_counted_failure(sample):
+    batch = [sample("2", "2"), sample("2", "2", data_source="sums")]
+    assert score(BY_SOURCE, batch).errors == 1
+    assert "reward.by: the row has no text" in batch[0].metadata["reward_error"]
+    assert batch[1].reward == 1.0
+
+
+def test_a_row_that_no_part_scores_is_refused_with_the_known_sources():
+    check(BY_SOURCE, ("2", {"data_source": "sums"}), ("2", {"data_source": "qa/x"}))
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:2: no reward part scores the source 'code'.*qa/\*, squad, sums"
+    ):
+        check(BY_SOURCE, ("2", {"data_source": "sums"}), ("2", {"data_source": "code"}))
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .*at 'data_source'.*columns prompt_id"):
+        check(BY_SOURCE, ("2", {"prompt_id": 3}))
+
+
+def test_only_the_labels_that_a_part_reads_are_checked():
+    reward = {
+        "by": "s",
+        "parts": {
+            "exact": {"function": "exact_match", "sources": ["sums"]},
+            "free": {"function": "reward_functions:length", "sources": ["free"]},
+        },
+    }
+    check(reward, ("2", {"s": "sums"}), ({"any": "thing"}, {"s": "free"}))
+    with pytest.raises(DataError, match=r"a\.jsonl:1.*reward\.parts\.exact"):
+        check(reward, ({"any": "thing"}, {"s": "sums"}))
+
+
+@pytest.mark.parametrize("function", ["math", "exact_match", "f1", "choice"])
+def test_a_label_that_is_a_map_names_the_likely_key(function):
+    reward = {"parts": {"right": {"function": function}}}
+    label = {"style": "rule", "ground_truth": "4"}
+    with pytest.raises(
+        DataError,
+        match=r"a\.jsonl:1: the label must be text or a number.*got dict.*reward\.parts\.right; the"
+        r" label is a map of style, ground_truth; did you mean"
+        r" data\.label_key=reward_model\.ground_truth\?",
+    ):
+        check(reward, (label, {}), label_key="reward_model")
+    check(reward, ("4", {}), (4, {}), (["4", "5"], {}))
+    with pytest.raises(DataError, match="got NoneType"):
+        check(reward, (None, {}))
+    with pytest.raises(DataError, match="got bool"):
+        check(reward, (True, {}))
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"parts": {"m": {"function": "math", "sources": ["a"]}}}, "`by` does not say"),
+        ({"parts": {"m": {"function": "math"}}, "by": "data_source"}, "no part has `sources`"),
+        ({"parts": {"m": {"model": {"path": "x"}, "args": {"a": 1}}}}, "those of a function"),
+    ],
+)
+def test_sources_and_column_belong_together(reward, message):
+    with pytest.raises(ValueError, match=message):
+        RewardConfig.model_validate(reward)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        ("math", {"answer": "bxed"}, "answer: Input"),
+        ("math", {"strict": True}, "strict needs a place"),
+        ("exact_match", {"ignore_cases": True}, "ignore_cases"),
+        ("overlong", {}, "buffer"),
+    ],
+)
+def test_wrong_arguments_of_a_grader_are_refused(function, args, message):
+    config = RewardConfig.model_validate({"parts": {"m": {"function": function, "args": args}}})
+    with pytest.raises(ConfigError, match=rf"reward\.parts\.m\.args.*{message}"):
+        build_scorer(config, vocab_size=31)

@@ -1,0 +1,183 @@
+"""The built-in graders: where the answer stands, and what is right."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hand_checked import ROWS, WRONG
+
+from rlcore.config.sections.graders import GRADERS
+from rlcore.config.sections.reward import RewardConfig
+from rlcore.errors import ConfigError
+from rollout.rewards.graders.mathematics import math
+from rollout.rewards.graders.places import find_answer, last_boxed
+from rollout.rewards.graders.shape import Format, overlong
+from rollout.rewards.graders.text import choice, exact_match, f1, picked
+from rollout.rewards.scorer import LOCAL, POOLED, build_scorer
+
+
+def test_math_agrees_with_the_answers_that_were_checked_by_hand(sample):
+    assert len(ROWS) >= 200
+    assert [row for row, times in Counter(ROWS).items() if times > 1] == []
+    differs = []
+    for response, label, place, right in ROWS:
+        verdict = math(
+            sample(response, label), answer=place.rstrip("!"), strict=place.endswith("!")
+        )
+        if verdict["correct"] is not right:
+            differs.append((response, label, place, right))
+    assert differs == WRONG
+
+
+def test_a_label_that_is_no_mathematics_is_an_error_and_a_list_takes_any(sample):
+    with pytest.raises(ValueError, match=r"the label '' cannot be parsed as mathematics"):
+        math(sample("4", ""))
+    with pytest.raises(ValueError, match=r"the label must be text or a number.*got dict"):
+        math(sample("4", {"ground_truth": "4"}))
+    assert math(sample("The answer is 7", ["5", 7]))["correct"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("\\boxed{a{b}c}", "a{b}c"),
+        ("\\boxed{\\{1\\}}", "\\{1\\}"),
+        ("\\boxed{1} \\boxed{2", "1"),
+        ("\\boxed{\\boxed{3}}", "\\boxed{3}"),
+        ("\\boxed{1}, \\boxed{2}", "1, 2"),
+        ("\\boxed{1} no, \\boxed{2}", "2"),
+        ("\\boxed{}", None),
+        ("boxed{4}", None),
+        ("\\boxed{" * 2000, None),
+    ],
+)
+def test_the_last_whole_box(text, found):
+    assert last_boxed(text) == found
+
+
+def test_places():
+    assert find_answer("#### 7 #### 8 \n9", "hash") == "8"
+    assert find_answer("<answer>a\nb</answer>", "tagged") == "a\nb"
+    assert find_answer("Answer: 3\nbecause", "line") == "3"
+    assert find_answer("no answer here", "line") is None
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "args", "right"),
+    [
+        (" Paris \n", "Paris", {}, True),
+        ("paris", "Paris", {}, False),
+        ("paris", "Paris", {"ignore_case": True}, True),
+        ("Paris.", "Paris", {"ignore_punctuation": True}, True),
+        ("The  Eiffel Tower", "Eiffel Tower", {"ignore_articles": True}, True),
+        ("the eiffel tower", "Eiffel Tower", {"ignore_articles": True}, False),
+        ("New\n York", "New York", {"ignore_space": True}, True),
+        ("New\n York", "New York", {}, False),
+        ("Rome", ["Paris", "Rome"], {}, True),
+        ("<think>Rome?</think> Paris", "Paris", {}, True),
+        ("<answer>Paris</answer>", "Paris", {"answer": "tagged"}, True),
+        ("Paris", "Paris", {"answer": "tagged"}, False),
+        ("2", 2, {}, True),
+    ],
+)
+def test_exact_match(sample, response, label, args, right):
+    assert exact_match(sample(response, label), **args) == {"score": right, "correct": right}
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score", "right"),
+    [
+        ("the Eiffel Tower!", "Eiffel tower", 1.0, True),
+        ("Eiffel Tower in Paris", "Eiffel Tower", 2 * (2 / 4) * 1 / (2 / 4 + 1), False),
+        ("a cat sat", "cat cat", 2 * (1 / 2) * (1 / 2) / (1 / 2 + 1 / 2), False),
+        ("Rome", "Paris", 0.0, False),
+        ("Rome", ["Paris", "Rome, Italy"], 2 * 1 * (1 / 2) / (3 / 2), False),
+        ("", "Paris", 0.0, False),
+        ("the", "a", 1.0, True),
+    ],
+)
+def test_f1_is_precision_and_recall_of_words(sample, response, label, score, right):
+    assert f1(sample(response, label)) == {"score": pytest.approx(score), "correct": right}
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("B", "B"),
+        ("(B)", "B"),
+        ("B.", "B"),
+        ("**B**", "B"),
+        ("B) Paris", "B"),
+        ("B. Paris is the capital.\nIt has been since 987.", "B"),
+        ("The answer is B.", "B"),
+        ("The answer is (B), since A is a city in Italy.", "B"),
+        ("Answer: B", "B"),
+        ("**Answer:** B", "B"),
+        ("The correct option is $\\boxed{B}$", "B"),
+        ("\\boxed{\\text{(B)}}", "B"),
+        ("\\boxed{\\text{B}}", "B"),
+        ("<answer>B</answer>", "B"),
+        ("<answer> (B) Paris </answer>", "B"),
+        ("First I thought the answer is A. No, the answer is B.", "B"),
+        ("<think>The answer is A.</think>The answer is B.", "B"),
+        ("A and C are wrong.\n\nB", "B"),
+        ("答案是B。", "B"),
+        ("答案：Ｂ", "B"),
+        ("The answer is A or B", None),
+        ("\\boxed{A, B}", None),
+        ("A man walked in.", None),
+        ("The answer is Paris", None),
+        ("Because of this.", None),
+        ("The answer is K", None),
+        ("", None),
+    ],
+)
+def test_the_choice_that_a_response_picks(response, letter):
+    assert picked(response, "ABCD") == letter
+
+
+def test_choice_compares_with_the_labels_letter(sample):
+    assert choice(sample("The answer is B", "B"))["correct"]
+    assert choice(sample("The answer is B", "(B)"))["correct"]
+    assert not choice(sample("The answer is B", "A"))["correct"]
+    with pytest.raises(ValueError, match="the label 'Paris' is none of the choices"):
+        choice(sample("The answer is B", "Paris"))
+
+
+# --- shape ----------------------------------------------------------------------------------------
+
+
+def test_format_matches_the_whole_response(sample):
+    grade = Format(r"<think>.+</think>\s*<answer>[^<]+</answer>")
+    assert grade(sample("<think>a\nb</think>\n<answer>4</answer>\n")) == 1.0
+    assert grade(sample("so <think>a</think><answer>4</answer>")) == 0.0
+    with pytest.raises(ValueError, match=r"pattern '\(' is no regular expression"):
+        Format("(")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"),
+    [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (130, -1.0)],
+)
+def test_overlong_falls_linearly_over_the_buffer(tokens, penalty):
+    class Made:
+        num_trainable = tokens
+
+    assert overlong(Made(), buffer=20, max_tokens=100) == pytest.approx(penalty)
+
+
+def test_overlong_takes_the_limit_of_the_run():
+    config = RewardConfig.model_validate(
+        {"parts": {"long": {"function": "overlong", "args": {"buffer": 20}}}}
+    )
+    build_scorer(config, vocab_size=31, max_new_tokens=100)
+    with pytest.raises(ConfigError, match=r"reward\.parts\.long\.args\.buffer: got 20, expected"):
+        build_scorer(config, vocab_size=31, max_new_tokens=10)
+
+
+def test_every_declared_grader_can_be_built():
+    assert set(GRADERS) >= {*LOCAL, *POOLED}
