@@ -24,6 +24,8 @@ from rollout.rewards.code import CodePart
 from rollout.rewards.graders import shape, text
 from rollout.rewards.local import LocalPart
 from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits
+from rollout.rewards.services.judge import JudgePart
+from rollout.rewards.services.part import ServicePart
 from rollout.sandbox.base import Sandbox
 from rollout.sandbox.build import build_sandbox
 
@@ -243,6 +245,10 @@ def build_scorer(
         elif function == "code":
             sandbox = sandbox or build_sandbox(config.sandbox)
             parts[name] = CodePart(sandbox, **args)
+        elif part.service is not None:
+            parts[name] = ServicePart(name, part.service)
+        elif part.judge is not None:
+            parts[name] = JudgePart(name, part.judge)
         elif function in LOCAL:
             parts[name] = LocalPart(partial(LOCAL[function], **args))
         else:

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.sections.base import PositiveFloat, PositiveInt, Section
+from rlcore.config.sections.reward_services import JudgeConfig, RewardServiceConfig
 from rlcore.config.sections.sandbox import SandboxConfig
 
 
@@ -22,7 +23,7 @@ class RewardModelConfig(Section):
 
 
 class RewardPartConfig(Section):
-    """One named part of the reward: `function` or `model`."""
+    """One named part of the reward: `function`, `model`, `service` or `judge`."""
 
     function: str | None = None
     """`exact_match`, `math`, `f1`, `choice`, `format`, `overlong`, `ifeval`, `code`, or
@@ -33,15 +34,23 @@ class RewardPartConfig(Section):
     """Score only rows whose value at `reward.by` is among these (`*` stands for any text)."""
     model: RewardModelConfig | None = None
     """A reward model instead of a function."""
+    service: RewardServiceConfig | None = None
+    """A reward service over HTTP instead of a function."""
+    judge: JudgeConfig | None = None
+    """A model that judges, instead of a function."""
     weight: float = 1.0
     """Factor of this part in the sum."""
 
     @model_validator(mode="after")
     def _one_source(self) -> RewardPartConfig:
-        if (self.function is None) == (self.model is None):
-            raise ValueError("a reward part is either `function: NAME` or `model: {path: FOLDER}`")
-        if self.model is not None and self.args:
-            raise ValueError("`args` are those of a function, and this part is a model")
+        kinds = (self.function, self.model, self.service, self.judge)
+        if sum(kind is not None for kind in kinds) != 1:
+            raise ValueError(
+                "a reward part is one of `function: NAME`, `model: {path: FOLDER}`,"
+                " `service: {url: URL}` or `judge: {url: URL, model: NAME}`"
+            )
+        if self.function is None and self.args:
+            raise ValueError("`args` are those of a function, and this part has none")
         return self
 
 

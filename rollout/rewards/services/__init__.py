@@ -1,0 +1,1 @@
+"""Rewards from servers: reward services and judges."""

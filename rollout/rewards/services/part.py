@@ -1,0 +1,85 @@
+"""A reward part whose scores come from a service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from rlcore.config.sections.reward_services import RewardServiceConfig
+from rlcore.data.sample import Sample
+from rollout.rewards.base import RewardFailure, RewardPart, Score, checked
+from rollout.rewards.services.client import Client, NoAnswer
+from rollout.rewards.services.formats import wire_format
+
+_Call = tuple[Sample, "asyncio.Future[Score]"]
+
+
+class ServicePart(RewardPart):
+    """Sends samples to a service, those of different groups together in one request.
+
+    Raises:
+        ConfigError: see `Client`.
+    """
+
+    def __init__(self, name: str, config: RewardServiceConfig) -> None:
+        self._config = config
+        self._client = Client(f"reward.parts.{name}.service", config)
+        self._format = wire_format(config.format, config.key)
+        self._waiting: deque[_Call] = deque()
+        self._senders: set[asyncio.Task[None]] = set()
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """See `RewardPart`."""
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
+        self._waiting.extend(zip(samples, futures))
+        requests = -(-len(self._waiting) // self._config.batch_size)
+        for _ in range(min(requests, self._config.concurrency - len(self._senders))):
+            sender = loop.create_task(self._send())
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
+        return list(await asyncio.gather(*futures))
+
+    async def _send(self) -> None:
+        # groups that finish in this iteration of the loop join the first request
+        await asyncio.sleep(0)
+        while self._waiting:
+            size = min(len(self._waiting), self._config.batch_size)
+            calls = [self._waiting.popleft() for _ in range(size)]
+            calls = [call for call in calls if not call[1].done()]
+            try:
+                scores = await self._ask([sample for sample, _ in calls]) if calls else []
+            except BaseException as error:
+                for _, future in calls:
+                    if not future.done():
+                        _end(future, error)
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+                continue
+            for (_, future), score in zip(calls, scores):
+                if not future.done():
+                    future.set_result(score)
+
+    async def _ask(self, samples: list[Sample]) -> list[Score]:
+        try:
+            answer = await self._client.post(self._format.body(samples))
+            return [checked(value) for value in self._format.values(answer, samples)]
+        except NoAnswer as error:
+            return [error.failure] * len(samples)
+        except ValueError as error:
+            return [RewardFailure("error", f"the service answered {error}")] * len(samples)
+
+    async def close(self) -> None:
+        """See `RewardPart`."""
+        for sender in list(self._senders):
+            sender.cancel()
+        await asyncio.gather(*self._senders, return_exceptions=True)
+        await self._client.close()
+
+
+def _end(future: asyncio.Future[Score], error: BaseException) -> None:
+    if isinstance(error, asyncio.CancelledError):
+        future.cancel()
+    else:
+        future.set_exception(error)
