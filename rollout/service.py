@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from rlcore.config import Config
 from rlcore.config.derived import engine_place_s, longest_request_s, total_steps
 from rlcore.data.batch import StepRollouts
-from rlcore.data.prompts import PromptSet, PromptStream
+from rlcore.data.loading import load_prompts, prompt_stream
+from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
 from rlcore.deadlines import CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
 from rlcore.errors import ConfigError, DeadlineExceeded
@@ -87,7 +88,7 @@ class RolloutService:
         rollout = config.rollout
         self.fleet = Fleet(engines, rollout.engine, place_s=engine_place_s(config))
         vocab_size = check_vocabulary(config.model.path, tokenizer)
-        self.prompts = _load_prompts(config, tokenizer, config.data.paths)
+        self.prompts = _load_prompts(config, tokenizer)
         given = config.evaluation
         self._held_out = (
             _load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts)
@@ -98,13 +99,7 @@ class RolloutService:
         self._scorer = build_scorer(
             config.reward, vocab_size=vocab_size, device=rollout.engine.device
         )
-        stream = PromptStream(
-            len(self.prompts),
-            seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            fingerprint=self.prompts.fingerprint(),
-        )
-        self._queue = PromptQueue(self.prompts, stream)
+        self._queue = PromptQueue(self.prompts, prompt_stream(config, self.prompts))
         self.ledger = self._queue.ledger
         limit_s = longest_request_s(config)
         self._dispatcher = Dispatcher(self.fleet, rollout.engine, limit_s=limit_s)
@@ -266,7 +261,7 @@ class RolloutService:
         counts = done.drop_counts
         return {
             "rollout/requeued_prompts": float(counts.requeued),
-            "rollout/excluded_prompts": float(len(self.prompts.excluded)),
+            "rollout/excluded_prompts": float(self.prompts.num_excluded),
             **{
                 f"rollout/dropped_{name}": float(counts.dropped[name])
                 for name in self._filters.names
@@ -380,23 +375,22 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
 def _load_prompts(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    paths: Sequence[str],
+    paths: Sequence[str] | None = None,
     *,
     max_prompts: int | None = None,
 ) -> PromptSet:
-    """The first `max_prompts` prompts of `paths`, tokenised.
+    """The first `max_prompts` prompts of `paths`, or of `data`, tokenised.
 
     Raises:
         ConfigError, DataError: a bad row, or labels that a verifier cannot compare with.
     """
-    data = config.data
-    prompts = PromptSet.load(
-        paths,
+    held_out = paths is not None
+    prompts = load_prompts(
+        config,
         tokenizer,
-        prompt_key=data.prompt_key,
-        label_key=data.label_key,
-        max_prompt_tokens=data.max_prompt_tokens,
+        paths,
         max_prompts=max_prompts,
+        max_new_tokens=config.evaluation.max_new_tokens if held_out else None,
     )
     check_labels(config, prompts)
     return prompts

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from rlcore.config import Config
 from rlcore.config.sections.reward import RewardConfig
+from rlcore.data.formats import check_label
 from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
-from rlcore.errors import ConfigError, DataError
+from rlcore.errors import ConfigError
 from rollout.rewards.base import RewardFailure, RewardPart, Score
 from rollout.rewards.exact_match import ExactMatch
 from rollout.rewards.pool import PooledPart, RewardPool
@@ -161,8 +162,4 @@ def check_labels(config: Config, prompts: PromptSet) -> None:
             f"reward.parts.{verifiers[0]} compares with a label, but data.label_key is null"
         )
     for example in prompts.examples if verifiers else ():
-        if isinstance(example.label, bool) or not isinstance(example.label, str | int | float):
-            raise DataError(
-                f"{example.where}: the label must be text or a number for"
-                f" reward.parts.{verifiers[0]}, got {type(example.label).__name__}"
-            )
+        check_label(example, f"reward.parts.{verifiers[0]}")

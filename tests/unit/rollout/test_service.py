@@ -431,7 +431,7 @@ def test_a_verifier_needs_labels(make_service, tmp_path):
         '{"prompt": "1=", "label": "1"}\n{"prompt": "2=", "label": null}\n'
     )
     with pytest.raises(
-        DataError, match=r"sums\.jsonl:2: the label must be text or a number.*NoneType"
+        DataError, match=r"sums\.jsonl:2: the label must be text or a number.*got null"
     ):
         make_service()
 
