@@ -61,12 +61,13 @@ def length_limits(config: Config, max_new_tokens: int) -> list[LengthLimit]:
         limits.append(LengthLimit(config.data.max_prompt_tokens, "data.max_prompt_tokens"))
     if (context := context_of(config)) is not None:
         tokens, key = context
-        why = f"the context of {tokens} ({key}) less max_new_tokens ({max_new_tokens})"
         if tokens <= max_new_tokens:
             raise ConfigError(
-                f"rollout.sampling.max_new_tokens: {why} leaves no room for a prompt; set it lower,"
+                f"rollout.sampling.max_new_tokens: {max_new_tokens} leaves no room for a prompt in"
+                f" the context of {tokens} ({key}); set it lower (evaluation.max_new_tokens too),"
                 " or take a model with a longer context"
             )
+        why = f"the context of {tokens} ({key}) less max_new_tokens ({max_new_tokens})"
         limits.append(LengthLimit(tokens - max_new_tokens, why))
     return limits
 

@@ -85,3 +85,8 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
     """Write rows; parquet fills the fields that a row lacks with nulls."""
     pq.write_table(pa.Table.from_pylist(rows), path)
     return str(path)
+
+
+def no_idea(sample: Any) -> float:
+    """A reward that reads no answer."""
+    return 0.0
