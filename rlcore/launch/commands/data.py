@@ -127,6 +127,8 @@ def _rewards(
         ]
         for row, responses in asked.items()
     }
+    if models:
+        lines[rows[0]].append(f"         without {', '.join(models)}: models, not asked here")
     for row, responses in asked.items():
         *right, wrong = [samples[row, response].reward for response in responses]
         if right and max(right) <= wrong:
