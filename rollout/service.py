@@ -22,7 +22,7 @@ from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
 from rlcore.deadlines import CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
 from rlcore.errors import ConfigError, DeadlineExceeded
-from rlcore.interfaces import RolloutEngine
+from rlcore.interfaces import BoundedEngine, RolloutEngine
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.asyncio_utils import LoopThread, gather_or_cancel, within
 from rollout.collection.buffer import (
@@ -131,15 +131,31 @@ class RolloutService:
             again: this service takes the place of a lost one; see `Fleet.start`.
 
         Raises:
-            RunFailed: one of them did not start; the service is closed then.
+            RunFailed: one of them did not start; the service is closed then, as for the next.
+            ConfigError: a prompt does not fit into an engine.
         """
         limit = self.fleet.comeback_s + REWARD_START_S
         starting = gather_or_cancel(self._scorer.start(), self.fleet.start(again=again))
         try:
             self._call(starting, limit, "starting the engines and rewards")
+            self._check_lengths()
         except BaseException:
             self.close()
             raise
+
+    def _check_lengths(self) -> None:
+        """Refuse prompts that leave no room for a response in an engine that just started."""
+        longest = int(self.prompts.lengths.max())
+        response = self._config.rollout.sampling.max_new_tokens
+        for engine in self.fleet.engines:
+            total = engine.max_total_tokens if isinstance(engine, BoundedEngine) else None
+            if total is not None and longest + response > total:
+                raise ConfigError(
+                    f"engine {engine.name} takes {total} tokens of prompt and response (its context"
+                    f" and KV pool), and the longest prompt has {longest} beside"
+                    f" rollout.sampling.max_new_tokens ({response}): set data.max_prompt_tokens to"
+                    f" {total - response}, or give the engine more memory"
+                )
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         return self.thread.call(work, seconds=seconds, what=what)
