@@ -103,6 +103,7 @@ def open_examples(
     Raises:
         DataError: a file that cannot be read.
     """
+    wanted: list[tuple[str | None, DataConfig, str]]
     if paths is None and data.sources:
         wanted = [
             (name, own, path)

@@ -57,10 +57,10 @@ def with_answer(example: Example) -> Example:
     if isinstance(label, list) and len(label) == 1 and isinstance(label[0], dict):
         answer = label[0]  # the completion of a conversational data set of TRL
         label = answer.get("content")
-    is_chat = isinstance(prompt, list) and bool(prompt)
-    if label is None and answer is None and is_chat and prompt[-1]["role"] == "assistant":  # type: ignore[index]
-        answer = prompt[-1]  # type: ignore[assignment]
-        prompt = prompt[:-1]
+    chat = prompt if isinstance(prompt, list) else []
+    if label is None and answer is None and chat and chat[-1]["role"] == "assistant":
+        answer = chat[-1]
+        prompt = chat[:-1]
         label = answer["content"]
     calls = answer is not None and bool(answer.get("tool_calls"))
     if not prompt or not (calls or (isinstance(label, str) and label)):
@@ -182,7 +182,7 @@ def _render(
 
 def _first(ids: NDArray[np.int32], token: int | None) -> int:
     """Return the index of the first `token`; without one, the length."""
-    found = np.flatnonzero(ids == token) if token is not None else ()
+    found = np.flatnonzero(ids == token) if token is not None else np.zeros(0)
     return int(found[0]) if len(found) else len(ids)
 
 
