@@ -16,6 +16,7 @@ from typing import TypeAlias
 from rlcore import __version__
 from rlcore.config.load import Loaded, load_config, split_arguments
 from rlcore.errors import BAD_INPUT, FAILED, INTERRUPTED, EmptyBatch, RunFailed, UserError
+from rlcore.launch.arguments import MODEL_OPTIONS, add_model_options, gibibytes, positive
 from rlcore.launch.environment import (
     first_on_node,
     started_by_torchrun,
@@ -116,6 +117,14 @@ def validate(arguments: argparse.Namespace) -> int:
         if lines:
             print(f"\n# {title}:", *(f"#   {line}" for line in lines), sep="\n")
     return 0
+
+
+def data(arguments: argparse.Namespace) -> int:
+    """Print rows as the model will see them, and count their tokens."""
+    loaded = _load(arguments.settings)
+    from rlcore.launch.commands.data import show_data
+
+    return _print_lines(show_data(loaded.config, rows=arguments.rows))
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -236,7 +245,7 @@ def init_model(arguments: argparse.Namespace) -> int:
     from rlcore.launch.commands.init_model import init_model as write
 
     options = vars(arguments)
-    given = {name: options[name] for name in _MODEL_OPTIONS if options[name] is not None}
+    given = {name: options[name] for name in MODEL_OPTIONS if options[name] is not None}
     spec = ModelSpec.preset(arguments.preset, **given)
     logging.disable_progress_bar()
     parameters = write(arguments.folder, spec, overwrite=arguments.overwrite)
@@ -279,12 +288,6 @@ def _print_lines(lines: Iterable[str]) -> int:
 
 
 # --- their arguments ------------------------------------------------------------------------------
-
-_MODEL_SIZES = (
-    *("hidden", "layers", "heads", "kv_heads", "intermediate"),
-    *("experts", "experts_per_token", "seed"),
-)
-_MODEL_OPTIONS = ("family", "alphabet", "tied", *_MODEL_SIZES)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -336,6 +339,9 @@ def _add_configured(commands: Commands) -> None:
     )
     text = "check a configuration and print it with the origin of each value"
     _configured(commands, "validate", validate, text)
+    text = "print rows as the model will see them, what the reward says, and how long they are"
+    sub = _configured(commands, "data", data, text)
+    sub.add_argument("--rows", type=positive, default=3, metavar="N", help="how many rows (3)")
     text = "look at this machine and its environments; exit code 1 if a run would fail"
     sub = _command(commands, "doctor", doctor, text)
     sub.add_argument("settings", nargs="*", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
@@ -358,10 +364,10 @@ def _add_configured(commands: Commands) -> None:
     )
     text = "which layouts fit on so many GPUs, and about how fast; needs no weights"
     sub = _configured(commands, "plan", plan_layouts, text)
-    sub.add_argument("--gpus", type=_positive, required=True, metavar="N")
+    sub.add_argument("--gpus", type=positive, required=True, metavar="N")
     sub.add_argument(
         "--gpu-memory",
-        type=_gibibytes,
+        type=gibibytes,
         default=80 << 30,
         metavar="SIZE",
         help="of one GPU, as 80G (the default)",
@@ -386,7 +392,7 @@ def _add_dry_run(commands: Commands) -> None:
         help="of the trainer, may be repeated; default: one of the first, a middle, the last stage",
     )
     sub.add_argument(
-        "--world", type=_positive, metavar="W", help="trainer ranks; default: as configured"
+        "--world", type=positive, metavar="W", help="trainer ranks; default: as configured"
     )
     sub.add_argument(
         "--skew",
@@ -428,7 +434,7 @@ def _add_others(commands: Commands) -> None:
         help="how long to wait for its end (600)",
     )
     text = "write a small, randomly initialised Hugging Face folder"
-    _add_model_options(_command(commands, "init-model", init_model, text))
+    add_model_options(_command(commands, "init-model", init_model, text))
     sub = _command(commands, "metrics", metrics, "define every metric that a run writes")
     sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
     text = "list every key of a configuration with its default"
@@ -438,39 +444,3 @@ def _add_others(commands: Commands) -> None:
     )
     text = "list estimators and losses with their keywords"
     _command(commands, "algorithms", algorithms, text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive integer")
-    return int(text)
-
-
-def _gibibytes(text: str) -> int:
-    """Bytes of "80G", "80GB" or "80"."""
-    number = text.upper().removesuffix("IB").removesuffix("B").removesuffix("G")
-    if not number.isdecimal() or not int(number):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected gibibytes, as 80G")
-    return int(number) << 30
-
-
-def _add_model_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("folder", type=Path)
-    sub.add_argument(
-        "--preset",
-        choices=("addition", "ascii"),
-        default="addition",
-        help="where the defaults come from",
-    )
-    sub.add_argument(
-        "--family", choices=("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral", "deepseek_v3")
-    )
-    sub.add_argument(
-        "--alphabet", metavar="CHARACTERS", help="what the tokenizer knows, one token a character"
-    )
-    for name in _MODEL_SIZES:
-        sub.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
-    sub.add_argument(
-        "--tied", action=argparse.BooleanOptionalAction, help="the LM head is the embedding"
-    )
-    sub.add_argument("--overwrite", action="store_true", help="replace a model that is there")

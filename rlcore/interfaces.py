@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -228,6 +228,15 @@ class RolloutEngine(Protocol):
 
     async def close(self) -> None:
         """End it in good order."""
+
+
+@runtime_checkable
+class BoundedEngine(Protocol):
+    """An engine that tells how long a prompt and its response may be, once it has started."""
+
+    @property
+    def max_total_tokens(self) -> int | None:
+        """The most tokens of both together; None before the start."""
 
 
 class Workflow(Protocol):

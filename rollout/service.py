@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from rlcore.config import Config
 from rlcore.config.derived import engine_place_s, longest_request_s, total_steps
 from rlcore.data.batch import StepRollouts
-from rlcore.data.prompts import PromptSet, PromptStream
+from rlcore.data.loading import load_prompts, prompt_stream
+from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
 from rlcore.deadlines import CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
 from rlcore.errors import ConfigError, DeadlineExceeded, EmptyBatch
-from rlcore.interfaces import RolloutEngine
+from rlcore.interfaces import BoundedEngine, RolloutEngine
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.asyncio_utils import LoopThread, gather_or_cancel, within
 from rollout.collection.buffer import (
@@ -88,7 +89,7 @@ class RolloutService:
         rollout = config.rollout
         self.fleet = Fleet(engines, rollout.engine, place_s=engine_place_s(config))
         vocab_size = check_vocabulary(config.model.path, tokenizer)
-        self.prompts = _load_prompts(config, tokenizer, config.data.paths)
+        self.prompts = _load_prompts(config, tokenizer)
         given = config.evaluation
         self._held_out = (
             _load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts)
@@ -102,13 +103,7 @@ class RolloutService:
             device=rollout.engine.device,
             max_new_tokens=rollout.sampling.max_new_tokens,
         )
-        stream = PromptStream(
-            len(self.prompts),
-            seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            fingerprint=self.prompts.fingerprint(),
-        )
-        self._queue = PromptQueue(self.prompts, stream)
+        self._queue = PromptQueue(self.prompts, prompt_stream(config, self.prompts))
         self.ledger = self._queue.ledger
         limit_s = longest_request_s(config)
         self._dispatcher = Dispatcher(self.fleet, rollout.engine, limit_s=limit_s)
@@ -140,15 +135,31 @@ class RolloutService:
             again: this service takes the place of a lost one; see `Fleet.start`.
 
         Raises:
-            RunFailed: one of them did not start; the service is closed then.
+            RunFailed: one of them did not start; the service is closed then, as for the next.
+            ConfigError: a prompt does not fit into an engine.
         """
         limit = self.fleet.comeback_s + REWARD_START_S
         starting = gather_or_cancel(self._scorer.start(), self.fleet.start(again=again))
         try:
             self._call(starting, limit, "starting the engines and rewards")
+            self._check_lengths()
         except BaseException:
             self.close()
             raise
+
+    def _check_lengths(self) -> None:
+        """Refuse prompts that leave no room for a response in an engine that just started."""
+        longest = int(self.prompts.lengths.max())
+        response = self._config.rollout.sampling.max_new_tokens
+        for engine in self.fleet.engines:
+            total = engine.max_total_tokens if isinstance(engine, BoundedEngine) else None
+            if total is not None and longest + response > total:
+                raise ConfigError(
+                    f"engine {engine.name} takes {total} tokens of prompt and response (its context"
+                    f" and KV pool), and the longest prompt has {longest} beside"
+                    f" rollout.sampling.max_new_tokens ({response}): set data.max_prompt_tokens to"
+                    f" {total - response}, or give the engine more memory"
+                )
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         return self.thread.call(work, seconds=seconds, what=what)
@@ -277,7 +288,7 @@ class RolloutService:
         counts = done.drop_counts
         return {
             "rollout/requeued_prompts": float(counts.requeued),
-            "rollout/excluded_prompts": float(len(self.prompts.excluded)),
+            "rollout/excluded_prompts": float(self.prompts.num_excluded),
             **{
                 f"rollout/dropped_{name}": float(counts.dropped[name])
                 for name in self._filters.names
@@ -395,23 +406,22 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
 def _load_prompts(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    paths: Sequence[str],
+    paths: Sequence[str] | None = None,
     *,
     max_prompts: int | None = None,
 ) -> PromptSet:
-    """The first `max_prompts` prompts of `paths`, tokenised.
+    """The first `max_prompts` prompts of `paths`, or of `data`, tokenised.
 
     Raises:
         ConfigError, DataError: a bad row, or labels that a verifier cannot compare with.
     """
-    data = config.data
-    prompts = PromptSet.load(
-        paths,
+    held_out = paths is not None
+    prompts = load_prompts(
+        config,
         tokenizer,
-        prompt_key=data.prompt_key,
-        label_key=data.label_key,
-        max_prompt_tokens=data.max_prompt_tokens,
+        paths,
         max_prompts=max_prompts,
+        max_new_tokens=config.evaluation.max_new_tokens if held_out else None,
     )
     check_labels(config, prompts)
     return prompts

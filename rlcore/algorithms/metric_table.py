@@ -49,8 +49,8 @@ _ROWS = (
      "too", "-", "samples"),
     ("rollout/requeued_prompts", "prompts given back to the data set: cut again and again, or more "
      "than the step needed", "-", "prompts"),
-    ("rollout/excluded_prompts", "rows of the data left out as longer than data.max_prompt_tokens",
-     "-", "prompts"),
+    ("rollout/excluded_prompts", "rows of the data left out: longer than data.max_prompt_tokens, "
+     "or than the model's context less the response", "-", "prompts"),
     ("rollout/engine_restarts", "engines started again after they failed, since the row before",
      "-", "engines"),
     ("rollout/overdue_requests", "requests aborted at rollout.engine.request_timeout_s, which go "

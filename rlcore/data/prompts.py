@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import logging
 from bisect import insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.rows import Example, read_examples
-from rlcore.data.tokenizer import encode, leading_bos, render_chat
-from rlcore.errors import DataError
+from rlcore.config.sections.data import AUTO, DataConfig
+from rlcore.data.examples import Examples, Part, open_examples
+from rlcore.data.formats import Example
+from rlcore.data.ragged_file import RaggedArray, RaggedWriter
+from rlcore.data.tokenizer import ENCODE_CHUNK, encode, leading_bos, render_chat
+from rlcore.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,17 +39,67 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class LengthLimit:
+    """The most tokens that a prompt may have, and what says so, for messages."""
+
+    tokens: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.why} = {self.tokens}"
+
+
+class Chosen(Sequence[Example]):
+    """Some of the examples, by their increasing indices; each is read when it is asked for."""
+
+    def __init__(self, examples: Examples, rows: NDArray[np.int64]) -> None:
+        self._examples = examples
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        if isinstance(index, slice):
+            return Chosen(self._examples, self.rows[index])
+        return self._examples[int(self.rows[index])]
+
+    def __iter__(self) -> Iterator[Example]:
+        wanted = iter(self.rows.tolist())
+        following = next(wanted, None)
+        for row, example in enumerate(self._examples):  # much faster than one by one
+            if following is None:
+                return
+            if row == following:
+                yield example
+                following = next(wanted, None)
+
+    def where(self, index: int) -> str:
+        """Return "file:line" of an example, without reading it."""
+        return self._examples.where(int(self.rows[index]))
+
+
+@dataclass(frozen=True)
 class PromptSet:
     """All prompts of a run, in file order.
 
-    Tokens lie in one array, so that a million prompts are a few objects.
+    Texts and tokens lie in temporary files that are mapped into memory; labels and other columns
+    are read from the data when a prompt is asked for.
     """
 
-    examples: Sequence[Example]
-    texts: Sequence[str]
-    tokens: NDArray[np.int32]  # [sum of lengths]
-    offsets: NDArray[np.int64]  # [N+1]
-    excluded: Sequence[str] = ()  # "file:line" of prompts that were too long
+    examples: Chosen
+    texts: RaggedArray[np.uint8]  # UTF-8
+    ragged: RaggedArray[np.int32]
+    digest: str
+    # Rows that were too long, by the limit that they exceed.
+    left_out: Mapping[LengthLimit, Chosen]
+    all_examples: Examples
 
     @classmethod
     def load(
@@ -54,101 +107,163 @@ class PromptSet:
         paths: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
         *,
-        prompt_key: str = "prompt",
-        label_key: str | None = "label",
+        prompt_key: str = AUTO,
+        label_key: str | None = AUTO,
         max_prompt_tokens: int | None = None,
         max_prompts: int | None = None,
     ) -> PromptSet:
-        """Read and tokenise `paths`.
-
-        Prompts of more than `max_prompt_tokens` are left out, counted and logged.
-
-        Raises:
-            DataError: a bad row (with file and line), or no prompt is left.
-        """
-        rows = read_examples(paths, prompt_key=prompt_key, label_key=label_key)
-        return cls.from_examples(
-            islice(rows, max_prompts), tokenizer, paths=paths, max_prompt_tokens=max_prompt_tokens
+        """Read and tokenise `paths`; see `of`."""
+        data = DataConfig(paths=list(paths), prompt_key=prompt_key, label_key=label_key)
+        limits = (
+            []
+            if max_prompt_tokens is None
+            else [LengthLimit(max_prompt_tokens, "data.max_prompt_tokens")]
         )
+        return cls.of(open_examples(data), tokenizer, limits=limits, max_prompts=max_prompts)
 
     @classmethod
-    def from_examples(
+    def of(
         cls,
-        rows: Iterable[Example],
+        examples: Examples,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        paths: Sequence[str],
-        max_prompt_tokens: int | None,
+        limits: Sequence[LengthLimit] = (),
+        max_prompts: int | None = None,
     ) -> PromptSet:
-        """Tokenise rows that were read. As `load` otherwise."""
-        examples = list(rows)
-        if not examples:
-            raise DataError(f"{', '.join(paths) or 'data.paths'}: no rows")
-        texts, tokens = tokenize_prompts(examples, tokenizer)
-        for example, ids in zip(examples, tokens):
-            if not len(ids):
-                raise DataError(
-                    f"{example.where}: the prompt has no tokens; nothing would predict its first"
-                    " answer token"
-                )
-        limit = max_prompt_tokens
-        if limit is None:
-            limit = max(len(ids) for ids in tokens)
-        chosen = [i for i, ids in enumerate(tokens) if len(ids) <= limit]
-        excluded = [example.where for example, ids in zip(examples, tokens) if len(ids) > limit]
-        if not chosen:
-            raise DataError(
-                f"{', '.join(paths)}: all {len(examples)} prompts have more than"
-                f" data.max_prompt_tokens = {limit} tokens (the shortest has"
-                f" {min(len(ids) for ids in tokens)})"
-            )
-        if excluded:
-            logger.warning(
-                "%d of %d prompts have more than data.max_prompt_tokens = %d tokens and are left"
-                " out (the first: %s)",
-                len(excluded),
-                len(examples),
-                limit,
-                excluded[0],
-            )
+        """Tokenise the first `max_prompts` examples.
+
+        Prompts that exceed one of `limits` are left out, counted and logged.
+
+        Raises:
+            DataError: a bad row (with file and line), or there is none.
+            ConfigError: no prompt is short enough.
+        """
+        texts = RaggedWriter(np.uint8)
+        tokens = RaggedWriter(np.int32)
+        kept: list[int] = []
+        too_long: dict[LengthLimit, list[int]] = {}
+        digest = hashlib.blake2b(digest_size=8)
+        shortest = None
+        row = 0
+        for chunk in _chunks(islice(iter(examples), max_prompts)):
+            for text, ids in zip(*tokenize_prompts(chunk, tokenizer)):
+                shortest = len(ids) if shortest is None else min(shortest, len(ids))
+                passed = [limit for limit in limits if len(ids) > limit.tokens]
+                if passed:
+                    tightest = min(passed, key=lambda limit: limit.tokens)
+                    too_long.setdefault(tightest, []).append(row)
+                else:
+                    kept.append(row)
+                    tokens.add(ids)
+                    texts.add(np.frombuffer(text.encode(), dtype=np.uint8))
+                    digest.update(ids.tobytes())
+                row += 1
+        paths = ", ".join(part.path for part in examples.parts) or "data.paths"
+        if not row:
+            raise DataError(f"{paths}: no rows")
+        left_out = {limit: _chosen(examples, rows) for limit, rows in too_long.items()}
+        _report(paths, left_out, row, shortest)
+        ragged = tokens.done()
+        digest.update(ragged.offsets.tobytes())
         return cls(
-            examples=[examples[i] for i in chosen],
-            texts=[texts[i] for i in chosen],
-            tokens=np.concatenate([tokens[i] for i in chosen]),
-            offsets=np.cumsum([0] + [len(tokens[i]) for i in chosen], dtype=np.int64),
-            excluded=excluded,
+            _chosen(examples, kept), texts.done(), ragged, digest.hexdigest(), left_out, examples
         )
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def __getitem__(self, row: int) -> Prompt:
+        if row >= len(self):
+            raise IndexError(row)
         example = self.examples[row]
-        ids = self.tokens[self.offsets[row] : self.offsets[row + 1]]
-        return Prompt(example.where, ids, self.texts[row], example.label, example.extra)
+        return Prompt(example.where, self.ragged[row], self.text(row), example.label, example.extra)
+
+    def text(self, row: int) -> str:
+        """Return the text of a prompt, as it was tokenised."""
+        return self.texts[row].tobytes().decode()
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """The tokens of all prompts, one behind the other."""
+        return self.ragged.values
+
+    @property
+    def excluded(self) -> list[str]:
+        """The places ("file:line") of prompts that were too long."""
+        return [c.where(i) for c in self.left_out.values() for i in range(len(c))]
+
+    @property
+    def num_excluded(self) -> int:
+        """How many prompts were too long."""
+        return sum(len(rows) for rows in self.left_out.values())
+
+    def by_part(self) -> Iterator[tuple[Part, range]]:
+        """Yield each file with its prompts."""
+        first = 0
+        last_row = 0
+        for part in self.all_examples.parts:
+            last_row += len(part.rows)
+            after = int(np.searchsorted(self.examples.rows, last_row))
+            yield part, range(first, after)
+            first = after
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """The number of tokens of each prompt, int64 [N]."""
-        return np.diff(self.offsets)
+        return np.diff(self.ragged.offsets)
 
     def fingerprint(self) -> str:
         """Return a digest of all tokens: a resumed run must find the same prompts, in order."""
-        digest = hashlib.blake2b(self.tokens.tobytes(), digest_size=8)
-        digest.update(self.offsets.tobytes())
-        return digest.hexdigest()
+        return self.digest
+
+
+def _chunks(examples: Iterator[Example]) -> Iterator[list[Example]]:
+    while chunk := list(islice(examples, ENCODE_CHUNK)):
+        yield chunk
+
+
+def _chosen(examples: Examples, rows: list[int]) -> Chosen:
+    return Chosen(examples, np.array(rows, dtype=np.int64))
+
+
+def _report(
+    paths: str, left_out: Mapping[LengthLimit, Chosen], total: int, shortest: int | None
+) -> None:
+    if sum(len(rows) for rows in left_out.values()) == total:
+        limit = min(left_out, key=lambda limit: limit.tokens)
+        raise ConfigError(
+            f"{paths}: all {total} prompts have more than {limit} tokens (the shortest has"
+            f" {shortest})"
+        )
+    for limit, rows in left_out.items():
+        logger.warning(
+            "%d of %d prompts have more than %s tokens and are left out (the first: %s)",
+            len(rows),
+            total,
+            limit,
+            rows.where(0),
+        )
+
+
+def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a prompt; a chat is rendered up to the assistant's turn."""
+    if isinstance(example.prompt, str):
+        return example.prompt
+    return render_chat(
+        tokenizer,
+        example.prompt,
+        example.where,
+        add_generation_prompt=True,
+        tools=example.tools,
+        chat_kwargs=example.chat_kwargs,
+    )
 
 
 def tokenize_prompts(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[NDArray[np.int32]]]:
-    """Return text and tokens of each prompt; chats are rendered up to the assistant's turn."""
-    texts = [
-        example.prompt
-        if isinstance(example.prompt, str)
-        else render_chat(tokenizer, example.prompt, example.where, add_generation_prompt=True)
-        for example in examples
-    ]
+    """Return text and tokens of each prompt. Raises DataError for a prompt without tokens."""
+    texts = [render_prompt(example, tokenizer) for example in examples]
     tokens = encode(tokenizer, texts, [example.where for example in examples])
     bos = leading_bos(tokenizer)
     if bos:  # not for chats: a template writes its own
@@ -156,6 +271,12 @@ def tokenize_prompts(
             np.array([*bos, *ids], dtype=np.int32) if isinstance(example.prompt, str) else ids
             for example, ids in zip(examples, tokens)
         ]
+    for example, ids in zip(examples, tokens):
+        if not len(ids):
+            raise DataError(
+                f"{example.where}: the prompt has no tokens; nothing would predict its first"
+                " answer token"
+            )
     return texts, tokens
 
 

@@ -1,49 +1,55 @@
-"""Rows of JSONL and parquet files. A bad row is an error that names its file and line."""
+"""Rows of JSONL and parquet files and of Hugging Face datasets, read one by one from the disk.
+
+A bad row is an error that names its file and line.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import tempfile
+from array import array
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 
-from rlcore.data.tokenizer import Message
 from rlcore.errors import DataError
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+# Rows of an Arrow batch in the temporary file: a row is read by way of its batch.
+_BATCH_ROWS = 1024
+_BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One row: its prompt as text or chat messages, its label, and its other columns."""
+class RowFile(Protocol):
+    """The rows of one file, any of which can be read; few of them are ever in memory."""
 
-    where: str  # "file:line"; in parquet "file:row", counted from 1
-    prompt: str | list[Message]
-    label: Any
-    extra: dict[str, Any]
+    # Missing fields came as nulls, as in parquet, where every row has every field of the schema.
+    fills_with_null: bool
 
+    def __len__(self) -> int: ...
 
-def read_examples(
-    paths: Sequence[str], *, prompt_key: str, label_key: str | None
-) -> Iterator[Example]:
-    """Yield every row of `paths`, in order.
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Read a row. Raises DataError if it is none."""
+        ...
 
-    Raises:
-        DataError: a file cannot be read, or a row is not an object, lacks a key or holds the wrong
-            type.
-    """
-    for path in paths:
-        for where, row in read_rows(Path(path)):
-            yield _example(where, row, prompt_key, label_key)
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Read all rows, in order, faster than one by one."""
+        ...
+
+    def where(self, index: int) -> str:
+        """Return "file:line" of a row; in parquet "file:row", counted from 1."""
+        ...
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("file:line", row) for each row of one file."""
+def open_rows(path: Path) -> RowFile:
+    """Open one file. Raises DataError if it cannot be read; a bad row shows when it is read."""
     check_file(path)
-    return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
+    return ParquetRows(path) if path.suffix == ".parquet" else JsonRows(path)
 
 
 def check_file(path: Path) -> None:
@@ -57,82 +63,142 @@ def check_file(path: Path) -> None:
         )
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip()
-    if not content:
-        return
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        where = f"{path}:{number}"
+class JsonRows:
+    """A file with one JSON object a line, of which only the places of the lines are in memory."""
+
+    fills_with_null = False
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # Not for one block: it serves reads for as long as the prompts live.
+        self._file = path.open("rb")
+        starts = array("q", [0])
+        blank_from = 0  # lines behind the last one that is not blank are no rows
+        for number, line in enumerate(self._file, start=1):
+            starts.append(starts[-1] + len(line))
+            if line.strip() and line != _BOM:
+                blank_from = number
+        self._starts: NDArray[np.int64] = np.frombuffer(starts, np.int64)[: blank_from + 1]
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def where(self, index: int) -> str:
+        """See `RowFile`."""
+        return f"{self._path}:{index + 1}"
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        start = int(self._starts[index])
+        line = os.pread(self._file.fileno(), int(self._starts[index + 1]) - start, start)
+        line = line.removeprefix(_BOM).rstrip() if index == 0 else line.rstrip()
+        where = self.where(index)
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
             # orjson counts lines inside the row too; only the column means something to the reader.
             reason = re.sub(r": line \d+ column (\d+) \(char \d+\)", r" at column \1", str(error))
-            text = _shorten(line.decode(errors="replace"))
+            text = shorten(line.decode(errors="replace"))
             raise DataError(
                 f"{where}: not JSON ({reason}), expected one object a line: {text!r}"
             ) from error
         if not isinstance(row, dict):
             raise DataError(
-                f"{where}: expected a JSON object, got {type(row).__name__}: {_shorten(row)}"
+                f"{where}: expected a JSON object, got {type(row).__name__}: {shorten(row)}"
             )
-        yield where, row
+        return row
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
+class ParquetRows:
+    """A parquet file, of which an uncompressed copy lies memory-mapped in a nameless file.
 
-    number = 0
+    Parquet itself gives no single row, only a group of maybe a million.
+    """
+
+    fills_with_null = True
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self._path = path
+        starts = [0]
+        # TMPDIR says where. Without a name after the block; the mapping keeps it alive.
+        with tempfile.NamedTemporaryFile(prefix="rlcore-rows-") as copy:
+            try:
+                # pre_buffer would hold a whole row group, compressed, beside what is read of it
+                with (
+                    pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file,
+                    pyarrow.ipc.new_file(copy, file.schema_arrow) as writer,
+                ):
+                    for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                        writer.write_batch(batch)
+                        starts.append(starts[-1] + batch.num_rows)
+            except (pyarrow.ArrowException, OSError) as error:
+                raise DataError(
+                    f"{path}: not a readable parquet file after row {starts[-1]}, or no room for"
+                    f" its copy in {tempfile.gettempdir()} (TMPDIR): {error}"
+                ) from error
+            copy.flush()
+            self._batches = pyarrow.ipc.open_file(pyarrow.memory_map(copy.name))
+        self._starts: NDArray[np.int64] = np.array(starts, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def where(self, index: int) -> str:
+        """See `RowFile`."""
+        return f"{self._path}:{index + 1}"
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        batch = int(np.searchsorted(self._starts, index, side="right")) - 1
+        rows = self._batches.get_batch(batch).slice(index - int(self._starts[batch]), 1)
+        row: dict[str, Any] = rows.to_pylist()[0]
+        return row
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in range(len(self._starts) - 1):
+            yield from self._batches.get_batch(batch).to_pylist()
+
+
+def pick(row: dict[str, Any], key: str) -> Any:
+    """Return the value at a key, which may go into columns by dots. Raises KeyError without one.
+
+    A column whose own name has dots comes first.
+    """
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, dict):
+            raise KeyError(key)
+        value = value[part]
+    return value
+
+
+def has(row: dict[str, Any], key: str) -> bool:
+    """Whether there is something at a dotted key; null is nothing."""
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"{path}: not a readable parquet file after row {number}: {error}"
-        ) from error
+        return pick(row, key) is not None
+    except KeyError:
+        return False
 
 
-def _example(where: str, row: dict[str, Any], prompt_key: str, label_key: str | None) -> Example:
-    if prompt_key not in row:
-        raise DataError(
-            f"{where}: no key {prompt_key!r} (data.prompt_key); the row has {_keys(row)}"
-        )
-    if label_key is not None and label_key not in row:
-        raise DataError(
-            f"{where}: no key {label_key!r} (data.label_key; null for prompts without labels); the"
-            f" row has {_keys(row)}"
-        )
-    prompt = row[prompt_key]
-    if isinstance(prompt, list):
-        prompt = [_message(where, prompt_key, message) for message in prompt]
-    if not prompt or not isinstance(prompt, str | list):
-        raise DataError(
-            f"{where}: {prompt_key!r} must be text or a list of chat messages, and not empty; "
-            f"got {type(prompt).__name__}: {_shorten(prompt)}"
-        )
-    extra = {key: value for key, value in row.items() if key not in (prompt_key, label_key)}
-    return Example(where, prompt, row[label_key] if label_key is not None else None, extra)
+def without_nulls(value: Any) -> Any:
+    """Return the value without fields that are null, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _message(where: str, prompt_key: str, message: Any) -> Message:
-    # Parquet gives every message every field of the column: a field that is null was never there.
-    given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-    if not isinstance(given.get("role"), str) or not isinstance(given.get("content"), str):
-        raise DataError(
-            f"{where}: each message of {prompt_key!r} must be {{role: text, content: text}}; got"
-            f" {_shorten(message)}"
-        )
-    return given
-
-
-def _keys(row: dict[str, Any]) -> str:
+def describe_keys(row: dict[str, Any]) -> str:
+    """Return the names of the columns, for messages."""
     return ", ".join(repr(key) for key in row) or "no keys"
 
 
-def _shorten(value: Any) -> str:
+def shorten(value: Any) -> str:
+    """Return at most 80 characters of a value, for messages."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from rlcore.errors import DataError, ModelError
+from rlcore.data.messages import Message
+from rlcore.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ENCODE_CHUNK = 4096  # texts a call: bounds the Python lists that the tokenizer returns
-
-Message = dict[str, Any]  # {"role": ..., "content": ...}
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -91,7 +92,21 @@ def _encode_row(tokenizer: PreTrainedTokenizerBase, text: str, where: str) -> li
     try:
         return _encode(tokenizer, [text])[0]
     except Exception as error:
-        raise DataError(f"{where}: the tokenizer cannot encode {text[:80]!r}: {error}") from error
+        missing = [symbol for symbol in dict.fromkeys(text) if not _has(tokenizer, symbol)]
+        symbols = "".join(missing)
+        which = f": it lacks the symbols {symbols[:40]!r}" if missing else ""
+        raise DataError(
+            f"{where}: the tokenizer cannot encode {text[:80]!r}{which} ({error}). A model of"
+            " `rlcore init-model` knows the characters of its --alphabet alone"
+        ) from error
+
+
+def _has(tokenizer: PreTrainedTokenizerBase, symbol: str) -> bool:
+    """Whether the tokenizer encodes a single character."""
+    try:
+        return bool(_encode(tokenizer, [symbol])[0])
+    except Exception:  # noqa: BLE001 - tokenizers raises no narrower error
+        return False
 
 
 def render_chat(
@@ -100,11 +115,19 @@ def render_chat(
     where: str,
     *,
     add_generation_prompt: bool,
+    tools: Sequence[dict[str, Any]] = (),
+    chat_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Render messages by the tokenizer's chat template, special tokens included.
 
+    Args:
+        tools: what the template says the model can call, as JSON schemas.
+        chat_kwargs: further variables of the template.
+
     Raises:
-        DataError: there is no template, or it refuses these messages; names the row `where`.
+        DataError: there is no template, it refuses these messages, or it takes no tools; names the
+            row `where`.
+        ConfigError: it does not read one of `chat_kwargs`.
     """
     if not tokenizer.chat_template:
         raise DataError(
@@ -112,13 +135,42 @@ def render_chat(
             f" {tokenizer.name_or_path!r} has no chat template; give text prompts or a tokenizer"
             " with a template"
         )
+    given = [dict(tool) for tool in tools] or None
+    _check_template(tokenizer, where, given, chat_kwargs)
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages),
+            tools=given,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **chat_kwargs,
         )
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{where}: the chat template refuses the messages: {error}") from error
     return str(text)
+
+
+def _check_template(
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    tools: list[dict[str, Any]] | None,
+    chat_kwargs: Mapping[str, Any],
+) -> None:
+    """Refuse what the template would ignore without a word."""
+    if not tools and not chat_kwargs:
+        return
+    template = tokenizer.get_chat_template(tools=tools)
+    if tools and "tools" not in template:
+        raise DataError(
+            f"{where}: the row has tools, but the chat template of {tokenizer.name_or_path!r}"
+            " describes none; set data.tools_key to null, or take a model that was made for tools"
+        )
+    for name in chat_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name}: the chat template of"
+                f" {tokenizer.name_or_path!r} does not read it"
+            )
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[NDArray[np.int32]]) -> list[str]:

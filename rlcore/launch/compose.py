@@ -26,7 +26,7 @@ from rlcore.config.derived import (
     recorded_fields,
 )
 from rlcore.config.load import Loaded
-from rlcore.data.rows import check_file
+from rlcore.data.hub import check_path
 from rlcore.errors import ConfigError
 from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutSource, WeightSink
 from rlcore.launch.engines import build_engines, visible_names
@@ -94,8 +94,9 @@ def check_input(config: Config, world_size: int, *, resume: bool, overwrite: boo
     """
     check_model(config, world_size)
     if config.training.replay is None:
-        for path in (*config.data.paths, *([] if config.is_sft else config.evaluation.paths)):
-            check_file(Path(path))
+        held_out = [] if config.is_sft else config.evaluation.paths
+        for path in (*config.data.all_paths, *held_out):
+            check_path(path)
     if config.policy.checkpoint is not None:
         find_checkpoint(Path(config.policy.checkpoint))
     if config.training.replay_from is not None:

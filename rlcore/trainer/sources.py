@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlcore.config import Config
 from rlcore.data.batch import StepRollouts
-from rlcore.data.prompts import PromptSet, PromptStream
-from rlcore.data.rows import Example, read_examples
+from rlcore.data.loading import prompt_stream
 from rlcore.data.sample import SAMPLING_MASK_KEY, Sample, VersionSpan
-from rlcore.data.tokenizer import encode, render_chat
 from rlcore.errors import DataError
 from rlcore.runs.rollouts import read_rollouts
+from rlcore.trainer.answers import sft_prompts, tokenize_answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,30 +54,17 @@ class SourceWithoutEngine:
 class SFTSource(SourceWithoutEngine):
     """A source of `training.batch_size` rows a step, trained on label and EOS.
 
-    A chat row's label becomes the assistant's message. Where it has none (`data.label_key` is null,
-    or its value in the row is), the last message of the chat is the label, if the assistant's.
+    See `rlcore.trainer.answers` for what is trained on.
 
     Raises:
         DataError: a row without a text label; names it.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-        data = config.data
-        rows = read_examples(data.paths, prompt_key=data.prompt_key, label_key=data.label_key)
-        self.prompts = PromptSet.from_examples(
-            (_with_label(row) for row in rows),
-            tokenizer,
-            paths=data.paths,
-            max_prompt_tokens=data.max_prompt_tokens,
-        )
-        self._labels = label_tokens(self.prompts, tokenizer, add_eos=data.add_eos)
+        self.prompts = sft_prompts(config, tokenizer)
+        self.answers = tokenize_answers(self.prompts, tokenizer, config.data)
         self._batch_size = config.training.batch_size
-        self._stream = PromptStream(
-            len(self.prompts),
-            seed=config.run.seed,
-            shuffle=data.shuffle,
-            fingerprint=self.prompts.fingerprint(),
-        )
+        self._stream = prompt_stream(config, self.prompts)
 
     def next_step(self, step: int) -> StepRollouts:
         """Return the next `training.batch_size` rows, by the cursor; `step` does not matter."""
@@ -90,9 +74,12 @@ class SFTSource(SourceWithoutEngine):
     def _sample(self, draw: int) -> Sample:
         row = self._stream.row(draw)
         prompt = self.prompts[row]
-        label = self._labels[row]
+        label = self.answers.labels[row]
         mask = np.zeros(len(prompt.tokens) + len(label), dtype=np.uint8)
         mask[len(prompt.tokens) :] = 1
+        for start, end in self.answers.earlier[row].reshape(-1, 2):
+            mask[start:end] = 1
+        trained = int(mask.sum())
         return Sample(
             draw=draw,
             index=0,
@@ -101,8 +88,8 @@ class SFTSource(SourceWithoutEngine):
             rollout_id=draw,
             tokens=np.concatenate([prompt.tokens, label]),
             loss_mask=mask,
-            rollout_logprobs=np.zeros(len(label), dtype=np.float32),
-            versions=(VersionSpan(0, 0, len(label)),),
+            rollout_logprobs=np.zeros(trained, dtype=np.float32),
+            versions=(VersionSpan(0, 0, trained),),
             finish_reason="stop",
             prompt_text=prompt.text,
             response_text=prompt.label,
@@ -121,60 +108,6 @@ class SFTSource(SourceWithoutEngine):
         """Continue at the position of `snapshot`."""
         if state is not None:
             self._stream.restore(state["stream"])
-
-
-def _with_label(example: Example) -> Example:
-    """Return the row with its answer in `label`, as text that is not empty."""
-    prompt = example.prompt
-    label = example.label
-    if label is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        label = prompt[-1]["content"]
-        prompt = prompt[:-1]
-    if not isinstance(label, str) or not label or not prompt:
-        raise DataError(
-            f"{example.where}: sft needs a prompt and a text label (data.label_key), or chat"
-            f" messages that end with the assistant's; the label is {label!r}"
-        )
-    return replace(example, prompt=prompt, label=label)
-
-
-def label_tokens(
-    prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, *, add_eos: bool
-) -> list[NDArray[np.int32]]:
-    """Return of each row the tokens that the policy learns, int32 [n], up to its EOS.
-
-    Raises:
-        DataError: a label without tokens, no EOS token for `add_eos`, or a chat template that
-            rewrites the prompt.
-    """
-    eos = tokenizer.eos_token_id
-    if add_eos and eos is None:
-        raise DataError("the tokenizer has no eos token to train on; set data.add_eos: false")
-    answers = [_answer_text(e, text, tokenizer) for e, text in zip(prompts.examples, prompts.texts)]
-    tokens = encode(tokenizer, answers, [example.where for example in prompts.examples])
-    out = []
-    for example, ids in zip(prompts.examples, tokens):
-        # A chat template writes an EOS of its own, and often a line break after it.
-        if eos is not None and eos in ids:
-            ids = ids[: int(np.flatnonzero(ids == eos)[0])]
-        if not len(ids):
-            raise DataError(f"{example.where}: the label {example.label!r} has no tokens")
-        out.append(np.append(ids, np.int32(eos)) if add_eos else ids)
-    return out
-
-
-def _answer_text(example: Example, prompt_text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    if isinstance(example.prompt, str):
-        return str(example.label)
-    messages = [*example.prompt, {"role": "assistant", "content": example.label}]
-    whole = render_chat(tokenizer, messages, example.where, add_generation_prompt=False)
-    if not whole.startswith(prompt_text):
-        raise DataError(
-            f"{example.where}: the chat template writes the prompt differently once the answer"
-            " follows, so it cannot be told what to train on; use a template whose prompt is a"
-            " prefix of the whole chat"
-        )
-    return whole[len(prompt_text) :]
 
 
 class ReplaySource(SourceWithoutEngine):

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlcore.config import Config
 from rlcore.config.sections.graders import GRADERS
+from rlcore.data.formats import Example, check_label
 from rlcore.data.prompts import PromptSet
 from rlcore.errors import ConfigError, DataError
 from rollout.rewards.by_source import PartsBySource
@@ -20,8 +21,6 @@ READERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "constraints": constraints_of,
     "tests": lambda label, _: read_tests(label),
 }
-# the columns inside a label that is a map, the likeliest first (verl's is ground_truth)
-LIKELY = ("ground_truth", "answer", "target", "label", "solution", "value", "text")
 
 
 def check_labels(config: Config, prompts: PromptSet) -> None:
@@ -52,25 +51,13 @@ def check_labels(config: Config, prompts: PromptSet) -> None:
             raise DataError(f"{example.where}: {error}") from error
         for name in chosen:
             if name in kinds:
-                _check(config, name, kinds[name], example.where, example.label, example.extra)
+                _check(name, kinds[name], example)
 
 
-def _check(
-    config: Config, part: str, kind: str, where: str, label: Any, row: Mapping[str, Any]
-) -> None:
+def _check(part: str, kind: str, example: Example) -> None:
     try:
-        READERS[kind](label, row)
+        READERS[kind](example.label, example.extra)
     except ValueError as error:
-        hint = likely_key(str(config.data.label_key), label) if kind == "text" else ""
-        raise DataError(f"{where}: {error} for reward.parts.{part}{hint}") from error
-
-
-def likely_key(label_key: str, label: Any) -> str:
-    """What to set `data.label_key` to where the label is a map, as the end of a message."""
-    if not isinstance(label, Mapping):
-        return ""
-    texts = [key for key, value in label.items() if isinstance(value, str | int | float | list)]
-    near = [key for key in LIKELY if key in texts] or (texts if len(texts) == 1 else [])
-    keys = ", ".join(map(str, label))
-    meant = f"; did you mean data.label_key={label_key}.{near[0]}?" if near else ""
-    return f"; the label is a map of {keys}{meant}"
+        if kind == "text":
+            check_label(example, f"reward.parts.{part}")  # it names the key that was meant
+        raise DataError(f"{example.where}: {error} for reward.parts.{part}") from error

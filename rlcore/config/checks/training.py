@@ -8,6 +8,7 @@ from rlcore.config.built_in import built_in_estimators
 from rlcore.config.derived import updates_per_step
 from rlcore.config.messages import Problem
 from rlcore.config.sections.algorithm import EstimatorConfig
+from rlcore.config.sections.data import DataConfig
 from rlcore.config.sections.policy import CriticConfig, ReferenceConfig, TeacherConfig
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.rollout import RolloutConfig
@@ -86,8 +87,7 @@ def one_sample(comparer: str) -> Problem:
 
 def data(config: Config) -> Iterator[Problem]:
     """There are prompts, and labels or rewards where they are needed."""
-    if not config.data.paths:
-        yield Problem("data.paths", "got an empty list, expected one file or more")
+    yield from _sources(config.data)
     if config.is_sft and config.data.label_key is None:
         yield Problem("data.label_key", "missing: supervised fine-tuning trains on the labels")
     if not config.is_sft and not config.reward.parts:
@@ -104,6 +104,27 @@ def data(config: Config) -> Iterator[Problem]:
             "tracking.hub.repo",
             "only an exported folder can be pushed: set checkpoint.export_hf to true",
         )
+
+
+def _sources(data: DataConfig) -> Iterator[Problem]:
+    if data.paths and data.sources:
+        yield Problem("data.sources", "got data.paths too: keep one of them")
+    if not data.sources and not data.paths:
+        yield Problem("data.paths", "got an empty list, expected one file or more")
+    for name, source in data.sources.items():
+        if not source.paths:
+            yield Problem(
+                f"data.sources.{name}.paths", "got an empty list, expected one file or more"
+            )
+    bare = [name for name, source in data.sources.items() if source.weight is None]
+    if bare and len(bare) < len(data.sources):
+        yield Problem(
+            f"data.sources.{bare[0]}.weight", "missing: give every source a weight, or none"
+        )
+    reserved = {"tokenize", "add_generation_prompt", "tools", "conversation", "chat_template"}
+    for name in sorted(reserved & set(data.chat_template_kwargs)):
+        hint = "use data.tools or data.tools_key" if name == "tools" else "rlcore sets it itself"
+        yield Problem(f"data.chat_template_kwargs.{name}", f"is no key of a template: {hint}")
 
 
 def optimizers(config: Config) -> Iterator[Problem]:

@@ -2,28 +2,119 @@
 
 from __future__ import annotations
 
-from pydantic import field_validator
+from typing import Any, Literal
 
-from rlcore.config.sections.base import PositiveInt, Section
+from pydantic import Field, field_validator, model_validator
+
+from rlcore.config.sections.base import PositiveFloat, PositiveInt, Section
+
+AUTO = "auto"  # of a key: the format says which column
+
+DataFormat = Literal["auto", "verl", "openai", "trl", "open-instruct", "slime", "plain"]
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _checked_template(value: str | None) -> str | None:
+    if value is not None and "{prompt}" not in value:
+        raise ValueError("expected a text with {prompt} in it, where the row's prompt goes")
+    return value
+
+
+class DataSourceConfig(Section):
+    """One of several sources of prompts. A key that is null is as `data` says."""
+
+    paths: list[str]
+    """As `data.paths`."""
+    weight: PositiveFloat | None = None
+    """Share of the draws, beside the other sources' weights; default: each row once an epoch."""
+    format: DataFormat | None = None
+    """As `data.format`."""
+    prompt_key: str | None = None
+    """As `data.prompt_key`."""
+    label_key: str | None = None
+    """As `data.label_key`."""
+    tools_key: str | None = None
+    """As `data.tools_key`."""
+    tools: list[dict[str, Any]] | None = None
+    """As `data.tools`."""
+    as_chat: bool | None = None
+    """As `data.as_chat`."""
+    system_prompt: str | None = None
+    """As `data.system_prompt`."""
+    prompt_template: str | None = None
+    """As `data.prompt_template`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As `data.chat_template_kwargs`."""
+    subset: str | None = None
+    """As `data.subset`."""
+    split: str | None = None
+    """As `data.split`."""
+
+    _one_path = field_validator("paths", mode="before")(_as_list)
+    _template = field_validator("prompt_template")(_checked_template)
 
 
 class DataConfig(Section):
-    """Prompts: JSONL or parquet files, one row a prompt."""
+    """Prompts: JSONL or parquet files, or Hugging Face datasets; one row a prompt."""
 
     paths: list[str]
-    """Files with the prompts; a single path may stand without the list."""
-    prompt_key: str = "prompt"
-    """Column of the prompt: text, or a list of chat messages."""
-    label_key: str | None = "label"
-    """Column of the label, which rewards compare with and supervised fine-tuning trains on."""
+    """Files, folders of `Dataset.save_to_disk`, or names of Hugging Face datasets; a single one may
+    stand without the list. Not with `sources`."""
+    sources: dict[str, DataSourceConfig] = Field(default_factory=dict)
+    """Several named sources instead of `paths`."""
+    format: DataFormat = "auto"
+    """Which columns hold what; `auto` looks at the first rows. A key that is not `auto` wins."""
+    prompt_key: str = AUTO
+    """Column of the prompt: text, or a list of chat messages. Dots go into a column:
+    `extra_info.question`."""
+    label_key: str | None = AUTO
+    """Column of the label, which rewards compare with and supervised fine-tuning trains on, dotted
+    too: `reward_model.ground_truth`. null: there is none."""
+    tools_key: str | None = AUTO
+    """Column of the tools that the chat template describes. null: none is read."""
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    """Tools of every row that has none of its own, as JSON schemas."""
+    as_chat: bool = False
+    """Make a text prompt the user's message of the chat template."""
+    system_prompt: str | None = None
+    """System message of every chat that has none; a text prompt becomes a chat."""
+    prompt_template: str | None = None
+    """Text around the last user message or the text prompt, which stands where it says {prompt}."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What the chat template is given besides, as `enable_thinking: false`."""
+    subset: str | None = None
+    """Configuration of a Hugging Face dataset, as `main` of openai/gsm8k."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
     shuffle: bool = True
     """Shuffle the rows anew in every epoch."""
     max_prompt_tokens: PositiveInt | None = None
-    """Longer prompts are left out; default: no limit."""
+    """Longer prompts are left out; default: those that leave no room for the response."""
     add_eos: bool = True
     """Supervised fine-tuning: train on the end of the answer too."""
+    train_turns: Literal["all", "last"] = "all"
+    """Supervised fine-tuning on chats that hold their answers: the assistant's turns that are
+    trained on."""
 
-    @field_validator("paths", mode="before")
+    _one_path = field_validator("paths", mode="before")(_as_list)
+    _template = field_validator("prompt_template")(_checked_template)
+
+    @model_validator(mode="before")
     @classmethod
-    def _one_path(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
+    def _sources_have_paths(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("sources"):
+            return {"paths": [], **value}
+        return value
+
+    @property
+    def all_paths(self) -> list[str]:
+        """The paths of all sources."""
+        return [*self.paths, *(path for s in self.sources.values() for path in s.paths)]
+
+    def of_source(self, name: str) -> DataConfig:
+        """Return the section with what source `name` says instead."""
+        own = self.sources[name].model_dump(exclude={"weight"}, exclude_none=True)
+        return self.model_copy(update={**own, "sources": {}}, deep=True)

@@ -111,6 +111,11 @@ class SGLangEngine:
         except (KeyError, TypeError) as error:
             raise no_sglang(self.name, error) from error
 
+    @property
+    def max_total_tokens(self) -> int | None:
+        """The most tokens of prompt and response: of the context, or of a smaller KV pool."""
+        return None if self._generation is None else self._generation.limits.total_tokens
+
     async def kill(self) -> None:
         """End the server at once. Calls in flight fail."""
         await self._leave()

@@ -13,7 +13,7 @@ import pytest
 
 from rlcore.data.prompts import PromptSet
 from rlcore.data.tokenizer import load_tokenizer, stop_token_ids
-from rlcore.errors import DataError, ModelError
+from rlcore.errors import ConfigError, DataError, ModelError
 
 GOOD = {"prompt": "1+2=", "label": "3"}
 
@@ -139,7 +139,7 @@ def test_long_prompts_are_excluded_counted_and_reported(write_rows, tokenizer, c
 
 def test_no_prompt_left_is_an_error(write_rows, tokenizer):
     with pytest.raises(
-        DataError,
+        ConfigError,
         match=r"all 2 prompts have more than data.max_prompt_tokens = 3 .*the shortest has 4",
     ):
         PromptSet.load([write_rows([GOOD, GOOD])], tokenizer, max_prompt_tokens=3)

@@ -130,6 +130,16 @@ def test_prompts_that_are_too_long_are_counted(make_service, tmp_path):
     assert len(service.prompts) == 20
 
 
+def test_a_prompt_that_no_engine_can_take_is_refused_before_the_first_step(make_service, engine):
+    engine.max_total_tokens = 11  # as a server whose KV pool is small tells after its start
+    with pytest.raises(
+        ConfigError, match=r"takes 11 tokens .*longest prompt has 4 .*max_prompt_tokens to 3"
+    ):
+        make_service()
+    engine.max_total_tokens = 12
+    assert len(make_service().next_step(1).samples) == 8
+
+
 # --- resumption -----------------------------------------------------------------------------------
 
 
@@ -457,7 +467,7 @@ def test_a_verifier_needs_labels(make_service, tmp_path):
         '{"prompt": "1=", "label": "1"}\n{"prompt": "2=", "label": null}\n'
     )
     with pytest.raises(
-        DataError, match=r"sums\.jsonl:2: the label must be text or a number.*NoneType"
+        DataError, match=r"sums\.jsonl:2: the label must be text or a number.*got null"
     ):
         make_service()
 

@@ -99,3 +99,94 @@ def test_resuming_gives_the_undisturbed_batches(additions, tokenizer):
     resumed.restore(json.loads(json.dumps(steps[1].snapshot)))
     assert [ids(resumed.next_step(step)) for step in (3, 4, 5)] == [ids(s) for s in steps[2:]]
     assert source.evaluate() == ({}, [])
+
+
+# --- chats of several turns -----------------------------------------------------------------------
+
+# The template of `chat_tokenizer`, which marks for transformers what the assistant says.
+MARKED = (
+    "{% for m in messages %}<{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "<eos>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<{% endif %}"
+)
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def test_every_turn_of_the_assistant_is_trained(write_rows, chat_tokenizer):
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": "+"},
+                *chat("1+2", "3", "3+4", "7", "=", "11"),
+            ]
+        },
+        {"messages": chat("5", "6")},
+    ]
+    config = make_config(write_rows(rows), batch_size=2, shuffle=False)
+    samples = SFTSource(config, chat_tokenizer).next_step(1).samples
+    assert trained_text(samples[0], chat_tokenizer) == "3<eos>7<eos>11<eos>"
+    chat_tokenizer.chat_template = MARKED
+    for sample, row in zip(samples, rows, strict=True):
+        oracle = chat_tokenizer.apply_chat_template(
+            row["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert oracle["input_ids"][:-1] == sample.tokens.tolist()  # all but the last line break
+        assert oracle["assistant_masks"][:-1] == sample.loss_mask.tolist()
+        assert sample.num_trainable == len(sample.rollout_logprobs) == sum(sample.loss_mask)
+    assert RolloutBatch.from_samples(samples).num_trainable == sum(s.num_trainable for s in samples)
+
+
+@pytest.mark.parametrize(
+    ("data", "trained"),
+    [({"train_turns": "last"}, "7<eos>"), ({"add_eos": False}, "37")],
+)
+def test_which_turns_and_ends_are_trained(write_rows, chat_tokenizer, data, trained):
+    path = write_rows([{"messages": chat("1+2", "3", "3+4", "7")}])
+    source = SFTSource(make_config(path, batch_size=1, **data), chat_tokenizer)
+    assert trained_text(source.next_step(1).samples[0], chat_tokenizer) == trained
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(write_rows, tokenizer):
+    # like Qwen3's, which shows the thoughts of the last turn alone
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ '=' if m['role'] == 'assistant' and loop.last else '' }}"
+        "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<{% endif %}"
+    )
+    path = write_rows([{"messages": chat("1", "2")}, {"messages": chat("1+2", "3", "3+4", "7")}])
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:2: message 2, a turn of the assistant.*train_turns: last"
+    ):
+        SFTSource(make_config(path), tokenizer)
+    source = SFTSource(make_config(path, shuffle=False, train_turns="last"), tokenizer)
+    assert trained_text(source.next_step(1).samples[1], tokenizer) == "=7<eos>"
+
+
+def test_a_completion_of_messages_is_the_label(write_rows, chat_tokenizer):
+    """The conversational prompt-completion rows of TRL."""
+    row = {"prompt": chat("1+2"), "completion": [{"role": "assistant", "content": "3"}]}
+    source = SFTSource(make_config(write_rows([row]), batch_size=1), chat_tokenizer)
+    assert trained_text(source.next_step(1).samples[0], chat_tokenizer) == "3<eos>"
+
+
+def test_a_call_of_a_tool_is_an_answer(write_rows, tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['content'] or '' }}{% for c in m.get('tool_calls') or [] %}"
+        "{{ c['function']['arguments']['a'] }}+{% endfor %}"
+        "{{ '<eos>' if m['role'] == 'assistant' }}{% endfor %}"
+        "{% if add_generation_prompt %}<{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 4}'}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "1"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        ]
+    }
+    source = SFTSource(make_config(write_rows([row]), batch_size=1), tokenizer)
+    assert trained_text(source.next_step(1).samples[0], tokenizer) == "4+<eos>4+4+<eos>"

@@ -1,0 +1,117 @@
+"""Chat messages as rows have them, brought to what chat templates expect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from rlcore.config.sections.data import DataConfig
+from rlcore.data.rows import shorten
+from rlcore.errors import DataError
+
+# {"role": ..., "content": text, or None beside "tool_calls", ...}
+Message = dict[str, Any]
+
+
+def check_messages(where: str, key: str, messages: Sequence[Any]) -> list[Message]:
+    """Return the messages with text contents, and with the arguments of tool calls as maps.
+
+    Raises:
+        DataError: a message without a role, with a content that is no text, or with neither content
+            nor tool calls.
+    """
+    return [_message(f"{where}: message {i} of {key!r}", m) for i, m in enumerate(messages, 1)]
+
+
+def _message(what: str, message: Any) -> Message:
+    # Parquet gives every message every field of the column: a field that is null was never there.
+    given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
+    if not isinstance(given.get("role"), str):
+        raise DataError(
+            f"{what}: each message must be {{role: text, content: text}}; got {shorten(message)}"
+        )
+    if calls := given.pop("tool_calls", None):
+        given["tool_calls"] = [_tool_call(what, call) for call in calls]
+    content = given.get("content")
+    if isinstance(content, list):
+        content = given["content"] = "".join(_part(what, n, p) for n, p in enumerate(content, 1))
+    if content is None and calls:
+        given["content"] = None  # as OpenAI's own messages have it
+    elif not isinstance(content, str):
+        raise DataError(
+            f"{what}: each message must be {{role: text, content: text}}, where the content may be"
+            f" a list of text parts too, or null beside tool_calls; got {shorten(message)}"
+        )
+    return given
+
+
+def _part(what: str, number: int, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(text, str):
+        raise DataError(
+            f"{what}: part {number} of its content is of type {kind!r}; only text parts,"
+            ' {"type": "text", "text": ...}, can be trained on: rlcore has no vision models'
+        )
+    return text
+
+
+def _tool_call(what: str, call: Any) -> dict[str, Any]:
+    """Return a tool call whose arguments are a map: OpenAI writes them as JSON in a text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f"{what}: a tool call must be {{function: {{name, arguments}}}}; got {shorten(call)}"
+        )
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = orjson.loads(arguments or "{}")
+        except orjson.JSONDecodeError as error:
+            raise DataError(
+                f"{what}: the arguments of the call of {function['name']!r} are not JSON ({error}):"
+                f" {shorten(arguments)}"
+            ) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def parse_tools(where: str, key: str | None, tools: Any) -> list[dict[str, Any]]:
+    """Return the tools of a row: a list of JSON schemas, or such a list as JSON text."""
+    given = tools
+    if isinstance(given, str):
+        try:
+            given = orjson.loads(given or "[]")
+        except orjson.JSONDecodeError as error:
+            raise DataError(
+                f"{where}: {key!r} is text that is not JSON ({error}): {shorten(tools)}"
+            ) from error
+    if given is None:
+        return []
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise DataError(
+            f"{where}: {key!r} must be a list of tools as JSON schemas (data.tools_key; null reads"
+            f" none); got {shorten(tools)}"
+        )
+    return given
+
+
+def dress(prompt: str | list[Message], data: DataConfig) -> str | list[Message]:
+    """Return the prompt with the system prompt and in the template that `data` sets."""
+    if isinstance(prompt, str) and (data.as_chat or data.system_prompt is not None):
+        prompt = [{"role": "user", "content": prompt}]
+    template = data.prompt_template
+    if isinstance(prompt, str):
+        return prompt if template is None else template.replace("{prompt}", prompt)
+    messages = list(prompt)
+    if template is not None:
+        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        for i in users[-1:]:
+            content = template.replace("{prompt}", messages[i]["content"])
+            messages[i] = {**messages[i], "content": content}
+    if data.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    return messages

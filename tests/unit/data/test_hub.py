@@ -1,0 +1,115 @@
+"""Hugging Face datasets, and rows that stay on the disk."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+
+import numpy as np
+import public_rows as public
+import pytest
+
+from rlcore.data.hub import check_path
+from rlcore.data.prompts import PromptSet
+from rlcore.data.ragged_file import RaggedWriter
+from rlcore.data.rows import open_rows
+from rlcore.errors import DataError
+
+
+def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"openai/gsm8k .*pip install 'rlcore\[datasets\]'"):
+        check_path("openai/gsm8k")
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=r"pip install 'rlcore\[datasets\]'"):
+        check_path(str(tmp_path))
+
+
+def test_what_is_no_data_set_is_refused(tmp_path):
+    with pytest.raises(DataError, match="is a folder without"):
+        check_path(str(tmp_path))
+    for path in ("data/train.jsonl", "data/train.parquet", "./a/b/c", "/nowhere/rows"):
+        with pytest.raises(DataError, match="is not a file"):
+            check_path(path)
+
+
+@pytest.fixture
+def gsm8k():
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_list([public.verl_gsm8k(f"{i}+1", str(i + 1)) for i in range(9)])
+
+
+def test_a_saved_folder_is_read_like_parquet(tmp_path, gsm8k, tokenizer):
+    gsm8k.save_to_disk(tmp_path / "saved")
+    prompts = PromptSet.load([str(tmp_path / "saved")], tokenizer_of(tokenizer))
+    parquet = public.write_parquet(tmp_path / "rows.parquet", gsm8k.to_list())
+    assert prompts.fingerprint() == PromptSet.load([parquet], tokenizer).fingerprint()
+    assert [p.label for p in prompts] == [str(i + 1) for i in range(9)]
+    assert prompts[8].prompt_id == f"{tmp_path / 'saved'}:9"
+
+
+def test_a_split_is_chosen(tmp_path, gsm8k, tokenizer):
+    import datasets
+
+    from rlcore.config.sections.data import DataConfig
+    from rlcore.data.examples import open_examples
+
+    path = tmp_path / "splits"
+    datasets.DatasetDict({"train": gsm8k, "test": gsm8k.select([3])}).save_to_disk(path)
+    found = open_examples(DataConfig(paths=[str(path)], split="test"))
+    assert [example.label for example in found] == ["4"]
+    with pytest.raises(DataError, match=r"has no split 'dev' \(data\.split\).*'train', 'test'"):
+        open_examples(DataConfig(paths=[str(path)], split="dev"))
+
+
+def test_a_name_needs_the_network(monkeypatch, tokenizer):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        DataError, match=r"no-such/set is no file or folder here, and .*save_to_disk"
+    ):
+        PromptSet.load(["no-such/set"], tokenizer)
+
+
+def tokenizer_of(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return tokenizer
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_stay_on_the_disk(write_rows, tmp_path, tokenizer, kind):
+    """A row of a kilobyte costs few bytes of memory, so that a million are no matter."""
+    rows = [{**public.plain("1+2=", "3"), "note": "x" * 1000, "n": i} for i in range(5000)]
+    parquet = str(tmp_path / "rows.parquet")
+    path = write_rows(rows) if kind == "jsonl" else public.write_parquet(tmp_path / parquet, rows)
+    del rows
+    PromptSet.load([path], tokenizer, max_prompts=10)  # what is imported on first use
+    tracemalloc.start()
+    prompts = PromptSet.load([path], tokenizer)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held / len(prompts) < 150
+    assert prompts[4321].row["n"] == 4321
+
+
+def test_a_row_of_a_large_parquet_file_is_found(tmp_path):
+    rows = [{"prompt": "1", "label": str(i)} for i in range(5000)]
+    file = open_rows(tmp_path / public.write_parquet(tmp_path / "rows.parquet", rows))
+    assert len(file) == 5000
+    for i in (0, 1023, 1024, 3333, 4999):
+        assert file[i]["label"] == str(i)
+    assert [row["label"] for row in file] == [str(i) for i in range(5000)]
+
+
+def test_a_ragged_array_gives_back_what_was_written():
+    writer = RaggedWriter(np.int32)
+    given = [np.arange(n, dtype=np.int32) for n in (3, 0, 5)]
+    for values in given:
+        writer.add(values)
+    array = writer.done()
+    assert len(array) == 3
+    assert [array[i].tolist() for i in range(3)] == [values.tolist() for values in given]
+    assert RaggedWriter(np.uint8).done().values.shape == (0,)

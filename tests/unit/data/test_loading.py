@@ -1,0 +1,176 @@
+"""Prompts that cannot fit are left out, and sources are drawn from by weight."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from rlcore.data.loading import load_prompts, prompt_stream
+from rlcore.data.mixture import MixtureStream, Share
+from rlcore.errors import ConfigError, DataError
+
+ROWS = [{"prompt": "1" * n, "label": "1"} for n in (3, 7, 5, 9)]
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder that says how long a context may be."""
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 10}))
+    return tmp_path
+
+
+def test_a_prompt_that_leaves_no_room_is_left_out(write_rows, tokenizer, make_run, model, caplog):
+    run = make_run(model=model, max_new_tokens=4, paths=[write_rows(ROWS)])
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts(run, tokenizer)
+    assert [len(prompt.tokens) for prompt in prompts] == [3, 5]
+    assert prompts.num_excluded == 2
+    assert (
+        "2 of 4 prompts have more than the context of 10 (max_position_embeddings in config.json)"
+        " less max_new_tokens (4) = 6 tokens and are left out" in caplog.text
+    )
+    longer = load_prompts(run, tokenizer, run.data.paths, max_new_tokens=7)  # an evaluation's
+    assert [len(prompt.tokens) for prompt in longer] == [3]
+
+
+def test_each_row_is_counted_under_the_tightest_limit(write_rows, tokenizer, make_run, model):
+    run = make_run(model=model, max_new_tokens=4, max_prompt_tokens=4, paths=[write_rows(ROWS)])
+    prompts = load_prompts(run, tokenizer)
+    assert [(limit.why, len(rows)) for limit, rows in prompts.left_out.items()] == [
+        ("data.max_prompt_tokens", 3)
+    ]
+
+
+def test_servers_keep_some_of_the_context(write_rows, tokenizer, make_run, model):
+    run = make_run(model=model, max_new_tokens=2, paths=[write_rows(ROWS)])
+    assert len(load_prompts(run, tokenizer)) == 3
+    run.rollout.engine.kind = "sglang"
+    assert [len(p.tokens) for p in load_prompts(run, tokenizer)] == [3, 5]
+    run.rollout.engine.server = {"context_length": 11}
+    assert [len(p.tokens) for p in load_prompts(run, tokenizer)] == [3, 7, 5]
+
+
+def test_nothing_fits(write_rows, tokenizer, make_run, model):
+    path = write_rows(ROWS)
+    with pytest.raises(ConfigError, match=r"all 4 prompts .*context of 10 .*max_new_tokens \(8\)"):
+        load_prompts(make_run(model=model, max_new_tokens=8, paths=[path]), tokenizer)
+    with pytest.raises(ConfigError, match=r"max_new_tokens: 10 leaves no room .*context of 10"):
+        load_prompts(make_run(model=model, max_new_tokens=10, paths=[path]), tokenizer)
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_sources(write_rows):
+    ones = [{"prompt": f"1+{i}", "label": "1"} for i in range(3)]
+    twos = [{"question": f"2+{i}", "x": "2"} for i in range(5)]
+    return {
+        "ones": {"paths": write_rows(ones, "a.jsonl"), "weight": 1, "system_prompt": "0"},
+        "twos": {
+            "paths": write_rows(twos, "b.jsonl"),
+            "weight": 3,
+            "prompt_key": "question",
+            "label_key": "x",
+        },
+    }
+
+
+def test_sources_have_keys_and_names_of_their_own(two_sources, chat_tokenizer, make_run):
+    run = make_run(sources=two_sources)
+    prompts = load_prompts(run, chat_tokenizer)
+    assert [p.row["source"] for p in prompts] == ["ones"] * 3 + ["twos"] * 5
+    assert (prompts[0].text, prompts[3].text) == ("<0\n<1+0\n<", "2+0")
+    assert [p.label for p in prompts] == ["1"] * 3 + ["2"] * 5
+    stream = prompt_stream(run, prompts)
+    drawn = Counter(prompts[stream.row(draw)].row["source"] for draw in range(4000))
+    assert drawn["twos"] / 4000 == pytest.approx(0.75, abs=0.02)
+    two_sources["ones"]["weight"] = 2
+    other = make_run(sources=two_sources)
+    reweighted = prompt_stream(other, load_prompts(other, chat_tokenizer))
+    with pytest.raises(DataError, match="fingerprint"):  # other weights are another order
+        reweighted.restore(stream.snapshot())
+
+
+def test_sources_without_weights_give_each_row_once_an_epoch(two_sources, chat_tokenizer, make_run):
+    for source in two_sources.values():
+        del source["weight"]
+    run = make_run(sources=two_sources)
+    stream = prompt_stream(run, load_prompts(run, chat_tokenizer))
+    assert sorted(stream.row(draw) for draw in range(8)) == list(range(8))
+
+
+def test_a_source_of_which_nothing_fits_is_named(two_sources, tokenizer, make_run):
+    two_sources["ones"].pop("system_prompt")
+    two_sources["ones"]["prompt_template"] = "11111111{prompt}"
+    run = make_run(sources=two_sources, max_prompt_tokens=5)
+    with pytest.raises(ConfigError, match=r"data\.sources\.ones: none of its rows is left"):
+        prompt_stream(run, load_prompts(run, tokenizer))
+
+
+SHARES = [Share("a", 0, 7, 0.5), Share("b", 7, 40, 2.0), Share("c", 47, 3, 1e-3)]
+
+
+def oracle(count: int, *, seed: int) -> list[int]:
+    """The same draws, made one after another with counters instead of by address."""
+    stream = MixtureStream(SHARES, seed=seed)
+    passes: list[list[int]] = [[] for _ in SHARES]
+    epochs = [0] * len(SHARES)
+    rows = []
+    for draw in range(count):
+        source = stream.source(draw)
+        share = SHARES[source]
+        if not passes[source]:
+            order = stream._permutation(share.size, stream._seeds[source], epochs[source])
+            passes[source] = order.tolist()
+            epochs[source] += 1
+        rows.append(share.first + passes[source].pop(0))
+    return rows
+
+
+def test_a_draw_of_the_mixture_is_a_function_of_its_number():
+    expected = oracle(20_000, seed=3)
+    forward = MixtureStream(SHARES, seed=3)
+    assert [forward.row(draw) for draw in range(20_000)] == expected
+    numbers = np.random.default_rng(0).permutation(20_000)[:3000].tolist()
+    anyhow = MixtureStream(SHARES, seed=3)
+    assert [anyhow.row(draw) for draw in numbers] == [expected[draw] for draw in numbers]
+    assert (
+        MixtureStream(SHARES, seed=4).row(5) != expected[5] or oracle(50, seed=4) != expected[:50]
+    )
+
+
+def test_each_pass_over_a_source_has_every_row_once():
+    stream = MixtureStream(SHARES, seed=5)
+    rows = [stream.row(draw) for draw in range(5000)]
+    for share in SHARES[:2]:
+        own = [row for row in rows if share.first <= row < share.first + share.size]
+        for start in range(0, len(own) - share.size, share.size):
+            assert len(set(own[start : start + share.size])) == share.size
+    counts = Counter(row < 7 for row in rows)
+    assert counts[True] / 5000 == pytest.approx(0.5 / 2.501, abs=0.02)
+
+
+def test_a_resumed_mixture_goes_on_and_draws_the_same_rows():
+    stream = MixtureStream(SHARES, seed=5, fingerprint="x")
+    rows = [stream.row(draw) for draw in stream.take(10_000)]
+    stream.requeue(77)
+    again = MixtureStream(SHARES, seed=5, fingerprint="x")
+    again.restore(json.loads(json.dumps(stream.snapshot())))
+    draws = again.take(3)
+    assert draws == [77, 10_000, 10_001]
+    assert [again.row(draw) for draw in draws] == [stream.row(draw) for draw in draws]
+    assert again.row(77) == rows[77]
+
+
+def test_the_order_of_a_mixture_is_pinned():
+    """Runs that were begun go on in the same order with later versions."""
+    stream = MixtureStream(SHARES, seed=1)
+    assert [stream.row(draw) for draw in range(8)] == PINNED
+
+
+PINNED = [37, 2, 17, 43, 25, 4, 39, 15]
