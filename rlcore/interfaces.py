@@ -280,8 +280,14 @@ class RolloutSource(Protocol):
         bring the weights and call again.
         """
 
-    def evaluate(self) -> tuple[dict[str, float], list[Sample]] | None:
-        """Score the evaluation prompts with the current weights. None as in `next_step`."""
+    def evaluate(
+        self, sets: Sequence[str] | None = None
+    ) -> tuple[dict[str, float], list[Sample]] | None:
+        """Score sets of held-out prompts with the current weights. None as in `next_step`.
+
+        Args:
+            sets: their names, "" for `evaluation.paths`; default: all.
+        """
 
     def published(self, step: int, version: int, incarnation: int) -> None:
         """Take note that `version` is in force at the engines: the weights after `step` updates.
@@ -398,8 +404,8 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Show a few samples of a step."""
+    def show_samples(self, step: int, samples: Sequence[Sample], label: str) -> None:
+        """Show a few samples of a step; `label` says whether they are training or held-out ones."""
 
     def note(self, line: str) -> None:
         """Show one line to the people who watch."""

@@ -35,6 +35,7 @@ from rlcore.config.derived import (
     needs_teacher,
 )
 from rlcore.config.engine_kinds import EngineKind, is_import_path
+from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.load import Loaded
 from rlcore.config.messages import Problem
 from rlcore.config.sections.base import Plugin
@@ -164,13 +165,15 @@ def _unknown_keyword(path: str, name: str, section: Plugin, keywords: Mapping[st
 
 
 def _function_problems(loaded: Loaded) -> list[Problem]:
-    parts = loaded.config.reward.parts
-    named = {
-        f"reward.parts.{name}.function": part.function
-        for name, part in parts.items()
-        if part.function is not None
+    rewards = {"reward": loaded.config.reward} | {
+        f"{one.key}.reward": one.reward for one in evaluation_sets(loaded.config) if one.reward
     }
-    rewards = {f"reward.parts.{name}.function": part.args for name, part in parts.items()}
+    functions = {
+        f"{path}.parts.{name}.function": part
+        for path, reward in rewards.items()
+        for name, part in reward.parts.items()
+    }
+    named = {path: part.function for path, part in functions.items() if part.function is not None}
     named["rollout.workflow"] = loaded.config.rollout.workflow
     named |= {
         f"rollout.filters.{index}": name for index, name in enumerate(loaded.config.rollout.filters)
@@ -189,7 +192,7 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
                 Problem(path, f"{target} is {found!r}, expected something that can be called")
             )
             continue
-        args = rewards.get(path)
-        if args is not None and (problem := signature_problem(found, args)):
+        part = functions.get(path)
+        if part is not None and (problem := signature_problem(found, part.args)):
             problems.append(Problem(path, f"{target!r} {problem}"))
     return problems

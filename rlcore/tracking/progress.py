@@ -18,16 +18,18 @@ from rich.text import Text
 from rlcore.data.sample import Sample
 from rlcore.tracking.base import BaseTracker
 from rlcore.tracking.format import (
-    ACCURACY,
     KL,
     LENGTH,
     LOSS,
     REWARD,
     STEP_SECONDS,
     TOKENS_PER_SECOND,
+    TRAINING,
     duration,
+    evaluated_sets,
     first,
     number,
+    of_set,
     sample_lines,
 )
 
@@ -86,7 +88,7 @@ class Progress(BaseTracker):
         self._step = step
         self._last = now
         self._withheld = " | ".join([self._position(), *self._fields(metrics)])
-        evaluated = first(metrics, ACCURACY) is not None
+        evaluated = evaluated_sets(metrics)
         if (
             evaluated
             or step >= self.total_steps
@@ -95,12 +97,12 @@ class Progress(BaseTracker):
         ):
             self._show_step()
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def show_samples(self, step: int, samples: Sequence[Sample], label: str = TRAINING) -> None:
         """Show the samples, indented below their step."""
         self._show_step()
         for sample in samples:
             head, *texts = sample_lines(sample)
-            self.write(f"  sample of step {step}: {head}")
+            self.write(f"  {label} of step {step}: {head}")
             for text in texts:
                 self.write("    " + text.replace("\n", "\n    "))
 
@@ -150,7 +152,6 @@ class Progress(BaseTracker):
             for text, names in (reward, *FIELDS)
             if (value := first(metrics, names)) is not None
         ]
-        accuracy = first(metrics, ACCURACY)
         seconds = first(metrics, STEP_SECONDS)
         if seconds is None and self._intervals:
             seconds = self._intervals[-1]
@@ -158,8 +159,11 @@ class Progress(BaseTracker):
             fields.append(f"{duration(seconds)}/step")
         if self.seconds_left is not None and self._step < self.total_steps:
             fields.append(f"{duration(self.seconds_left)} left")
-        if accuracy is not None:
-            fields.append(f"eval {number(accuracy)}")
+        for name in evaluated_sets(metrics):
+            field = f"eval {name}".rstrip() + f" {number(metrics[of_set(name, 'score')])}"
+            if (accuracy := metrics.get(of_set(name, "accuracy"))) is not None:
+                field += f" (accuracy {number(accuracy)})"
+            fields.append(field)
         return fields
 
 
@@ -207,7 +211,7 @@ def _styled(line: str) -> Text:
     text = Text(line)
     text.highlight_regex(r"^step +\d+/\d+", "bold cyan")
     text.highlight_regex(r"\breward [^ ]+", "green")
-    text.highlight_regex(r"\beval [^ ]+$", "bold green")
+    text.highlight_regex(r"(?<=\| )eval [^|]+", "bold green")
     text.highlight_regex(r"\bnan\b|\b-?inf\b|FAILED", "bold red")
     text.highlight_regex(r"^    [<>] .*", "dim")
     return text

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlcore.tracking.format import (
-    ACCURACY,
     LOSS,
     REWARD,
     TOKENS_PER_SECOND,
     curve,
     duration,
+    evaluated_sets,
     number,
+    of_set,
 )
 
 # Totals, a part of generation, and work beside the training: not phases of a step.
@@ -32,6 +33,8 @@ class RunSummary:
     # samples of training that were scored, and those whose reward failed
     scored: int = 0
     reward_failures: int = 0
+    # score and accuracy of each evaluation set, as "aime24 score": before and after
+    evaluations: dict[str, tuple[float, float]] = field(default_factory=dict)
     loss_first: float | None = None
     loss_last: float | None = None
     tokens_per_second: float | None = None  # median over steps
@@ -50,7 +53,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
     speeds = sorted(curve(rows, TOKENS_PER_SECOND)[1])
     rewards = curve(rows, REWARD)[1]
     losses = curve(rows, LOSS)[1]
-    accuracies = curve(rows, ACCURACY)[1]
+    accuracies = curve(rows, ("eval/accuracy",))[1]
     return RunSummary(
         steps=max((int(row["step"]) for row in rows), default=0),
         reward_first=_at(rewards, 0),
@@ -59,6 +62,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
         accuracy_after=_at(accuracies, -1),
         scored=_total(rows, "rollout/scored_samples"),
         reward_failures=_total(rows, "rollout/reward_errors", "rollout/reward_timeouts"),
+        evaluations=_evaluations(rows),
         loss_first=_at(losses, 0),
         loss_last=_at(losses, -1),
         tokens_per_second=_at(speeds, len(speeds) // 2),
@@ -76,7 +80,8 @@ def format_report(
         reason = f" ({result['reason']})" if result.get("reason") else ""
         rows.append(("status", f"{result['status']}{reason}"))
     rows.append(("steps", str(summary.steps)))
-    rows += _change("eval accuracy", summary.accuracy_before, summary.accuracy_after)
+    for name, (before, after) in summary.evaluations.items():
+        rows += _change(f"eval {name}", before, after)
     rows += _change("reward", summary.reward_first, summary.reward_last)
     if summary.reward_failures:
         failed = f"{summary.reward_failures}"
@@ -107,6 +112,17 @@ def _change(name: str, before: float | None, after: float | None) -> list[tuple[
 
 def _total(rows: Sequence[Mapping[str, Any]], *names: str) -> int:
     return int(sum(row.get(name, 0) for row in rows for name in names))
+
+
+def _evaluations(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    names = dict.fromkeys(name for row in rows for name in evaluated_sets(row))
+    found: dict[str, tuple[float, float]] = {}
+    for name in names:
+        for metric in ("score", "accuracy"):
+            values = curve(rows, (of_set(name, metric),))[1]
+            if values:
+                found[f"{name} {metric}".strip()] = (values[0], values[-1])
+    return found
 
 
 def _at(values: Sequence[float], index: int) -> float | None:

@@ -16,6 +16,7 @@ from typing import cast
 from torch import Tensor
 
 from rlcore.config import Config
+from rlcore.config.evaluation_sets import sets_due
 from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.deadlines import STEP_GRACE_S
 from rlcore.errors import RunFailed
@@ -65,6 +66,7 @@ class Trainer:
         if step == 0:
             self.evaluate(0)
             self.log(0)
+            self.find_best(0)
         self.seconds = {}
         while status == CONTINUE and not self.no_engines_reason:
             with self.clock("step"):
@@ -77,8 +79,7 @@ class Trainer:
                 updates = self.update(step)
                 self.publish(step)
             status = self.end_step(step, batch, updates)
-            if status in FINISHED or every(step, self.config.evaluation.every):
-                self.evaluate(step)
+            self.evaluate(step, ended=status in FINISHED)
             self.poll_checkpoint()
             self.log(step)
             logger.info(
@@ -87,7 +88,8 @@ class Trainer:
                 ", ".join(f"{phase} {spent:.3f} s" for phase, spent in self.seconds.items()),
             )
             self.seconds = {}
-            if status != CONTINUE or every(step, self.config.checkpoint.every):
+            is_due = status != CONTINUE or every(step, self.config.checkpoint.every)
+            if self.find_best(step) or is_due:
                 self.save(
                     step, in_background=status == CONTINUE and self.config.checkpoint.async_save
                 )
@@ -172,15 +174,26 @@ class Trainer:
             with self.clock("publish"):
                 self.no_engines_reason = self.publisher.publish(step)
 
-    def evaluate(self, step: int) -> None:
-        """Score the held-out prompts with the weights after `step`."""
-        if not self.config.evaluation.paths or self.publisher is None or self.no_engines_reason:
+    def evaluate(self, step: int, *, ended: bool = False) -> None:
+        """Score the sets of held-out prompts that are due, with the weights after `step`."""
+        due = sets_due(self.config, step, ended=ended)
+        if not due or self.publisher is None or self.no_engines_reason:
             return
         self.switch_to(GpuPhase.GENERATING)
         with self.clock("evaluation"):
             self.wait_for_engines(
-                f"the evaluation after step {step}", lambda: on_rank0(self.rank0).evaluate()
+                f"the evaluation after step {step}", lambda: on_rank0(self.rank0).evaluate(due)
             )
+
+    def find_best(self, step: int) -> bool:
+        """Whether the evaluation after `step` is the best so far, so that its weights are kept."""
+        if self.config.checkpoint.best is None:
+            return False
+        answer = self.sync.broadcast(
+            f"the best checkpoint by step {step}",
+            lambda: "found" if on_rank0(self.rank0).find_best(step) else "",
+        )
+        return bool(answer)
 
     def wait_for_engines(self, what: str, wait: Callable[[], str]) -> None:
         """Wait for generation on rank 0, and bring the weights to engines that restarted meanwhile.
@@ -202,7 +215,7 @@ class Trainer:
     def end_without_engines(self, step: int, status: str) -> None:
         """Save what was trained, then fail. A run that is complete gets a warning instead."""
         reason = self.no_engines_reason
-        if status in FINISHED and not self.config.evaluation.paths:
+        if status in FINISHED and not sets_due(self.config, step, ended=True):
             note = f"WARNING no engine has the weights of step {step}, the last: {reason}"
             self.sync.run_on_rank0("a last word", lambda: on_rank0(self.rank0).tracker.note(note))
             return

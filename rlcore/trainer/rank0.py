@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from rlcore.config import Config
+from rlcore.config.evaluation_sets import SET_KEY, set_of
 from rlcore.config.sections.training import TrainingConfig
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.packing import split_minibatches
 from rlcore.data.sample import Sample
-from rlcore.errors import EngineFailed, RunFailed
+from rlcore.errors import ConfigError, EngineFailed, RunFailed
 from rlcore.interfaces import RolloutSource, Tracker
-from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
+from rlcore.runs.checkpoints import Best, Checkpoint, CheckpointStore, best_of
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.runs.rollouts import write_rollouts
 from rlcore.runs.state import restore_rng, rng_state
-from rlcore.tracking.format import pick_samples
+from rlcore.tracking.format import HELD_OUT, TRAINING, pick_samples
 from rlcore.tracking.report import format_report, summarize
 from rlcore.trainer.engine_check import EngineCheck
 from rlcore.trainer.step_metrics import Utilization, step_metrics
@@ -143,6 +144,8 @@ class RankZero:
         self._version: int | None = None  # of the weights that are trained on `_batch`
         self._evaluation: dict[str, float] = {}
         self._evaluated: list[Sample] = []
+        self._scored_sets: Sequence[str] = ()
+        self.best: Best | None = None
         self._seconds_before = 0.0  # in earlier processes of this run
         self._began = time.monotonic()
 
@@ -163,15 +166,16 @@ class RankZero:
         self._rollouts = found
         return READY
 
-    def evaluate(self) -> str:
-        """Score the held-out prompts for the next row of the log. Returns as `generate` does."""
+    def evaluate(self, sets: Sequence[str]) -> str:
+        """Score held-out prompts for the next row of the log. Returns as `generate` does."""
         try:
-            found = self.source.evaluate()
+            found = self.source.evaluate(sets)
         except EngineFailed as error:  # recovery: as above
             return str(error)
         if found is None:
             return CATCH_UP
         self._evaluation, self._evaluated = found
+        self._scored_sets = sets
         return READY
 
     def build_batch(self, step: int, version: int | None) -> RolloutBatch:
@@ -266,7 +270,7 @@ class RankZero:
         self.metrics |= {**self._evaluation, **times, "time/from_scratch": self._elapsed}
         if step > 0 or self._evaluation:
             self.tracker.log(step, self.metrics)
-        self._show(step, self._evaluated)
+        self._show_held_out(step)
         self._evaluation = {}
         self._evaluated = []
         if step > 0 and not self.config.is_sft:
@@ -287,13 +291,53 @@ class RankZero:
                 policy_steps=self._rollouts.policy_steps,
             )
         if step % self.config.tracking.show_every == 0:
-            self._show(step, self._rollouts.samples)
+            self._show(step, self._rollouts.samples, TRAINING)
 
-    def _show(self, step: int, samples: Sequence[Sample]) -> None:
+    def _show_held_out(self, step: int) -> None:
+        """Show samples of each set that was scored."""
+        by_set: dict[str, list[Sample]] = {}
+        for sample in self._evaluated:
+            by_set.setdefault(sample.metadata.get(SET_KEY, ""), []).append(sample)
+        for name, samples in by_set.items():
+            self._show(step, samples, f"{HELD_OUT} ({name})" if name else HELD_OUT)
+
+    def _show(self, step: int, samples: Sequence[Sample], label: str) -> None:
         if picked := pick_samples(samples, self.config.tracking.show_samples):
-            self.tracker.show_samples(step, picked)
+            self.tracker.show_samples(step, picked, label)
 
     # --- checkpoints ------------------------------------------------------------------------------
+
+    def find_best(self, step: int) -> bool:
+        """Whether the evaluation in the row of `step` is the best so far.
+
+        The weights before the first step are in no checkpoint, so they are never the best.
+
+        Raises:
+            ConfigError: the evaluation before the first step lacks the metric.
+        """
+        wanted = self.config.checkpoint.best
+        assert wanted is not None
+        scored = self._scored_sets
+        self._scored_sets = ()
+        if set_of(wanted.metric) not in scored:
+            return False
+        value = self.metrics.get(wanted.metric)
+        if value is None:
+            message = (
+                f"checkpoint.best.metric: the evaluation after step {step} gave no {wanted.metric};"
+                f" it gave {', '.join(name for name in self.metrics if name.startswith('eval/'))}"
+            )
+            if step == 0:
+                raise ConfigError(message)
+            self.tracker.note(f"WARNING {message}")
+        if value is None or math.isnan(value) or step == 0:
+            return False
+        sign = 1 if wanted.mode == "max" else -1
+        if self.best is not None and sign * value <= sign * self.best.value:
+            return False
+        self.best = Best(step, wanted.metric, wanted.mode, value)
+        self.tracker.note(f"the best {wanted.metric} so far is {value:.6g}, after step {step}")
+        return True
 
     def begin_checkpoint(self, step: int) -> Path:
         """Write the present state of rank 0. Returns an empty folder for the ranks' shards."""
@@ -309,6 +353,7 @@ class RankZero:
                 "objective_kl": self.metrics.get("objective/kl"),
                 "source": self.source.snapshot(),
                 "tracker": self.tracker.state(),
+                "best": None if self.best is None else asdict(self.best),
                 "rng": rng_state(),  # of this rank: estimators, workflows and filters run here
             },
         )
@@ -345,16 +390,32 @@ class RankZero:
         self.directory.write_config(self.config.model_dump(mode="json"), self._origins)
         if found is None:
             return f"{self.step} {CONTINUE}"
+        self._restore_best(found)
         self.checkpoints.rewind(found.step)
         self.tracker.note(f"resuming after step {found.step} from {found.folder}")
         restore_rng(found.state["rng"])
         return f"{found.step} {self._status(found.state.get('objective_kl'))}"
 
+    def _restore_best(self, found: Checkpoint) -> None:
+        """Go back to the best of that time, unless it was deleted or chosen by another metric."""
+        wanted = self.config.checkpoint.best
+        best = best_of(found.state)
+        same = wanted and best and (best.metric, best.mode) == (wanted.metric, wanted.mode)
+        if same and best and not self.checkpoints.path(best.step).is_dir():
+            self.tracker.note(
+                f"WARNING the checkpoint of step {best.step} with the best {best.metric} is gone:"
+                " the next evaluation counts as the best"
+            )
+            same = False
+        self.best = best if same else None
+        self.checkpoints.point_to_best(self.best)
+
     # --- the end ----------------------------------------------------------------------------------
 
     def conclude(self, status: Status, *, reason: str = "") -> None:
         """Write `result.json` and show a summary of the run."""
-        self.directory.write_result(status, self.step, reason, seconds=self._elapsed, **self.reason)
+        told = self.reason if self.best is None else self.reason | {"best": asdict(self.best)}
+        self.directory.write_result(status, self.step, reason, seconds=self._elapsed, **told)
         rows = read_metrics(self.directory.metrics_path)
         if rows and status != "failed":
             self.tracker.note(format_report(summarize(rows), result=self.directory.read_result()))

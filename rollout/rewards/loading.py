@@ -27,11 +27,12 @@ def load_function(path: str, args: Mapping[str, Any], *, key: str) -> RewardFunc
         ConfigError: it cannot be imported, constructed, or called with a sample and `args`; names
             the configuration `key`, and file and line.
     """
-    found: Callable[..., Any] = load_object(path, {}, key=key)
+    found: Any = load_object(path, {}, key=key)
     if problem := signature_problem(found, args):
         raise ConfigError(f"{key}: {path!r} {problem}")
     if not inspect.isclass(found):
-        return functools.partial(found, **args) if args else found
+        function: RewardFunction = found
+        return functools.partial(function, **args) if args else function
     try:
         made: RewardFunction = found(**args)
     except Exception as error:  # the user's constructor may raise anything

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rlcore.config.checks import algorithm, engine, policy, ray, reward, rollout, training
+from rlcore.config.checks import (
+    algorithm,
+    engine,
+    evaluation,
+    policy,
+    ray,
+    reward,
+    rollout,
+    training,
+)
 from rlcore.config.messages import Problem
 from rlcore.config.sections.root import Config
 
@@ -39,6 +48,8 @@ CHECKS: tuple[Check, ...] = (
     training.debugging,
     training.data,
     reward.grader_arguments,
+    evaluation.evaluation,
+    evaluation.best_checkpoint,
 )
 
 NOTES: tuple[Check, ...] = (
@@ -49,7 +60,7 @@ NOTES: tuple[Check, ...] = (
     rollout.staleness_notes,
     ray.ray_notes,
     training.optimizer_notes,
-    training.evaluation_notes,
+    evaluation.evaluation_notes,
     training.sft_notes,
     rollout.sampling_notes,
 )

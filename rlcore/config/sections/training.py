@@ -1,4 +1,4 @@
-"""The sections `training`, `evaluation`, `checkpoint`, `tracking` and `cluster`."""
+"""The sections `training`, `checkpoint`, `tracking` and `cluster`."""
 
 from __future__ import annotations
 
@@ -40,21 +40,13 @@ class TrainingConfig(Section):
     """`train_only`: training checkpoint to start from, optimizer state included."""
 
 
-class EvaluationConfig(Section):
-    """Held-out prompts, scored with the run's reward at the start, in between and at the end."""
+class BestConfig(Section):
+    """Keep the checkpoint with the best value of one metric of the evaluation."""
 
-    every: NonNegativeInt = 0
-    """Steps from one evaluation to the next; 0: at the start and the end alone."""
-    paths: list[str] = Field(default_factory=list)
-    """Files with the prompts; default: no evaluation."""
-    samples_per_prompt: PositiveInt = 1
-    """Samples of one prompt."""
-    temperature: NonNegativeFloat = 0.0
-    """Temperature of the samples; 0 is greedy."""
-    max_new_tokens: PositiveInt | None = None
-    """Longest response; default: that of the rollouts."""
-    max_prompts: PositiveInt | None = None
-    """Use the first prompts alone; default: all."""
+    metric: str
+    """Metric of the evaluation, as eval/score or eval/NAME/pass@1 of the set NAME."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is the best."""
 
 
 class CheckpointConfig(Section):
@@ -68,6 +60,7 @@ class CheckpointConfig(Section):
     """Write from a copy in host memory while training goes on."""
     export_hf: bool = True
     """Write a Hugging Face folder at the end."""
+    best: BestConfig | None = None
 
 
 class HubConfig(Section):

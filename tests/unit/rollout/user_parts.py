@@ -133,3 +133,7 @@ def nan_for_odd(sample: Sample) -> float:
 
 def nan(sample: Sample) -> float:
     return float("nan")
+
+
+def half(sample: Sample) -> float:
+    return 0.5
