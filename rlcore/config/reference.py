@@ -70,13 +70,16 @@ def _part(path: tuple[str, ...], section: type[Section]) -> str:
 
 
 def _meanings(section: type[Section]) -> dict[str, str]:
-    """Read the docstring behind each field."""
-    node = ast.parse(inspect.getsource(section)).body[0]
-    assert isinstance(node, ast.ClassDef)
+    """Read the docstring behind each field, inherited ones too."""
     found: dict[str, str] = {}
-    for field, text in zip(node.body, node.body[1:]):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    for owner in reversed(section.__mro__):
+        if not issubclass(owner, Section):
+            continue
+        node = ast.parse(inspect.getsource(owner)).body[0]
+        assert isinstance(node, ast.ClassDef)
+        for field, text in zip(node.body, node.body[1:]):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
     return found
 
 

@@ -8,7 +8,7 @@ import os
 import traceback
 from collections.abc import Callable, Mapping
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError
@@ -27,14 +27,13 @@ def load_function(path: str, args: Mapping[str, Any], *, key: str) -> RewardFunc
         ConfigError: it cannot be imported, constructed, or called with a sample and `args`; names
             the configuration `key`, and file and line.
     """
-    found: Any = load_object(path, {}, key=key)
+    found: Callable[..., Any] = load_object(path, {}, key=key)
     if problem := signature_problem(found, args):
         raise ConfigError(f"{key}: {path!r} {problem}")
     if not inspect.isclass(found):
-        function: RewardFunction = found
-        return functools.partial(function, **args) if args else function
+        return functools.partial(found, **args) if args else found
     try:
-        made: RewardFunction = found(**args)
+        made: RewardFunction = cast(Any, found)(**args)
     except Exception as error:  # the user's constructor may raise anything
         raise ConfigError(
             f"{key}: {path!r} raised {type(error).__name__}: {error} at its construction"

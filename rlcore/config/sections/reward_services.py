@@ -7,8 +7,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlcore.config.sections.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
-from rlcore.config.sections.base import PositiveFloat as Positive
+from rlcore.config.sections.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 PLACEHOLDER = re.compile(r"\{(prompt|response|label)\}")
 TEMPLATE = """Rate the answer to the question on a scale from 0 to 10.
@@ -33,7 +38,7 @@ class ServerConfig(Section):
 
     url: list[str]
     """Where to send requests, in turns if there are several; one may stand without the list."""
-    timeout_s: Positive = 60.0
+    timeout_s: PositiveFloat = 60.0
     """Longest time of one attempt."""
     retries: NonNegativeInt = 3
     """Attempts after the first, where the server is down, slow, busy or in trouble."""
