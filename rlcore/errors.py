@@ -71,7 +71,10 @@ class NoEngineLeft(EngineFailed):
 
 
 class EmptyBatch(RunFailed):
-    """Nothing is left to train on: bad input that shows only in the run. Earlier steps are kept."""
+    """Nothing is left to train on: bad input that shows only in the run. Earlier steps are kept.
+
+    A reward that fails on all samples of the first step or evaluation leaves nothing either.
+    """
 
 
 class PublicationFailed(RlcoreError):

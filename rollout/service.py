@@ -162,10 +162,10 @@ class RolloutService:
         waits for the same ones.
 
         Raises:
-            ConfigError: a reward part failed on every sample of the first step.
             DeadlineExceeded: `rollout.timeout_s` or `rollout.engine.request_timeout_s`; names who
                 was waited for.
-            EmptyBatch: the filters leave too little.
+            EmptyBatch: the filters leave too little, or a part of the reward failed on every sample
+                of the first step.
             NoEngineLeft: none serves, and none can be started again.
             RunFailed: an engine or workflow failed.
 

@@ -27,7 +27,7 @@ def load_function(path: str, args: Mapping[str, Any], *, key: str) -> RewardFunc
         ConfigError: it cannot be imported, constructed, or called with a sample and `args`; names
             the configuration `key`, and file and line.
     """
-    found = load_object(path, {}, key=key)
+    found: Callable[..., Any] = load_object(path, {}, key=key)
     if problem := signature_problem(found, args):
         raise ConfigError(f"{key}: {path!r} {problem}")
     if not inspect.isclass(found):
@@ -96,7 +96,8 @@ def place_of(function: Any, error: BaseException | None = None) -> str:
     name = code.co_name
     for frame in frames:
         if frame.filename == code.co_filename and frame.lineno is not None:
-            line, name = frame.lineno, frame.name
+            line = frame.lineno
+            name = frame.name
     path = os.path.relpath(code.co_filename)
     return f" ({code.co_filename if path.startswith('..') else path}:{line} in {name})"
 

@@ -17,11 +17,11 @@ from pydantic import ValidationError
 from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.sample import Sample
-from rlcore.errors import ConfigError, DataError
+from rlcore.errors import ConfigError, DataError, EmptyBatch
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
 from rollout.rewards.by_source import PartsBySource
-from rollout.rewards.code import CodePart
 from rollout.rewards.graders import shape, text
+from rollout.rewards.graders.code import CodePart
 from rollout.rewards.local import LocalPart
 from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits
 from rollout.sandbox.base import Sandbox
@@ -129,7 +129,7 @@ class Scorer:
             where: for the message, as "step 1".
 
         Raises:
-            ConfigError: names the part, and file and line of its first failure.
+            EmptyBatch: names the part, and file and line of its first failure.
         """
         if kind not in self._unchecked:
             return
@@ -138,7 +138,7 @@ class Scorer:
             if tried.asked and tried.failed == tried.asked:
                 part = self._config.parts.get(name)
                 function = f" ({part.function})" if part and part.function else ""
-                raise ConfigError(
+                raise EmptyBatch(
                     f"reward.parts.{name}{function} failed on all {tried.asked} samples of {where},"
                     f" so there is nothing to learn from; the first: {tried.first}"
                 )

@@ -368,7 +368,7 @@ def test_a_reward_with_a_wrong_signature_is_refused(scene: Scene) -> None:
 
 
 WHY = (
-    "returned nan, expected a finite number (of float32: at most 3.4e+38)",
+    "returned nan, expected a finite number",
     "returned str 'good', expected a number",
     "returned NoneType 'None', expected a number",
     "raised KeyError: 'solution'",

@@ -21,6 +21,13 @@ DIFFERENT = [
     ["1,22", "1.22", True],  # a comma in a label parts two numbers
     ["$9$", "Answer $ \n 9 \n $", False],  # Math-Verify looks for LaTeX alone there
     ["$9$", "Answer \\( \n 9 \n \\)", False],
+    # the last box counts where words stand between boxes
+    ["$$(3, 3), (1, 1)$$", r"$$\boxed{(3, 3)} \text{ for part (a) and } \boxed{(1, 1)}$$", True],
+    [
+        "$y_{1}=-2 x^{2}+4 x+3, y_{2}=3 x^{2}+12 x+10$",
+        r"\($y_1 = \boxed{-2(x - 1)^2 + 5} \) and \( y_2 = \boxed{3(x + 2)^2 - 2} \) ",
+        True,
+    ],
 ]
 
 

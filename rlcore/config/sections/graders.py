@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlcore.config.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from rlcore.config.sections.base import PositiveFloat, PositiveInt, Section
 
 Place = Literal["last", "boxed", "hash", "tagged", "line"]
 
@@ -118,8 +118,6 @@ class CodeArgs(GraderArgs):
     """Most memory of one test, MiB."""
     tests: PositiveInt | None = None
     """Run only so many tests, the first ones; default: all."""
-    wrong: NonNegativeFloat = 0.0
-    """Score of code that fails its tests, where `score` is `all`."""
 
 
 # every built-in grader by the name that `function` takes

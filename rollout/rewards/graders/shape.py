@@ -27,7 +27,7 @@ class Format:
 
 
 def overlong(sample: Sample, buffer: int, max_tokens: int) -> Verdict:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), from 0 down to -1.
+    """DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4), from 0 down to -1.
 
     With y the response's tokens, L the limit and c the buffer:
 

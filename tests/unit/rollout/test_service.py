@@ -17,6 +17,7 @@ from rlcore.errors import (
     ConfigError,
     DataError,
     DeadlineExceeded,
+    EmptyBatch,
     EngineFailed,
     ModelError,
     RunFailed,
@@ -422,7 +423,7 @@ def test_nan_rewards_are_counted(make_service):
 def test_a_reward_that_fails_on_the_whole_first_step_ends_it(make_service, filters):
     reward = {"parts": {"nan": {"function": "user_parts:nan"}}, "workers": 1}
     with pytest.raises(
-        ConfigError,
+        EmptyBatch,
         match=r"reward\.parts\.nan \(user_parts:nan\) failed on all \d+ samples of step 1.*returned"
         r" nan.*user_parts\.py:\d+ in nan",
     ):
@@ -433,7 +434,7 @@ def test_a_reward_that_fails_on_the_whole_first_evaluation_ends_it(make_service,
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "7+1=", "label": "8"}\n')
     reward = {"parts": {"nan": {"function": "user_parts:nan"}}, "workers": 1}
     service = make_service(reward=reward, evaluation={"paths": [str(tmp_path / "held_out.jsonl")]})
-    with pytest.raises(ConfigError, match="failed on all 1 samples of the evaluation"):
+    with pytest.raises(EmptyBatch, match="failed on all 1 samples of the evaluation"):
         service.evaluate()
 
 

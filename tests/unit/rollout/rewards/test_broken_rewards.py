@@ -9,7 +9,7 @@ import broken_rewards
 import pytest
 
 from rlcore.config.sections.reward import RewardConfig
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, EmptyBatch
 from rollout.rewards.loading import load_function
 from rollout.rewards.scorer import build_scorer
 
@@ -85,7 +85,7 @@ def test_arguments_go_to_functions_and_to_constructors(sample):
 def test_a_function_that_fails_every_time_ends_the_run_with_file_and_line(sample):
     batch = [sample("abc", index=i) for i in range(4)]
     line = line_of(broken_rewards.on_a_line, 'response["score"]')
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(EmptyBatch) as error:
         run(part("on_a_line"), batch, check="step 1")
     said = str(error.value)
     assert "reward.parts.mine (broken_rewards:on_a_line) failed on all 4 samples of step 1" in said
@@ -96,7 +96,7 @@ def test_a_function_that_fails_every_time_ends_the_run_with_file_and_line(sample
 def test_a_function_that_returns_nothing_is_shown_too(sample):
     line = line_of(broken_rewards.nothing, "def nothing")
     message = rf"returned NoneType 'None', expected a number \(.*\.py:{line} in nothing\)"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(EmptyBatch, match=message):
         run(part("nothing"), [sample("abc")], check="step 1")
 
 
@@ -111,7 +111,7 @@ def test_one_success_is_enough_and_later_failures_are_only_counted(sample):
             counts = await scorer.score([sample("raise")])
             assert counts.errors == 1
             scorer.check_works("step", "step 2")
-            with pytest.raises(ConfigError, match="failed on all 1 samples of the evaluation"):
+            with pytest.raises(EmptyBatch, match="failed on all 1 samples of the evaluation"):
                 scorer.check_works("evaluation", "the evaluation")
         finally:
             await scorer.close()
@@ -122,5 +122,5 @@ def test_one_success_is_enough_and_later_failures_are_only_counted(sample):
 def test_another_part_that_works_does_not_hide_a_broken_one(sample):
     config = part("nothing")
     config["parts"]["right"] = {"function": "exact_match"}
-    with pytest.raises(ConfigError, match=r"reward\.parts\.mine"):
+    with pytest.raises(EmptyBatch, match=r"reward\.parts\.mine"):
         run(config, [sample("2")], check="step 1")
