@@ -20,7 +20,6 @@ from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DataError, EmptyBatch
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
 from rollout.rewards.by_source import PartsBySource
-from rollout.rewards.code import CodePart
 from rollout.rewards.graders import shape, text
 from rollout.rewards.local import LocalPart
 from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits

@@ -65,7 +65,6 @@ def test_the_share_of_tests() -> None:
     assert score(*batch, score="share") == [pytest.approx(1 / 3), 1.0]
     assert [s.metadata["correct"] for s in batch] == [False, True]
     assert score(batch[0], score="share", tests=1) == [1.0]
-    assert score(batch[0], wrong=0.1) == [0.1]
 
 
 def test_calls_of_functions_and_of_solutions() -> None:

@@ -87,15 +87,16 @@ def read_tests(label: Any) -> list[CodeTest]:
             value = [line for line in label.splitlines() if line.startswith("assert")]
     try:
         tests = _read(value)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the label is no tests for code: {error}; got {_shown(label)}") from error
-    if not tests:
-        raise ValueError(f"the label has no tests for code; got {_shown(label)}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        problem = f" ({error})"
+    else:
+        problem = ""
+    if problem or not tests:
+        raise ValueError(
+            "the label must be tests: {inputs, outputs}, a list of {input, output}, or a list of"
+            f" assertions; got {type(label).__name__} {str(label)[:80]!r}{problem}"
+        )
     return tests
-
-
-def _shown(label: Any) -> str:
-    return repr(str(label)[:80])
 
 
 def _read(value: Any) -> list[CodeTest]:

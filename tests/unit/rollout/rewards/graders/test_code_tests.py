@@ -62,12 +62,14 @@ def test_statements(label: object) -> None:
     [
         (7, "expected a map or a list"),
         ("42", "expected a map or a list"),
-        ("forty-two", "has no tests"),
-        ([], "has no tests"),
+        ("forty-two", "the label must be tests"),
+        (None, "expected a map or a list"),
+        ([3], "the label must be tests"),
+        ([], "the label must be tests"),
         ({"inputs": ["1"]}, "has inputs and outputs"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ([{"input": "1"}], "'output'"),
-        ({"inputs": ["x y"], "outputs": ["1"], "fn_name": "f"}, "is no tests for code"),
+        ({"inputs": ["x y"], "outputs": ["1"], "fn_name": "f"}, "the label must be tests"),
     ],
 )
 def test_other_labels_are_refused(label: object, reason: str) -> None:

@@ -32,14 +32,12 @@ class CodePart(RewardPart):
         timeout_s: float = 5.0,
         memory_mb: int = 512,
         tests: int | None = None,
-        wrong: float = 0.0,
     ) -> None:
         self._sandbox = sandbox
         self._share = score == "share"
         self._timeout_s = timeout_s
         self._memory_mb = memory_mb
         self._most = tests
-        self._wrong = wrong
 
     async def start(self) -> None:
         """See `RewardPart`."""
@@ -66,7 +64,7 @@ class CodePart(RewardPart):
 
     def _verdict(self, count: int, tests: list[CodeTest], problem: str | None) -> Verdict:
         right = problem is None
-        score = count / len(tests) if self._share else float(right) or self._wrong
+        score = count / len(tests) if self._share else float(right)
         if self._share:
             info = {"passed": count, "tests": len(tests)}
         else:  # the others were not waited for
