@@ -10,7 +10,7 @@ from rlcore.config.sections.graders import GRADERS
 from rlcore.data.prompts import PromptSet
 from rlcore.errors import ConfigError, DataError
 from rollout.rewards.by_source import PartsBySource
-from rollout.rewards.graders.code import read_tests
+from rollout.rewards.graders.code_tests import read_tests
 from rollout.rewards.graders.ifeval import constraints_of
 from rollout.rewards.graders.places import accepted
 

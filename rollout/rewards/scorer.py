@@ -231,7 +231,7 @@ def build_scorer(
     functions: dict[str, tuple[str, dict[str, Any]]] = {}
     limits = WorkerLimits(config.memory_gb, config.environment)
     pool = RewardPool(functions, config.workers, config.timeout_s, limits)
-    sandbox: Sandbox | None = None
+    sandbox: Sandbox | None = None  # one for all parts
     parts: dict[str, RewardPart] = {}
     for name, part in config.parts.items():
         function = str(part.function)

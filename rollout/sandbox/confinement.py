@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,7 @@ def stage_source() -> str:
 class Bubblewrap(Confinement):
     """Namespaces and mounts by bubblewrap."""
 
-    options: tuple[str, ...] = field(default_factory=lambda: bwrap_options(), repr=False)
+    options: tuple[str, ...] = ()  # that this bwrap knows
     name = "bubblewrap"
 
     def prefix(self) -> list[str]:
@@ -280,7 +280,9 @@ def candidates(kind: str, settings: Mapping[str, Any]) -> list[Confinement]:
     found: list[Confinement] = []
     # without --size its folders in memory would have no limit
     if kind != "unshare" and shutil.which("bwrap") and "--size" in bwrap_options():
-        found += [Bubblewrap(**settings, proc=proc) for proc in (True, False)]
+        found += [
+            Bubblewrap(**settings, proc=proc, options=bwrap_options()) for proc in (True, False)
+        ]
     if kind != "bubblewrap" and shutil.which("unshare"):
         found += [Unshare(**settings, proc=proc) for proc in (True, False)]
     return found

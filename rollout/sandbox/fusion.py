@@ -164,10 +164,9 @@ class FusionSandbox:
             if status not in ("Success", "Failed"):
                 raise ValueError(f"status {str(status)[:40]!r}")
             compiled = answer.get("compile_result")
-            if compiled is not None and not _went_well(compiled):
-                return self._result(compiled)
-            outcome = self._result(answer["run_result"])
-            if outcome.succeeded != (status == "Success"):
+            failed = compiled is not None and not _went_well(compiled)
+            outcome = self._result(compiled if failed else answer["run_result"])
+            if outcome.status != "limit" and outcome.succeeded != (status == "Success"):
                 raise ValueError(f"status {status} of a program that ended with {outcome}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ServerFailed(f"nonsense was answered: {error!r}"[:300]) from error
@@ -179,18 +178,19 @@ class FusionSandbox:
             raise ServerFailed(f"{str(result['status'])[:40]}: {str(result.get('stderr'))[:200]}")
         status = RUN_STATUS[result["status"]]
         code = result.get("return_code")
-        texts = [result.get(name) or "" for name in ("stdout", "stderr")]
-        if not all(isinstance(text, str) for text in texts):
+        stdout = result.get("stdout") or ""
+        stderr = result.get("stderr") or ""
+        if not isinstance(stdout, str) or not isinstance(stderr, str):
             raise ValueError("output that is no text")
         if status == "finished" and (not isinstance(code, int) or isinstance(code, bool)):
             raise ValueError(f"return_code {str(code)[:40]!r}")
         seconds = float(result.get("execution_time") or 0.0)
-        if sum(map(len, texts)) > self._output_bytes:
+        if len(stdout) + len(stderr) > self._output_bytes:
             reason = f"wrote more than {self._output_bytes >> 10} KiB"
             return Outcome("limit", seconds=seconds, reason=reason)
         if status == "timeout":
-            return Outcome(status, *texts, None, seconds, "had not ended at its time limit")
-        return Outcome(status, *texts, code, seconds)
+            return Outcome(status, stdout, stderr, None, seconds, "had not ended at its time limit")
+        return Outcome(status, stdout, stderr, code, seconds)
 
     async def close(self) -> None:
         """See `Sandbox`."""

@@ -7,10 +7,9 @@ import base64
 import json
 import logging
 import os
-import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from rlcore.deadlines import REAP_S, SANDBOX_START_S, STRAYS_S
 from rlcore.errors import ConfigError
 from rollout.sandbox.base import Outcome, Program, Status
 from rollout.sandbox.confinement import Confinement
-from rollout.sandbox.process_tree import descendants, kill_tree, memory, send
+from rollout.sandbox.process_tree import descendants, kill_tree, memory
 
 logger = logging.getLogger(__name__)
 
@@ -144,28 +143,22 @@ class _Run:
     async def _process(self, task: bytes, program: Program) -> Outcome:
         read, write = os.pipe()
         with os.fdopen(read, "rb", buffering=0) as status:
+            # asyncio cannot be interrupted while it starts a process, without leaving half of one
+            starting = asyncio.ensure_future(self._start(write))
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *self.confinement.command(write),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
-                    env={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LANG": "C.UTF-8"},
-                    pass_fds=(write,),
-                    cwd="/",
-                    start_new_session=True,
-                )
+                process = await asyncio.shield(starting)
             except OSError as error:
                 return Outcome("error", reason=f"cannot start: {error}")
-            finally:
-                os.close(write)
+            except asyncio.CancelledError:
+                with suppress(OSError):
+                    await self._end(await starting, [])
+                raise
             assert process.stdout is not None
             assert process.stderr is not None
             output = [
                 asyncio.ensure_future(self._read(stream))
                 for stream in (process.stdout, process.stderr)
             ]
-            begin = time.monotonic()
             try:
                 ended, begin = await self._watch(process, status, task, program)
             finally:
@@ -175,11 +168,29 @@ class _Run:
             if ended == "finished" and (late := status.read(4096)):
                 # the program itself could not be executed
                 return Outcome("error", reason=late.decode("utf-8", "replace"))
-            texts = [part.result().decode("utf-8", "replace") for part in output]
+            texts = [
+                "" if part.cancelled() else part.result().decode("utf-8", "replace")
+                for part in output
+            ]
             code = process.returncode if ended == "finished" else None
             if code is not None and code < 0:
                 code = 128 - code
             return Outcome(ended, texts[0], texts[1], code, seconds, self.reason)
+
+    async def _start(self, status: int) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self.confinement.command(status),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LANG": "C.UTF-8"},
+                pass_fds=(status,),
+                cwd="/",
+                start_new_session=True,
+            )
+        finally:
+            os.close(status)
 
     async def _watch(
         self,
@@ -191,7 +202,12 @@ class _Run:
         """Wait for the program's end, or for a reason to end it; and say when it began."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[bytes] = loop.create_future()
-        loop.add_reader(status, lambda: ready.done() or ready.set_result(status.read(4096)))
+
+        def said() -> None:
+            if not ready.done():
+                ready.set_result(status.read(4096))
+
+        loop.add_reader(status, said)
         gone = asyncio.ensure_future(process.wait())
         try:
             feeding = asyncio.ensure_future(_feed(process, task))
@@ -204,8 +220,8 @@ class _Run:
             loop.remove_reader(status)
             gone.cancel()
         if ready.result() != READY:
-            said = ready.result().removeprefix(READY).decode("utf-8", "replace")
-            self.reason = f"the sandbox cannot start: {said}".rstrip(": ")
+            error = ready.result().removeprefix(READY).decode("utf-8", "replace")
+            self.reason = f"the sandbox cannot start: {error}".rstrip(": ")
             return "error", time.monotonic()
         begin = time.monotonic()
         return await self._limits(process, program, begin), begin
@@ -253,22 +269,20 @@ class _Run:
         return bytes(kept)
 
     async def _end(
-        self, process: asyncio.subprocess.Process, output: list[asyncio.Future[bytes]]
+        self, process: asyncio.subprocess.Process, output: Sequence[asyncio.Future[bytes]]
     ) -> None:
         """Kill everything that is left, and read what it had written."""
         if process.returncode is None:
-            if self.confinement.own_process_table:
-                for pid in (*descendants(process.pid)[:2], process.pid):
-                    send(pid, signal.SIGKILL)
-            else:
-                await asyncio.to_thread(kill_tree, process.pid, seconds=STRAYS_S)
+            # in a thread: it looks again and again until nothing is left
+            await asyncio.to_thread(kill_tree, process.pid, seconds=STRAYS_S)
         gone = asyncio.ensure_future(process.wait())
-        done, _ = await asyncio.wait({gone, *output}, timeout=REAP_S)
-        if gone not in done:
+        waits: list[asyncio.Future[Any]] = [gone, *output]
+        await asyncio.wait(waits, timeout=REAP_S)
+        if not gone.done():
             gone.cancel()
             logger.warning("the sandboxed process %d cannot be ended", process.pid)
         for part in output:
-            if part not in done:  # something still holds its end
+            if not part.done():  # something still holds its end
                 part.cancel()
                 with suppress(asyncio.CancelledError):
                     await part

@@ -95,6 +95,10 @@ def kill_tree(pid: int, *, seconds: float) -> bool:
     loses its parent meanwhile is still found below it.
     """
     send(pid, signal.SIGSTOP)
+    end = time.monotonic() + seconds
+    # it may be making a process right now, which would not be found yet
+    while _state(pid) not in "TtZX" and time.monotonic() < end:
+        time.sleep(POLL_S / 10)
     ended = kill_below(pid, seconds=seconds)
     send(pid, signal.SIGKILL)
     return ended
@@ -138,7 +142,12 @@ def _reaped(pid: int) -> bool:
 
 def _is_dead(pid: int) -> bool:
     """Tell whether it is gone, or a zombie, which only its parent can take away."""
+    return _state(pid) in "ZX"
+
+
+def _state(pid: int) -> str:
+    """Return the kernel's letter for what it does; X if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return True
+        return "X"

@@ -1,0 +1,145 @@
+"""Tests of code as labels have them, and what counts as the same answer. No code is run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rollout.rewards.graders.code_tests import (
+    CodeTest,
+    last_block,
+    passed,
+    program_of,
+    read_tests,
+    same_text,
+    same_value,
+)
+
+PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        PAIRS,
+        {**PAIRS, "fn_name": None},  # parquet gives every row the keys of all
+        json.dumps(PAIRS),
+        [{"input": "1 2\n", "output": "3\n"}, {"input": "3 4\n", "output": "7\n"}],
+        json.dumps(
+            [
+                {"input": "1 2\n", "output": "3\n", "type": "stdin_stdout", "metadata": None},
+                {"input": "3 4\n", "output": "7\n", "testtype": "stdin"},
+            ]
+        ),
+    ],
+)
+def test_standard_input_and_output(label: object) -> None:
+    assert read_tests(label) == [CodeTest("1 2\n", "3\n"), CodeTest("3 4\n", "7\n")]
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        {"inputs": ["1\n[2, 3]"], "outputs": ["[4]"], "fn_name": "add"},
+        {"inputs": [[1, [2, 3]]], "outputs": [[4]], "fn_name": "add"},
+        [{"input": "1\n[2, 3]", "output": "[4]", "metadata": {"func_name": "add"}}],
+    ],
+)
+def test_calls(label: object) -> None:
+    assert read_tests(label) == [CodeTest([1, [2, 3]], [4], "add")]
+
+
+@pytest.mark.parametrize(
+    "label", [["assert f(1) == 2"], json.dumps(["assert f(1) == 2"]), "assert f(1) == 2\n"]
+)
+def test_statements(label: object) -> None:
+    assert read_tests(label) == [CodeTest("assert f(1) == 2", statement=True)]
+
+
+@pytest.mark.parametrize(
+    ("label", "reason"),
+    [
+        (7, "expected a map or a list"),
+        ("42", "expected a map or a list"),
+        ("forty-two", "the label must be tests"),
+        (None, "expected a map or a list"),
+        ([3], "the label must be tests"),
+        ([], "the label must be tests"),
+        ({"inputs": ["1"]}, "has inputs and outputs"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ([{"input": "1"}], "'output'"),
+        ({"inputs": ["x y"], "outputs": ["1"], "fn_name": "f"}, "the label must be tests"),
+    ],
+)
+def test_other_labels_are_refused(label: object, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_tests(label)
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("```python\nx\n```", "x\n"),
+        ("first\n```python\na\n```\nbetter:\n```py\nb\n```\n```bash\nls\n```", "b\n"),
+        ("1. so:\n   ```\n   c\n   ```", "c\n"),
+        ("<think>\n```python\nno\n```\n</think>\n```python\nyes\n```", "yes\n"),
+        ("```Python title=x\nd\n```", "d\n"),
+        ("<think>\n```python\nno\n```\n</think> none", None),
+        ("no code", None),
+        ("```python\ncut off", None),
+        ("```python\n\n```", None),
+    ],
+)
+def test_the_last_block(response: str, code: str | None) -> None:
+    assert last_block(response) == code
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("1 2 \n3\n\n", "1 2\n3", True),
+        ("0.3333333333", "0.333333333", True),
+        ("1.0", "1", False),
+        ("1", "1.0", True),
+        ("1000000000000001", "1000000000000002", False),
+        ("1 2 3", "1\n2\n3", False),
+        ("yes", "Yes", False),
+        ("", "", True),
+        ("1", "", False),
+        ("x.", "1.", False),
+    ],
+)
+def test_same_text(output: str, expected: str, same: bool) -> None:
+    assert same_text(output, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        ([1, [2.0000000001]], [1, [2.0]], True),
+        (True, 1, False),
+        (1, True, False),
+        ("1", 1, False),
+        ({"1": 2}, {1: 2}, True),
+        ([1], [1, 2], False),
+        (None, None, True),
+    ],
+)
+def test_same_value(value: object, expected: object, same: bool) -> None:
+    assert same_value(value, expected) is same
+
+
+def test_an_output_before_the_token_is_the_programs_own() -> None:
+    test = CodeTest([1], 2, "f")
+    assert passed(test, "noise\n\nTOKEN2\n", "TOKEN")
+    assert passed(CodeTest([1], [2], "f"), "\nTOKEN2\n", "TOKEN")  # as APPS wraps them
+    assert not passed(test, "2\n", "TOKEN")
+    assert not passed(test, "\nTOKENnonsense", "TOKEN")
+    assert not passed(CodeTest("assert True", statement=True), "", "TOKEN")
+
+
+def test_what_is_expected_does_not_enter_the_sandbox() -> None:
+    program = program_of(CodeTest([1], "EXPECTED", "f"), "code", "TOKEN")
+    assert "EXPECTED" not in str(program)
+    assert program.files == {"solution.py": b"code"}

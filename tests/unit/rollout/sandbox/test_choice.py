@@ -1,0 +1,56 @@
+"""Which confinement is chosen, and its command line. No program is run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rlcore.config.sections.sandbox import SandboxConfig
+from rollout.sandbox.build import build_sandbox
+from rollout.sandbox.confinement import Bubblewrap, Confinement, Unshare, interpreter, minimal
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_command_lines(monkeypatch: pytest.MonkeyPatch, root: bool) -> None:
+    """Those of both tools, whichever is installed."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    python = interpreter(None)
+    bubblewrap = Bubblewrap(python, options=("--size", "--disable-userns")).command(9)
+    assert bubblewrap[-1] == "9"
+    assert {"--unshare-net", "--unshare-pid", "--unshare-ipc", "--die-with-parent"} <= {*bubblewrap}
+    assert {"--bind", "--dev-bind", "--share-net"}.isdisjoint(bubblewrap)
+    assert ("--unshare-user" in bubblewrap) == ("--disable-userns" in bubblewrap) == (not root)
+    assert (bubblewrap.count("--cap-add") == 2) == root
+    unshare = Unshare(python).command(9)
+    assert {"--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child"} <= {*unshare}
+    assert ("--user" in unshare) == (not root)
+    plan = Unshare(python).task(0)
+    assert (plan["uid"] is not None) == root
+
+
+def test_folders_that_others_hold_are_not_shown_twice() -> None:
+    found = minimal(["/opt/env", "/opt/env/lib", "/usr/lib/python", "/opt/environment", "/opt/env"])
+    assert found == ("/opt/env", "/opt/environment")
+
+
+def test_wrong_configurations() -> None:
+    with pytest.raises(ValueError, match="needs url: http"):
+        SandboxConfig(kind="fusion")
+    with pytest.raises(ValueError, match="kind is namespaces"):
+        SandboxConfig(url="http://host:8080")
+
+
+def test_the_unsafe_kind_warns(caplog: pytest.LogCaptureFixture) -> None:
+    build_sandbox(SandboxConfig(kind="rlimits"))
+    assert "can read your files" in caplog.text
+
+
+def test_the_place_of_the_root_folder_hides_nothing() -> None:
+    class Elsewhere(Unshare):
+        @property
+        def readable(self) -> tuple[str, ...]:
+            return ("/usr", "/mnt/env", "/media/data")
+
+    assert Elsewhere(interpreter(None)).mounts()["at"] not in ("/mnt", "/media")
+    assert isinstance(Elsewhere(interpreter(None)), Confinement)
