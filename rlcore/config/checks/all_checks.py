@@ -47,7 +47,7 @@ CHECKS: tuple[Check, ...] = (
     training.optimizers,
     training.debugging,
     training.data,
-    reward.grader_arguments,
+    reward.graders,
     evaluation.evaluation,
     evaluation.best_checkpoint,
 )
