@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import datasets
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a data set: "openai/gsm8k"
+_SPLIT = re.compile(r":([\w.-]+)$")  # behind a name or folder: "openai/gsm8k:test"
 _SAVED = ("state.json", "dataset_dict.json")  # files of a folder of `save_to_disk`
 
 
@@ -43,6 +44,7 @@ class DatasetRows:
 
 def check_path(path: str) -> None:
     """Refuse a path that is neither a file of rows nor a data set (DataError); reads nothing."""
+    path, _ = _without_split(path)
     if not _is_dataset(path):
         check_file(Path(path))
     elif Path(path).is_dir() and not any((Path(path) / name).is_file() for name in _SAVED):
@@ -61,6 +63,8 @@ def open_path(path: str, *, subset: str | None, split: str) -> RowFile:
         DataError: it cannot be read or fetched, has no such split, or `datasets` is missing.
     """
     check_path(path)
+    path, own_split = _without_split(path)
+    split = own_split or split
     if not _is_dataset(path):
         return open_rows(Path(path))
     library = _library(path)
@@ -87,7 +91,16 @@ def open_path(path: str, *, subset: str | None, split: str) -> RowFile:
             " the name, data.subset and data.split; without a network, fetch it elsewhere,"
             " save_to_disk, and give the folder"
         ) from error
-    return DatasetRows(path if subset is None else f"{path}/{subset}", found)
+    name = ":".join(filter(None, (path, subset, own_split)))
+    return DatasetRows(name, found)
+
+
+def _without_split(path: str) -> tuple[str, str | None]:
+    """Return the name or folder of a data set, and the split that the path names itself."""
+    found = None if Path(path).exists() else _SPLIT.search(path)
+    if found is None or not _is_dataset(path[: found.start()]):
+        return path, None
+    return path[: found.start()], found[1]
 
 
 def _is_dataset(path: str) -> bool:

@@ -68,7 +68,8 @@ def with_answer(example: Example) -> Example:
             f"{example.where}: sft needs a prompt and a text label (data.label_key), or chat"
             f" messages that end with the assistant's; the label is {label!r}"
         )
-    if answer is None or not calls:
+    # The chat's own message stays whole: a template may read more of it, as a field of thoughts.
+    if answer is None or answer.get("content") != label:
         answer = {"role": "assistant", "content": label}
     return replace(example, prompt=prompt, label=label or "", answer=answer)
 

@@ -88,7 +88,7 @@ class DataConfig(Section):
     subset: str | None = None
     """Configuration of a Hugging Face dataset, as `main` of openai/gsm8k."""
     split: str = "train"
-    """Split of a Hugging Face dataset."""
+    """Split of a Hugging Face dataset whose path names none, as `openai/gsm8k:test` does."""
     shuffle: bool = True
     """Shuffle the rows anew in every epoch."""
     max_prompt_tokens: PositiveInt | None = None

@@ -190,6 +190,15 @@ def paths(lines: list[str]) -> list[str]:
         ([SFT, "training.debug=rollout_only"], ["training.debug"]),
         # data
         (["data.paths=[]"], ["data.paths"]),
+        (["data.sources={a: {paths: x}}"], ["data.sources"]),
+        (
+            ["data.paths=[]", "data.sources={a: {paths: x, weight: 1}, b: {paths: []}}"],
+            ["data.sources.b.paths", "data.sources.b.weight"],
+        ),
+        (
+            ["data.chat_template_kwargs={tools: [], thinking: false}"],
+            ["data.chat_template_kwargs.tools"],
+        ),
         ([SFT, "data.label_key=null"], ["data.label_key"]),
         (["reward.parts={}"], ["reward.parts"]),
         (["evaluation.every=3"], ["evaluation.paths"]),

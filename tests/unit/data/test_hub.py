@@ -58,6 +58,8 @@ def test_a_split_is_chosen(tmp_path, gsm8k, tokenizer):
     datasets.DatasetDict({"train": gsm8k, "test": gsm8k.select([3])}).save_to_disk(path)
     found = open_examples(DataConfig(paths=[str(path)], split="test"))
     assert [example.label for example in found] == ["4"]
+    named = open_examples(DataConfig(paths=[f"{path}:test"]))
+    assert [(e.where, e.label) for e in named] == [(f"{path}:test:1", "4")]
     with pytest.raises(DataError, match=r"has no split 'dev' \(data\.split\).*'train', 'test'"):
         open_examples(DataConfig(paths=[str(path)], split="dev"))
 

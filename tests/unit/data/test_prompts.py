@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -100,7 +101,10 @@ def test_bos_is_put_before_text_but_never_eos(write_rows, tokenizer):
         ({"prompt": ["hello"], "label": "2"}, "each message"),
         ({"prompt": [{"role": "user"}], "label": "2"}, "each message"),
         ({"prompt": [{"role": "user", "content": 3}], "label": "2"}, "each message"),
-        ({"prompt": "1+Q=", "label": "2"}, "cannot encode '1.Q='"),
+        (
+            {"prompt": "1+QR=", "label": "2"},
+            "cannot encode '1.QR='.*lacks the symbols 'QR'.*--alphabet",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(write_rows, tokenizer, row, message):
@@ -177,6 +181,14 @@ def test_fingerprint_sees_order_and_content(write_rows, tokenizer):
     other = {"prompt": "3+4=", "label": "7"}
     files = ([GOOD, other], [other, GOOD], [GOOD], [GOOD, other])
     assert len({PromptSet.load([write_rows(rows)], tokenizer).fingerprint() for rows in files}) == 3
+
+
+def test_the_fingerprint_is_that_of_earlier_versions(write_rows, tokenizer):
+    """It is in their checkpoints, which go on."""
+    prompts = PromptSet.load([write_rows([GOOD, {"prompt": "5=", "label": "5"}])], tokenizer)
+    tokens = np.array(tokenizer("1+2=5=").input_ids, dtype=np.int32)
+    whole = tokens.tobytes() + np.array([0, 4, 6], dtype=np.int64).tobytes()
+    assert prompts.fingerprint() == hashlib.blake2b(whole, digest_size=8).hexdigest()
 
 
 def test_tokenizer_folder(tmp_path: Path, tokenizer):
