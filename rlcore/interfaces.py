@@ -389,8 +389,8 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Show a few samples of a step."""
+    def show_samples(self, step: int, samples: Sequence[Sample], label: str) -> None:
+        """Show a few samples of a step; `label` says whether they are training or held-out ones."""
 
     def note(self, line: str) -> None:
         """Show one line to the people who watch."""

@@ -70,8 +70,8 @@ _ROWS = (
      "groups"),
     # evaluation, in the row of its step
     ("eval/score", "reward of the held-out prompts", "samples", "reward"),
-    ("eval/accuracy", "1 where a verifier accepted the answer (without one: where the reward is "
-     "above 0)", "samples", "share"),
+    ("eval/accuracy", "1 where the answer is right; absent where nothing says right or wrong",
+     "samples with a verdict", "share"),
     ("eval/sequence_lengths", "trainable tokens", "samples", "tokens"),
     ("eval/stop_token_rate", "1 where the response ended with a stop token", "samples", "share"),
     ("eval/reward_errors", "samples whose reward raised or returned no number", "-", "samples"),

@@ -75,7 +75,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
 def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
     """Merge `files` and then the overrides, and check the result.
 
-    Files merge left to right: maps merge, everything else replaces.
+    Files merge left to right: maps merge, everything else replaces. A section that is `null` goes
+    back to its defaults.
 
     A plugin section (`algorithm.estimator`, ...) whose `name` a later layer changes starts afresh:
     the keywords of the plugin that was named before fall away.
@@ -89,6 +90,7 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
     tree: Tree = {}
     notes: list[Problem] = []
     for layer in (*map(read_file, files), command_line):
+        tree = _without_reset_sections(tree, layer)
         layer = _without_empty_sections(layer)
         tree = merge(_without_old_keywords(tree, layer, notes), layer)
     config = _validate(tree)
@@ -131,7 +133,7 @@ def _numbers_as_text(values: dict[str, Any], tree: Tree) -> dict[str, Any]:
 
 
 def _without_empty_sections(layer: Tree, path: KeyPath = ()) -> Tree:
-    """Drop sections with nothing under their name (`tracking:`): they set nothing."""
+    """Drop sections with nothing (`tracking:`) or null under their name: they set nothing."""
     result: Tree = {}
     for key, node in layer.items():
         if isinstance(node, dict):
@@ -141,6 +143,20 @@ def _without_empty_sections(layer: Tree, path: KeyPath = ()) -> Tree:
         ):
             result[key] = node
     return result
+
+
+def _without_reset_sections(tree: Tree, layer: Tree, path: KeyPath = ()) -> Tree:
+    """Return `tree` without the sections that `layer` gives as `null`, written out."""
+    kept: Tree = {}
+    for key, old in tree.items():
+        new = layer.get(key)
+        here = (*path, key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            old = _without_reset_sections(old, new, here)
+        is_null = isinstance(new, Setting) and new.value is None and new.text
+        if not (is_null and section_at(here) is not None and not may_be_null(here)):
+            kept[key] = old
+    return kept
 
 
 def _without_old_keywords(

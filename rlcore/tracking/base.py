@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rlcore.data.sample import Sample
 from rlcore.runs.metrics import MetricsFile
+from rlcore.tracking.format import TRAINING
 
 
 class BaseTracker:
@@ -31,8 +32,8 @@ class BaseTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a finished step; step 0 is the evaluation before training."""
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Show a few samples of `step`, to be read by people."""
+    def show_samples(self, step: int, samples: Sequence[Sample], label: str = TRAINING) -> None:
+        """Show a few samples of `step`, to be read by people; `label` says where they are from."""
 
     def note(self, line: str) -> None:
         """Show one line to the people who watch."""

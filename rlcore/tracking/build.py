@@ -14,6 +14,7 @@ from rlcore.config import Config
 from rlcore.data.sample import Sample
 from rlcore.runs.directory import RunDirectory
 from rlcore.tracking.base import BaseTracker, JsonlTracker
+from rlcore.tracking.format import TRAINING
 from rlcore.tracking.progress import open_progress
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,8 @@ class Trackers(BaseTracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self._each(lambda tracker: tracker.show_samples(step, samples))
+    def show_samples(self, step: int, samples: Sequence[Sample], label: str = TRAINING) -> None:
+        self._each(lambda tracker: tracker.show_samples(step, samples, label))
 
     def note(self, line: str) -> None:
         """Pass the line on, and log it: the terminal's history may be gone when it is needed."""

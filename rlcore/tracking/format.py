@@ -14,7 +14,11 @@ LOSS = ("loss/policy_avg", "objective/loss")
 LENGTH = ("val/sequence_lengths",)
 TOKENS_PER_SECOND = ("perf/tokens_per_second",)
 STEP_SECONDS = ("time/step",)
-ACCURACY = ("eval/accuracy", "eval/score")
+SCORE = ("eval/score",)
+ACCURACY = ("eval/accuracy",)
+
+TRAINING = "training sample"
+HELD_OUT = "held-out sample"
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rlcore.errors import UserError
 from rlcore.runs.metrics import read_metrics
-from rlcore.tracking.format import ACCURACY, KL, LOSS, REWARD, curve
+from rlcore.tracking.format import KL, LOSS, REWARD, SCORE, curve
 
 INK = "#1f2430"
 MUTED = "#6b7280"
@@ -32,7 +32,7 @@ class Panel:
 
 PANELS = (
     Panel("reward, mean of the step's samples", REWARD, "#2563eb"),
-    Panel("evaluation, held-out prompts", ACCURACY, "#059669", sparse=True),
+    Panel("evaluation score, held-out prompts", SCORE, "#059669", sparse=True),
     Panel("KL(policy || reference), sum over a response", KL, "#d97706"),
 )
 LOSS_PANEL = Panel("loss", LOSS, "#2563eb")

@@ -23,8 +23,10 @@ from rlcore.tracking.format import (
     LENGTH,
     LOSS,
     REWARD,
+    SCORE,
     STEP_SECONDS,
     TOKENS_PER_SECOND,
+    TRAINING,
     duration,
     first,
     number,
@@ -86,7 +88,7 @@ class Progress(BaseTracker):
         self._step = step
         self._last = now
         self._withheld = " | ".join([self._position(), *self._fields(metrics)])
-        evaluated = first(metrics, ACCURACY) is not None
+        evaluated = first(metrics, SCORE) is not None
         if (
             evaluated
             or step >= self.total_steps
@@ -95,12 +97,12 @@ class Progress(BaseTracker):
         ):
             self._show_step()
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def show_samples(self, step: int, samples: Sequence[Sample], label: str = TRAINING) -> None:
         """Show the samples, indented below their step."""
         self._show_step()
         for sample in samples:
             head, *texts = sample_lines(sample)
-            self.write(f"  sample of step {step}: {head}")
+            self.write(f"  {label} of step {step}: {head}")
             for text in texts:
                 self.write("    " + text.replace("\n", "\n    "))
 
@@ -150,7 +152,6 @@ class Progress(BaseTracker):
             for text, names in (reward, *FIELDS)
             if (value := first(metrics, names)) is not None
         ]
-        accuracy = first(metrics, ACCURACY)
         seconds = first(metrics, STEP_SECONDS)
         if seconds is None and self._intervals:
             seconds = self._intervals[-1]
@@ -158,8 +159,10 @@ class Progress(BaseTracker):
             fields.append(f"{duration(seconds)}/step")
         if self.seconds_left is not None and self._step < self.total_steps:
             fields.append(f"{duration(self.seconds_left)} left")
-        if accuracy is not None:
-            fields.append(f"eval {number(accuracy)}")
+        if (score := first(metrics, SCORE)) is not None:
+            fields.append(f"eval {number(score)}")
+        if (accuracy := first(metrics, ACCURACY)) is not None:
+            fields.append(f"accuracy {number(accuracy)}")
         return fields
 
 
@@ -207,7 +210,7 @@ def _styled(line: str) -> Text:
     text = Text(line)
     text.highlight_regex(r"^step +\d+/\d+", "bold cyan")
     text.highlight_regex(r"\breward [^ ]+", "green")
-    text.highlight_regex(r"\beval [^ ]+$", "bold green")
+    text.highlight_regex(r"\b(eval|accuracy) [^ ]+(?= \||$)", "bold green")
     text.highlight_regex(r"\bnan\b|\b-?inf\b|FAILED", "bold red")
     text.highlight_regex(r"^    [<>] .*", "dim")
     return text

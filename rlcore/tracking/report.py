@@ -10,6 +10,7 @@ from rlcore.tracking.format import (
     ACCURACY,
     LOSS,
     REWARD,
+    SCORE,
     TOKENS_PER_SECOND,
     curve,
     duration,
@@ -27,7 +28,9 @@ class RunSummary:
     steps: int
     reward_first: float | None = None
     reward_last: float | None = None
-    accuracy_before: float | None = None  # the first and the last evaluation
+    score_before: float | None = None  # the first and the last evaluation
+    score_after: float | None = None
+    accuracy_before: float | None = None
     accuracy_after: float | None = None
     loss_first: float | None = None
     loss_last: float | None = None
@@ -47,11 +50,14 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
     speeds = sorted(curve(rows, TOKENS_PER_SECOND)[1])
     rewards = curve(rows, REWARD)[1]
     losses = curve(rows, LOSS)[1]
+    scores = curve(rows, SCORE)[1]
     accuracies = curve(rows, ACCURACY)[1]
     return RunSummary(
         steps=max((int(row["step"]) for row in rows), default=0),
         reward_first=_at(rewards, 0),
         reward_last=_at(rewards, -1),
+        score_before=_at(scores, 0),
+        score_after=_at(scores, -1),
         accuracy_before=_at(accuracies, 0),
         accuracy_after=_at(accuracies, -1),
         loss_first=_at(losses, 0),
@@ -71,6 +77,7 @@ def format_report(
         reason = f" ({result['reason']})" if result.get("reason") else ""
         rows.append(("status", f"{result['status']}{reason}"))
     rows.append(("steps", str(summary.steps)))
+    rows += _change("eval score", summary.score_before, summary.score_after)
     rows += _change("eval accuracy", summary.accuracy_before, summary.accuracy_after)
     rows += _change("reward", summary.reward_first, summary.reward_last)
     if summary.reward_last is None:

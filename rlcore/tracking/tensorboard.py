@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rlcore.data.sample import Sample
 from rlcore.errors import UserError
 from rlcore.tracking.base import BaseTracker
-from rlcore.tracking.format import sample_lines
+from rlcore.tracking.format import TRAINING, sample_lines
 
 
 class TensorboardTracker(BaseTracker):
@@ -38,13 +38,14 @@ class TensorboardTracker(BaseTracker):
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write the samples as text."""
+    def show_samples(self, step: int, samples: Sequence[Sample], label: str = TRAINING) -> None:
+        """Write the samples as text, held-out ones under a name of their own."""
         blocks = [
             "\n".join(f"    {line}" for text in sample_lines(s) for line in text.split("\n"))
             for s in samples
         ]
-        self._open(step).add_text("samples", "\n\n---\n\n".join(blocks), step)
+        name = "samples" if label == TRAINING else label.replace(" ", "_")
+        self._open(step).add_text(name, "\n\n---\n\n".join(blocks), step)
 
     def close(self, status: str) -> None:
         """Write the status and close the file."""

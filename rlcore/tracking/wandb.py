@@ -17,10 +17,11 @@ from rlcore.deadlines import UPLOAD_S
 from rlcore.errors import UserError
 from rlcore.runs.files import write_atomic
 from rlcore.tracking.base import BaseTracker
+from rlcore.tracking.format import TRAINING
 
 ID_FILE = "wandb_run_id"
 TABLE_ROWS = 200  # newest samples in the table
-COLUMNS = ("step", "prompt", "response", "reward", "finish_reason", "tokens", "label")
+COLUMNS = ("step", "prompt", "response", "reward", "finish_reason", "tokens", "label", "kind")
 
 
 class WandbTracker(BaseTracker):
@@ -94,12 +95,13 @@ class WandbTracker(BaseTracker):
         """Log the metrics under our step."""
         self.run.log({**metrics, "step": step})
 
-    def show_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def show_samples(self, step: int, samples: Sequence[Sample], label: str = TRAINING) -> None:
         """Add the samples to the table of the newest ones."""
         for s in samples:
-            label = "" if s.label is None else str(s.label)
+            expected = "" if s.label is None else str(s.label)
             texts = [step, s.prompt_text, s.response_text]
-            self._rows.append([*texts, s.reward, s.finish_reason, s.num_trainable, label])
+            numbers = [s.reward, s.finish_reason, s.num_trainable]
+            self._rows.append([*texts, *numbers, expected, label])
         table = self._wandb.Table(columns=list(COLUMNS), data=list(self._rows))
         self.run.log({"samples": table, "step": step})
 

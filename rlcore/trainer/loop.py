@@ -77,8 +77,7 @@ class Trainer:
                 updates = self.update(step)
                 self.publish(step)
             status = self.end_step(step, batch, updates)
-            if status in FINISHED or every(step, self.config.evaluation.every):
-                self.evaluate(step)
+            self.evaluate(step, ended=status in FINISHED)
             self.poll_checkpoint()
             self.log(step)
             logger.info(
@@ -172,9 +171,10 @@ class Trainer:
             with self.clock("publish"):
                 self.no_engines_reason = self.publisher.publish(step)
 
-    def evaluate(self, step: int) -> None:
-        """Score the held-out prompts with the weights after `step`."""
-        if not self.config.evaluation.paths or self.publisher is None or self.no_engines_reason:
+    def evaluate(self, step: int, *, ended: bool = False) -> None:
+        """Score the held-out prompts with the weights after `step`, if that is due."""
+        due = is_evaluated(self.config, step, ended=ended)
+        if not due or self.publisher is None or self.no_engines_reason:
             return
         self.switch_to(GpuPhase.GENERATING)
         with self.clock("evaluation"):
@@ -202,7 +202,7 @@ class Trainer:
     def end_without_engines(self, step: int, status: str) -> None:
         """Save what was trained, then fail. A run that is complete gets a warning instead."""
         reason = self.no_engines_reason
-        if status in FINISHED and not self.config.evaluation.paths:
+        if status in FINISHED and not is_evaluated(self.config, step, ended=True):
             note = f"WARNING no engine has the weights of step {step}, the last: {reason}"
             self.sync.run_on_rank0("a last word", lambda: on_rank0(self.rank0).tracker.note(note))
             return
@@ -287,6 +287,16 @@ class Trainer:
 def every(step: int, period: int) -> bool:
     """Whether `step` is a multiple of `period`; a period of 0 means never."""
     return period > 0 and step % period == 0
+
+
+def is_evaluated(config: Config, step: int, *, ended: bool) -> bool:
+    """Whether the held-out prompts are scored after `step`; `ended`: it is the last."""
+    given = config.evaluation
+    if not given.paths:
+        return False
+    if step == 0:
+        return given.at_start
+    return (ended and given.at_end) or every(step, given.every)
 
 
 def put(

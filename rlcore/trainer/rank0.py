@@ -24,7 +24,7 @@ from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.runs.rollouts import write_rollouts
 from rlcore.runs.state import restore_rng, rng_state
-from rlcore.tracking.format import pick_samples
+from rlcore.tracking.format import HELD_OUT, TRAINING, pick_samples
 from rlcore.tracking.report import format_report, summarize
 from rlcore.trainer.engine_check import EngineCheck
 from rlcore.trainer.step_metrics import Utilization, step_metrics
@@ -266,7 +266,7 @@ class RankZero:
         self.metrics |= {**self._evaluation, **times, "time/from_scratch": self._elapsed}
         if step > 0 or self._evaluation:
             self.tracker.log(step, self.metrics)
-        self._show(step, self._evaluated)
+        self._show(step, self._evaluated, HELD_OUT)
         self._evaluation = {}
         self._evaluated = []
         if step > 0 and not self.config.is_sft:
@@ -287,11 +287,11 @@ class RankZero:
                 policy_steps=self._rollouts.policy_steps,
             )
         if step % self.config.tracking.show_every == 0:
-            self._show(step, self._rollouts.samples)
+            self._show(step, self._rollouts.samples, TRAINING)
 
-    def _show(self, step: int, samples: Sequence[Sample]) -> None:
+    def _show(self, step: int, samples: Sequence[Sample], label: str) -> None:
         if picked := pick_samples(samples, self.config.tracking.show_samples):
-            self.tracker.show_samples(step, picked)
+            self.tracker.show_samples(step, picked, label)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

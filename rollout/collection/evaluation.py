@@ -32,12 +32,24 @@ async def evaluate(
 def means(samples: Sequence[Sample]) -> dict[str, float]:
     """Means over samples.
 
-    `eval/accuracy` is the share that a verifier accepts, or without one that has a reward above 0.
+    `eval/accuracy` is the share of right answers, and absent where nothing says right or wrong.
     """
     n = len(samples)
+    verdicts = [right for s in samples if (right := verdict(s)) is not None]
+    judged = any("correct" in s.metadata for s in samples)
     return {
         "eval/score": sum(s.reward for s in samples) / n,
-        "eval/accuracy": sum(bool(s.metadata.get("correct", s.reward > 0)) for s in samples) / n,
+        **({"eval/accuracy": sum(verdicts) / len(verdicts)} if judged else {}),
         "eval/sequence_lengths": sum(s.num_trainable for s in samples) / n,
         "eval/stop_token_rate": sum(s.finish_reason == "stop" for s in samples) / n,
     }
+
+
+def verdict(sample: Sample) -> bool | None:
+    """Whether the answer is right; None if nothing says so.
+
+    A sample whose reward failed counts as wrong: left out, it would raise the accuracy.
+    """
+    if "correct" in sample.metadata:
+        return bool(sample.metadata["correct"])
+    return False if "reward_error" in sample.metadata else None

@@ -276,7 +276,7 @@ def test_supervised_fine_tuning(workspace: Workspace) -> None:
             name.startswith(("rollout/", "objective/scores", "objective/rlhf", "eval/"))
             for name in row
         )
-    assert not run.lines("sample of step")
+    assert not run.lines("training sample of step")
     assert not run.lines("reward")
     assert run.lines("loss")
     assert not list((run.folder / "rollouts").iterdir())

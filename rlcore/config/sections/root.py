@@ -7,6 +7,7 @@ from pydantic import Field
 from rlcore.config.sections.algorithm import AlgorithmConfig
 from rlcore.config.sections.base import Section
 from rlcore.config.sections.data import DataConfig
+from rlcore.config.sections.evaluation import EvaluationConfig
 from rlcore.config.sections.model import ModelConfig
 from rlcore.config.sections.policy import CriticConfig, PolicyConfig, ReferenceConfig, TeacherConfig
 from rlcore.config.sections.reward import RewardConfig
@@ -15,7 +16,6 @@ from rlcore.config.sections.run import RunConfig
 from rlcore.config.sections.training import (
     CheckpointConfig,
     ClusterConfig,
-    EvaluationConfig,
     TrackingConfig,
     TrainingConfig,
 )

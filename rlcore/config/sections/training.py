@@ -1,4 +1,4 @@
-"""The sections `training`, `evaluation`, `checkpoint`, `tracking` and `cluster`."""
+"""The sections `training`, `checkpoint`, `tracking` and `cluster`."""
 
 from __future__ import annotations
 
@@ -38,23 +38,6 @@ class TrainingConfig(Section):
     """`train_only`: the rollouts/step_*.jsonl.zst file to train on again."""
     replay_from: str | None = None
     """`train_only`: training checkpoint to start from, optimizer state included."""
-
-
-class EvaluationConfig(Section):
-    """Held-out prompts, scored with the run's reward at the start, in between and at the end."""
-
-    every: NonNegativeInt = 0
-    """Steps from one evaluation to the next; 0: at the start and the end alone."""
-    paths: list[str] = Field(default_factory=list)
-    """Files with the prompts; default: no evaluation."""
-    samples_per_prompt: PositiveInt = 1
-    """Samples of one prompt."""
-    temperature: NonNegativeFloat = 0.0
-    """Temperature of the samples; 0 is greedy."""
-    max_new_tokens: PositiveInt | None = None
-    """Longest response; default: that of the rollouts."""
-    max_prompts: PositiveInt | None = None
-    """Use the first prompts alone; default: all."""
 
 
 class CheckpointConfig(Section):

@@ -128,6 +128,26 @@ def test_null_unsets_and_an_empty_section_sets_nothing(write):
     assert config.tracking.show_every == 10
 
 
+def test_null_takes_a_section_back_to_its_defaults(write, load):
+    base = write(
+        "a.yaml", "evaluation: {paths: e.jsonl, every: 5}\nrollout: {engine: {max_batch: 7}}"
+    )
+    config = load(files=[base]).config
+    assert (config.evaluation.paths, config.rollout.engine.max_batch) == (["e.jsonl"], 7)
+    off = load("evaluation=null", "rollout.engine=null", files=[base])
+    assert (off.config.evaluation.paths, off.config.evaluation.every) == ([], 0)
+    assert off.config.rollout.engine == type(config.rollout.engine)()
+    assert off.origin("evaluation.paths") == "default"
+    blank = write("b.yaml", "evaluation:\n")
+    assert load(files=[base, blank]).config.evaluation.every == 5, "nothing written sets nothing"
+    assert (
+        load("evaluation.paths=null", "evaluation.every=0", files=[base]).config.evaluation.paths
+        == []
+    )
+    with pytest.raises(ConfigError, match=r"data\.paths: missing"):
+        load("data=null", files=[base])
+
+
 def test_null_empties_a_map_of_free_keys(write, load):
     base = write(
         "base.yaml",

@@ -19,7 +19,7 @@ def metrics_path(tmp_path: Path) -> Path:
     """40 steps of a run that learns, evaluated at the start and the end."""
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
-    metrics.append(0, {"eval/accuracy": 0.375, "time/evaluation": 10.0})
+    metrics.append(0, {"eval/score": 0.5, "eval/accuracy": 0.375, "time/evaluation": 10.0})
     for step in range(1, 41):
         row = {
             "rollout/reward": step / 50,
@@ -30,9 +30,8 @@ def metrics_path(tmp_path: Path) -> Path:
             "time/from_scratch": 2.0 * step,
             "perf/tokens_per_second": 1000.0 + step,
         }
-        metrics.append(
-            step, row | ({"eval/accuracy": 0.75, "time/evaluation": 10.0} if step == 40 else {})
-        )
+        evaluated = {"eval/score": 0.75, "eval/accuracy": 0.75, "time/evaluation": 10.0}
+        metrics.append(step, row | (evaluated if step == 40 else {}))
     return path
 
 
@@ -83,6 +82,8 @@ def test_summary(metrics_path: Path) -> None:
         steps=40,
         reward_first=0.02,
         reward_last=0.8,
+        score_before=0.5,
+        score_after=0.75,
         accuracy_before=0.375,
         accuracy_after=0.75,
         tokens_per_second=1021.0,
@@ -99,6 +100,7 @@ def test_report_is_a_table(metrics_path: Path) -> None:
         "-" * 60,
         "status            early_stopped (objective/kl 0.3 above 0.2)",
         "steps             40",
+        "eval score        0.500 -> 0.750  (+0.250)",
         "eval accuracy     0.375 -> 0.750  (+0.375)",
         "reward            0.0200 -> 0.800  (+0.780)",
         "tokens/s, median  1.02k",

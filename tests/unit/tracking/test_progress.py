@@ -38,11 +38,11 @@ def test_plain_lines_say_what_matters() -> None:
     progress = Progress("addition", 40, stream, clock=clock)
     progress.start({"layout": "TP 2 x DP 1", "attention": "unfused\n(no GPU)"})
     clock.now += 5
-    progress.log(0, {"eval/accuracy": 0.38})
+    progress.log(0, {"eval/score": 0.38})
     clock.now += 3
     progress.log(1, METRICS)
     clock.now += 2
-    progress.log(2, {**METRICS, "eval/accuracy": 0.5})
+    progress.log(2, {**METRICS, "eval/score": 0.5, "eval/accuracy": 0.25})
     progress.note("early stopping: armed")
     clock.now += 1
     progress.close("early_stopped")
@@ -58,7 +58,7 @@ def test_plain_lines_say_what_matters() -> None:
         ),
         (
             "step  2/40 | reward 0.412 | kl 0.00310 | length 3.21 | 12.3k tok/s | 2.1 s/step |"
-            " 1m35s left | eval 0.500"
+            " 1m35s left | eval 0.500 | accuracy 0.250"
         ),
         "early stopping: armed",
         "run addition: stopped early after step 2/40, 11 s",
@@ -99,7 +99,7 @@ def test_quick_steps_share_lines() -> None:
     progress = Progress("quick", 500, stream, clock=clock)
     for step in range(1, 501):
         clock.now += 0.0625
-        progress.log(step, METRICS if step != 77 else {**METRICS, "eval/accuracy": 0.5})
+        progress.log(step, METRICS if step != 77 else {**METRICS, "eval/score": 0.5})
     progress.close("completed")
     lines = stream.getvalue().splitlines()
     steps = [int(line.split("/")[0].split()[-1]) for line in lines[:-1]]
@@ -127,7 +127,7 @@ def test_what_follows_a_step_follows_its_line(make_sample: Callable[..., Sample]
     assert heads == [
         "step 1/9",
         "step 2/9",
-        "  sample of step 2",
+        "  training sample of step 2",
         "step 4/9",
         "early stopping",
         "step 5/9",
@@ -141,14 +141,18 @@ def test_samples_are_shown_as_text(make_sample: Callable[..., Sample]) -> None:
         response_text="46\nis it", reward=0.5, reward_parts={"math": 1.0, "form": 0.0}
     )
     Progress("a", 9, stream).show_samples(3, [sample])
+    Progress("a", 9, stream).show_samples(3, [make_sample()], "held-out sample (aime24)")
     assert stream.getvalue().splitlines() == [
         (
-            "  sample of step 3: reward 0.500, math 1.00, form 0, 3 tokens, ended by stop, expected"
+            "  training sample of step 3: reward 0.500, math 1.00, form 0, 3 tokens, ended by stop, expected"
             " '46'"
         ),
         "    > 12+34=",
         "    < 46",
         "      is it",
+        "  held-out sample (aime24) of step 3: reward 1.00, 3 tokens, ended by stop, expected '46'",
+        "    > 12+34=",
+        "    < 46",
     ]
 
 

@@ -132,8 +132,9 @@ def test_tensorboard_files_read_back(tmp_path: Path, make_sample: MakeSample) ->
     resumed = TensorboardTracker(tmp_path, {"run": {"name": "a"}})
     resumed.show_prompt_lengths(np.array([3, 4, 4, 9]))
     for step in (4, 5, 6):
-        resumed.log(step, {"rollout/reward": step / 100})
+        resumed.log(step, {"rollout/reward": step / 100, "eval/aime24/pass@8": 0.75})
     resumed.show_samples(6, [make_sample(response_text="forty-six")])
+    resumed.show_samples(6, [make_sample(response_text="sixty")], "held-out sample (aime24)")
     resumed.close("completed")
 
     events = EventAccumulator(str(tmp_path))
@@ -145,6 +146,8 @@ def test_tensorboard_files_read_back(tmp_path: Path, make_sample: MakeSample) ->
         for tag in events.Tags()["tensors"]
     }
     assert "forty-six" in texts["samples/text_summary"]
+    assert "sixty" in texts["held-out_sample_(aime24)/text_summary"]
+    assert "eval/aime24/pass@8" in events.Tags()["scalars"]
     assert '"name": "a"' in texts["config/text_summary"]
     assert texts["status/text_summary"] == "completed"
     histogram = events.Histograms("data/prompt_lengths")[-1].histogram_value
@@ -184,7 +187,7 @@ def test_wandb_offline_keeps_its_run_across_processes(
     directory = RunDirectory.create(tmp_path, "a")
     first = build_trackers(config, directory, total_steps=3, stream=io.StringIO())
     first.show_prompt_lengths(np.array([3, 4, 4, 9]))
-    first.log(1, {"rollout/reward": 0.25})
+    first.log(1, {"rollout/reward": 0.25, "eval/aime24/pass@8": 0.75})
     first.show_samples(1, [make_sample(response_text="forty-six")])
     state = json.loads(json.dumps(first.state()))
     assert first.url is None
@@ -220,6 +223,7 @@ def test_wandb_offline_keeps_its_run_across_processes(
         row["data/prompt_lengths/values"] for row in history if "data/prompt_lengths/values" in row
     ]
     assert [sum(counts) for counts in lengths] == [4], "shown once, though two processes asked"
+    assert [row["eval/aime24/pass@8"] for row in history if "eval/aime24/pass@8" in row] == [0.75]
     assert [row["samples/nrows"] for row in history if "samples/nrows" in row] == [1]
     assert "forty-six" in next((directory.path / "wandb").rglob("samples_*.table.json")).read_text()
     exits = [

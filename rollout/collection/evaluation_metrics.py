@@ -1,0 +1,138 @@
+"""What people quote of an evaluation: avg@n, pass@k and maj@k of n answers, with 95 % intervals.
+
+A prompt is the unit of all intervals: its n answers depend on one another. pass@k and maj@k are
+means over all subsets of k of the n answers, so they are unbiased whatever n is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Z = 1.959963984540054  # of a two-sided 95 % interval
+Interval = tuple[float, float]
+
+
+def pass_at_k(answers: int, right: int, k: int) -> float:
+    """The probability that at least one of k of the answers is right: 1 - C(n-c, k) / C(n, k).
+
+    The quotient is a product of factors below 1, since the binomials overflow.
+    """
+    _check_k(k, answers)
+    wrong = answers - right
+    if wrong < k:
+        return 1.0
+    return 1.0 - float(np.prod(1.0 - k / np.arange(wrong + 1, answers + 1)))
+
+
+def maj_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
+    """The probability that the most frequent of k of the answers is right.
+
+    Equal answers are one candidate; one that was judged unequally (for its format, say) counts by
+    its share of right ones. None abstains, and k abstentions are wrong. Tied candidates are equally
+    likely to be taken.
+
+    The counts of the candidates in a random subset are independent binomials, given their sum k.
+    Candidate j wins with m votes if no other has more. Averaging over its ties t needs the weight
+    1 / (t + 1), which is the integral of s^t over 0..1: Gauss-Legendre nodes give it exactly.
+    """
+    n = len(answers)
+    _check_k(k, n)
+    votes: dict[Hashable, list[bool]] = {}
+    for answer, is_right in zip(answers, right, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(is_right)
+    if not votes:
+        return 0.0
+    odds = (k + 0.5) / (n + 1)  # any share does; this one keeps all terms of a size
+    wins: list[float] = []
+    nodes: list[float] = []
+    weights: list[float] = []
+    for m in range(1, min(k, max(map(len, votes.values()))) + 1):
+        s, w = np.polynomial.legendre.leggauss((k // m + 1) // 2)
+        wins += [m] * len(s)
+        nodes += ((s + 1) / 2).tolist()
+        weights += (w / 2).tolist()
+    # By (m, node): the polynomials in the number of votes cast, up to k. In `one`, one candidate
+    # has been taken as the winner; in `none`, no candidate yet.
+    none = np.zeros((len(wins), k + 1))
+    none[:] = _binomial(n - sum(map(len, votes.values())), odds, k)
+    one = np.zeros_like(none)
+    most = np.asarray(wins)[:, None]
+    tie = np.asarray(nodes)[:, None]
+    for judged in votes.values():
+        chances = _binomial(len(judged), odds, k)
+        number = np.arange(k + 1)
+        below = np.where(number < most, chances, 0.0)
+        exactly = np.where(number == most, chances, 0.0)
+        share = sum(judged) / len(judged)
+        one = _product(one, below + tie * exactly) + _product(none, share * exactly)
+        none = _product(none, below + tie * exactly)
+    return float(np.asarray(weights) @ one[:, k] / _binomial(n, odds, k)[k])
+
+
+def _check_k(k: int, answers: int) -> None:
+    if not 1 <= k <= answers:
+        raise ValueError(f"k must be from 1 to the {answers} answers, got {k}")
+
+
+def _binomial(n: int, odds: float, k: int) -> NDArray[np.float64]:
+    """The chances of 0 to k successes in n trials, float64 [k + 1]."""
+    chances = np.zeros(k + 1)
+    for i in range(min(n, k) + 1):
+        chances[i] = math.exp(
+            math.lgamma(n + 1)
+            - math.lgamma(i + 1)
+            - math.lgamma(n - i + 1)
+            + i * math.log(odds)
+            + (n - i) * math.log1p(-odds)
+        )
+    return chances
+
+
+def _product(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Multiply polynomials, row by row, up to their length."""
+    result = np.zeros_like(a)
+    for power in np.flatnonzero(b.any(axis=0)).tolist():
+        result[:, power:] += b[:, power : power + 1] * a[:, : a.shape[1] - power]
+    return result
+
+
+# --- intervals ------------------------------------------------------------------------------------
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """The mean of the prompts' values +- 1.96 standard errors; None for a single prompt."""
+    if len(values) < 2:
+        return None
+    error = Z * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    mean = float(np.mean(values))
+    return mean - error, mean + error
+
+
+def share_interval(values: Sequence[float], *, answers: int) -> Interval | None:
+    """Wilson's interval of a mean of shares, one a prompt; None for a single prompt.
+
+    The number of trials is the one that the spread of the prompts' values speaks for: all answers
+    if prompts do not differ, the number of prompts if each is all right or all wrong. So the
+    interval is never empty and never beyond 0..1, for 30 prompts that are all right too.
+
+    Args:
+        answers: of all prompts together.
+    """
+    prompts = len(values)
+    if prompts < 2:
+        return None
+    mean = min(max(float(np.mean(values)), 0.0), 1.0)
+    variance = float(np.var(values, ddof=1)) / prompts
+    trials = float(prompts)
+    if 0 < mean < 1:
+        trials = mean * (1 - mean) / variance if variance > 0 else math.inf
+        trials = min(max(trials, 1.0), float(answers))
+    scale = 1 + Z * Z / trials
+    centre = (mean + Z * Z / (2 * trials)) / scale
+    spread = Z * math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials)) / scale
+    return max(centre - spread, 0.0), min(centre + spread, 1.0)
