@@ -49,7 +49,9 @@ def test_pass_at_k_has_no_bias_whatever_the_number_of_answers() -> None:
 def by_enumeration(answers: Sequence[str | None], right: Sequence[bool], k: int) -> Fraction:
     """The mean over all subsets of k; ties and unequal verdicts by their shares."""
     share = {
-        answer: Fraction(sum(r for a, r in zip(answers, right) if a == answer), answers.count(answer))
+        answer: Fraction(
+            sum(r for a, r in zip(answers, right) if a == answer), answers.count(answer)
+        )
         for answer in set(answers)
     }
     total = Fraction(0)
@@ -121,10 +123,12 @@ def test_the_interval_of_shares_is_wilsons_where_prompts_are_all_or_nothing() ->
     low, high = share_interval([1.0] * 27 + [0.0] * 3, answers=30) or (0, 0)
     assert (low, high) == (pytest.approx(0.744, abs=0.006), pytest.approx(0.965, abs=0.003))
     low, high = share_interval([1.0] * 30, answers=30) or (0, 0)
-    assert (low, high) == (pytest.approx(0.8865, abs=1e-3), 1.0), "all right is not certainty"
+    assert (low, high) == pytest.approx((0.8865, 1.0), abs=1e-3), "all right is not certainty"
 
 
-@pytest.mark.parametrize(("prompts", "n", "a", "b"), [(30, 1, 1.0, 1.0), (30, 8, 0.4, 0.6), (100, 16, 8, 1)])
+@pytest.mark.parametrize(
+    ("prompts", "n", "a", "b"), [(30, 1, 1.0, 1.0), (30, 8, 0.4, 0.6), (100, 16, 8, 1)]
+)
 def test_an_interval_holds_the_truth_nineteen_times_of_twenty(
     prompts: int, n: int, a: float, b: float
 ) -> None:
