@@ -271,8 +271,14 @@ class RolloutSource(Protocol):
         bring the weights and call again.
         """
 
-    def evaluate(self) -> tuple[dict[str, float], list[Sample]] | None:
-        """Score the evaluation prompts with the current weights. None as in `next_step`."""
+    def evaluate(
+        self, sets: Sequence[str] | None = None
+    ) -> tuple[dict[str, float], list[Sample]] | None:
+        """Score sets of held-out prompts with the current weights. None as in `next_step`.
+
+        Args:
+            sets: their names, "" for `evaluation.paths`; default: all.
+        """
 
     def published(self, step: int, version: int, incarnation: int) -> None:
         """Take note that `version` is in force at the engines: the weights after `step` updates.

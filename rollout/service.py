@@ -32,9 +32,9 @@ from rollout.collection.buffer import (
     decode,
 )
 from rollout.collection.collector import Collector
-from rollout.collection.evaluation import evaluate
+from rollout.collection.evaluation import Evaluator
 from rollout.collection.filters import FilterChain
-from rollout.collection.group_runner import evaluation_runner, training_runner
+from rollout.collection.group_runner import training_runner
 from rollout.engines.checks import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
@@ -88,12 +88,6 @@ class RolloutService:
         self.fleet = Fleet(engines, rollout.engine, place_s=engine_place_s(config))
         vocab_size = check_vocabulary(config.model.path, tokenizer)
         self.prompts = _load_prompts(config, tokenizer, config.data.paths)
-        given = config.evaluation
-        self._held_out = (
-            _load_prompts(config, tokenizer, given.paths, max_prompts=given.max_prompts)
-            if given.paths
-            else None
-        )
         self._filters = FilterChain(rollout.filters, samples_per_prompt=rollout.samples_per_prompt)
         self._scorer = build_scorer(
             config.reward, vocab_size=vocab_size, device=rollout.engine.device
@@ -110,7 +104,15 @@ class RolloutService:
         self._dispatcher = Dispatcher(self.fleet, rollout.engine, limit_s=limit_s)
         shared = (config, tokenizer, self._dispatcher, self._scorer)
         self._training = training_runner(*shared, greedy_baseline=greedy_baseline)
-        self._evaluation = None if self._held_out is None else evaluation_runner(*shared)
+        self._evaluator = Evaluator(
+            *shared,
+            load_prompts=lambda given: _load_prompts(
+                given.config(config), tokenizer, given.paths, max_prompts=given.max_prompts
+            ),
+            build_scorer=lambda reward: build_scorer(
+                reward, vocab_size=vocab_size, device=rollout.engine.device
+            ),
+        )
         self._versions = PublishedVersions()
         self._collector = Collector(
             config,
@@ -139,7 +141,9 @@ class RolloutService:
             RunFailed: one of them did not start; the service is closed then.
         """
         limit = self.fleet.comeback_s + REWARD_START_S
-        starting = gather_or_cancel(self._scorer.start(), self.fleet.start(again=again))
+        starting = gather_or_cancel(
+            self._scorer.start(), self._evaluator.start(), self.fleet.start(again=again)
+        )
         try:
             self._call(starting, limit, "starting the engines and rewards")
         except BaseException:
@@ -297,20 +301,20 @@ class RolloutService:
 
     # --- evaluation -------------------------------------------------------------------------------
 
-    def evaluate(self) -> tuple[dict[str, float], list[Sample]] | None:
-        """Score every evaluation prompt; ({}, []) when there are none.
+    def evaluate(
+        self, sets: Sequence[str] | None = None
+    ) -> tuple[dict[str, float], list[Sample]] | None:
+        """Score sets of held-out prompts, by default all; ({}, []) when there are none.
 
         None when an engine waits for the weights; the next call goes on waiting, as in `next_step`.
         """
-        prompts = self._held_out
-        runner = self._evaluation
-        if prompts is None or runner is None:
+        if not self._evaluator.has(sets):
             return {}, []
         found = self._wait_for(
-            lambda: evaluate(runner, prompts),
+            lambda: self._evaluator.run(sets),
             "the evaluation",
             "the evaluation has not ended",
-            runner.stuck,
+            self._evaluator.stuck,
         )
         return None if found is None else found[0]
 
@@ -364,6 +368,7 @@ class RolloutService:
             for engine in self.fleet.engines
         }
         closing[asyncio.ensure_future(self._scorer.close())] = "the reward"
+        closing[asyncio.ensure_future(self._evaluator.close())] = "the reward of the evaluation"
         done, _ = await asyncio.wait(closing, timeout=CLOSE_ENGINES_S)
         for task, party in closing.items():
             if task not in done:

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from rlcore.config.built_in import built_in_estimators, built_in_losses
+from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
 from rlcore.deadlines import REQUEST_S, TOKEN_S
@@ -166,7 +167,8 @@ def comeback_s(engine: EngineConfig, place_s: float) -> float:
 def longest_request_s(config: Config) -> float:
     """Return the seconds after which a request is aborted; pauses of its engine do not count."""
     given = config.rollout.engine.request_timeout_s
-    longest = max(config.rollout.sampling.max_new_tokens, config.evaluation.max_new_tokens or 0)
+    evaluated = [given.max_new_tokens or 0 for given in evaluation_sets(config)]
+    longest = max(config.rollout.sampling.max_new_tokens, *evaluated, 0)
     return REQUEST_S + TOKEN_S * longest if given is None else given
 
 

@@ -25,6 +25,7 @@ from rlcore.config.derived import (
     other_folders,
     recorded_fields,
 )
+from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.load import Loaded
 from rlcore.data.rows import check_file
 from rlcore.errors import ConfigError
@@ -94,7 +95,8 @@ def check_input(config: Config, world_size: int, *, resume: bool, overwrite: boo
     """
     check_model(config, world_size)
     if config.training.replay is None:
-        for path in (*config.data.paths, *([] if config.is_sft else config.evaluation.paths)):
+        held_out = [] if config.is_sft else evaluation_sets(config)
+        for path in (*config.data.paths, *(path for one in held_out for path in one.paths)):
             check_file(Path(path))
     if config.policy.checkpoint is not None:
         find_checkpoint(Path(config.policy.checkpoint))

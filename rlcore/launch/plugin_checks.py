@@ -35,6 +35,7 @@ from rlcore.config.derived import (
     needs_teacher,
 )
 from rlcore.config.engine_kinds import EngineKind, is_import_path
+from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.load import Loaded
 from rlcore.config.messages import Problem
 from rlcore.config.sections.base import Plugin
@@ -163,9 +164,13 @@ def _unknown_keyword(path: str, name: str, section: Plugin, keywords: Mapping[st
 
 
 def _function_problems(loaded: Loaded) -> list[Problem]:
+    rewards = {
+        f"{one.key}.reward": one.reward for one in evaluation_sets(loaded.config) if one.reward
+    }
     named = {
-        f"reward.parts.{name}.function": part.function
-        for name, part in loaded.config.reward.parts.items()
+        f"{path}.parts.{name}.function": part.function
+        for path, reward in ({"reward": loaded.config.reward} | rewards).items()
+        for name, part in reward.parts.items()
         if part.function is not None
     }
     named["rollout.workflow"] = loaded.config.rollout.workflow

@@ -16,6 +16,7 @@ from typing import cast
 from torch import Tensor
 
 from rlcore.config import Config
+from rlcore.config.evaluation_sets import sets_due
 from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.deadlines import STEP_GRACE_S
 from rlcore.errors import RunFailed
@@ -172,14 +173,14 @@ class Trainer:
                 self.no_engines_reason = self.publisher.publish(step)
 
     def evaluate(self, step: int, *, ended: bool = False) -> None:
-        """Score the held-out prompts with the weights after `step`, if that is due."""
-        due = is_evaluated(self.config, step, ended=ended)
+        """Score the sets of held-out prompts that are due, with the weights after `step`."""
+        due = sets_due(self.config, step, ended=ended)
         if not due or self.publisher is None or self.no_engines_reason:
             return
         self.switch_to(GpuPhase.GENERATING)
         with self.clock("evaluation"):
             self.wait_for_engines(
-                f"the evaluation after step {step}", lambda: on_rank0(self.rank0).evaluate()
+                f"the evaluation after step {step}", lambda: on_rank0(self.rank0).evaluate(due)
             )
 
     def wait_for_engines(self, what: str, wait: Callable[[], str]) -> None:
@@ -202,7 +203,7 @@ class Trainer:
     def end_without_engines(self, step: int, status: str) -> None:
         """Save what was trained, then fail. A run that is complete gets a warning instead."""
         reason = self.no_engines_reason
-        if status in FINISHED and not is_evaluated(self.config, step, ended=True):
+        if status in FINISHED and not sets_due(self.config, step, ended=True):
             note = f"WARNING no engine has the weights of step {step}, the last: {reason}"
             self.sync.run_on_rank0("a last word", lambda: on_rank0(self.rank0).tracker.note(note))
             return
@@ -287,16 +288,6 @@ class Trainer:
 def every(step: int, period: int) -> bool:
     """Whether `step` is a multiple of `period`; a period of 0 means never."""
     return period > 0 and step % period == 0
-
-
-def is_evaluated(config: Config, step: int, *, ended: bool) -> bool:
-    """Whether the held-out prompts are scored after `step`; `ended`: it is the last."""
-    given = config.evaluation
-    if not given.paths:
-        return False
-    if step == 0:
-        return given.at_start
-    return (ended and given.at_end) or every(step, given.every)
 
 
 def put(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlcore.config import Config
+from rlcore.config.evaluation_sets import SET_KEY
 from rlcore.config.sections.training import TrainingConfig
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.packing import split_minibatches
@@ -163,10 +164,10 @@ class RankZero:
         self._rollouts = found
         return READY
 
-    def evaluate(self) -> str:
-        """Score the held-out prompts for the next row of the log. Returns as `generate` does."""
+    def evaluate(self, sets: Sequence[str]) -> str:
+        """Score sets of held-out prompts for the next row of the log. Returns as `generate` does."""
         try:
-            found = self.source.evaluate()
+            found = self.source.evaluate(sets)
         except EngineFailed as error:  # recovery: as above
             return str(error)
         if found is None:
@@ -266,7 +267,7 @@ class RankZero:
         self.metrics |= {**self._evaluation, **times, "time/from_scratch": self._elapsed}
         if step > 0 or self._evaluation:
             self.tracker.log(step, self.metrics)
-        self._show(step, self._evaluated, HELD_OUT)
+        self._show_held_out(step)
         self._evaluation = {}
         self._evaluated = []
         if step > 0 and not self.config.is_sft:
@@ -288,6 +289,14 @@ class RankZero:
             )
         if step % self.config.tracking.show_every == 0:
             self._show(step, self._rollouts.samples, TRAINING)
+
+    def _show_held_out(self, step: int) -> None:
+        """Show samples of each set that was scored."""
+        by_set: dict[str, list[Sample]] = {}
+        for sample in self._evaluated:
+            by_set.setdefault(sample.metadata.get(SET_KEY, ""), []).append(sample)
+        for name, samples in by_set.items():
+            self._show(step, samples, f"{HELD_OUT} ({name})" if name else HELD_OUT)
 
     def _show(self, step: int, samples: Sequence[Sample], label: str) -> None:
         if picked := pick_samples(samples, self.config.tracking.show_samples):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -32,7 +32,7 @@ class SourceWithoutEngine:
     def start(self) -> None:
         """There is nothing to start."""
 
-    def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
+    def evaluate(self, sets: Sequence[str] | None = None) -> tuple[dict[str, float], list[Sample]]:
         """Never called."""
         raise AssertionError("no engine is here to evaluate with")
 
@@ -109,7 +109,7 @@ class SFTSource(SourceWithoutEngine):
             label=prompt.label,
         )
 
-    def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
+    def evaluate(self, sets: Sequence[str] | None = None) -> tuple[dict[str, float], list[Sample]]:
         """Return no metrics and no samples."""
         return {}, []
 

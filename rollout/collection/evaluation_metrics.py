@@ -7,13 +7,108 @@ means over all subsets of k of the n answers, so they are unbiased whatever n is
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlcore.config.evaluation_sets import EvaluationSet
+from rlcore.data.sample import Sample
+
 Z = 1.959963984540054  # of a two-sided 95 % interval
 Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One judged answer to a prompt."""
+
+    text: str | None  # what is compared in a vote; None abstains
+    is_right: bool
+
+
+def quoted_metrics(
+    groups: Sequence[Sequence[Sample]], given: EvaluationSet
+) -> dict[str, float]:
+    """The metrics of a set with k, by their names without the set.
+
+    Without verdicts there is only the interval of the score. pass@k and maj@k are absent where a
+    prompt has fewer than k judged answers.
+
+    Args:
+        groups: the samples of each prompt.
+    """
+    if not given.k:
+        return {}
+    found: dict[str, float] = {}
+    scores = [sum(s.reward for s in samples) / len(samples) for samples in groups]
+    found |= _bounds("score", mean_interval(scores))
+    judged = any("correct" in s.metadata for samples in groups for s in samples)
+    prompts = [answers for samples in groups if (answers := judged_answers(samples))]
+    if not judged or not prompts:
+        return found
+
+    def add(name: str, values: Sequence[float]) -> None:
+        found[name] = sum(values) / len(values)
+        found.update(_bounds(name, share_interval(values, answers=sum(map(len, prompts)))))
+
+    right = [sum(answer.is_right for answer in answers) for answers in prompts]
+    add(
+        f"avg@{given.samples_per_prompt}",
+        [count / len(answers) for count, answers in zip(right, prompts)],
+    )
+    for k in given.k:
+        if k > min(map(len, prompts)):
+            continue
+        add(f"pass@{k}", [pass_at_k(len(a), count, k) for a, count in zip(prompts, right)])
+        if k > 1:
+            add(f"maj@{k}", [maj_at_k([a.text for a in p], [a.is_right for a in p], k) for p in prompts])
+    return found
+
+
+def _bounds(name: str, interval: Interval | None) -> dict[str, float]:
+    return {} if interval is None else {f"{name}_low": interval[0], f"{name}_high": interval[1]}
+
+
+def verdict(sample: Sample) -> bool | None:
+    """Whether the answer is right; None if nothing says so.
+
+    A sample whose reward failed counts as wrong: left out, it would raise the accuracy.
+    """
+    if "correct" in sample.metadata:
+        return bool(sample.metadata["correct"])
+    return False if "reward_error" in sample.metadata else None
+
+
+def judged_answers(samples: Sequence[Sample]) -> list[Answer]:
+    """The answers to one prompt that something calls right or wrong.
+
+    Samples of one rollout, as of a workflow with several turns, are one answer: it is right if all
+    are, and the last one's text is compared.
+    """
+    rollouts: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        rollouts[sample.rollout_id].append(sample)
+    answers = []
+    for parts in rollouts.values():
+        verdicts = [right for part in parts if (right := verdict(part)) is not None]
+        if verdicts:
+            answers.append(Answer(voted_text(parts[-1]), all(verdicts)))
+    return answers
+
+
+def voted_text(sample: Sample) -> str | None:
+    """The `answer` that a grader tells (None: it found none), else the response's words."""
+    for info in sample.metadata.get("reward_info", {}).values():
+        if "answer" in info:
+            answer = info["answer"]
+            return None if answer is None else " ".join(str(answer).split())
+    return " ".join(sample.response_text.split())
+
+
+# --- of the answers to one prompt -----------------------------------------------------------------
 
 
 def pass_at_k(answers: int, right: int, k: int) -> float:

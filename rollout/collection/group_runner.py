@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Awaitable, Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.config import Config
 from rlcore.config.derived import recorded_fields
+from rlcore.config.evaluation_sets import EvaluationSet
 from rlcore.data.generation import Completion, Generate, GenerateRequest, SamplingParams
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
@@ -373,13 +375,16 @@ def evaluation_runner(
     tokenizer: PreTrainedTokenizerBase,
     dispatcher: Dispatcher,
     scorer: Scorer,
+    given: EvaluationSet,
 ) -> GroupRunner:
-    """The runner of held-out prompts."""
-    given = config.evaluation
+    """The runner of a set of held-out prompts."""
     sampling = replace(
-        _greedy(config, tokenizer, given.max_new_tokens), temperature=given.temperature
+        _greedy(config, tokenizer, given.max_new_tokens),
+        temperature=given.temperature,
+        top_p=given.top_p,
     )
-    seed = config.run.seed + EVALUATION_SEED
+    # by the name: the samples of a set do not depend on which other sets there are
+    seed = config.run.seed + EVALUATION_SEED + zlib.crc32(given.name.encode())
     context = WorkflowContext(sampling, given.samples_per_prompt, seed, tokenizer)
     return GroupRunner(config, dispatcher, scorer, context)
 

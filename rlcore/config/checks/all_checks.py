@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rlcore.config.checks import algorithm, engine, policy, ray, rollout, training
+from rlcore.config.checks import algorithm, engine, evaluation, policy, ray, rollout, training
 from rlcore.config.messages import Problem
 from rlcore.config.sections.root import Config
 
@@ -38,6 +38,8 @@ CHECKS: tuple[Check, ...] = (
     training.optimizers,
     training.debugging,
     training.data,
+    evaluation.evaluation,
+    evaluation.best_checkpoint,
 )
 
 NOTES: tuple[Check, ...] = (
@@ -48,7 +50,7 @@ NOTES: tuple[Check, ...] = (
     rollout.staleness_notes,
     ray.ray_notes,
     training.optimizer_notes,
-    training.evaluation_notes,
+    evaluation.evaluation_notes,
     training.sft_notes,
     rollout.sampling_notes,
 )

@@ -94,11 +94,6 @@ def data(config: Config) -> Iterator[Problem]:
         yield Problem(
             "reward.parts", "empty: give one part or more, each with a `function` or a `model`"
         )
-    if config.evaluation.every and not config.evaluation.paths:
-        yield Problem(
-            "evaluation.paths",
-            f"empty, but evaluation.every is {config.evaluation.every}: name the files",
-        )
     if config.tracking.hub.repo and not config.checkpoint.export_hf:
         yield Problem(
             "tracking.hub.repo",
@@ -169,22 +164,6 @@ def optimizer_notes(config: Config) -> Iterator[Problem]:
         if optimizer.schedule == "constant" and (optimizer.min_lr or optimizer.decay_steps):
             unused = "min_lr" if optimizer.min_lr else "decay_steps"
             yield Problem(f"{path}.{unused}", "is ignored: the schedule is constant")
-
-
-def evaluation_notes(config: Config) -> Iterator[Problem]:
-    """Yield evaluations that are not made, or whose samples are alike."""
-    if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
-        yield Problem(
-            "evaluation.samples_per_prompt",
-            "the samples are all alike: evaluation.temperature is 0",
-        )
-    if config.evaluation.paths and (config.is_sft or config.training.debug == "train_only"):
-        why = "supervised fine-tuning" if config.is_sft else "train_only"
-        yield Problem(
-            "evaluation",
-            f"is ignored: {why} has no engine to generate with; score the result with `rlcore"
-            " eval`",
-        )
 
 
 def sft_notes(config: Config) -> Iterator[Problem]:

@@ -40,6 +40,15 @@ class TrainingConfig(Section):
     """`train_only`: training checkpoint to start from, optimizer state included."""
 
 
+class BestConfig(Section):
+    """Keep the checkpoint with the best value of one metric of the evaluation."""
+
+    metric: str
+    """Metric of the evaluation, as eval/score or eval/NAME/pass@1 of the set NAME."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is the best."""
+
+
 class CheckpointConfig(Section):
     """Training checkpoints, and the Hugging Face folder at the end."""
 
@@ -51,6 +60,7 @@ class CheckpointConfig(Section):
     """Write from a copy in host memory while training goes on."""
     export_hf: bool = True
     """Write a Hugging Face folder at the end."""
+    best: BestConfig | None = None
 
 
 class HubConfig(Section):

@@ -319,9 +319,12 @@ class RemoteSource:
         self._client.remember("restore", state)
         return rollouts
 
-    def evaluate(self) -> tuple[dict[str, float], list[Sample]] | None:
+    def evaluate(
+        self, sets: Sequence[str] | None = None
+    ) -> tuple[dict[str, float], list[Sample]] | None:
         """Implements the protocol; None also where the service was replaced."""
-        scored: tuple[dict[str, float], list[Sample]] | None = self._work("source", "evaluate")
+        scored: tuple[dict[str, float], list[Sample]] | None
+        scored = self._work("source", "evaluate", sets)
         return scored
 
     def published(self, step: int, version: int, incarnation: int) -> None:
