@@ -77,6 +77,16 @@ _ROWS = (
     ("eval/reward_errors", "samples whose reward raised or returned no number", "-", "samples"),
     ("eval/reward_timeouts", "samples whose reward took longer than reward.timeout_s", "-",
      "samples"),
+    ("eval/<metric>_low", "lower end of the metric's 95 % interval over prompts", "-",
+     "as the metric"),
+    ("eval/<metric>_high", "upper end of it", "-", "as the metric"),
+    ("eval/avg@<n>", "share of right answers among the n samples of a prompt", "prompts", "share"),
+    ("eval/pass@<k>", "at least one of k answers is right: mean over all subsets of k of the "
+     "samples, unbiased", "prompts", "share"),
+    ("eval/maj@<k>", "the most frequent of k answers is right: mean over all subsets of k, ties at "
+     "even odds", "prompts", "share"),
+    ("eval/<set>/<metric>", "any of these, of one set of evaluation.sets", "as the metric",
+     "as the metric"),
     # time and speed
     ("time/from_scratch", "wall clock since the run began, resumed parts included", "-", "s"),
     ("time/step", "all of one step but its evaluation, log and checkpoint", "-", "s"),
@@ -120,7 +130,7 @@ _SECTIONS = (
 
 
 def _section(spec: MetricSpec) -> int:
-    return _SECTIONS.index(spec.name.rpartition("/")[0])
+    return _SECTIONS.index(spec.name.partition("/")[0] if "/" in spec.name else "")
 
 
 METRICS: Mapping[str, MetricSpec] = {
@@ -130,7 +140,9 @@ METRICS: Mapping[str, MetricSpec] = {
     )
 }
 _FAMILIES = tuple(
-    (re.compile(re.sub("<.*>", ".+", name)), spec) for name, spec in METRICS.items() if "<" in name
+    (re.compile(re.sub("<[^>]*>", "[^/]+", name)), spec)
+    for name, spec in METRICS.items()
+    if "<" in name
 )
 
 

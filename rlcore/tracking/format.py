@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from rlcore.data.sample import Sample
@@ -14,18 +15,28 @@ LOSS = ("loss/policy_avg", "objective/loss")
 LENGTH = ("val/sequence_lengths",)
 TOKENS_PER_SECOND = ("perf/tokens_per_second",)
 STEP_SECONDS = ("time/step",)
-SCORE = ("eval/score",)
-ACCURACY = ("eval/accuracy",)
 
 TRAINING = "training sample"
 HELD_OUT = "held-out sample"
 
+_SET_SCORE = re.compile(r"eval/(?:([^/]+)/)?score")
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def first(metrics: Mapping[str, float], names: Sequence[str]) -> float | None:
     """Return the value of the first of `names` that `metrics` holds."""
     return next((metrics[name] for name in names if name in metrics), None)
+
+
+def evaluated_sets(metrics: Mapping[str, float]) -> list[str]:
+    """Return the names of the sets that were scored, "" for the one without a name."""
+    found = (_SET_SCORE.fullmatch(name) for name in metrics)
+    return [match[1] or "" for match in found if match]
+
+
+def of_set(name: str, metric: str) -> str:
+    """Return the full name of a metric of an evaluation set."""
+    return f"eval/{name}/{metric}" if name else f"eval/{metric}"
 
 
 def curve(

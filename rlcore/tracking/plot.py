@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rlcore.errors import UserError
 from rlcore.runs.metrics import read_metrics
-from rlcore.tracking.format import KL, LOSS, REWARD, SCORE, curve
+from rlcore.tracking.format import KL, LOSS, REWARD, curve, evaluated_sets, of_set
 
 INK = "#1f2430"
 MUTED = "#6b7280"
@@ -30,11 +30,8 @@ class Panel:
     sparse: bool = False  # a few points: mark each, smooth nothing
 
 
-PANELS = (
-    Panel("reward, mean of the step's samples", REWARD, "#2563eb"),
-    Panel("evaluation score, held-out prompts", SCORE, "#059669", sparse=True),
-    Panel("KL(policy || reference), sum over a response", KL, "#d97706"),
-)
+REWARD_PANEL = Panel("reward, mean of the step's samples", REWARD, "#2563eb")
+KL_PANEL = Panel("KL(policy || reference), sum over a response", KL, "#d97706")
 LOSS_PANEL = Panel("loss", LOSS, "#2563eb")
 
 
@@ -51,7 +48,18 @@ def plot_run(metrics_path: Path, out: Path, *, title: str = "") -> Path:
     except ImportError:
         raise UserError("plots need the package matplotlib: pip install 'rlcore[plot]'") from None
     rows = read_metrics(metrics_path)
-    drawn = [(panel, *curve(rows, panel.names)) for panel in PANELS]
+    sets = dict.fromkeys(name for row in rows for name in evaluated_sets(row))
+    evaluations = [
+        Panel(
+            f"evaluation score, {name or 'held-out prompts'}",
+            (of_set(name, "score"),),
+            "#059669",
+            sparse=True,
+        )
+        for name in sets
+    ]
+    panels = (REWARD_PANEL, *evaluations, KL_PANEL)
+    drawn = [(panel, *curve(rows, panel.names)) for panel in panels]
     drawn = [entry for entry in drawn if entry[1]] or [(LOSS_PANEL, *curve(rows, LOSS_PANEL.names))]
     if not drawn[0][1]:
         raise UserError(

@@ -18,18 +18,18 @@ from rich.text import Text
 from rlcore.data.sample import Sample
 from rlcore.tracking.base import BaseTracker
 from rlcore.tracking.format import (
-    ACCURACY,
     KL,
     LENGTH,
     LOSS,
     REWARD,
-    SCORE,
     STEP_SECONDS,
     TOKENS_PER_SECOND,
     TRAINING,
     duration,
+    evaluated_sets,
     first,
     number,
+    of_set,
     sample_lines,
 )
 
@@ -88,7 +88,7 @@ class Progress(BaseTracker):
         self._step = step
         self._last = now
         self._withheld = " | ".join([self._position(), *self._fields(metrics)])
-        evaluated = first(metrics, SCORE) is not None
+        evaluated = evaluated_sets(metrics)
         if (
             evaluated
             or step >= self.total_steps
@@ -159,10 +159,11 @@ class Progress(BaseTracker):
             fields.append(f"{duration(seconds)}/step")
         if self.seconds_left is not None and self._step < self.total_steps:
             fields.append(f"{duration(self.seconds_left)} left")
-        if (score := first(metrics, SCORE)) is not None:
-            fields.append(f"eval {number(score)}")
-        if (accuracy := first(metrics, ACCURACY)) is not None:
-            fields.append(f"accuracy {number(accuracy)}")
+        for name in evaluated_sets(metrics):
+            field = f"eval {name}".rstrip() + f" {number(metrics[of_set(name, 'score')])}"
+            if (accuracy := metrics.get(of_set(name, "accuracy"))) is not None:
+                field += f" (accuracy {number(accuracy)})"
+            fields.append(field)
         return fields
 
 
@@ -210,7 +211,7 @@ def _styled(line: str) -> Text:
     text = Text(line)
     text.highlight_regex(r"^step +\d+/\d+", "bold cyan")
     text.highlight_regex(r"\breward [^ ]+", "green")
-    text.highlight_regex(r"\b(eval|accuracy) [^ ]+(?= \||$)", "bold green")
+    text.highlight_regex(r"(?<=\| )eval [^|]+", "bold green")
     text.highlight_regex(r"\bnan\b|\b-?inf\b|FAILED", "bold red")
     text.highlight_regex(r"^    [<>] .*", "dim")
     return text

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlcore.tracking.format import (
-    ACCURACY,
     LOSS,
     REWARD,
-    SCORE,
     TOKENS_PER_SECOND,
     curve,
     duration,
+    evaluated_sets,
     number,
+    of_set,
 )
 
 # Totals, a part of generation, and work beside the training: not phases of a step.
@@ -28,10 +28,10 @@ class RunSummary:
     steps: int
     reward_first: float | None = None
     reward_last: float | None = None
-    score_before: float | None = None  # the first and the last evaluation
-    score_after: float | None = None
-    accuracy_before: float | None = None
+    accuracy_before: float | None = None  # the first and the last evaluation
     accuracy_after: float | None = None
+    # score and accuracy of each evaluation set, as "aime24 score": before and after
+    evaluations: dict[str, tuple[float, float]] = field(default_factory=dict)
     loss_first: float | None = None
     loss_last: float | None = None
     tokens_per_second: float | None = None  # median over steps
@@ -50,16 +50,14 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
     speeds = sorted(curve(rows, TOKENS_PER_SECOND)[1])
     rewards = curve(rows, REWARD)[1]
     losses = curve(rows, LOSS)[1]
-    scores = curve(rows, SCORE)[1]
-    accuracies = curve(rows, ACCURACY)[1]
+    accuracies = curve(rows, ("eval/accuracy",))[1]
     return RunSummary(
         steps=max((int(row["step"]) for row in rows), default=0),
         reward_first=_at(rewards, 0),
         reward_last=_at(rewards, -1),
-        score_before=_at(scores, 0),
-        score_after=_at(scores, -1),
         accuracy_before=_at(accuracies, 0),
         accuracy_after=_at(accuracies, -1),
+        evaluations=_evaluations(rows),
         loss_first=_at(losses, 0),
         loss_last=_at(losses, -1),
         tokens_per_second=_at(speeds, len(speeds) // 2),
@@ -77,8 +75,8 @@ def format_report(
         reason = f" ({result['reason']})" if result.get("reason") else ""
         rows.append(("status", f"{result['status']}{reason}"))
     rows.append(("steps", str(summary.steps)))
-    rows += _change("eval score", summary.score_before, summary.score_after)
-    rows += _change("eval accuracy", summary.accuracy_before, summary.accuracy_after)
+    for name, (before, after) in summary.evaluations.items():
+        rows += _change(f"eval {name}", before, after)
     rows += _change("reward", summary.reward_first, summary.reward_last)
     if summary.reward_last is None:
         rows += _change("loss", summary.loss_first, summary.loss_last)
@@ -99,6 +97,17 @@ def _change(name: str, before: float | None, after: float | None) -> list[tuple[
         return []
     sign = "+" if after >= before else ""
     return [(name, f"{number(before)} -> {number(after)}  ({sign}{number(after - before)})")]
+
+
+def _evaluations(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    names = dict.fromkeys(name for row in rows for name in evaluated_sets(row))
+    found: dict[str, tuple[float, float]] = {}
+    for name in names:
+        for metric in ("score", "accuracy"):
+            values = curve(rows, (of_set(name, metric),))[1]
+            if values:
+                found[f"{name} {metric}".strip()] = (values[0], values[-1])
+    return found
 
 
 def _at(values: Sequence[float], index: int) -> float | None:

@@ -165,7 +165,7 @@ class RankZero:
         return READY
 
     def evaluate(self, sets: Sequence[str]) -> str:
-        """Score sets of held-out prompts for the next row of the log. Returns as `generate` does."""
+        """Score held-out prompts for the next row of the log. Returns as `generate` does."""
         try:
             found = self.source.evaluate(sets)
         except EngineFailed as error:  # recovery: as above

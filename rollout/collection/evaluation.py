@@ -42,7 +42,9 @@ class HeldOutSet:
         before = replace(failures)
         self.is_running = True
         try:
-            groups = await self.runner.run({row: self.prompts[row] for row in range(len(self.prompts))})
+            groups = await self.runner.run(
+                {row: self.prompts[row] for row in range(len(self.prompts))}
+            )
         finally:
             self.is_running = False
         samples = [sample for group in groups for sample in group.samples]

@@ -29,9 +29,7 @@ class Answer:
     is_right: bool
 
 
-def quoted_metrics(
-    groups: Sequence[Sequence[Sample]], given: EvaluationSet
-) -> dict[str, float]:
+def quoted_metrics(groups: Sequence[Sequence[Sample]], given: EvaluationSet) -> dict[str, float]:
     """The metrics of a set with k, by their names without the set.
 
     Without verdicts there is only the interval of the score. pass@k and maj@k are absent where a
@@ -64,7 +62,10 @@ def quoted_metrics(
             continue
         add(f"pass@{k}", [pass_at_k(len(a), count, k) for a, count in zip(prompts, right)])
         if k > 1:
-            add(f"maj@{k}", [maj_at_k([a.text for a in p], [a.is_right for a in p], k) for p in prompts])
+            add(
+                f"maj@{k}",
+                [maj_at_k([a.text for a in p], [a.is_right for a in p], k) for p in prompts],
+            )
     return found
 
 

@@ -17,7 +17,9 @@ def evaluation(config: Config) -> Iterator[Problem]:
     given = config.evaluation
     sets = evaluation_sets(config)
     if given.every and not sets:
-        yield Problem("evaluation.paths", f"empty, but evaluation.every is {given.every}: name the files")
+        yield Problem(
+            "evaluation.paths", f"empty, but evaluation.every is {given.every}: name the files"
+        )
     for one in sets:
         if one.name and not _NAME.fullmatch(one.name):
             message = (
@@ -46,9 +48,13 @@ def best_checkpoint(config: Config) -> Iterator[Problem]:
     chosen = sets.get(best.metric[: best.metric.rfind("/") + 1])
     if chosen is None:
         known = ", ".join(f"{prefix}score" for prefix in sets) or "none: evaluation has no prompts"
-        yield Problem(path, f"got {best.metric}, expected a metric of a set that is evaluated: {known}")
+        yield Problem(
+            path, f"got {best.metric}, expected a metric of a set that is evaluated: {known}"
+        )
     elif not (chosen.every or chosen.at_end):
-        yield Problem(path, f"{chosen.key} is never evaluated after a step: set its every or at_end")
+        yield Problem(
+            path, f"{chosen.key} is never evaluated after a step: set its every or at_end"
+        )
     elif "@" in best.metric and best.metric.removeprefix(chosen.prefix) not in _at(chosen):
         yield Problem(path, f"got {best.metric}, but {chosen.key} gives {', '.join(_at(chosen))}")
 
@@ -56,7 +62,8 @@ def best_checkpoint(config: Config) -> Iterator[Problem]:
 def _at(one: EvaluationSet) -> list[str]:
     """The metrics with an @ that a set may give."""
     own = [f"avg@{one.samples_per_prompt}"] if one.k else []
-    return own + [f"{kind}@{k}" for kind in ("pass", "maj") for k in one.k]
+    own += [f"pass@{k}" for k in one.k]
+    return own + [f"maj@{k}" for k in one.k if k > 1]
 
 
 def evaluation_notes(config: Config) -> Iterator[Problem]:

@@ -353,7 +353,10 @@ def test_all_problems_are_reported_together(refusal):
         ([SFT, "algorithm.normalize_advantages=batch"], ["algorithm.normalize_advantages"]),
         (["policy.optimizer.decay_steps=3"], ["policy.optimizer.decay_steps"]),
         (["policy.optimizer.decay_steps=3", "policy.optimizer.schedule=cosine"], []),
-        (["evaluation.samples_per_prompt=4"], ["evaluation.samples_per_prompt"]),
+        (
+            ["evaluation.paths=[x]", "evaluation.samples_per_prompt=4"],
+            ["evaluation.samples_per_prompt"],
+        ),
         (["rollout.sampling.temperature=0"], ["rollout.sampling.temperature"]),
         (["policy.logprobs.keep_sets=true"], ["policy.logprobs.keep_sets"]),
         (["policy.logprobs.keep_sets=true", "rollout.sampling.top_k=5"], []),

@@ -129,3 +129,7 @@ def right_or_fails(sample: Sample) -> float:
 
 def nan(sample: Sample) -> float:
     return float("nan")
+
+
+def half(sample: Sample) -> float:
+    return 0.5

@@ -42,7 +42,9 @@ def test_plain_lines_say_what_matters() -> None:
     clock.now += 3
     progress.log(1, METRICS)
     clock.now += 2
-    progress.log(2, {**METRICS, "eval/score": 0.5, "eval/accuracy": 0.25})
+    progress.log(
+        2, {**METRICS, "eval/score": 0.5, "eval/accuracy": 0.25, "eval/aime24/score": 0.125}
+    )
     progress.note("early stopping: armed")
     clock.now += 1
     progress.close("early_stopped")
@@ -58,7 +60,7 @@ def test_plain_lines_say_what_matters() -> None:
         ),
         (
             "step  2/40 | reward 0.412 | kl 0.00310 | length 3.21 | 12.3k tok/s | 2.1 s/step |"
-            " 1m35s left | eval 0.500 | accuracy 0.250"
+            " 1m35s left | eval 0.500 (accuracy 0.250) | eval aime24 0.125"
         ),
         "early stopping: armed",
         "run addition: stopped early after step 2/40, 11 s",
@@ -144,8 +146,8 @@ def test_samples_are_shown_as_text(make_sample: Callable[..., Sample]) -> None:
     Progress("a", 9, stream).show_samples(3, [make_sample()], "held-out sample (aime24)")
     assert stream.getvalue().splitlines() == [
         (
-            "  training sample of step 3: reward 0.500, math 1.00, form 0, 3 tokens, ended by stop, expected"
-            " '46'"
+            "  training sample of step 3: reward 0.500, math 1.00, form 0, 3 tokens, ended by stop,"
+            " expected '46'"
         ),
         "    > 12+34=",
         "    < 46",

@@ -1,0 +1,122 @@
+"""Named evaluation sets: what they inherit, when they are due, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlcore.config.derived import longest_request_s
+from rlcore.config.evaluation_sets import evaluation_sets, sets_due
+
+AIME = (
+    "evaluation.sets.aime24={paths: a.jsonl, samples_per_prompt: 32, temperature: 0.6, every: 20}"
+)
+
+
+def by_name(loaded):
+    return {one.name: one for one in evaluation_sets(loaded.config)}
+
+
+def test_a_set_takes_from_the_section_what_it_leaves_out(load):
+    shared = "evaluation={paths: [e.jsonl], every: 5, temperature: 1.0, top_p: 0.9, at_end: no}"
+    sets = by_name(load(shared, AIME, "evaluation.sets.mmlu.paths=[b.jsonl, c.jsonl]"))
+    assert list(sets) == ["", "aime24", "mmlu"]
+    aime, mmlu = sets["aime24"], sets["mmlu"]
+    assert (aime.paths, mmlu.paths) == (("a.jsonl",), ("b.jsonl", "c.jsonl"))
+    assert (aime.every, aime.temperature, aime.top_p, aime.at_end) == (20, 0.6, 0.9, False)
+    assert (mmlu.every, mmlu.temperature, mmlu.samples_per_prompt) == (5, 1.0, 1)
+    assert (sets[""].k, aime.k, mmlu.k) == ((), (1, 32), (1,))
+    assert (sets[""].prefix, aime.prefix) == ("eval/", "eval/aime24/")
+    assert by_name(load(AIME, "evaluation.k=[8, 1, 8]"))["aime24"].k == (1, 8)
+
+
+def test_the_columns_and_the_reward_of_a_set_are_its_own(load):
+    own = "evaluation.sets.x={paths: x, label_key: answer, reward: {parts: {m: {function: math}}}}"
+    loaded = load(own, AIME, "evaluation.max_new_tokens=99")
+    sets = by_name(loaded)
+    config = sets["x"].config(loaded.config)
+    assert (config.data.prompt_key, config.data.label_key) == ("prompt", "answer")
+    assert list(config.reward.parts) == ["m"]
+    assert config.evaluation.max_new_tokens == 99
+    assert loaded.config.data.label_key == "label", "the run's own stays"
+    assert sets["aime24"].config(loaded.config).reward == loaded.config.reward
+
+
+def test_each_set_has_its_own_period(load):
+    config = load(
+        "evaluation.paths=[e.jsonl]",
+        AIME,
+        "evaluation.sets.end={paths: x, at_start: off}",
+        "evaluation.sets.never={paths: x, at_start: off, at_end: off}",
+        "evaluation.sets.often={paths: x, every: 2, at_start: off, at_end: off}",
+    ).config
+    assert sets_due(config, 0, ended=False) == ["", "aime24"]
+    assert sets_due(config, 1, ended=False) == []
+    assert sets_due(config, 40, ended=False) == ["aime24", "often"]
+    assert sets_due(config, 41, ended=True) == ["", "aime24", "end"]
+    assert sets_due(config, 42, ended=True) == ["", "aime24", "end", "often"]
+
+
+def test_a_run_without_prompts_to_score_scores_none(load):
+    assert sets_due(load().config, 0, ended=False) == []
+    off = load("evaluation=null").config
+    assert evaluation_sets(off) == []
+
+
+def test_a_set_of_an_earlier_file_can_be_dropped(load, write):
+    base = write("base.yaml", "evaluation: {sets: {a: {paths: a}, b: {paths: b}}}\n")
+    assert list(by_name(load("evaluation.sets.a=null", files=[base]))) == ["b"]
+    assert by_name(load("evaluation.sets=null", files=[base])) == {}
+
+
+def test_the_longest_response_of_any_set_counts(load):
+    short = longest_request_s(load(AIME).config)
+    long = longest_request_s(load(AIME, "evaluation.sets.aime24.max_new_tokens=32768").config)
+    assert long > short + 30_000
+
+
+BEST = "checkpoint.best.metric=eval/aime24/pass@1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["evaluation.every=3"], "evaluation.paths: empty, but evaluation.every is 3"),
+        (["evaluation.sets.a={every: 3}"], "evaluation.sets.a.paths: missing"),
+        (["evaluation.sets.a.paths=[]"], "evaluation.sets.a.paths: got an empty list"),
+        (["evaluation.sets={a/b: {paths: x}}"], "evaluation.sets.a/b: got the name 'a/b'"),
+        ([AIME, "evaluation.sets.aime24.k=[64]"], "evaluation.sets.aime24.k: got 64, at most"),
+        (
+            [AIME, "evaluation.k=[64]"],
+            "evaluation.k: got 64, at most evaluation.sets.aime24.samples",
+        ),
+        (["evaluation.paths=[x]", "evaluation.k=[2]"], "evaluation.k: got 2, at most"),
+        ([BEST], "checkpoint.best.metric: got eval/aime24/pass@1, expected a metric of a set"),
+        ([AIME, BEST.replace("aime24", "aime25")], "that is evaluated: eval/aime24/score"),
+        (
+            [AIME, BEST.replace("@1", "@2")],
+            "but evaluation.sets.aime24 gives avg@32, pass@1, pass@32",
+        ),
+        (
+            [AIME, BEST, "evaluation.sets.aime24.every=0", "evaluation.sets.aime24.at_end=off"],
+            "checkpoint.best.metric: evaluation.sets.aime24 is never evaluated after a step",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(refusal, overrides, line):
+    (said,) = refusal(*overrides)
+    assert line in said.replace(" (override)", "")
+
+
+def test_what_does_nothing_is_noted(load):
+    greedy = load("evaluation.sets.a={paths: x, samples_per_prompt: 4}")
+    assert greedy.notes == (
+        "evaluation.sets.a.samples_per_prompt: the samples are all alike:"
+        " evaluation.sets.a.temperature is 0",
+    )
+    never = load("evaluation.sets.a={paths: x, at_start: no, at_end: no}")
+    assert never.notes[0].startswith("evaluation.sets.a: is never evaluated")
+
+
+def test_a_metric_of_the_evaluation_can_choose_the_checkpoint(load):
+    assert load(AIME, BEST).config.checkpoint.best.mode == "max"
+    assert load("evaluation.paths=[x]", "checkpoint.best={metric: eval/score, mode: min}")
