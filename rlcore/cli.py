@@ -137,21 +137,19 @@ def evaluate(arguments: argparse.Namespace) -> int:
     chosen: list[str] = []
     if arguments.model is not None:
         path = json.dumps(str(arguments.model))
-        is_hf = (arguments.model / "config.json").is_file()
-        chosen = (
-            [f"model.path={path}", "policy.checkpoint=null"]
-            if is_hf
-            else [f"policy.checkpoint={path}"]
-        )
+        chosen = [f"policy.checkpoint={path}"]
+        if (arguments.model / "config.json").is_file():
+            chosen = [f"model.path={path}", "policy.checkpoint=null"]
     launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
     loaded = _load([*launcher, *arguments.settings, *chosen])
-    if not loaded.config.evaluation.paths:
+    if not (loaded.config.evaluation.paths or loaded.config.evaluation.sets):
         raise loaded.error("evaluation.paths", "empty: name the files with the prompts to score")
-    from rlcore.launch.commands.eval_export import evaluate_model
+    from rlcore.launch.commands.evaluate import evaluate_model
 
     return evaluate_model(
         loaded,
         output=arguments.output,
+        sets=arguments.set,
         all_ranks=arguments.all_ranks,
         arguments=arguments.given,
     )
@@ -167,9 +165,10 @@ def engine(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Write a checkpoint as a Hugging Face folder."""
-    from rlcore.launch.commands.eval_export import export_checkpoint
+    from rlcore.launch.commands.export import export_checkpoint
 
-    return export_checkpoint(arguments.source, arguments.folder)
+    source = f"{arguments.source}@best" if arguments.best else arguments.source
+    return export_checkpoint(Path(source), arguments.folder)
 
 
 def ledger(arguments: argparse.Namespace) -> int:
@@ -340,11 +339,12 @@ def _add_configured(commands: Commands) -> None:
     sub = _command(commands, "doctor", doctor, text)
     sub.add_argument("settings", nargs="*", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
     sub = _configured(commands, "eval", evaluate, "score a model on the evaluation prompts")
-    sub.add_argument(
-        "--model",
-        type=Path,
-        help="a Hugging Face folder or a checkpoint, instead of the configured one",
+    text = (
+        "a Hugging Face folder, a checkpoint or a RUN[@STEP|@best], instead of the configured one"
     )
+    sub.add_argument("--checkpoint", "--model", dest="model", type=Path, help=text)
+    text = "score this one of evaluation.sets alone; may be repeated"
+    sub.add_argument("--set", action="append", default=[], metavar="NAME", help=text)
     sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
     sub.add_argument(
         "--all-ranks",
@@ -404,8 +404,10 @@ def _add_others(commands: Commands) -> None:
     """Add the commands that take no configuration."""
     text = "write a training checkpoint as a Hugging Face folder"
     sub = _command(commands, "export", export, text)
-    sub.add_argument("source", type=Path, help="a run (its last checkpoint) or a checkpoint folder")
+    text = "a run (its last checkpoint), RUN@STEP, RUN@best or a checkpoint folder"
+    sub.add_argument("source", type=Path, help=text)
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
+    sub.add_argument("--best", action="store_true", help="the run's best checkpoint: RUN@best")
     text = "what became of every prompt that a run has drawn; exit code 1 unless it balances"
     sub = _command(commands, "ledger", ledger, text)
     sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")

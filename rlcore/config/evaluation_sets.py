@@ -77,6 +77,11 @@ def sets_due(config: Config, step: int, *, ended: bool) -> list[str]:
     return [given.name for given in evaluation_sets(config) if given.is_due(step, ended=ended)]
 
 
+def set_of(metric: str) -> str:
+    """Return the name of the set that a metric `eval/...` is of."""
+    return metric.removeprefix("eval").strip("/").rpartition("/")[0]
+
+
 def _resolved(name: str, part: EvaluationSetConfig, given: EvaluationConfig) -> EvaluationSet:
     samples = _first(part.samples_per_prompt, given.samples_per_prompt)
     k = given.k if part.k is None else part.k

@@ -7,6 +7,7 @@ import logging
 from contextlib import ExitStack
 from pathlib import Path
 
+from rlcore.config import Config
 from rlcore.config.derived import comeback_s, engine_place_s, total_steps, updates_per_step
 from rlcore.config.load import Loaded
 from rlcore.errors import FAILED, DataError, RunFailed, UserError, exit_code
@@ -18,6 +19,7 @@ from rlcore.launch.compose import (
     build_rank0,
     build_weight_publisher,
     check_input,
+    export_policy,
     open_handles,
 )
 from rlcore.launch.environment import supervised, wait_for_reporter
@@ -164,10 +166,30 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
     if rank0 is not None:
         if process.heartbeat is not None:
             process.heartbeat.ignore_peers()
+        if outcome.status in FINISHED and config.checkpoint.export_hf:
+            _export_best(config, rank0)
         if outcome.status in FINISHED and config.tracking.hub.repo:
             push_run(config.tracking.hub, folder, rank0.directory, rank0.tracker)
         rank0.tracker.close(outcome.status)
     return outcome
+
+
+def _export_best(config: Config, rank0: RankZero) -> None:
+    """Write the best checkpoint as `hf_best/`. The run has ended well, whatever becomes of this."""
+    best = rank0.best
+    if best is None:
+        return
+    folder = rank0.directory.path / "hf_best"
+    try:
+        export_policy(config, rank0.checkpoints.path(best.step) / "model", folder)
+        rank0.tracker.note(
+            f"{folder} has step {best.step}, the best {best.metric}: {best.value:.6g}"
+        )
+    except (OSError, RunFailed, UserError) as error:
+        rank0.tracker.note(
+            f"WARNING {folder} could not be written: {in_one_line(error)}; try again by `rlcore"
+            f" export {rank0.directory.path} FOLDER --best`"
+        )
 
 
 def _conclude_failed(rank0: RankZero, status: Status, error: BaseException) -> None:

@@ -12,7 +12,15 @@ from typing import Any
 from rlcore.config import Config
 from rlcore.config.load import Loaded, load_config
 from rlcore.errors import DataError, UserError
-from rlcore.runs.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
+from rlcore.runs.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    committed_steps,
+    latest_checkpoint,
+    read_best,
+    read_checkpoint,
+    step_name,
+)
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.files import remove_tree
 from rlcore.runs.metrics import read_metrics
@@ -144,9 +152,14 @@ def check_unfinished(
 def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
     """Find the folder of shards of a run (its newest checkpoint), a checkpoint, or shards.
 
+    `RUN@10` is the checkpoint of step 10 of a run, `RUN@best` the one that `checkpoint.best` kept.
+
     Raises:
         UserError: there is none; the message begins with `key`.
     """
+    run, which = split_reference(path)
+    if which:
+        return _checkpoint_of(run / "checkpoints", which, key).model
     if (path / "checkpoints").is_dir():
         found = latest_checkpoint(path / "checkpoints")
         if found is None:
@@ -159,6 +172,29 @@ def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
     raise UserError(
         f"{key}: {path} does not exist; expected a run, a checkpoint or its folder of shards"
     )
+
+
+def split_reference(path: Path) -> tuple[Path, str]:
+    """Split RUN@STEP or RUN@best into the run's folder and the rest, "" if there is none."""
+    run, at, which = str(path).rpartition("@")
+    is_reference = at and (which == "best" or which.isdecimal()) and not path.exists()
+    return (Path(run), which) if is_reference else (path, "")
+
+
+def _checkpoint_of(folder: Path, which: str, key: str) -> Checkpoint:
+    """Read the checkpoint of step `which`, or the best, in a run's `checkpoints/`."""
+    best = read_best(folder) if which == "best" else None
+    if which == "best" and best is None:
+        raise UserError(
+            f"{key}: {folder.parent} has no best checkpoint: checkpoint.best was not given, or no"
+            " evaluation after a step had its metric"
+        )
+    step = int(which) if best is None else best.step
+    steps = committed_steps(folder)
+    if step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"{key}: {folder.parent} has no checkpoint of step {step}, but of: {known}")
+    return read_checkpoint(folder / step_name(step))
 
 
 def pin_initial_policy(loaded: Loaded, *, resume: bool) -> Loaded:
@@ -174,7 +210,8 @@ def pin_initial_policy(loaded: Loaded, *, resume: bool) -> Loaded:
     if given is None:
         return loaded
     pinned = _started_from(loaded) if resume else None
-    if pinned is None or not pinned.resolve().is_relative_to(Path(given).resolve()):
+    run, _ = split_reference(Path(given))
+    if pinned is None or not pinned.resolve().is_relative_to(run.resolve()):
         pinned = find_checkpoint(Path(given))
     elif not pinned.is_dir():
         raise UserError(

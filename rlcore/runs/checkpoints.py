@@ -1,6 +1,7 @@
 """Checkpoints of a run: each is one folder, which one rename makes valid.
 
-    checkpoints/step_000010/state.json       step, version, source snapshot, tracker state, ...
+    checkpoints/best.json                    the checkpoint with the best evaluation
+                step_000010/state.json       step, version, source snapshot, tracker state, ...
                             manifest.json    size of every file, checksum of all but the largest
                             model/           shards, written by the ranks
                 .step_000020.tmp/            being written; the next start deletes it
@@ -20,7 +21,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 STATE = "state.json"
 MANIFEST = "manifest.json"
 MODEL = "model"
+BEST = "best.json"
 CHECKSUM_LIMIT = 64 << 20  # bytes; larger files are checked by size alone, to open quickly
 NEARLY_FULL = 16 << 20  # bytes free: torch's error for a full disk does not say that it is full
 _STEP = re.compile(r"step_(\d+)")
@@ -58,6 +60,16 @@ class Checkpoint:
         return self.folder / MODEL
 
 
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint with the best evaluation so far, by `checkpoint.best`."""
+
+    step: int
+    metric: str
+    mode: str
+    value: float
+
+
 class CheckpointStore:
     """The checkpoints of one run. Rank 0 alone begins, commits and prunes.
 
@@ -71,6 +83,8 @@ class CheckpointStore:
         self.folder = folder
         self.keep = keep
         folder.mkdir(parents=True, exist_ok=True)
+        self._best = read_best(folder)
+        self._next_best = self._best  # in force with the checkpoint that is being written
         self._sweep()
 
     # --- writing ----------------------------------------------------------------------------------
@@ -85,10 +99,14 @@ class CheckpointStore:
 
     def aside(self, step: int) -> Path:
         """Return the temporary folder of `step`."""
-        return self.folder / f".{_name(step)}.tmp"
+        return self.folder / f".{step_name(step)}.tmp"
 
     def write_state(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the run's state beside the shards; `encode_state` says what it may hold."""
+        """Write the run's state beside the shards; `encode_state` says what it may hold.
+
+        Its "best" is what `point_to_best` gets with the commit.
+        """
+        self._next_best = best_of(state)
         with self._plain_errors(step):
             write_atomic(self.aside(step) / STATE, encode_state(state))
 
@@ -113,8 +131,17 @@ class CheckpointStore:
                 os.rename(final, self.folder / f".{final.name}.replaced")
             os.rename(aside, final)
             sync(self.folder)
+            self.point_to_best(self._next_best)
         self._prune(step)
         return final
+
+    def point_to_best(self, best: Best | None) -> None:
+        """Keep this checkpoint, whatever its age, and no longer the one before."""
+        if best is None:
+            (self.folder / BEST).unlink(missing_ok=True)
+        elif best != read_best(self.folder):
+            write_atomic(self.folder / BEST, json.dumps(asdict(best)).encode() + b"\n")
+        self._best = best
 
     def abort(self, step: int) -> None:
         """Delete the checkpoint of `step` that is being written."""
@@ -122,7 +149,7 @@ class CheckpointStore:
 
     def path(self, step: int) -> Path:
         """Return the folder of a committed checkpoint."""
-        return self.folder / _name(step)
+        return self.folder / step_name(step)
 
     def rewind(self, step: int) -> None:
         """Go back to `step`: later checkpoints become `discarded_step_*` until a commit.
@@ -131,7 +158,7 @@ class CheckpointStore:
         """
         for later in committed_steps(self.folder):
             if later > step:
-                discarded = self.folder / f"discarded_{_name(later)}"
+                discarded = self.folder / f"discarded_{step_name(later)}"
                 if discarded.exists():
                     remove_tree(discarded)
                 os.rename(self.path(later), discarded)
@@ -150,9 +177,13 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        """Delete replaced and discarded checkpoints, and all but the `keep` newest to `newest`."""
+        """Delete replaced and discarded checkpoints, and all but the `keep` newest to `newest`.
+
+        The best one stays too.
+        """
         steps = [step for step in committed_steps(self.folder) if step <= newest]
-        doomed = [self.path(step) for step in steps[: -self.keep]]
+        best = None if self._best is None else self._best.step
+        doomed = [self.path(step) for step in steps[: -self.keep] if step != best]
         for path in self.folder.iterdir():
             match = _DISCARDED.fullmatch(path.name)
             if _REPLACED.fullmatch(path.name) or (match and int(match[1]) <= newest):
@@ -220,7 +251,7 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     damages = []
     for step in reversed(committed_steps(folder)):
         try:
-            checkpoint = read_checkpoint(folder / _name(step))
+            checkpoint = read_checkpoint(folder / step_name(step))
         except DamagedCheckpoint as error:
             damages.append(str(error))
             continue
@@ -234,6 +265,27 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
             + "; restore the files, or start anew with --overwrite"
         )
     return None
+
+
+def best_of(state: Mapping[str, Any]) -> Best | None:
+    """Return the best checkpoint that a run's state names, if it names one."""
+    found = state.get("best")
+    return None if found is None else Best(**found)
+
+
+def read_best(folder: Path) -> Best | None:
+    """Return what a run's `checkpoints/` points to as the best, if anything.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = folder / BEST
+    try:
+        return Best(**json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: {error}; delete it to go on without") from error
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -253,7 +305,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(step=manifest["step"], folder=folder, state=_read_json(folder, STATE))
 
 
-def _name(step: int) -> str:
+def step_name(step: int) -> str:
+    """Return the name of a step's folder."""
     return f"step_{step:06d}"
 
 

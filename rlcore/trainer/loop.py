@@ -66,6 +66,7 @@ class Trainer:
         if step == 0:
             self.evaluate(0)
             self.log(0)
+            self.find_best(0)
         self.seconds = {}
         while status == CONTINUE and not self.no_engines_reason:
             with self.clock("step"):
@@ -87,7 +88,8 @@ class Trainer:
                 ", ".join(f"{phase} {spent:.3f} s" for phase, spent in self.seconds.items()),
             )
             self.seconds = {}
-            if status != CONTINUE or every(step, self.config.checkpoint.every):
+            is_due = status != CONTINUE or every(step, self.config.checkpoint.every)
+            if self.find_best(step) or is_due:
                 self.save(
                     step, in_background=status == CONTINUE and self.config.checkpoint.async_save
                 )
@@ -182,6 +184,16 @@ class Trainer:
             self.wait_for_engines(
                 f"the evaluation after step {step}", lambda: on_rank0(self.rank0).evaluate(due)
             )
+
+    def find_best(self, step: int) -> bool:
+        """Whether the evaluation after `step` is the best so far, so that its weights are kept."""
+        if self.config.checkpoint.best is None:
+            return False
+        answer = self.sync.broadcast(
+            f"the best checkpoint by step {step}",
+            lambda: "found" if on_rank0(self.rank0).find_best(step) else "",
+        )
+        return bool(answer)
 
     def wait_for_engines(self, what: str, wait: Callable[[], str]) -> None:
         """Wait for generation on rank 0, and bring the weights to engines that restarted meanwhile.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from rlcore.config import Config
-from rlcore.config.evaluation_sets import SET_KEY
+from rlcore.config.evaluation_sets import SET_KEY, set_of
 from rlcore.config.sections.training import TrainingConfig
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.packing import split_minibatches
 from rlcore.data.sample import Sample
-from rlcore.errors import EngineFailed, RunFailed
+from rlcore.errors import ConfigError, EngineFailed, RunFailed
 from rlcore.interfaces import RolloutSource, Tracker
-from rlcore.runs.checkpoints import Checkpoint, CheckpointStore
+from rlcore.runs.checkpoints import Best, Checkpoint, CheckpointStore, best_of
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.runs.rollouts import write_rollouts
@@ -144,6 +144,8 @@ class RankZero:
         self._version: int | None = None  # of the weights that are trained on `_batch`
         self._evaluation: dict[str, float] = {}
         self._evaluated: list[Sample] = []
+        self._scored_sets: Sequence[str] = ()
+        self.best: Best | None = None
         self._seconds_before = 0.0  # in earlier processes of this run
         self._began = time.monotonic()
 
@@ -173,6 +175,7 @@ class RankZero:
         if found is None:
             return CATCH_UP
         self._evaluation, self._evaluated = found
+        self._scored_sets = sets
         return READY
 
     def build_batch(self, step: int, version: int | None) -> RolloutBatch:
@@ -304,6 +307,38 @@ class RankZero:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
+    def find_best(self, step: int) -> bool:
+        """Whether the evaluation in the row of `step` is the best so far.
+
+        The weights before the first step are in no checkpoint, so they are never the best.
+
+        Raises:
+            ConfigError: the evaluation before the first step lacks the metric.
+        """
+        wanted = self.config.checkpoint.best
+        assert wanted is not None
+        scored = self._scored_sets
+        self._scored_sets = ()
+        if set_of(wanted.metric) not in scored:
+            return False
+        value = self.metrics.get(wanted.metric)
+        if value is None:
+            message = (
+                f"checkpoint.best.metric: the evaluation after step {step} gave no {wanted.metric};"
+                f" it gave {', '.join(name for name in self.metrics if name.startswith('eval/'))}"
+            )
+            if step == 0:
+                raise ConfigError(message)
+            self.tracker.note(f"WARNING {message}")
+        if value is None or math.isnan(value) or step == 0:
+            return False
+        sign = 1 if wanted.mode == "max" else -1
+        if self.best is not None and sign * value <= sign * self.best.value:
+            return False
+        self.best = Best(step, wanted.metric, wanted.mode, value)
+        self.tracker.note(f"the best {wanted.metric} so far is {value:.6g}, after step {step}")
+        return True
+
     def begin_checkpoint(self, step: int) -> Path:
         """Write the present state of rank 0. Returns an empty folder for the ranks' shards."""
         assert self._rollouts is not None
@@ -318,6 +353,7 @@ class RankZero:
                 "objective_kl": self.metrics.get("objective/kl"),
                 "source": self.source.snapshot(),
                 "tracker": self.tracker.state(),
+                "best": None if self.best is None else asdict(self.best),
                 "rng": rng_state(),  # of this rank: estimators, workflows and filters run here
             },
         )
@@ -354,16 +390,32 @@ class RankZero:
         self.directory.write_config(self.config.model_dump(mode="json"), self._origins)
         if found is None:
             return f"{self.step} {CONTINUE}"
+        self._restore_best(found)
         self.checkpoints.rewind(found.step)
         self.tracker.note(f"resuming after step {found.step} from {found.folder}")
         restore_rng(found.state["rng"])
         return f"{found.step} {self._status(found.state.get('objective_kl'))}"
 
+    def _restore_best(self, found: Checkpoint) -> None:
+        """Go back to the best of that time, unless it is chosen by another metric or was deleted."""
+        wanted = self.config.checkpoint.best
+        best = best_of(found.state)
+        same = wanted and best and (best.metric, best.mode) == (wanted.metric, wanted.mode)
+        if same and best and not self.checkpoints.path(best.step).is_dir():
+            self.tracker.note(
+                f"WARNING the checkpoint of step {best.step} with the best {best.metric} is gone:"
+                " the next evaluation counts as the best"
+            )
+            same = False
+        self.best = best if same else None
+        self.checkpoints.point_to_best(self.best)
+
     # --- the end ----------------------------------------------------------------------------------
 
     def conclude(self, status: Status, *, reason: str = "") -> None:
         """Write `result.json` and show a summary of the run."""
-        self.directory.write_result(status, self.step, reason, seconds=self._elapsed, **self.reason)
+        told = self.reason if self.best is None else self.reason | {"best": asdict(self.best)}
+        self.directory.write_result(status, self.step, reason, seconds=self._elapsed, **told)
         rows = read_metrics(self.directory.metrics_path)
         if rows and status != "failed":
             self.tracker.note(format_report(summarize(rows), result=self.directory.read_result()))

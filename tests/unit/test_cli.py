@@ -12,7 +12,7 @@ from rlcore import cli
 from rlcore.config.load import load_config
 from rlcore.errors import DataError, DeadlineExceeded, RunFailed
 from rlcore.launch import launchers
-from rlcore.launch.commands import eval_export
+from rlcore.launch.commands import evaluate, export
 
 GIVEN = ["run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1"]
 
@@ -30,8 +30,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return call
 
     monkeypatch.setattr(launchers, "train", stand_in("train"))
-    for name in ("evaluate_model", "export_checkpoint"):
-        monkeypatch.setattr(eval_export, name, stand_in(name))
+    monkeypatch.setattr(evaluate, "evaluate_model", stand_in("evaluate_model"))
+    monkeypatch.setattr(export, "export_checkpoint", stand_in("export_checkpoint"))
     return calls
 
 
@@ -272,11 +272,30 @@ def test_eval_takes_a_folder_or_a_checkpoint(launched, tiny_model, tmp_path):
     assert cli.main(command) == 0
     (loaded,), how = launched["evaluate_model"]
     assert loaded.config.model.path == str(tiny_model)
-    assert how == {"output": Path("scores.json"), "all_ranks": True, "arguments": command}
+    assert how == {
+        "output": Path("scores.json"),
+        "sets": [],
+        "all_ranks": True,
+        "arguments": command,
+    }
 
     assert cli.main(["eval", *given, "--model", str(tmp_path)]) == 0
     (loaded,), _ = launched["evaluate_model"]
     assert (loaded.config.model.path, loaded.config.policy.checkpoint) == ("m", str(tmp_path))
+
+
+def test_eval_takes_named_sets(launched):
+    given = [*GIVEN, "evaluation.sets={a: {paths: a}, b: {paths: b}}"]
+    assert cli.main(["eval", *given, "--set", "b", "--checkpoint", "runs/x@best"]) == 0
+    (loaded,), how = launched["evaluate_model"]
+    assert (how["sets"], loaded.config.policy.checkpoint) == (["b"], "runs/x@best")
+
+
+def test_eval_of_an_unknown_set_names_those_there_are(capsys):
+    given = [*GIVEN, "evaluation.sets={a: {paths: a}, b: {paths: b}}"]
+    assert cli.main(["eval", *given, "--set", "c"]) == 2
+    said = capsys.readouterr().err
+    assert said == "rlcore: evaluation.sets (override): there is no set 'c', but: a, b\n"
 
 
 def test_eval_needs_prompts(launched, capsys):
@@ -287,6 +306,8 @@ def test_eval_needs_prompts(launched, capsys):
 def test_export(launched):
     assert cli.main(["export", "runs/x", "out"]) == 0
     assert launched["export_checkpoint"] == ((Path("runs/x"), Path("out")), {})
+    assert cli.main(["export", "runs/x", "out", "--best"]) == 0
+    assert launched["export_checkpoint"] == ((Path("runs/x@best"), Path("out")), {})
 
 
 def test_metrics_and_algorithms_are_listed(capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from rlcore.config.evaluation_sets import EvaluationSet, evaluation_sets
+from rlcore.config.evaluation_sets import EvaluationSet, evaluation_sets, set_of
 from rlcore.config.messages import Problem
 from rlcore.config.sections.root import Config
 
@@ -44,10 +44,13 @@ def best_checkpoint(config: Config) -> Iterator[Problem]:
     if best is None:
         return
     path = "checkpoint.best.metric"
-    sets = {one.prefix: one for one in evaluation_sets(config)}
-    chosen = sets.get(best.metric[: best.metric.rfind("/") + 1])
+    sets = {one.name: one for one in evaluation_sets(config)}
+    chosen = sets.get(set_of(best.metric)) if best.metric.startswith("eval/") else None
     if chosen is None:
-        known = ", ".join(f"{prefix}score" for prefix in sets) or "none: evaluation has no prompts"
+        known = (
+            ", ".join(f"{one.prefix}score" for one in sets.values())
+            or "none: evaluation has no prompts"
+        )
         yield Problem(
             path, f"got {best.metric}, expected a metric of a set that is evaluated: {known}"
         )

@@ -1,4 +1,4 @@
-"""`rlcore eval` scores a model, `rlcore export` writes it as a Hugging Face folder."""
+"""`rlcore eval` scores a model on sets of held-out prompts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 
 from rlcore.config import Config
 from rlcore.config.derived import comeback_s, engine_place_s
-from rlcore.config.load import Loaded, load_config
+from rlcore.config.evaluation_sets import SET_KEY
+from rlcore.config.load import Loaded
 from rlcore.config.sections.algorithm import LossConfig
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.data.sample import Sample
 from rlcore.deadlines import STEP_GRACE_S
-from rlcore.errors import RunFailed, UserError
+from rlcore.errors import RunFailed
 from rlcore.interfaces import PolicyBackend
 from rlcore.launch.compose import (
     build_algorithm,
@@ -25,14 +26,12 @@ from rlcore.launch.compose import (
     build_gpu_sharing,
     build_weight_publisher,
     check_model,
-    export_policy,
     open_handles,
 )
 from rlcore.launch.environment import under_torchrun
 from rlcore.launch.local import launch_ranks
 from rlcore.launch.process import Process, join
-from rlcore.launch.run_folder import find_checkpoint, pin_initial_policy
-from rlcore.runs.directory import RunDirectory
+from rlcore.launch.run_folder import pin_initial_policy
 from rlcore.runs.versions import VersionJournal
 from rlcore.tracking.format import pick_samples, sample_lines
 from rlcore.trainer.gpu_sharing import GpuPhase
@@ -43,16 +42,30 @@ Scored = tuple[dict[str, float], list[Sample]]
 
 
 def evaluate_model(
-    loaded: Loaded, *, output: Path | None, all_ranks: bool = False, arguments: Sequence[str] = ()
+    loaded: Loaded,
+    *,
+    output: Path | None,
+    sets: Sequence[str] = (),
+    all_ranks: bool = False,
+    arguments: Sequence[str] = (),
 ) -> int:
     """Score the configured weights on the evaluation prompts; print scores and a few samples.
 
     Args:
+        sets: names of `evaluation.sets`; default: all of them, and `evaluation.paths`.
         all_ranks: hold the model in the configured layout, on the ranks that would train; else, but
             under torchrun, it is in one process.
         arguments: the command line after `rlcore`, with which the ranks are started.
     """
+    known = loaded.config.evaluation.sets
+    for name in sets:
+        if name not in known:
+            message = f"there is no set {name!r}, but: {', '.join(known) or 'none'}"
+            raise loaded.error("evaluation.sets", message)
     config = _generating(pin_initial_policy(loaded, resume=False).config)
+    if sets:
+        config.evaluation.paths = []
+        config.evaluation.sets = {name: config.evaluation.sets[name] for name in sets}
     with ExitStack() as stack:
         config.run.dir = stack.enter_context(TemporaryDirectory())
         config.run.name = "eval"
@@ -129,29 +142,18 @@ def _evaluate(config: Config, process: Process, stack: ExitStack) -> Scored | No
 def _show(
     config: Config, metrics: dict[str, float], samples: Sequence[Sample], output: Path | None
 ) -> None:
-    for sample in pick_samples(samples, config.tracking.show_samples):
-        print("\n".join(sample_lines(sample)))
+    by_set: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_set.setdefault(sample.metadata.get(SET_KEY, ""), []).append(sample)
+    for name, made in by_set.items():
+        for sample in pick_samples(made, config.tracking.show_samples):
+            head, *texts = sample_lines(sample)
+            print(f"{name}: {head}" if name else head, *texts, sep="\n")
+    width = max(24, *map(len, metrics))
     for name, value in metrics.items():
-        print(f"{name:24} {value:.6g}")
+        print(f"{name:{width}} {value:.6g}")
     if output is not None:
         output.write_text(json.dumps({"samples": len(samples), **metrics}, indent=2) + "\n")
-
-
-def export_checkpoint(source: Path, folder: Path) -> int:
-    """Write a checkpoint of any layout as a Hugging Face folder, on the CPU, without the model."""
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty: choose another folder")
-    shards = find_checkpoint(source, "export")
-    run = RunDirectory(
-        next((p for p in (source, *source.parents) if (p / "config.yaml").is_file()), source)
-    )
-    if not run.config_path.is_file():
-        raise UserError(
-            f"{source}: no config.yaml in it or above it; expected a run or one of its checkpoints"
-        )
-    export_policy(load_config([run.config_path]).config, shards, folder)
-    print(f"wrote {folder}")
-    return 0
 
 
 def _in_one_process(config: Config) -> Config:
