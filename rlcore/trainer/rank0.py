@@ -397,7 +397,7 @@ class RankZero:
         return f"{found.step} {self._status(found.state.get('objective_kl'))}"
 
     def _restore_best(self, found: Checkpoint) -> None:
-        """Go back to the best of that time, unless it is chosen by another metric or was deleted."""
+        """Go back to the best of that time, unless it was deleted or chosen by another metric."""
         wanted = self.config.checkpoint.best
         best = best_of(found.state)
         same = wanted and best and (best.metric, best.mode) == (wanted.metric, wanted.mode)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from rlcore.config import Config
+from rlcore.config.evaluation_sets import set_of
 from rlcore.data.batch import StepRollouts
 from rlcore.data.sample import Sample
+from rlcore.errors import ConfigError, UserError
 from rlcore.interfaces import RolloutSource
-from rlcore.launch.run_folder import conclude
-from rlcore.runs.checkpoints import Checkpoint, CheckpointStore, latest_checkpoint
+from rlcore.launch.run_folder import conclude, find_checkpoint
+from rlcore.runs.checkpoints import (
+    Best,
+    Checkpoint,
+    CheckpointStore,
+    committed_steps,
+    latest_checkpoint,
+    read_best,
+)
 from rlcore.runs.directory import RunDirectory
+from rlcore.runs.files import remove_tree
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.tracking.base import BaseTracker
 from rlcore.trainer.rank0 import CONTINUE, RankZero
@@ -25,9 +35,13 @@ class Source:
 
     def __init__(self, samples: list[Sample]) -> None:
         self.samples = samples
+        self.scores: dict[str, float] = {}
 
     def next_step(self, step: int) -> StepRollouts:
         return StepRollouts(self.samples, {}, epoch=0.0, snapshot={})
+
+    def evaluate(self, sets: Sequence[str]) -> tuple[dict[str, float], list[Sample]]:
+        return {name: value for name, value in self.scores.items() if set_of(name) in sets}, []
 
     def snapshot(self) -> dict[str, Any]:
         return {}
@@ -37,7 +51,19 @@ class Source:
     def keep_ledger(self, path: Path) -> None: ...
 
 
-Open = Callable[[Checkpoint | None], RankZero]
+class Notes(BaseTracker):
+    """Remembers the lines that people would see."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+
+Open = Callable[..., RankZero]
+HELD_OUT = {"paths": "held_out.jsonl", "sets": {"hard": {"paths": "hard.jsonl", "k": [1]}}}
+PASS = {"best": {"metric": "eval/hard/pass@1"}}
 
 
 @pytest.fixture
@@ -47,22 +73,22 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def open_rank0(directory: RunDirectory, make_sample: Callable[..., Sample]) -> Open:
-    config = Config.model_validate(
-        {
-            "run": {"name": "a"},
-            "model": {"path": "model"},
-            "data": {"paths": "train.jsonl"},
-            "training": {"steps": 9},
-        }
-    )
-
-    def open_rank0(found: Checkpoint | None) -> RankZero:
+    def open_rank0(found: Checkpoint | None, **sections: Any) -> RankZero:
+        config = Config.model_validate(
+            {
+                "run": {"name": "a"},
+                "model": {"path": "model"},
+                "data": {"paths": "train.jsonl"},
+                "training": {"steps": 9},
+                **sections,
+            }
+        )
         return RankZero(
             config,
             source=cast(RolloutSource, Source([make_sample()])),
-            tracker=BaseTracker(),
+            tracker=Notes(),
             directory=directory,
-            checkpoints=CheckpointStore(directory.checkpoints),
+            checkpoints=CheckpointStore(directory.checkpoints, keep=1),
             total_steps=9,
             interrupted=lambda: False,
             newest_version=lambda: 8,
@@ -113,3 +139,116 @@ def test_a_run_that_begins_again_has_none(open_rank0: Open, directory: RunDirect
     rank0.restore()
     assert rank0.begin() == f"0 {CONTINUE}"
     assert read_metrics(directory.metrics_path) == []
+
+
+# --- the best checkpoint --------------------------------------------------------------------------
+
+
+def scored(
+    rank0: RankZero, step: int, value: float | None, *, sets: Sequence[str] = ("hard",)
+) -> bool:
+    """Evaluate after `step`, and save a checkpoint in any case."""
+    source = cast(Source, rank0.source)
+    source.scores = {"eval/score": 1.0, "eval/hard/score": 0.5}
+    if value is not None:
+        source.scores["eval/hard/pass@1"] = value
+    rank0.metrics = {}
+    rank0.evaluate(sets)
+    rank0.log(0, {})  # of step 0: it writes no rollouts
+    found = rank0.find_best(step)
+    if step > 0:
+        saved(rank0, step, version=step)
+    return found
+
+
+def test_the_best_checkpoint_is_kept_beyond_the_newest(open_rank0: Open) -> None:
+    rank0 = open_rank0(None, evaluation=HELD_OUT, checkpoint=PASS)
+    folder = rank0.checkpoints.folder
+    values = {0: 0.9, 1: 0.2, 2: 0.6, 3: 0.6, 4: float("nan"), 5: 0.1}
+    found = [scored(rank0, step, value) for step, value in values.items()]
+    assert found == [False, True, True, False, False, False], "not of step 0: it has no checkpoint"
+    assert committed_steps(folder) == [2, 5]
+    assert read_best(folder) == Best(2, "eval/hard/pass@1", "max", 0.6)
+    assert scored(rank0, 6, 0.8)
+    assert committed_steps(folder) == [6]
+    assert not scored(rank0, 7, 0.99, sets=("",)), "another set was scored"
+    assert committed_steps(folder) == [6, 7]
+
+
+def test_the_smallest_value_may_be_the_best(open_rank0: Open) -> None:
+    least = {"best": {"metric": "eval/hard/pass@1", "mode": "min"}}
+    rank0 = open_rank0(None, evaluation=HELD_OUT, checkpoint=least)
+    assert [scored(rank0, step, value) for step, value in ((1, 3.0), (2, 2.0), (3, 2.5))] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_a_resumed_run_goes_on_from_the_best_of_its_checkpoint(open_rank0: Open) -> None:
+    given = {"evaluation": HELD_OUT, "checkpoint": PASS}
+    rank0 = open_rank0(None, **given)
+    for step, value in ((1, 0.5), (2, 0.7), (3, 0.1)):
+        scored(rank0, step, value)
+    folder = rank0.checkpoints.folder
+    found = latest_checkpoint(folder)
+    assert found is not None
+    (folder / "best.json").unlink()  # a kill came between the two renames of a commit
+    again = open_rank0(found, **given)
+    again.restore()
+    again.begin()
+    assert again.best == read_best(folder) == Best(2, "eval/hard/pass@1", "max", 0.7)
+    assert not scored(again, 4, 0.6)
+    assert committed_steps(folder) == [2, 4]
+
+    other = open_rank0(latest_checkpoint(folder), evaluation=HELD_OUT)
+    other.restore()
+    other.begin()
+    assert other.best is None
+    assert not (folder / "best.json").exists()
+
+
+def test_a_best_checkpoint_that_is_gone_is_said(open_rank0: Open) -> None:
+    given = {"evaluation": HELD_OUT, "checkpoint": PASS}
+    rank0 = open_rank0(None, **given)
+    scored(rank0, 1, 0.5)
+    scored(rank0, 2, 0.1)
+    remove_tree(rank0.checkpoints.path(1))
+    again = open_rank0(latest_checkpoint(rank0.checkpoints.folder), **given)
+    again.restore()
+    again.begin()
+    assert "the checkpoint of step 1 with the best eval/hard/pass@1 is gone" in " ".join(
+        cast(Notes, again.tracker).lines
+    )
+    assert scored(again, 3, 0.2)
+
+
+def test_a_metric_that_the_evaluation_does_not_give_is_refused_before_the_first_step(
+    open_rank0: Open,
+) -> None:
+    rank0 = open_rank0(None, evaluation=HELD_OUT, checkpoint=PASS)
+    with pytest.raises(ConfigError, match=r"gave no eval/hard/pass@1; it gave eval/hard/score"):
+        scored(rank0, 0, None)
+    assert not scored(rank0, 1, None)
+    assert cast(Notes, rank0.tracker).lines[-1].startswith("WARNING checkpoint.best.metric")
+
+
+def test_a_checkpoint_can_be_named_by_its_step_or_as_the_best(
+    open_rank0: Open, directory: RunDirectory
+) -> None:
+    rank0 = open_rank0(None, evaluation=HELD_OUT, checkpoint=PASS)
+    run = directory.path
+    scored(rank0, 1, None)
+    with pytest.raises(
+        UserError, match=r"export: .*/a has no best checkpoint: checkpoint.best was"
+    ):
+        find_checkpoint(Path(f"{run}@best"), "export")
+    for step, value in ((2, 0.7), (3, 0.1)):
+        scored(rank0, step, value)
+    assert find_checkpoint(run) == rank0.checkpoints.path(3) / "model"
+    for name in ("best", "2"):
+        assert find_checkpoint(Path(f"{run}@{name}")) == rank0.checkpoints.path(2) / "model"
+    with pytest.raises(UserError, match=r"has no checkpoint of step 1, but of: 2, 3"):
+        find_checkpoint(Path(f"{run}@1"))
+    with pytest.raises(UserError, match=r"a@newest does not exist; expected a run"):
+        find_checkpoint(Path(f"{run}@newest"))
