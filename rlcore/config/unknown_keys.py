@@ -67,6 +67,9 @@ ALIASES = {
     "save_interval": "checkpoint.every",
     "test_freq": "evaluation.every",
     "eval_interval": "evaluation.every",
+    "val_before_train": "evaluation.at_start",
+    "n_samples_per_eval_prompt": "evaluation.samples_per_prompt",
+    "metric_for_best_model": "checkpoint.best.metric",
     "n_gpus_per_node": "cluster.processes_per_node",
     "nnodes": "cluster.nodes",
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from rlcore.config.derived import longest_request_s
@@ -120,3 +123,14 @@ def test_what_does_nothing_is_noted(load):
 def test_a_metric_of_the_evaluation_can_choose_the_checkpoint(load):
     assert load(AIME, BEST).config.checkpoint.best.mode == "max"
     assert load("evaluation.paths=[x]", "checkpoint.best={metric: eval/score, mode: min}")
+
+
+def test_the_page_on_evaluation_shows_a_configuration_that_is_valid(load, write):
+    page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
+    (shown,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    sets = by_name(load(files=[write("shown.yaml", shown)]))
+    assert [(one.name, one.every, one.temperature) for one in sets.values()] == [
+        ("aime24", 50, 0.6),
+        ("gsm8k", 10, 0.0),
+        ("style", 50, 0.6),
+    ]
