@@ -31,6 +31,7 @@ CARD_METRICS = (
     "objective/kl",
     "loss/policy_avg",
 )
+_QUOTED = re.compile(r"eval/.*(/score|/accuracy|@[0-9]+)")
 _FRONT_MATTER = re.compile(r"\A---\n(.*?)^---\n", re.DOTALL | re.MULTILINE)
 _SECTION = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END) + r"\n?", re.DOTALL)
 
@@ -78,13 +79,19 @@ def push_run(config: HubConfig, folder: Path, directory: RunDirectory, tracker: 
             private=config.private,
             run_name=directory.name,
             run_url=tracker.url,
-            metrics={name: last[name] for name in CARD_METRICS if name in last},
+            metrics=card_metrics(last),
         )
         tracker.note(f"pushed {folder} to {result['hub']}")
     except RunFailed as error:
         result["hub_error"] = str(error)
         tracker.note(str(error))
     directory.write_result(**result)
+
+
+def card_metrics(row: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a row that the card shows, those of named evaluation sets too."""
+    names = dict.fromkeys((*CARD_METRICS, *filter(_QUOTED.fullmatch, row)))
+    return {name: row[name] for name in names if name in row}
 
 
 def push_to_hub(

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rlcore.errors import RunFailed, UserError
-from rlcore.tracking.hub import BEGIN, push_to_hub, write_card
+from rlcore.tracking.hub import BEGIN, card_metrics, push_to_hub, write_card
 
 URL = "https://wandb.ai/me/rlcore/runs/abc123"
 
@@ -124,3 +124,20 @@ def test_the_real_client_takes_the_same_calls() -> None:
     inspect.signature(hub.HfApi.upload_folder).bind(
         None, repo_id="a/b", folder_path=".", commit_message="m"
     )
+
+
+def test_the_card_shows_what_people_quote_of_named_sets() -> None:
+    row = {
+        "step": 9.0,
+        "eval/aime24/pass@8": 0.5,
+        "eval/aime24/pass@8_low": 0.4,
+        "eval/aime24/score": 0.3,
+        "eval/score": 0.2,
+        "time/step": 1.0,
+    }
+    assert list(card_metrics(row)) == [
+        "step",
+        "eval/score",
+        "eval/aime24/pass@8",
+        "eval/aime24/score",
+    ]
