@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, count
+from typing import Any
 
 import numpy as np
 import pytest
 
+from rlcore.config import Config
+from rlcore.config.evaluation_sets import EvaluationSet, evaluation_sets
+from rlcore.data.sample import Sample
 from rollout.collection.evaluation_metrics import (
+    Answer,
+    judged_answers,
     maj_at_k,
     mean_interval,
     pass_at_k,
+    quoted_metrics,
     share_interval,
+    verdict,
+    voted_text,
 )
 
 
@@ -141,3 +150,71 @@ def test_an_interval_holds_the_truth_nineteen_times_of_twenty(
         low, high = share_interval(shares.tolist(), answers=prompts * n) or (0, 0)
         held += low <= truth <= high
     assert 0.93 <= held / 2000 <= 0.98
+
+
+# --- of samples -----------------------------------------------------------------------------------
+
+
+def given(**fields: Any) -> EvaluationSet:
+    load = {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"paths": "d"}}
+    one = {"paths": "x", "samples_per_prompt": 4, **fields}
+    config = Config.model_validate(
+        {**load, "training": {"steps": 1}, "evaluation": {"sets": {"a": one}}}
+    )
+    return evaluation_sets(config)[0]
+
+
+@pytest.fixture
+def sample(make_sample: Callable[..., Sample]) -> Callable[..., Sample]:
+    """A sample of a rollout of its own, whose metadata the grader wrote."""
+    rollouts = count()
+
+    def make(text: str = "", rollout: int | None = None, **metadata: Any) -> Sample:
+        rollout_id = next(rollouts) if rollout is None else rollout
+        return make_sample(response_text=text, rollout_id=rollout_id, metadata=metadata)
+
+    return make
+
+
+def test_a_failed_reward_counts_as_wrong_among_judged_answers(
+    sample: Callable[..., Sample],
+) -> None:
+    prompt = [
+        sample(correct=True),
+        sample(reward_error="math: slow"),
+        sample(),
+        sample(correct=True),
+    ]
+    assert [verdict(one) for one in prompt] == [True, False, None, True]
+    found = quoted_metrics([prompt, prompt], given(k=[1, 2, 3, 4]))
+    assert found["avg@4"] == found["pass@1"] == pytest.approx(2 / 3)
+    assert found["pass@2"] == found["pass@3"] == 1.0
+    assert "pass@4" not in found, "three answers are judged"
+    only_failures = [[sample(reward_error="judge: down")] * 4] * 2
+    assert "pass@1" not in quoted_metrics(only_failures, given()), "nothing says right or wrong"
+
+
+def test_prompts_without_a_verdict_are_left_out(sample: Callable[..., Sample]) -> None:
+    """Rewards by source: some rows have a verifier, some have none."""
+    right = [sample(correct=True) for _ in range(4)]
+    assert quoted_metrics([right, [sample()] * 4], given())["avg@4"] == 1.0
+
+
+def test_turns_of_a_rollout_are_one_answer(sample: Callable[..., Sample]) -> None:
+    turns = [
+        sample("a", 7, correct=True),
+        sample("b", 7, correct=False),
+        sample("c", 8, correct=True),
+    ]
+    assert judged_answers(turns) == [Answer("b", False), Answer("c", True)]
+
+
+def test_what_votes_is_the_graders_answer_else_the_words(sample: Callable[..., Sample]) -> None:
+    told = sample("so it is 7", correct=True, reward_info={"math": {"answer": 7}, "form": {}})
+    assert voted_text(told) == "7"
+    assert voted_text(sample("x", reward_info={"math": {"answer": None}})) is None, "it abstains"
+    assert voted_text(sample(" so  it\nis 7 ", reward_info={"form": {"words": 4}})) == "so it is 7"
+
+
+def test_without_k_there_are_means_alone(sample: Callable[..., Sample]) -> None:
+    assert quoted_metrics([[sample(correct=True)] * 4] * 3, given(k=[])) == {}
