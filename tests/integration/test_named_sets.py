@@ -102,7 +102,8 @@ def test_one_set_of_a_chosen_checkpoint_is_scored_as_in_the_run(
 def test_a_resumed_run_has_the_same_evaluations_and_the_same_best(
     workspace: Workspace, trained: Run
 ) -> None:
-    given = arguments(workspace)
+    """With checkpoints that are written in the background, too."""
+    given = (*arguments(workspace), "checkpoint.async_save=true")
     assert workspace.train("named again", *given, "training.steps=2").code == 0
     again = workspace.train("named again", *given, "training.steps=5", "--resume")
     assert again.code == 0, again.err
