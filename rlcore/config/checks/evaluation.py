@@ -9,6 +9,7 @@ from rlcore.config.evaluation_sets import EvaluationSet, evaluation_sets, set_of
 from rlcore.config.messages import Problem
 from rlcore.config.sections.root import Config
 
+_BOUND = re.compile("_(low|high)$")  # of an interval
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_+-]*")
 
 
@@ -58,7 +59,7 @@ def best_checkpoint(config: Config) -> Iterator[Problem]:
         yield Problem(
             path, f"{chosen.key} is never evaluated after a step: set its every or at_end"
         )
-    elif "@" in best.metric and best.metric.removeprefix(chosen.prefix) not in _at(chosen):
+    elif "@" in best.metric and _BOUND.sub("", best.metric) not in _at(chosen):
         yield Problem(path, f"got {best.metric}, but {chosen.key} gives {', '.join(_at(chosen))}")
 
 
@@ -66,7 +67,8 @@ def _at(one: EvaluationSet) -> list[str]:
     """The metrics with an @ that a set may give."""
     own = [f"avg@{one.samples_per_prompt}"] if one.k else []
     own += [f"pass@{k}" for k in one.k]
-    return own + [f"maj@{k}" for k in one.k if k > 1]
+    own += [f"maj@{k}" for k in one.k if k > 1]
+    return [one.prefix + name for name in own]
 
 
 def evaluation_notes(config: Config) -> Iterator[Problem]:

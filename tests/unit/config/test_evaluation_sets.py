@@ -97,7 +97,7 @@ BEST = "checkpoint.best.metric=eval/aime24/pass@1"
         ([AIME, BEST.replace("aime24", "aime25")], "that is evaluated: eval/aime24/score"),
         (
             [AIME, BEST.replace("@1", "@2")],
-            "but evaluation.sets.aime24 gives avg@32, pass@1, pass@32",
+            "gives eval/aime24/avg@32, eval/aime24/pass@1",
         ),
         (
             [AIME, BEST, "evaluation.sets.aime24.every=0", "evaluation.sets.aime24.at_end=off"],
@@ -122,6 +122,7 @@ def test_what_does_nothing_is_noted(load):
 
 def test_a_metric_of_the_evaluation_can_choose_the_checkpoint(load):
     assert load(AIME, BEST).config.checkpoint.best.mode == "max"
+    assert load(AIME, BEST + "_low"), "the lower end of its interval"
     assert load("evaluation.paths=[x]", "checkpoint.best={metric: eval/score, mode: min}")
 
 
