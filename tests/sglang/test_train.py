@@ -61,6 +61,10 @@ def test_a_run_on_a_server_given_by_url(workspace: Workspace, by_url: tuple[str,
         f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]",
         "evaluation.max_prompts=8",
         "evaluation.every=2",
+        "evaluation.sets.sampled={max_prompts: 2, samples_per_prompt: 4, k: [1, 4],"
+        " temperature: 1, top_p: 0.9,"
+        f" paths: {workspace.folder / 'data' / 'heldout.jsonl'},"
+        " reward: {parts: {exact: {function: exact_match}}}}",
         "checkpoint.every=1",
     )
     run = workspace.train("by url", *given, "training.steps=3")
@@ -70,6 +74,7 @@ def test_a_run_on_a_server_given_by_url(workspace: Workspace, by_url: tuple[str,
     )
     assert {f"{GAP}_max", f"{GAP}_kl", "time/engine", "time/publish"} < set(run.rows[1])
     assert [step for step, row in run.rows.items() if "eval/score" in row] == [0, 2, 3]
+    assert run.rows[0]["eval/sampled/pass@1"] <= run.rows[0]["eval/sampled/pass@4"]
     check_accounting(run, steps=3)
     check_ends(run, workspace.model, steps=3)
 
