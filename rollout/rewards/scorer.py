@@ -21,6 +21,7 @@ from rlcore.errors import ConfigError, DataError, EmptyBatch
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
 from rollout.rewards.by_source import PartsBySource
 from rollout.rewards.graders import shape, text
+from rollout.rewards.graders.code import CodePart
 from rollout.rewards.local import LocalPart
 from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits
 from rollout.rewards.services.judge import JudgePart
