@@ -17,11 +17,21 @@ import sys
 import time
 from typing import Any
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = (1, 2, 4, 8)
-MS_REMOUNT, MS_BIND, MS_REC, MNT_DETACH = (32, 4096, 16384, 2)
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MNT_DETACH = 2
 MOUNT_SETATTR = 442  # its number on every architecture
-AT_FDCWD, AT_RECURSIVE = (-100, 0x8000)
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_SUBREAPER, PR_SET_NO_NEW_PRIVS = (1, 24, 36, 38)
+AT_FDCWD = -100
+AT_RECURSIVE = 0x8000
+PR_SET_PDEATHSIG = 1
+PR_CAPBSET_DROP = 24
+PR_SET_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
 DEVICES = ("null", "zero", "full", "random", "urandom")
 libc = ctypes.CDLL(None, use_errno=True)
 
