@@ -40,7 +40,9 @@ def exact_match(
 
     found = _answer(sample.response_text, answer)
     right = found is not None and bare(found) in map(bare, accepted(sample.label))
-    return Verdict(float(right), right)
+    if answer == "all":
+        return Verdict(float(right), right)
+    return Verdict(float(right), right, info={"answer": found and bare(found)})
 
 
 def f1(sample: Sample, answer: str = "all") -> Verdict:
@@ -82,8 +84,9 @@ def choice(sample: Sample, choices: str = "ABCDEFGHIJ") -> dict[str, Any]:
     golds = {_letter(label.strip(), choices) for label in accepted(sample.label)}
     if None in golds:
         raise ValueError(f"the label {sample.label!r} is none of the choices {choices}")
-    right = picked(sample.response_text, choices) in golds
-    return {"score": float(right), "correct": right}
+    letter = picked(sample.response_text, choices)
+    right = letter in golds
+    return {"score": float(right), "correct": right, "info": {"answer": letter}}
 
 
 def picked(response: str, choices: str) -> str | None:

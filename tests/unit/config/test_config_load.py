@@ -285,8 +285,8 @@ def test_several_errors_are_one_a_line(write, refusal):
         (
             "reward.parts.a.weight=1",
             (
-                "reward.parts.a (override): a reward part is either `function: NAME` or `model:"
-                " {path: FOLDER}`"
+                "reward.parts.a (override): a reward part is one of `function: NAME`, `model:"
+                " {path: FOLDER}`, `service: {url: URL}` or `judge: {url: URL, model: NAME}`"
             ),
         ),
         ("run.name=", "override 'run.name=': no value after '='; `run.name=null` unsets a key"),

@@ -45,7 +45,14 @@ def test_the_other_ranks_wait_for_every_answer_of_a_publication(
     ("overrides", "seconds"),
     [
         ([*LONG], 600 + 32768),
-        (["rollout.sampling.max_new_tokens=100", "evaluation.max_new_tokens=400"], 1000),
+        (
+            [
+                "rollout.sampling.max_new_tokens=100",
+                "evaluation.paths=e.jsonl",
+                "evaluation.max_new_tokens=400",
+            ],
+            1000,
+        ),
         ([*LONG, "rollout.engine.request_timeout_s=7"], 7),
     ],
 )

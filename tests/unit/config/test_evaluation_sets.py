@@ -37,10 +37,10 @@ def test_the_columns_and_the_reward_of_a_set_are_its_own(load):
     loaded = load(own, AIME, "evaluation.max_new_tokens=99")
     sets = by_name(loaded)
     config = sets["x"].config(loaded.config)
-    assert (config.data.prompt_key, config.data.label_key) == ("prompt", "answer")
+    assert (config.data.prompt_key, config.data.label_key) == ("auto", "answer")
     assert list(config.reward.parts) == ["m"]
     assert config.evaluation.max_new_tokens == 99
-    assert loaded.config.data.label_key == "label", "the run's own stays"
+    assert loaded.config.data.label_key == "auto", "the run's own stays"
     assert sets["aime24"].config(loaded.config).reward == loaded.config.reward
 
 

@@ -37,6 +37,8 @@ def test_a_label_that_is_no_mathematics_is_an_error_and_a_list_takes_any(sample)
     with pytest.raises(ValueError, match=r"the label must be text or a number.*got dict"):
         math(sample("4", {"ground_truth": "4"}))
     assert math(sample("The answer is 7", ["5", 7]))["correct"]
+    told = [math(sample(text, "1"))["info"]["answer"] for text in ("so 7.", r"\boxed{7}", "none")]
+    assert told == ["7", "7", None]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,7 @@ def test_the_choice_that_a_response_picks(response, letter):
 
 def test_choice_compares_with_the_labels_letter(sample):
     assert choice(sample("The answer is B", "B"))["correct"]
+    assert choice(sample("The answer is B", "B"))["info"] == {"answer": "B"}
     assert choice(sample("The answer is B", "(B)"))["correct"]
     assert not choice(sample("The answer is B", "A"))["correct"]
     with pytest.raises(ValueError, match="the label 'Paris' is none of the choices"):
