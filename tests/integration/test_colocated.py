@@ -87,7 +87,7 @@ def test_it_resumes_and_is_evaluated(workspace: Workspace, apart: Run) -> None:
     assert all(torch.equal(w, weights(apart)[name]) for name, w in weights(resumed).items())
     scored = workspace.command("eval", str(resumed.folder / "config.yaml"), COLOCATED)
     assert scored.code == 0, scored.err
-    assert scored.lines("eval/accuracy")
+    assert scored.lines("eval/score")
 
 
 @pytest.mark.full
