@@ -88,7 +88,8 @@ def test_places():
     ],
 )
 def test_exact_match(sample, response, label, args, right):
-    assert exact_match(sample(response, label), **args) == Verdict(float(right), right)
+    got = exact_match(sample(response, label), **args)
+    assert (got.score, got.correct) == (float(right), right)
 
 
 @pytest.mark.parametrize(
