@@ -10,7 +10,6 @@ from hand_checked import ROWS, WRONG
 from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.errors import ConfigError
-from rollout.rewards.base import Verdict
 from rollout.rewards.graders.mathematics import math
 from rollout.rewards.graders.places import find_answer, last_boxed
 from rollout.rewards.graders.shape import Format, overlong
