@@ -83,7 +83,7 @@ def test_every_format_trains(workspace: Workspace, folder: Path, file: str, more
 @pytest.mark.parametrize(
     ("setting", "answer"),
     [
-        ("data.label_key=reward_model", "set data.label_key to reward_model.ground_truth"),
+        ("data.label_key=reward_model", "reward_model.ground_truth"),
         ("data.label_key=ground_truth", "set data.label_key to reward_model.ground_truth"),
         ("data.prompt_key=question", "set data.prompt_key to extra_info.question"),
     ],

@@ -171,6 +171,9 @@ def _generating(config: Config) -> Config:
     config.training.debug = None
     config.training.replay = None
     config.training.replay_from = None
+    # The prompts of training are read, and their responses, which are not made, need no room.
+    if config.evaluation.max_new_tokens is not None:
+        config.rollout.sampling.max_new_tokens = config.evaluation.max_new_tokens
     if config.is_sft:
         config.algorithm.loss = LossConfig()
     return config
