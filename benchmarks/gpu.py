@@ -10,45 +10,43 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from one_gpu.checks import check_attention, check_head, check_step, write_reference
-from one_gpu.engine import engine_beside
-from one_gpu.head_alone import head_alone
-from one_gpu.memory import check_memory
-from one_gpu.section import FULL, TOY, Found, Section, Setting, run_apart, run_here
-from one_gpu.training import ceilings, train
+from one_gpu.section import FULL, TOY, Section, Setting, run_apart, run_here
 
+LIMIT_S = 560.0  # of all sections
 LEAST_S = 10.0  # a section with less time is not begun
-
-
-def _train(model: str, setting: Setting) -> Found:
-    return train(replace(setting, model=model))
+TOY_LIMIT_S = 900.0  # of each toy section, on a machine that others use too
+MODELS = ("1.5B", "0.5B")
 
 
 def sections(*, toy: bool) -> list[Section]:
     """All sections, in the order in which they run."""
-    models = ("toy",) if toy else ("1.5B", "0.5B")
-    first, *others = (Section(f"training {name}", partial(_train, name), 150.0) for name in models)
-    return [
-        Section("attention", check_attention, 90.0),
-        Section("head", check_head, 60.0),
-        Section("step", check_step, 180.0),
-        Section("memory", check_memory, 120.0),
-        Section("ceilings", ceilings, 60.0),
+    first, *others = (
+        Section(f"training {name}", "one_gpu.training:train", 150.0, model=name)
+        for name in (("toy",) if toy else MODELS)
+    )
+    found = [
+        Section("attention", "one_gpu.checks:check_attention", 90.0),
+        Section("head", "one_gpu.checks:check_head", 60.0),
+        Section("step", "one_gpu.checks:check_step", 180.0),
+        Section("memory", "one_gpu.memory:check_memory", 120.0),
+        Section("ceilings", "one_gpu.ceilings:ceilings", 60.0),
         first,
-        Section("head alone", head_alone, 60.0),
-        Section("engine", engine_beside, 120.0),
+        Section("head alone", "one_gpu.head_alone:head_alone", 60.0),
+        Section("engine", "one_gpu.engine:engine_beside", 120.0),
+        Section("handles", "one_gpu.handles:publish_by_handle", 90.0),
         *others,
     ]
+    return [replace(section, limit_s=TOY_LIMIT_S) for section in found] if toy else found
 
 
 def parse() -> argparse.Namespace:
@@ -61,7 +59,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--micro-tokens", type=int, default=None, help="tokens of a pack; default 16384"
     )
-    parser.add_argument("--limit", type=float, default=560.0, help="seconds for all; default 560")
+    parser.add_argument(
+        "--limit", type=float, default=None, help="seconds for all; default 560, none with --toy"
+    )
     parser.add_argument("--json", type=Path, default=None, help="write everything there too")
     parser.add_argument(
         "--references", type=Path, default=None, help="folder of CPU references, see gpu.sh"
@@ -94,13 +94,15 @@ def run_section(options: argparse.Namespace) -> None:
             size=size,
             references=options.references,
             recompute=options.recompute,
+            model=section.model,
         )
         run_here(section, setting, options.result)
 
 
 def run_all(options: argparse.Namespace) -> dict[str, Any]:
     """Run the sections one after the other, and return the report."""
-    ends = time.monotonic() + options.limit
+    limit = options.limit or (float("inf") if options.toy else LIMIT_S)
+    ends = time.monotonic() + limit
     report: dict[str, Any] = {
         "device": "cpu" if options.toy else torch.cuda.get_device_name(0),
         "torch": torch.__version__,
@@ -125,8 +127,10 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
         report["sections"][section.name] = found
         if "error" in found:
             print(f"  not finished: {found['error']}", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(report, indent=1))
+        if options.json:  # whole at any moment: this program may be ended from outside
+            part = options.json.with_suffix(".part")
+            part.write_text(json.dumps(report, indent=1))
+            part.replace(options.json)
     return report
 
 
@@ -141,11 +145,15 @@ def one_section(section: Section, options: argparse.Namespace, limit_s: float) -
 def main() -> int:
     options = parse()
     if options.write_references is not None:
+        from one_gpu.checks import write_reference
+
         write_reference(options.write_references, toy=options.toy)
         return 0
     if options.section is not None:
         run_section(options)
         return 0
+    # whoever ends this program ends the running section too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found = run_all(options)["sections"]
     checks = [check for section in found.values() for check in section["checks"]]
     held = sum(check["ok"] for check in checks)

@@ -15,10 +15,12 @@ export PYTHONWARNINGS=ignore       # Megatron's, of what it does without Transfo
 
 # What the sections import and a machine with torch and transformers may lack; a test compares it with what they did import.
 wheels=(megatron-core pydantic pydantic-core annotated-types typing-inspection orjson zstandard psutil)
+most=$((64 << 20))      # bytes that such a machine takes along
 
 prepare() {     # prepare DIR
-    local target=$1 name pinned=() platforms=()
+    local target=$1 name bytes pinned=() platforms=()
     mkdir -p "$target/wheels"
+    rm -f "$target"/wheels/*.whl
     for name in "${wheels[@]}"; do
         pinned+=("$name==$("$python" -c 'import sys; from importlib.metadata import version; print(version(sys.argv[1]))' "$name")")
     done
@@ -28,7 +30,12 @@ prepare() {     # prepare DIR
     "$python" -m pip download --quiet --no-deps --only-binary=:all: --implementation cp "${platforms[@]}" \
         --python-version "${PYTHON_VERSION:-3.12}" --dest "$target/wheels" "${pinned[@]}"
     "$python" "$root/benchmarks/gpu.py" --write-references "$target"
-    du -sh "$target"
+    bytes=$(du -sb "$target" | cut -f 1)
+    if [ "$bytes" -gt "$most" ]; then
+        echo "$target has $bytes bytes, expected at most $most: take packages out of 'wheels' in $0" >&2
+        exit 1
+    fi
+    echo "$target: $bytes bytes"
 }
 
 case "${1:-}" in
@@ -36,8 +43,9 @@ case "${1:-}" in
     --bundle)
         bundle=$(cd "${2:?a folder}" && pwd)
         shift 2
-        site=$(mktemp -d)
-        trap 'rm -rf "$site"' EXIT
+        folder=$(mktemp -d)
+        trap 'rm -rf "$folder"' EXIT
+        site=$folder/site-packages
         "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$bundle"/wheels/*.whl
         PYTHONPATH="$PYTHONPATH:$site" "$python" "$root/benchmarks/gpu.py" --references "$bundle" "$@"
         exit ;;

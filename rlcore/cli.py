@@ -63,7 +63,7 @@ def train(arguments: argparse.Namespace) -> int:
     with nullcontext() if under_torchrun() else handling_stop_signals(signal.default_int_handler):
         launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
         loaded = _load([*launcher, *arguments.settings])
-        from rlcore import launch
+        from rlcore.launch import launchers
         from rlcore.launch.plugin_checks import check_plugins
 
         found = check_plugins(loaded)
@@ -72,7 +72,7 @@ def train(arguments: argparse.Namespace) -> int:
 
             found = [*found, *notes_at_start(loaded.config)]
         loaded = replace(loaded, notes=(*loaded.notes, *found))
-        return launch.train(
+        return launchers.train(
             loaded,
             resume=arguments.resume,
             overwrite=arguments.overwrite,
@@ -209,7 +209,7 @@ def dry_run(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> int:
     """Print the runs on a Ray cluster."""
-    from rlcore.launch import need_ray
+    from rlcore.launch.launchers import need_ray
 
     need_ray()
     from rlcore.launch.ray import status as runs
@@ -219,7 +219,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 def stop(arguments: argparse.Namespace) -> int:
     """Ask a run on a Ray cluster for a clean end, and wait for it."""
-    from rlcore.launch import need_ray
+    from rlcore.launch.launchers import need_ray
 
     need_ray()
     from rlcore.launch.ray import status as runs

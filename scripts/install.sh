@@ -1,24 +1,36 @@
 #!/usr/bin/env bash
 # Make .venv and install rlcore into it, with the extras given as arguments. Does nothing for what is already there.
-#   ./scripts/install.sh [--gpu] [EXTRA...]        --gpu: with the NCCL of the engines' environment (install_sglang.sh --gpu)
+#   ./scripts/install.sh [--gpu] [EXTRA...]        --gpu: torch for CUDA, with the NCCL of install_sglang.sh --gpu
+# PYTHON chooses the interpreter. Versions and hashes: scripts/locks/trainer-{cpu,gpu}.txt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/pip.sh
 . scripts/pip.sh
-gpu=""
-if [ "${1:-}" = --gpu ]; then gpu=gpu; shift; fi
-extras=$(IFS=,; echo "$*")
-
-[ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
+fail() { echo "install: $*" >&2; exit 2; }
+kind=cpu
+if [ "${1:-}" = --gpu ]; then kind=gpu; shift; fi
 stamp=.venv/installed
-# Once for GPUs, always for GPUs: the resolver would put torch's own NCCL back.
-if grep -qs ' gpu nvidia-nccl' "$stamp"; then gpu=gpu; fi
-want="$(cksum < pyproject.toml) $extras${gpu:+ gpu $nccl}"
-if ! grep -qxF "$want" "$stamp" 2> /dev/null; then
-    echo "== .venv: rlcore${extras:+ with $extras}${gpu:+, for GPUs}"
-    # torch by exact version and in the same run, so that no other package asks the resolver for another build of it.
-    pip_into .venv torch==2.13.0 --editable ".${extras:+[$extras]}"
-    # Without dependencies: torch 2.13.0 asks for NCCL 2.29.7, and takes this one as well, whose interface is the same.
-    if [ -n "$gpu" ]; then pip_into .venv --no-deps "$nccl"; fi
-    echo "$want" >> "$stamp"
+# Once for GPUs, always for GPUs: the build for the CPU would replace torch.
+if grep -qs ' gpu' "$stamp"; then kind=gpu; fi
+lock=scripts/locks/trainer-$kind.txt
+known=$(sed -n 's/^# extras: //p' "$lock")
+for extra in "$@"; do
+    case " $known " in
+        *" $extra "*) ;;
+        *) fail "no extra $extra in $lock; there are $known; te needs --gpu, SGLang is install_sglang.sh" ;;
+    esac
+done
+
+want="$(cat pyproject.toml "$lock" | cksum) $kind $*"
+if grep -qxF "$want" "$stamp" 2> /dev/null && .venv/bin/python -c '' 2> /dev/null; then exit 0; fi
+echo "== .venv: rlcore${*:+ with $*} ($kind)"
+[ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
+install_locked .venv "$lock" base "$@"
+if [[ " $* " = *" te "* ]]; then
+    echo "== .venv: Transformer Engine, compiled for this torch; CUDA's nvcc and a C++ compiler are needed"
+    # Its setup.py would take a wheel from elsewhere, whose hash nobody knows.
+    build_alone=yes NVTE_PYTORCH_FORCE_BUILD=TRUE install_entries .venv "$lock" te-source
 fi
+# With the setuptools of the lock, not with one that pip fetches.
+pip_into .venv --no-deps --no-build-isolation --editable .
+echo "$want" >> "$stamp"

@@ -1,23 +1,26 @@
 #!/usr/bin/env bash
 # Make .venv-sglang, the engines' own environment: sglang pins a torch of its own and shares nothing with the trainer's.
-#   ./scripts/install_sglang.sh [--gpu]        CPU: 3 GB, 2 to 4 minutes.  --gpu: sglang[all] with its CUDA packages
-# PYTHON chooses the interpreter, 3.11 to 3.13. Does nothing where the same is already installed; anything else there is made
-# anew, except that packages for GPUs make way for those for the CPU only when you remove them.
+#   ./scripts/install_sglang.sh [--gpu]        CPU: 3 GB, 2 to 4 minutes.  --gpu: with its CUDA packages
+# PYTHON chooses the interpreter, 3.11 to 3.13. Versions and hashes: scripts/locks/engine-{cpu,gpu}.txt. Does nothing where
+# the same is already installed; anything else there is made anew, except that packages for GPUs make way for those for the
+# CPU only when you remove them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/pip.sh
 . scripts/pip.sh
-venv=.venv-sglang list=scripts/requirements-sglang-cpu.txt version=0.5.23 kind=cpu
+venv=.venv-sglang kind=cpu
 if [ "${1:-}" = --gpu ]; then kind=gpu; shift; fi
 if [ $# -gt 0 ]; then echo "usage: install_sglang.sh [--gpu]; got: $*" >&2; exit 2; fi
 
 fail() { echo "install_sglang: $*" >&2; exit 1; }
-want="$kind sglang $version"
-if [ $kind = cpu ]; then want+=" $(cksum < "$list")"; else want+=" $nccl"; fi
+lock=scripts/locks/engine-$kind.txt
+version=$(sed -n 's/^sglang==\([^ ]*\).*/\1/p' "$lock")
+want="$kind sglang $version $(cksum < "$lock")"
 # The stamp is written last: a half-made environment has none. One whose interpreter has gone does not run.
 made() { [ "$(cat "$venv/installed" 2>/dev/null)" = "$want" ] && "$venv/bin/python" -c '' 2>/dev/null; }
 
-exec 9>> "$list"    # two at a time would each remove what the other makes; open to write, which NFS asks of a lock
+# Two at a time would each remove what the other makes. Open to write, which NFS asks of a lock.
+exec 9>> scripts/locks/engine-cpu.txt
 flock 9
 if made; then exit 0; fi
 if [ $kind = cpu ] && grep -qs '^gpu ' "$venv/installed"; then
@@ -27,18 +30,12 @@ fi
 python="${PYTHON:-python3}"
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' ||
     fail "$python is $("$python" -V 2>&1), expected Python 3.11 to 3.13; set PYTHON"
-[ ! -e "$venv" ] || echo "== $venv is of another list or was left half made: it is made anew"
+[ ! -e "$venv" ] || echo "== $venv is of another lock or was left half made: it is made anew"
 rm -rf "$venv"
 echo "== $venv: sglang $version ($kind)"
 "$python" -m venv "$venv"
-if [ $kind = gpu ]; then
-    pip_into "$venv" "sglang[all]==$version" "$nccl"
-else
-    pip_into "$venv" torch==2.13.0
-    # Without dependencies, so without a resolver: those of sglang would pull the CUDA packages in.
-    pip_into "$venv" --no-deps -r "$list"
-    export SGLANG_USE_CPU_ENGINE=1
-fi
+install_locked "$venv" "$lock" base
+if [ $kind = cpu ]; then export SGLANG_USE_CPU_ENGINE=1; fi
 found=$("$venv/bin/python" -W ignore rollout/engines/sglang/entry.py --version < /dev/null) ||
     fail "sglang cannot be imported in $venv, see above; where pip failed too, run this script again"
 [ "$found" = "$version" ] || fail "sglang $found came into $venv, wanted $version"

@@ -107,11 +107,11 @@ def check_head(setting: Setting) -> Found:
 
 def check_step(setting: Setting) -> Found:
     """Check a GRPO step in fp32, and in bf16 with offloading, against fp32 on the CPU."""
-    out = {"cpu": _reference(setting)}
+    found = Found()
+    out = {"cpu": _reference(setting, found)}
     for name, dtype, sharded in (("fp32", "fp32", False), ("bf16", "bf16", True)):
         out[name] = _step(setting, name, setting.device, dtype, sharded=sharded)
     expected = out["cpu"]
-    found = Found()
     for name, far, norm in (("fp32", 1e-3, 1e-3), ("bf16", 0.15, 0.05)):
         got = out[name]
         for quantity in ("logprobs", "entropy"):
@@ -144,12 +144,15 @@ def _file(*, toy: bool) -> str:
     return f"step-{'toy' if toy else 'small'}.pt"
 
 
-def _reference(setting: Setting) -> dict[str, Any]:
+def _reference(setting: Setting, found: Found) -> dict[str, Any]:
     """The step on the CPU: read where it was computed beforehand."""
-    if setting.references is not None:
-        path = setting.references / _file(toy=setting.toy)
-        found: dict[str, Any] = torch.load(path, weights_only=False)
-        return found
+    folder = setting.references
+    path = None if folder is None else folder / _file(toy=setting.toy)
+    carried = path is not None and path.exists()
+    found.numbers["the CPU's results"] = "computed beforehand" if carried else "computed here"
+    if carried:
+        results: dict[str, Any] = torch.load(path, weights_only=False)
+        return results
     return _step(setting, "cpu", "cpu", "fp32", sharded=False)
 
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from one_gpu.models import SHAPES, full_packs, make_batch, make_config, write_model
+from one_gpu.models import SHAPES
 from one_gpu.section import Found, Setting
-from one_gpu.step import Trainer, trainer
+from one_gpu.step import Trainer, random_trainer
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rollout.engines.embedded.engine import EmbeddedEngine
 
+MODEL = "1.5B"
 PROMPT = 512
 NEW = 512
 ROWS = (64, 256)
@@ -26,25 +27,14 @@ MEAN_GAP = {"fp32": 1e-5, "bf16": 0.02}  # of a log-prob, engine against trainer
 def engine_beside(setting: Setting) -> Found:
     """Publish, generate at several batch sizes, and score what was generated."""
     found = Found()
-    size = setting.size
-    shape = SHAPES["toy" if setting.toy else "1.5B"]
-    folder = setting.work / "model"
-    write_model(folder, shape, torch.bfloat16 if size.dtype == "bf16" else torch.float32)
-    config = make_config(
-        folder,
-        dtype=size.dtype,
-        micro_tokens=size.micro_tokens,
-        optimizer={"lr": 1e-6, "distributed": True},
-        offload=False,
-    )
-    batch = make_batch(shape, size.micro_tokens, 1, size.longest)
-    engine = EmbeddedEngine(
-        str(folder),
-        config=EngineConfig(device=setting.device, max_batch=max(ROWS)),
-        dtype=size.dtype,
-    )
-    with trainer(config, batch, setting.device, full_packs(batch, size.micro_tokens)) as made:
-        asyncio.run(_serve(made, engine, setting, found, shape.vocab))
+    vocabulary = SHAPES["toy" if setting.toy else MODEL].vocab
+    with random_trainer(setting, MODEL) as made:
+        engine = EmbeddedEngine(
+            made.config.model.path,
+            config=EngineConfig(device=setting.device, max_batch=max(ROWS)),
+            dtype=setting.size.dtype,
+        )
+        asyncio.run(_serve(made, engine, setting, found, vocabulary))
     return found
 
 
@@ -73,7 +63,7 @@ async def _publish(made: Trainer, engine: EmbeddedEngine, setting: Setting, foun
         began = time.perf_counter()
         sent = 0
         await engine.pause("drain")
-        await engine.begin_update(made.backend.buckets)
+        await engine.begin_update(made.backend.buckets())
         for bucket, flat in made.backend.export_buckets():
             assert flat is not None
             await engine.receive_bucket(bucket.index, flat)

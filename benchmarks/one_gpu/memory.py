@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 
 import torch
-from one_gpu.models import SHAPES, full_packs, make_batch, make_config, write_model
 from one_gpu.section import Found, Setting
-from one_gpu.step import Trainer, trainer
+from one_gpu.step import Trainer, random_trainer
 
 SAVE_DEADLINE_S = 120.0
 FREED = 0.95  # of the bytes that are offloaded; the allocator keeps what shares a segment
@@ -16,19 +15,7 @@ FREED = 0.95  # of the bytes that are offloaded; the allocator keeps what shares
 def check_memory(setting: Setting) -> Found:
     """Offload and load again, and save in the background while a step changes the weights."""
     found = Found()
-    size = setting.size
-    shape = SHAPES["toy" if setting.toy else "0.5B"]
-    folder = setting.work / "model"
-    write_model(folder, shape, torch.bfloat16 if size.dtype == "bf16" else torch.float32)
-    batch = make_batch(shape, size.micro_tokens, 1, size.longest)
-    config = make_config(
-        folder,
-        dtype=size.dtype,
-        micro_tokens=size.micro_tokens,
-        optimizer={"lr": 1e-3, "distributed": True},
-        offload=False,
-    )
-    with trainer(config, batch, setting.device, full_packs(batch, size.micro_tokens)) as made:
+    with random_trainer(setting, "0.5B", lr=1e-3) as made:
         made.assign()
         made.update()
         _offload(made, setting, found)

@@ -75,14 +75,24 @@ SHAPES = {
 }
 
 
-def write_model(folder: Path, shape: Shape, dtype: torch.dtype, *, std: float = 0.02) -> None:
-    """A Hugging Face folder with weights N(0, std) and norms near 1, the same at every call."""
+def write_model(
+    folder: Path,
+    shape: Shape,
+    dtype: torch.dtype,
+    *,
+    std: float = 0.02,
+    device: str = "cpu",
+) -> None:
+    """A Hugging Face folder with weights N(0, std) and norms near 1.
+
+    They are drawn on `device`, and are the same there at every call.
+    """
     folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
     tensors: dict[str, Tensor] = {}
     for name, size in shape.weights():
-        noise = torch.randn(size, generator=generator) * std
-        tensors[name] = (noise + 1 if "norm" in name else noise).to(dtype)
+        noise = torch.randn(size, generator=generator, device=device) * std
+        tensors[name] = (noise + 1 if "norm" in name else noise).to("cpu", dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -147,6 +157,7 @@ def make_config(
     optimizer: dict[str, Any],
     offload: bool,
     recompute: bool = False,
+    engine: dict[str, Any] | None = None,
 ) -> Config:
     """GRPO with KL in the loss and an entropy bonus."""
     megatron = (
@@ -163,6 +174,7 @@ def make_config(
             "optimizer": optimizer, "max_tokens_per_microbatch": micro_tokens, "megatron": megatron,
         },
         "reference": {"offload": offload},
+        "rollout": {"engine": engine or {}},
         "algorithm": {"kl": {"loss_coef": 0.01, "loss_kind": "k3"}, "entropy_coef": 0.001},
     }  # fmt: skip
     return Config.model_validate(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class Size:
@@ -27,6 +30,10 @@ class Size:
     dtype: str
     matmul: int  # width of the square matmul
     copied: int  # bytes of the copy
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
 
 
 FULL = Size(
@@ -106,13 +113,15 @@ class Section:
     """A part of the benchmark that runs alone: what breaks in it leaves the others."""
 
     name: str
-    run: Callable[[Setting], Found]
+    work: str  # "module:function", Setting -> Found
     limit_s: float
+    model: str = ""  # for a section that trains one
 
 
 def run_here(section: Section, setting: Setting, result: Path) -> None:
     """Run a section in this process, and write what it found."""
-    found = section.run(setting)
+    module, function = section.work.split(":")
+    found: Found = getattr(importlib.import_module(module), function)(setting)
     checks = [{**asdict(check), "ok": check.ok} for check in found.checks]
     result.write_text(
         json.dumps({"checks": checks, "numbers": found.numbers, "modules": _installed_modules()})
@@ -121,12 +130,12 @@ def run_here(section: Section, setting: Setting, result: Path) -> None:
 
 def _installed_modules() -> list[str]:
     """Top-level names of what was imported from installed packages: a bare machine needs them."""
-    files = {
-        name: getattr(module, "__file__", None) or ""
-        for name, module in sys.modules.items()
+    places = {
+        name: [getattr(module, "__file__", None) or "", *getattr(module, "__path__", [])]
+        for name, module in list(sys.modules.items())
         if "." not in name
     }
-    return sorted(name for name, file in files.items() if "site-packages" in file)
+    return sorted(name for name, where in places.items() if "site-packages" in "".join(where))
 
 
 def run_apart(command: list[str], result: Path, limit_s: float) -> dict[str, Any]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from one_gpu.models import SHAPES, full_packs, make_batch, make_config, write_model
+from one_gpu.section import Setting
 from torch import Tensor
 
 from backends.megatron import MegatronBackend
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.data.packing import MinibatchPlan
+from rlcore.launch.process import cuda_environment
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.loop import put
 from rlcore.trainer.objective import Objective
@@ -76,8 +81,47 @@ def trainer(
         made.backend.close()
 
 
+@contextmanager
+def random_trainer(
+    setting: Setting,
+    model: str,
+    *,
+    lr: float = 1e-6,
+    packs: int = 1,
+    offload: bool = False,
+    recompute: bool = False,
+    engine: dict[str, Any] | None = None,
+) -> Iterator[Trainer]:
+    """Yield a trainer of a random model, which is in the folder "model", with full packs."""
+    size = setting.size
+    shape = SHAPES["toy" if setting.toy else model]
+    folder = setting.work / "model"
+    config = make_config(
+        folder,
+        dtype=size.dtype,
+        micro_tokens=size.micro_tokens,
+        optimizer={"lr": lr, "distributed": True},
+        offload=offload,
+        recompute=recompute,
+        engine=engine,
+    )
+    _set_environment(config, setting.device)
+    write_model(folder, shape, size.torch_dtype, device=setting.device)
+    batch = make_batch(shape, size.micro_tokens, packs, size.longest)
+    with trainer(config, batch, setting.device, full_packs(batch, size.micro_tokens)) as made:
+        yield made
+
+
+def _set_environment(config: Config, device: str) -> None:
+    """Set what a run sets before its process first uses the GPU."""
+    if device != "cpu":
+        for name, value in cuda_environment(config, torch.__version__).items():
+            os.environ.setdefault(name, value)
+
+
 def one_step(folder: Path, result: Path, config: Config, batch: RolloutBatch, device: str) -> None:
     """Log-probs, gradient norm and moved weights of one step, saved to `result`."""
+    _set_environment(config, device)
     torch.backends.cuda.matmul.allow_tf32 = False
     with trainer(config, batch, device) as made:
         before = made.weights()

@@ -1,73 +1,32 @@
-"""The device's ceilings, and the speed of passes and steps of one model beside them."""
+"""The speed of passes and steps of one model, beside the device's matmul."""
 
 from __future__ import annotations
 
 import torch
-from one_gpu.models import SHAPES, full_packs, make_batch, make_config, write_model
+from one_gpu.ceilings import matmul_rate
+from one_gpu.models import SHAPES
 from one_gpu.profile_parts import time_by_part
 from one_gpu.section import Found, Setting, seconds_of
-from one_gpu.step import trainer
-
-CALLS = 20
-
-
-def ceilings(setting: Setting) -> Found:
-    """Rates of a large square product in the training dtype, and of copies."""
-    found = Found()
-    size = setting.size
-    rate = matmul_rate(setting)
-    found.number("matmul", rate / 1e12, "TFLOP/s", f"{size.matmul} squared, {size.dtype}")
-    source = torch.empty(size.copied, dtype=torch.uint8, device=setting.device)
-    target = torch.empty_like(source)
-    seconds = seconds_of(lambda: target.copy_(source), size.rounds, cuda=setting.cuda)
-    found.number("copy on the device", 2 * size.copied / seconds / 1e9, "GB/s", "read and written")
-    host = torch.empty(size.copied // 4, dtype=torch.uint8, pin_memory=setting.cuda)
-    part = target[: len(host)]
-    for name, copy in (
-        ("copy to the device", lambda: part.copy_(host)),
-        ("copy to pinned host memory", lambda: host.copy_(part)),
-    ):
-        found.number(name, len(host) / seconds_of(copy, 3, cuda=setting.cuda) / 1e9, "GB/s")
-    return found
-
-
-def matmul_rate(setting: Setting) -> float:
-    """FLOP/s of a large square product in the training dtype."""
-    size = setting.size
-    dtype = torch.bfloat16 if size.dtype == "bf16" else torch.float32
-    a, b = (
-        torch.randn(size.matmul, size.matmul, device=setting.device, dtype=dtype) for _ in range(2)
-    )
-
-    def several() -> None:
-        for _ in range(CALLS):
-            torch.mm(a, b)
-
-    return CALLS * 2 * size.matmul**3 / seconds_of(several, 5, cuda=setting.cuda)
+from one_gpu.step import random_trainer
 
 
 def train(setting: Setting) -> Found:
     """Passes and steps of one model. MFU is of the product's rate, measured just before."""
     found = Found()
     size = setting.size
-    rate = matmul_rate(setting)
     shape = SHAPES[setting.model]
-    folder = setting.work / setting.model
-    write_model(folder, shape, torch.bfloat16 if size.dtype == "bf16" else torch.float32)
-    batch = make_batch(shape, size.micro_tokens, size.micro_batches, size.longest)
-    config = make_config(
-        folder,
-        dtype=size.dtype,
-        micro_tokens=size.micro_tokens,
-        optimizer={"lr": 1e-6, "distributed": True},
+    with random_trainer(
+        setting,
+        setting.model,
+        packs=size.micro_batches,
         offload=True,
         recompute=setting.recompute,
-    )
-    if setting.cuda:
-        torch.cuda.reset_peak_memory_stats()
-    tokens = sum(batch.lengths.tolist())
-    with trainer(config, batch, setting.device, full_packs(batch, size.micro_tokens)) as made:
+    ) as made:
+        batch = made.batch
         found.numbers["chosen"] = made.backend.describe()
+        rate = matmul_rate(setting)
+        if setting.cuda:
+            torch.cuda.reset_peak_memory_stats()
         made.assign()
         seconds = {
             name: seconds_of(work, size.rounds, cuda=setting.cuda)
@@ -80,6 +39,7 @@ def train(setting: Setting) -> Found:
         peak = torch.cuda.max_memory_allocated() if setting.cuda else 0
         parts = time_by_part(made.update, cuda=setting.cuda)
     # an update: forward and backward
+    tokens = sum(batch.lengths.tolist())
     flops = 3.0 * shape.sizes.forward_flops(batch.lengths.tolist(), batch.num_trainable)
     found.number("parameters", shape.sizes.parameters / 1e6, "M")
     found.number("tokens a step", tokens, "")

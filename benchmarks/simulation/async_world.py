@@ -1,10 +1,10 @@
 """Simulates engines, slots and trainer as events in time, around the runs' own scheduler.
 
 Engines have slots, each makes tokens at a constant rate; a group of responses is started when
-`rollout.collection.scheduler.Scheduler` has room and slots are free. Lengths are log-normal, cut at
-a longest one. The trainer takes a batch when the scheduler has one, trains for a time that goes
-with its tokens, then publishes, and all slots stand still meanwhile. Engines die, what they worked
-on starts again elsewhere, and come back later. Filters drop groups.
+`rollout.collection.staleness_scheduler.Scheduler` has room and slots are free. Lengths are log-
+normal, cut at a longest one. The trainer takes a batch when the scheduler has one, trains for a
+time that goes with its tokens, then publishes, and all slots stand still meanwhile. Engines die,
+what they worked on starts again elsewhere, and come back later. Filters drop groups.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollout.collection.scheduler import Rules, Scheduler
+from rollout.collection.staleness_scheduler import Rules, Scheduler
 
 
 @dataclass(frozen=True)

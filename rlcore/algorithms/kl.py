@@ -1,4 +1,7 @@
-"""Estimates of KL(policy || reference) from the log-probs of sampled tokens."""
+"""Estimates of KL(policy || reference) from the log-probs of sampled tokens.
+
+The KL penalty enters the reward in `reward_shaping`.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from rlcore.algorithms.guard import (
 from rlcore.algorithms.keywords import Keyword, constructor_keywords
 from rlcore.algorithms.normalization import NormalizationMode
 from rlcore.algorithms.plugins import Factory, Needs, Plugin, Registry
-from rlcore.algorithms.shaping import shaping_needs
+from rlcore.algorithms.reward_shaping import shaping_needs
 
 _ESTIMATORS = Registry("estimator", "rlcore.estimators", (*ESTIMATOR_ALWAYS, *ESTIMATOR_OPTIONAL))
 _POLICY_LOSSES = Registry(

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from rlcore.config import Config
 from rlcore.deadlines import STORE_S
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
-from rlcore.launch.attempts import FIRST, Attempt, join_attempt
 from rlcore.launch.environment import orphaned, rank_threads, supervised, under_torchrun
 from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor
 from rlcore.launch.logs import RankLog, describe_failure, rank_log
 from rlcore.launch.signals import handling_stop_signals
+from rlcore.launch.torchrun_attempts import FIRST, Attempt, join_attempt
 from rlcore.runs.state import seed_rng
 from rlcore.trainer.rank_sync import Failure, RankSync
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from rlcore.config.derived import comeback_s, engine_place_s, total_steps, updates_per_step
 from rlcore.config.load import Loaded
 from rlcore.errors import FAILED, DataError, RunFailed, UserError, exit_code
-from rlcore.launch.attempts import RunHasEnded, mark_ended
 from rlcore.launch.compose import (
     OpenService,
     build_algorithm,
@@ -25,6 +24,7 @@ from rlcore.launch.environment import supervised, wait_for_reporter
 from rlcore.launch.logs import describe_failure, log_folder
 from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import mark_opened, open_run, pin_initial_policy
+from rlcore.launch.torchrun_attempts import RunHasEnded, mark_ended
 from rlcore.runs.directory import Status
 from rlcore.tracking.hub import push_run, reach_hub
 from rlcore.trainer.loop import Trainer

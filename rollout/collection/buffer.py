@@ -1,4 +1,7 @@
-"""Finished groups: how old they are, what a step is given of them, what the checkpoint keeps."""
+"""Finished groups: how old they are, what a step is given of them, what the checkpoint keeps.
+
+`staleness_scheduler` decides which of them are too old.
+"""
 
 from __future__ import annotations
 

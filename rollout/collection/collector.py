@@ -7,8 +7,8 @@ that many policy steps ahead of it. A publication, a hand-over and an engine wit
 collector look for groups to start; finished groups wait in the buffer for their step, and an error
 is raised where the trainer asks next.
 
-`rollout/collection/scheduler.py` decides how many groups are started and which of them a step gets;
-this module carries that out. Everything happens on the rollout loop.
+`rollout/collection/staleness_scheduler.py` decides how many groups are started and which of them a
+step gets; this module carries that out. Everything happens on the rollout loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rollout.collection.buffer import (
 )
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import Group, GroupRunner
-from rollout.collection.scheduler import Rules, Scheduler
+from rollout.collection.staleness_scheduler import Rules, Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from rollout.collection.partial import PartialRollouts
 from rollout.engines.factories import kind_of
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.rewards.scorer import FailureCounts, Scorer
-from rollout.workflows import build_workflow
-from rollout.workflows.base import WorkflowContext
+from rollout.workflows.context import WorkflowContext
+from rollout.workflows.registry import build_workflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -33,13 +33,14 @@ def load_function(path: str, args: Mapping[str, Any], *, key: str) -> RewardFunc
     if not inspect.isclass(found):
         return functools.partial(found, **args) if args else found
     try:
-        made: RewardFunction = found(**args)
+        made: Any = found(**args)
     except Exception as error:  # the user's constructor may raise anything
         raise ConfigError(
             f"{key}: {path!r} raised {type(error).__name__}: {error} at its construction"
             f"{place_of(found.__init__, error)}"
         ) from error
-    return made
+    function: RewardFunction = made
+    return function
 
 
 def signature_problem(found: Callable[..., Any], args: Mapping[str, Any]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlcore.data.generation import Generate, GenerateRequest
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
-from rollout.workflows.base import WorkflowContext, make_sample
+from rollout.workflows.context import WorkflowContext, make_sample
 
 
 class SingleTurn:

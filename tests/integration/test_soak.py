@@ -23,7 +23,8 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
 @pytest.mark.parametrize(
     ("launcher", "kind", "seed"),
     [
-        ("local", "engine", 3),
+        # an engine is killed in every third step of test_chaos.py, too
+        pytest.param("local", "engine", 3, marks=pytest.mark.full),
         ("torchrun", "rank", 2),
         ("ray", "service", 1),
         pytest.param("ray-nodes", "raylet", 4, marks=pytest.mark.full),

@@ -138,7 +138,7 @@ def test_two_ranks_and_a_server_of_their_own(workspace: Workspace, tmp_path: Pat
     environment = {**os.environ, API_KEY: secret, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "terminal").open("w") as terminal:
         code = subprocess.run(
-            command, env=environment, stdout=terminal, stderr=terminal, timeout=START_S
+            command, env=environment, stdout=terminal, stderr=terminal, timeout=START_S + 180
         ).returncode
     said = (tmp_path / "terminal").read_text()
     assert code == 0, said

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlcore import cli, launch
+from rlcore import cli
 from rlcore.config.load import load_config
 from rlcore.errors import DataError, DeadlineExceeded, RunFailed
+from rlcore.launch import launchers
 from rlcore.launch.commands import eval_export
 
 GIVEN = ["run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1"]
@@ -28,7 +29,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         return call
 
-    monkeypatch.setattr(launch, "train", stand_in("train"))
+    monkeypatch.setattr(launchers, "train", stand_in("train"))
     for name in ("evaluate_model", "export_checkpoint"):
         monkeypatch.setattr(eval_export, name, stand_in(name))
     return calls
@@ -50,7 +51,7 @@ def test_train_hands_over_the_configuration_and_its_notes(launched, tmp_path):
 
 
 def test_the_exit_code_is_the_runs_own(launched, monkeypatch):
-    monkeypatch.setattr(launch, "train", lambda loaded, **how: 7)
+    monkeypatch.setattr(launchers, "train", lambda loaded, **how: 7)
     assert cli.main(["train", *GIVEN]) == 7
 
 
@@ -67,7 +68,7 @@ def test_errors_become_exit_codes_without_a_traceback(launched, monkeypatch, cap
     def fail(loaded: Any, **how: Any) -> int:
         raise error
 
-    monkeypatch.setattr(launch, "train", fail)
+    monkeypatch.setattr(launchers, "train", fail)
     assert cli.main(["train", *GIVEN]) == code
     said = capsys.readouterr().err
     assert said == f"rlcore: {str(error) or 'interrupted'}\n"
@@ -79,7 +80,7 @@ def test_sigterm_before_the_run_handles_it_is_like_ctrl_c(launched, monkeypatch)
         return 0
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(launch, "train", train)
+    monkeypatch.setattr(launchers, "train", train)
     assert cli.main(["train", *GIVEN]) == 130
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -88,7 +89,7 @@ def test_our_own_bugs_keep_their_traceback(launched, monkeypatch):
     def fail(loaded: Any, **how: Any) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(launch, "train", fail)
+    monkeypatch.setattr(launchers, "train", fail)
     with pytest.raises(ZeroDivisionError):
         cli.main(["train", *GIVEN])
 

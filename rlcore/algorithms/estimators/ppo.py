@@ -6,13 +6,13 @@ from torch import Tensor
 
 from rlcore.algorithms.ragged import last_token_index
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.scan import discounted_suffix_sum_
-from rlcore.algorithms.shaping import (
+from rlcore.algorithms.reward_shaping import (
     ShapedEstimator,
     check_unit_interval,
     require,
     shaped_rewards,
 )
+from rlcore.algorithms.scan import discounted_suffix_sum_
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 from rlcore.algorithms.wide import add_
 

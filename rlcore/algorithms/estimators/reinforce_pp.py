@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.scan import discounted_suffix_sum_
-from rlcore.algorithms.shaping import (
+from rlcore.algorithms.reward_shaping import (
     ShapedEstimator,
     check_unit_interval,
     shaped_rewards,
 )
+from rlcore.algorithms.scan import discounted_suffix_sum_
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlcore.algorithms.estimators.groups import GroupedReturns
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import ShapedEstimator, token_terms
+from rlcore.algorithms.reward_shaping import ShapedEstimator, token_terms
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 

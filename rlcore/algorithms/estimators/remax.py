@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rlcore.algorithms.ragged import expand_to_tokens
 from rlcore.algorithms.registry import register_estimator
+from rlcore.algorithms.reward_shaping import ShapedEstimator, require, shaped_rewards
 from rlcore.algorithms.scan import discounted_suffix_sum_
-from rlcore.algorithms.shaping import ShapedEstimator, require, shaped_rewards
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 

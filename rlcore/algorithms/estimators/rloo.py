@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlcore.algorithms.estimators.groups import GroupedReturns
 from rlcore.algorithms.registry import register_estimator
-from rlcore.algorithms.shaping import ShapedEstimator, shaped_returns
+from rlcore.algorithms.reward_shaping import ShapedEstimator, shaped_returns
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 
 

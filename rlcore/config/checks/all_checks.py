@@ -38,7 +38,7 @@ CHECKS: tuple[Check, ...] = (
     training.optimizers,
     training.debugging,
     training.data,
-    reward.grader_arguments,
+    reward.graders,
 )
 
 NOTES: tuple[Check, ...] = (

@@ -12,12 +12,23 @@ from rlcore.config.sections.graders import GRADERS, GraderArgs
 from rlcore.config.sections.root import Config
 
 
-def grader_arguments(config: Config) -> Iterator[Problem]:
-    """A built-in grader takes the arguments it is given."""
+def graders(config: Config) -> Iterator[Problem]:
+    """Built-in graders of rewards are known and take the arguments they are given."""
     for name, part in config.reward.parts.items():
-        known = GRADERS.get(part.function or "")
-        if known is not None:
-            yield from _problems(known, part.args, f"reward.parts.{name}.args")
+        function = part.function
+        if function in GRADERS:
+            yield from _problems(GRADERS[function], part.args, f"reward.parts.{name}.args")
+        elif function is not None and ":" not in function:
+            near = difflib.get_close_matches(function, GRADERS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            module, dot, attribute = function.rpartition(".")
+            if dot:
+                hint = f"; did you mean '{module}:{attribute}', with a colon?"
+            yield Problem(
+                f"reward.parts.{name}.function",
+                f"{function!r} is unknown{hint} (known: {', '.join(GRADERS)}, or"
+                " package.module:function)",
+            )
 
 
 def _problems(known: type[GraderArgs], args: dict[str, object], path: str) -> Iterator[Problem]:

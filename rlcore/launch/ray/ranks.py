@@ -29,7 +29,6 @@ from rlcore.errors import (
     RunFailed,
     UserError,
 )
-from rlcore.launch.attempts import has_ended
 from rlcore.launch.environment import THREADS, store_prefix, torchrun_environment
 from rlcore.launch.heartbeat import HeartbeatMonitor, raise_if_stuck, read_stuck
 from rlcore.launch.logs import describe_failure
@@ -39,6 +38,7 @@ from rlcore.launch.ray.cluster import Cluster
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.rank_actor import RankActor
 from rlcore.launch.run_folder import conclude_if_opened, was_opened
+from rlcore.launch.torchrun_attempts import has_ended
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1

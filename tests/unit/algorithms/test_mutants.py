@@ -107,7 +107,7 @@ def test_every_algorithm_has_a_defect(mutants: ModuleType) -> None:
             "normalization",
             "ragged",
             "scan",
-            "shaping",
+            "reward_shaping",
             "token_hash",
             "wide",
         )

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from rlcore.errors import DataError
-from rlcore.launch.attempts import FIRST, RunHasEnded, join_attempt
 from rlcore.launch.process import Process
 from rlcore.launch.rank import finish
+from rlcore.launch.torchrun_attempts import FIRST, RunHasEnded, join_attempt
 from rlcore.runs.directory import Status
 from rlcore.trainer.loop import Trainer
 from rlcore.trainer.rank0 import Outcome

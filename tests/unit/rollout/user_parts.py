@@ -10,7 +10,7 @@ import numpy as np
 from rlcore.data.generation import Generate, GenerateRequest
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
-from rollout.workflows.base import WorkflowContext, make_sample
+from rollout.workflows.context import WorkflowContext, make_sample
 from rollout.workflows.single_turn import SingleTurn
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from rlcore import cli, launch
+from rlcore import cli
 from rlcore.interpreters import ask
+from rlcore.launch import launchers
 from rlcore.launch.doctor import environments, machine, network
 from rlcore.launch.doctor.finding import Finding
 from rlcore.launch.doctor.needs import FILES
@@ -75,7 +76,7 @@ def test_a_bad_configuration_is_bad_input(capsys):
 
 def test_a_run_is_told_at_its_start_and_goes_on(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(launch, "train", lambda loaded, **_: seen.append(loaded.notes) or 0)
+    monkeypatch.setattr(launchers, "train", lambda loaded, **_: seen.append(loaded.notes) or 0)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 4096))
     given = ["model.path=m", "data.paths=d.jsonl", "training.steps=1", f"run.dir={tmp_path}"]
     assert cli.main(["train", "run.name=x", *given]) == 0

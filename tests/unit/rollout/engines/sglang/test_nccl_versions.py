@@ -1,6 +1,6 @@
-"""NCCL of both environments: installed equal, compared before an engine starts.
+"""NCCL of both environments is compared before an engine starts.
 
-The interpreters here are stand-ins that tell a version, or record what they are asked to install.
+The interpreters here are stand-ins that tell a version.
 """
 
 from __future__ import annotations
@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +23,6 @@ from rollout.engines.factories import Keys
 from rollout.engines.sglang import server_process
 from rollout.engines.sglang.nccl_version import check_nccl
 from rollout.engines.sglang.server_process import ManagedServer
-
-ROOT = Path(__file__).resolve().parents[5]
 
 
 def interpreter(path: Path, body: str) -> str:
@@ -147,45 +142,3 @@ def test_it_is_compared_before_a_server_that_takes_weights_over_nccl_starts(
         with pytest.raises(RunFailed, match="engine e ended before"):
             asyncio.run(one.start())
     assert compared == [python] * asked  # once: a restart does not ask again
-
-
-# --- the installation -----------------------------------------------------------------------------
-
-# Makes environments whose interpreter is itself, and writes down what pip is asked for.
-INSTALLER = """
-case "$*" in
-    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip install "*) echo "$*" >> "$CALLS" ;;
-    *--version*) echo 0.5.23 ;;
-esac
-"""
-
-
-def test_both_installations_for_gpus_get_the_same_nccl(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    calls = tmp_path / "calls"
-    environment = {
-        "PATH": os.pathsep.join(["/usr/bin", "/bin"]),  # without uv
-        "PYTHON": interpreter(tmp_path / "python", INSTALLER),
-        "CALLS": str(calls),
-    }
-
-    def installed(script: str, *arguments: str) -> list[str]:
-        """The last packages that each call of pip named."""
-        calls.write_text("")
-        subprocess.run(
-            ["bash", str(tmp_path / "scripts" / script), *arguments],
-            env=environment,
-            check=True,
-            timeout=60,
-        )
-        return [line.split()[-1] for line in calls.read_text().splitlines()]
-
-    [engines] = installed("install_sglang.sh", "--gpu")
-    assert engines.startswith("nvidia-nccl-cu13==")
-    assert installed("install.sh", "--gpu", "ray") == [".[ray]", engines]
-    assert installed("install.sh", "--gpu", "ray") == []
-    # not for GPUs by its words; torch's own NCCL must not come back
-    assert installed("install.sh", "ray") == []
-    assert installed("install.sh", "dev") == [".[dev]", engines]

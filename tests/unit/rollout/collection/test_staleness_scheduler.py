@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.collection.scheduler import Rules, Scheduler
+from rollout.collection.staleness_scheduler import Rules, Scheduler
 
 
 class World:

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.launch.attempts import Attempt, RunHasEnded, join_attempt, mark_ended
 from rlcore.launch.environment import here_key, store_prefix
 from rlcore.launch.run_folder import mark_opened
+from rlcore.launch.torchrun_attempts import Attempt, RunHasEnded, join_attempt, mark_ended
 
 WORLD = 3
 FIRST = Attempt(0, resumes=False)

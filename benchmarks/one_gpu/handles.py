@@ -1,0 +1,151 @@
+"""A publication by handle to a process on the same GPU, and one whose reader is late.
+
+The exporter fills two buffers in turn, and an engine answers when its copies are queued. A handle
+of such a buffer would give a late reader the bytes of a later bucket. So `SerializedHandles` makes
+handles of memory of its own; both ways are tried with a reader that is late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from one_gpu.handle_reader import ReaderProcess
+from one_gpu.section import Found, Setting
+from one_gpu.step import Trainer, random_trainer
+from torch import Tensor
+from torch.distributed import HashStore
+
+from rlcore.launch.engines import visible_names
+from rlcore.trainer.handle_exchange import HandleExchange
+from rlcore.trainer.rank_sync import RankSync
+from rlcore.weights import Bucket, fingerprint
+from rollout.weight_sync.serialized import (
+    SerializedHandles,
+    TensorTransport,
+    by_handle,
+    encode,
+    flattened,
+)
+
+LIMIT_S = 600.0  # of a bucket; the section has its own limit
+TOY_BUCKET = 1 << 16  # bytes: several buckets of the toy model
+LEFT = 0.01  # of the bytes of a publication that may stay allocated after it
+
+
+class SharedBuffers(SerializedHandles):
+    """Makes handles of the buckets' own memory, without the copy: the naive way."""
+
+    def make(self, bucket: Bucket, flat: Tensor) -> str:
+        """See `BucketHandles.make`."""
+        self._on_cuda = flat.is_cuda
+        if flat.is_cuda:
+            torch.cuda.current_stream(flat.device).synchronize()
+            payload, _ = by_handle(bucket, flat.detach())
+        else:
+            payload = encode(ForkingPickler.dumps(flattened(bucket, flat.detach())))
+        return json.dumps({"payload": payload, "counter": None})
+
+
+class Publications:
+    """Publications of a trainer's weights to the reader, as a run makes them."""
+
+    def __init__(self, made: Trainer, reader: ReaderProcess) -> None:
+        self._made = made
+        self._reader = reader
+        self._sync = RankSync(HashStore(), 0, 1, timeout_s=LIMIT_S)
+        self._expected = {
+            bucket.index: fingerprint(flat)
+            for bucket, flat in made.backend.export_buckets()
+            if flat is not None
+        }
+        self.num_bytes = sum(bucket.num_bytes for bucket in made.backend.buckets())
+
+    def run(self, maker: SerializedHandles, *, late: bool = False, holds: bool = True) -> float:
+        """Make one publication. Returns its seconds, to the reader's last copy."""
+        self._reader.ask("begin", late, holds)
+        began = time.perf_counter()
+        asyncio.run(self._publish(HandleExchange(self._sync, maker)))
+        return time.perf_counter() - began
+
+    def wrong(self) -> int:
+        """The buckets of which the reader has other bytes."""
+        told = self._reader.ask("fingerprints")
+        return sum(told[index] != known for index, known in self._expected.items())
+
+    async def _publish(self, exchange: HandleExchange) -> None:
+        transport = TensorTransport(timeout_s=LIMIT_S)
+        transport.trainer_gpus = exchange.trainer_gpus
+        await transport.open([self._reader], self._made.backend.buckets())
+        assert transport.by_handle
+        exchange.open(exchange.owners(self._reader.gpus))
+        for bucket, flat in self._made.backend.export_buckets(everywhere=True):
+            handles = exchange.collect(bucket, flat)
+            if failed := await transport.send_handles(bucket, handles):
+                raise RuntimeError(f"bucket {bucket.index}: {'; '.join(failed.values())}")
+        self._reader.ask("complete")
+        exchange.close()
+
+
+def publish_by_handle(setting: Setting) -> Found:
+    """Publish in time and to a late reader: right bytes, how fast, and what stays allocated."""
+    found = Found()
+    # torch names the memory of a CPU tensor by a file; the other way needs an open connection
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    with _publications(setting) as publications:
+        [gpu] = visible_names([0], os.environ)
+        ours, naive = SerializedHandles(gpu), SharedBuffers(gpu)
+        publications.run(ours)  # takes the exporter's buffers and the reader's weights
+        before = _allocated(setting)
+        for label, maker in (("by handle", ours), ("by handle of the buffers", naive)):
+            seconds = publications.run(maker)
+            rate = publications.num_bytes / seconds / 1e9
+            found.number(f"publication {label}", rate, "GB/s", f"{seconds:.3g} s")
+            if maker is ours:
+                wrong = publications.wrong()
+                found.check("publication by handle: wrong buckets", float(wrong), 0.0)
+                left = (_allocated(setting) - before) / publications.num_bytes
+                found.check("publication by handle: share of its memory that stays", left, LEFT)
+        _try_the_race(publications, ours, naive, found)
+    return found
+
+
+def _try_the_race(
+    publications: Publications, ours: SerializedHandles, naive: SerializedHandles, found: Found
+) -> None:
+    """Publish to a reader whose copies run after the exporter's next ones."""
+    for holds, reader in ((True, "late reader"), (False, "late reader that closes at once")):
+        wrong = {}
+        for label, maker in (("memory of its own", ours), ("the buffers", naive)):
+            publications.run(maker, late=True, holds=holds)
+            wrong[label] = publications.wrong()
+            found.number(f"{reader}, {label}", wrong[label], "buckets", "are wrong")
+        found.check(f"{reader}: wrong buckets", float(wrong["memory of its own"]), 0.0)
+        if holds:  # torch waits for the copies before it closes a handle
+            met = wrong["the buffers"] > 0
+            found.check(f"{reader}: the race was not met by handles of buffers", float(not met), 0)
+
+
+@contextmanager
+def _publications(setting: Setting) -> Iterator[Publications]:
+    engine: dict[str, Any] = {"transport": "tensor"}
+    if setting.toy:
+        engine["bucket_bytes"] = TOY_BUCKET
+    [gpu] = visible_names([0], os.environ)
+    reader = ReaderProcess(gpu, setting.device)
+    try:
+        with random_trainer(setting, "0.5B", engine=engine) as made:
+            yield Publications(made, reader)
+    finally:
+        reader.close()
+
+
+def _allocated(setting: Setting) -> int:
+    return torch.cuda.memory_allocated() if setting.cuda else 0

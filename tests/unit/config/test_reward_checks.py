@@ -1,0 +1,59 @@
+"""Built-in graders and their arguments, refused when a configuration is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def part(text: str) -> list[str]:
+    return [f"reward.parts={{m: {text}}}"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "{function: math, args: {answer: bxed}}",
+            "reward.parts.m.args.answer (override): got 'bxed', expected",
+        ),
+        (
+            "{function: math, args: {strct: true}}",
+            "reward.parts.m.args.strct (override): unknown; did you mean 'strict'? (known: answer,",
+        ),
+        (
+            "{function: math, args: {strict: true}}",
+            "reward.parts.m.args (override): strict needs a place",
+        ),
+        ("{function: overlong}", "reward.parts.m.args.buffer: missing: give it in a file or as"),
+        (
+            "{function: overlong, args: {buffer: 0}}",
+            "reward.parts.m.args.buffer (override): got 0, expected more than 0",
+        ),
+        (
+            "{function: choice, args: {choices: abc}}",
+            "got 'abc', expected different capital letters",
+        ),
+        (
+            "{function: maths}",
+            "'maths' is unknown; did you mean 'math'? (known: exact_match,",
+        ),
+        ("{function: rew.score}", "did you mean 'rew:score', with a colon?"),
+    ],
+)
+def test_a_wrong_grader_is_refused_with_the_key(refusal, given, said):
+    (line,) = refusal(*part(given))
+    assert said in line
+
+
+def test_right_ones_are_taken(load):
+    for given in (
+        "{function: math, args: {answer: hash, strict: true}}",
+        "{function: exact_match}",
+        "{function: overlong, args: {buffer: 16}}",
+        "{function: 'rew:score', args: {anything: [1, {a: b}]}}",
+    ):
+        load(*part(given))
+    parts = "reward.parts={m: {function: math, sources: [a]}}"
+    assert load(parts, "reward.by=data_source").config.reward.by == "data_source"
+    one = load("reward.parts={m: {function: math}}", "reward.parts.m.args.answer=boxed")
+    assert one.config.reward.parts["m"].args == {"answer": "boxed"}

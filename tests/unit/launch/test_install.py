@@ -1,0 +1,180 @@
+"""scripts/install.sh and install_sglang.sh install what the locks name, checked by hash.
+
+The interpreter is a stand-in that makes environments of itself and writes down what pip is to do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# "-m venv" makes an environment whose interpreter is this file. Of pip's work the arguments are
+# written down and the requirements; FAIL is a package at which pip fails, with $SAYS.
+INTERPRETER = r"""#!/bin/sh
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip install "*)
+        echo "pip NVTE=$NVTE_PYTORCH_FORCE_BUILD $*" >> "$CALLS"
+        for list in "$@"; do :; done
+        case "$*" in *" -r "*) cat "$list" >> "$CALLS" ;; esac
+        if [ -n "$FAIL" ] && grep -q "$FAIL" "$list"; then echo "$SAYS" >&2; exit 1; fi ;;
+    *--version*) echo 0.5.23 ;;
+esac
+"""
+
+
+class Checkout:
+    """A copy of the scripts, and what each run of them asks pip for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(ROOT / "scripts", folder / "scripts")
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        self.python = folder / "python"
+        self.python.write_text(INTERPRETER)
+        self.python.chmod(0o755)
+
+    def run(self, script: str, *arguments: str, **variables: str) -> tuple[list[str], str, int]:
+        """The calls of pip with their requirements, what was said, the exit status."""
+        calls = self.folder / "calls"
+        calls.write_text("")
+        done = subprocess.run(
+            ["bash", str(self.folder / "scripts" / script), *arguments],
+            env={
+                "PATH": os.pathsep.join(["/usr/bin", "/bin"]),  # without uv
+                "PYTHON": str(self.python),
+                "CALLS": str(calls),
+                **variables,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return calls.read_text().split("pip NVTE=")[1:], done.stdout + done.stderr, done.returncode
+
+    def installs(self, script: str, *arguments: str, **variables: str) -> list[str]:
+        calls, said, code = self.run(script, *arguments, **variables)
+        assert code == 0, said
+        return calls
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def packages(call: str) -> dict[str, str]:
+    """What a call of pip was given: versions by name."""
+    lines = [line.split(" ")[0] for line in call.splitlines()[1:] if line[:1].isalnum()]
+    return {line.partition("=")[0]: line.partition("=")[2].lstrip("=") for line in lines}
+
+
+def test_the_trainer_gets_torch_first_then_the_rest_then_itself(checkout: Checkout) -> None:
+    torch, rest, itself = checkout.installs("install.sh", "ray")
+    assert packages(torch) == {"torch": "2.13.0+cpu"}
+    assert {"megatron-core", "ray"} <= packages(rest).keys()
+    assert not {"pytest", "matplotlib", "triton"} & packages(rest).keys()
+    for call in (torch, rest):
+        options = call.splitlines()[0]
+        assert "--no-deps --require-hashes -r .venv/locked.txt" in options
+        assert call.count("--hash=sha256:") >= len(packages(call))
+    assert itself.split()[-4:] == ["--no-deps", "--no-build-isolation", "--editable", "."]
+
+
+def test_nothing_is_done_again_until_lock_or_extras_change(checkout: Checkout) -> None:
+    assert len(checkout.installs("install.sh")) == 3
+    assert checkout.installs("install.sh") == []
+    assert "pytest" in packages(checkout.installs("install.sh", "dev")[1])
+    assert checkout.installs("install.sh") == []
+    lock = checkout.folder / "scripts" / "locks" / "trainer-cpu.txt"
+    lock.write_text(lock.read_text().replace("numpy==", "numpy==9."))
+    assert packages(checkout.installs("install.sh")[1])["numpy"].startswith("9.")
+    (checkout.folder / ".venv" / "bin" / "python").unlink()
+    assert len(checkout.installs("install.sh")) == 3, "its interpreter has gone"
+
+
+def test_both_installations_for_gpus_get_the_same_nccl(checkout: Checkout) -> None:
+    [engines] = checkout.installs("install_sglang.sh", "--gpu")
+    trainer, _ = checkout.installs("install.sh", "--gpu", "ray")
+    assert packages(engines)["nvidia-nccl-cu13"] == packages(trainer)["nvidia-nccl-cu13"]
+    assert packages(trainer)["torch"] == "2.13.0"
+    assert checkout.installs("install.sh", "--gpu", "ray") == []
+    # not for GPUs by its words; torch for the CPU must not come
+    assert checkout.installs("install.sh", "ray") == []
+    trainer, _ = checkout.installs("install.sh", "dev")
+    assert packages(trainer)["torch"] == "2.13.0"
+
+
+@pytest.mark.parametrize("script", ["install.sh", "install_sglang.sh"])
+@pytest.mark.parametrize(
+    "says",
+    [
+        "ERROR: No matching distribution found for torch==2.13.0+cpu",  # pip
+        "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.",
+        "Because there is no version of torch==2.13.0+cpu and you require it",  # uv
+    ],
+)
+def test_an_index_without_torch_for_the_cpu_gives_the_one_for_cuda(
+    checkout: Checkout, script: str, says: str
+) -> None:
+    calls, said, code = checkout.run(script, FAIL="torch==2.13.0+cpu", SAYS=says)
+    assert code == 0, said
+    there = packages(calls[1])
+    assert there["torch"] == "2.13.0"
+    assert "nvidia-cudnn-cu13" in there
+    assert "no build of torch for the CPU that scripts/locks/" in said
+    assert checkout.installs(script) == []
+
+
+def test_another_failure_is_told_and_leaves_no_stamp(checkout: Checkout) -> None:
+    calls, said, code = checkout.run("install.sh", FAIL="+cpu", SAYS="ERROR: no space left")
+    assert code == 1
+    assert len(calls) == 1, "no fallback"
+    assert "no space left" in said
+    assert "failed for scripts/locks/trainer-cpu.txt" in said
+    assert "RLCORE_HASHES=off" in said
+    assert not (checkout.folder / ".venv" / "installed").exists()
+    torch, rest, _ = checkout.installs("install.sh", RLCORE_HASHES="off")
+    assert "hash" not in torch.lower() + rest.lower()
+    assert "\\" not in rest
+    assert packages(torch) == {"torch": "2.13.0+cpu"}
+
+
+def test_unknown_extras_are_refused(checkout: Checkout) -> None:
+    for extra in ("te", "sglang", "pot"):
+        calls, said, code = checkout.run("install.sh", extra)
+        assert (calls, code) == ([], 2)
+        assert f"no extra {extra} in scripts/locks/trainer-cpu.txt; there are dev hub plot" in said
+    assert not (checkout.folder / ".venv").exists()
+
+
+def test_transformer_engine_is_built_last_from_the_locked_source(checkout: Checkout) -> None:
+    rest, source, _ = checkout.installs("install.sh", "--gpu", "te")
+    assert {"transformer-engine", "transformer-engine-cu13", "wheel", "torch"} <= packages(
+        rest
+    ).keys()
+    assert "transformer-engine-torch" not in packages(rest)
+    assert "--no-build-isolation" not in rest.splitlines()[0]
+    assert packages(source).keys() == {"transformer-engine-torch"}
+    assert source.startswith("TRUE ")
+    assert "--require-hashes --no-build-isolation" in source.splitlines()[0]
+
+
+def test_uv_is_taken_where_there_is_one(checkout: Checkout) -> None:
+    binaries = checkout.folder / "bin"
+    binaries.mkdir()
+    uv = binaries / "uv"
+    uv.write_text('#!/bin/sh\necho "pip NVTE= $UV_INDEX_STRATEGY uv $*" >> "$CALLS"\n')
+    uv.chmod(0o755)
+    path = os.pathsep.join([str(binaries), "/usr/bin", "/bin"])
+    calls = checkout.installs("install.sh", PATH=path)
+    assert len(calls) == 3
+    for call in calls:
+        assert call.startswith(" unsafe-best-match uv pip install --python .venv/bin/python")
