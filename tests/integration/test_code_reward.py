@@ -90,9 +90,11 @@ CHEATS = [
     "import sys; sys.exit(0)",
     "import os; os._exit(0)",
     "raise SystemExit",
-    # reads what it was given once more
-    "import os, sys; os.lseek(0, 0, 0); text = sys.stdin.read(); assert text; print(text)",
-    "text = open('/proc/self/fd/0').read(); assert 'token' in text; print(text); exit(0)",
+    # reads what it was given once more, and says what the harness would
+    "import json, os; os.lseek(0, 0, 0); task = json.loads(os.read(0, 99999))\n"
+    "print('\\n' + task['token'] + '3'); os._exit(0)",
+    "import json, os; task = json.loads(open('/proc/self/fd/0').read())\n"
+    "print('\\n' + task['token'] + '3', flush=True); os._exit(0)",
     # finds the file of the tests
     "import glob; print([open(name).read() for name in glob.glob('*')]); exit(0)",
 ]
