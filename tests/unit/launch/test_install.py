@@ -151,7 +151,9 @@ def test_unknown_extras_are_refused(checkout: Checkout) -> None:
     for extra in ("te", "sglang", "pot"):
         calls, said, code = checkout.run("install.sh", extra)
         assert (calls, code) == ([], 2)
-        assert f"no extra {extra} in scripts/locks/trainer-cpu.txt; there are dev hub plot" in said
+        assert (
+            f"no extra {extra} in scripts/locks/trainer-cpu.txt; there are datasets dev hub" in said
+        )
     assert not (checkout.folder / ".venv").exists()
 
 
