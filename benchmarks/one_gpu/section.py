@@ -131,11 +131,16 @@ def run_here(section: Section, setting: Setting, result: Path) -> None:
 def _installed_modules() -> list[str]:
     """Top-level names of what was imported from installed packages: a bare machine needs them."""
     places = {
-        name: [getattr(module, "__file__", None) or "", *getattr(module, "__path__", [])]
+        name: "".join([getattr(module, "__file__", None) or "", *getattr(module, "__path__", [])])
         for name, module in list(sys.modules.items())
         if "." not in name
     }
-    return sorted(name for name, where in places.items() if "site-packages" in "".join(where))
+    # setuptools brings copies of its own
+    return sorted(
+        name
+        for name, where in places.items()
+        if "site-packages" in where and "_vendor" not in where
+    )
 
 
 def run_apart(command: list[str], result: Path, limit_s: float) -> dict[str, Any]:

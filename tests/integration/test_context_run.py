@@ -8,7 +8,10 @@ import pytest
 from rank_runs import RankRuns
 from workspace import LEARNING, Workspace, same
 
-from backends.megatron.checkpoint.save_load import saved_layout
+from backends.megatron.cpu.shim import importing_megatron
+
+with importing_megatron():
+    from backends.megatron.checkpoint.save_load import saved_layout
 
 PPO = (
     *LEARNING, "algorithm.estimator.name=ppo", "algorithm.kl.reward_coef=0.01",
