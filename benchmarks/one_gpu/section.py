@@ -135,12 +135,9 @@ def _installed_modules() -> list[str]:
         for name, module in list(sys.modules.items())
         if "." not in name
     }
+    installed = {name: where for name, where in places.items() if "site-packages" in where}
     # setuptools brings copies of its own
-    return sorted(
-        name
-        for name, where in places.items()
-        if "site-packages" in where and "_vendor" not in where
-    )
+    return sorted(name for name, where in installed.items() if "_vendor" not in where)
 
 
 def run_apart(command: list[str], result: Path, limit_s: float) -> dict[str, Any]:

@@ -93,7 +93,8 @@ def training_metrics(row: dict[str, Any]) -> dict[str, Any]:
     """Drop clocks, counters of the run, and what only an engine and its rewards can tell."""
     others = ("time/", "perf/", "episode", "epoch", "step", "eval/", "rollout/requeued",
               "rollout/excluded", "rollout/reward_e", "rollout/reward_t", "rollout/engine",
-              "rollout/retried", "rollout/resumed", "rollout/overdue", "rollout/scored")  # fmt: skip
+              "rollout/retried", "rollout/resumed", "rollout/overdue",
+              "rollout/scored")  # fmt: skip
     return {name: value for name, value in row.items() if not name.startswith(others)}
 
 
