@@ -52,11 +52,9 @@ class HeldOutSet:
         if self.given.name:
             for sample in samples:
                 sample.metadata[SET_KEY] = self.given.name
-        quoted: dict[str, float] = {}
-        if self.given.k:
-            # not in the loop: for a thousand prompts of 64 answers this takes seconds
-            by_prompt = [group.samples for group in groups]
-            quoted = await asyncio.to_thread(quoted_metrics, by_prompt, self.given)
+        by_prompt = [group.samples for group in groups]
+        # not in the loop: for a thousand prompts of 64 answers this takes seconds
+        quoted = await asyncio.to_thread(quoted_metrics, by_prompt, self.given)
         metrics = {
             **means(samples),
             **quoted,

@@ -7,17 +7,26 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
+from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.messages import Problem, expected_by, show
 from rlcore.config.sections.graders import GRADERS, GraderArgs
+from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.root import Config
 
 
 def graders(config: Config) -> Iterator[Problem]:
     """Built-in graders of rewards are known and take the arguments they are given."""
-    for name, part in config.reward.parts.items():
+    yield from _graders(config.reward, "reward")
+    for one in evaluation_sets(config):
+        if one.reward is not None:
+            yield from _graders(one.reward, f"{one.key}.reward")
+
+
+def _graders(reward: RewardConfig, path: str) -> Iterator[Problem]:
+    for name, part in reward.parts.items():
         function = part.function
         if function in GRADERS:
-            yield from _problems(GRADERS[function], part.args, f"reward.parts.{name}.args")
+            yield from _problems(GRADERS[function], part.args, f"{path}.parts.{name}.args")
         elif function is not None and ":" not in function:
             near = difflib.get_close_matches(function, GRADERS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -25,7 +34,7 @@ def graders(config: Config) -> Iterator[Problem]:
             if dot:
                 hint = f"; did you mean '{module}:{attribute}', with a colon?"
             yield Problem(
-                f"reward.parts.{name}.function",
+                f"{path}.parts.{name}.function",
                 f"{function!r} is unknown{hint} (known: {', '.join(GRADERS)}, or"
                 " package.module:function)",
             )

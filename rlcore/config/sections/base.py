@@ -39,6 +39,11 @@ class Section(BaseModel):
         return value
 
 
+def as_list(value: object) -> object:
+    """Take a single text without its list; for keys that are lists of texts."""
+    return [value] if isinstance(value, str) else value
+
+
 class Plugin(Section):
     """A section that names a plugin; its other keys are keywords, checked at the build."""
 

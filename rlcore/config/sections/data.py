@@ -6,15 +6,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlcore.config.sections.base import PositiveFloat, PositiveInt, Section
+from rlcore.config.sections.base import PositiveFloat, PositiveInt, Section, as_list
 
 AUTO = "auto"  # of a key: the format says which column
 
 DataFormat = Literal["auto", "verl", "openai", "trl", "open-instruct", "slime", "plain"]
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
 
 
 def _checked_template(value: str | None) -> str | None:
@@ -53,7 +49,7 @@ class DataSourceConfig(Section):
     split: str | None = None
     """As `data.split`."""
 
-    _one_path = field_validator("paths", mode="before")(_as_list)
+    _one_path = field_validator("paths", mode="before")(as_list)
     _template = field_validator("prompt_template")(_checked_template)
 
 
@@ -99,7 +95,7 @@ class DataConfig(Section):
     """Supervised fine-tuning on chats that hold their answers: the assistant's turns that are
     trained on."""
 
-    _one_path = field_validator("paths", mode="before")(_as_list)
+    _one_path = field_validator("paths", mode="before")(as_list)
     _template = field_validator("prompt_template")(_checked_template)
 
     @model_validator(mode="before")

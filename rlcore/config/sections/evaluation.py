@@ -6,13 +6,19 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from rlcore.config.sections.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from rlcore.config.sections.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    as_list,
+)
 from rlcore.config.sections.reward import RewardConfig
 
 
 def _listed(value: object) -> object:
     """Take a single path without its list, and null for none."""
-    return [] if value is None else [value] if isinstance(value, str) else value
+    return [] if value is None else as_list(value)
 
 
 class EvaluationSetConfig(Section):

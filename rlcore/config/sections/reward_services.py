@@ -13,6 +13,7 @@ from rlcore.config.sections.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    as_list,
 )
 
 PLACEHOLDER = re.compile(r"\{(prompt|response|label)\}")
@@ -47,10 +48,7 @@ class ServerConfig(Section):
     api_key_env: str | None = None
     """Environment variable whose value is sent as a bearer token; default: none is sent."""
 
-    @field_validator("url", mode="before")
-    @classmethod
-    def _one_url(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
+    _one_url = field_validator("url", mode="before")(as_list)
 
     @field_validator("url")
     @classmethod

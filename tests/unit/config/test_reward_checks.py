@@ -45,6 +45,13 @@ def test_a_wrong_grader_is_refused_with_the_key(refusal, given, said):
     assert said in line
 
 
+def test_a_grader_of_an_evaluation_set_is_refused_too(refusal):
+    own = "evaluation.sets.x={paths: x.jsonl, reward: {parts: {m: {function: maths}}}}"
+    (line,) = refusal(own)
+    assert line.startswith("evaluation.sets.x.reward.parts.m.function")
+    assert "did you mean 'math'?" in line
+
+
 def test_right_ones_are_taken(load):
     for given in (
         "{function: math, args: {answer: hash, strict: true}}",
