@@ -31,7 +31,7 @@ from rlcore.launch.environment import (
     started_by_torchrun,
     wait_for_reporter,
 )
-from rlcore.launch.signals import handling_stop_signals
+from rlcore.launch.signals import handling_stop_signals, leave_in_time
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SETTINGS = (
@@ -45,6 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. The exit code is 0 if done, 1 failed, 2 bad input, 130 interrupted."""
     arguments = _parse(argv)
     arguments.given = list(sys.argv[1:] if argv is None else argv)
+    code = _run(arguments)
+    if argv is None:  # the process ends here
+        leave_in_time(code)
+    return code
+
+
+def _run(arguments: argparse.Namespace) -> int:
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)

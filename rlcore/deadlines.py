@@ -15,6 +15,8 @@ blame. Each row waits for the row below it. Keys are set in the configuration; n
     fleet                a token of a busy engine        rollout.engine.progress_timeout_s
     engine client        a control call                  its limit + ENGINE_GRACE_S
     fleet                an engine's health              rollout.engine.health_timeout_s
+    group runner         one try of a rollout            rollout.workflow.timeout_s
+    an environment       one call of a method            rollout.workflow.tool_timeout_s
     reward pool          one reward                      reward.timeout_s
     any task             a cancelled task's clean-up     CANCEL_S
 
@@ -28,6 +30,10 @@ from __future__ import annotations
 CANCEL_S = 5.0  # a cancelled task's clean-up
 LOOP_GRACE_S = 15.0  # beyond the inner deadline, before the event loop itself counts as blocked
 GIVE_UP_S = 30.0  # the clean-up of work that the trainer has given up, engine calls included
+
+IDLE_THREAD_S = 10.0  # a thread for calls that are not async, without one, before it ends
+RETRY_S = 1.0  # the pause before a rollout that failed is tried again; it doubles
+MAX_RETRY_S = 60.0  # the longest one
 
 # --- engines --------------------------------------------------------------------------------------
 
@@ -43,10 +49,13 @@ KILL_ENGINE_S = 30.0  # more than TERMINATE_S and REAP_S: how long the fleet wai
 CLOSE_ENGINES_S = 30.0  # a transport or a service to close
 REWARD_START_S = 120.0  # imports of the user's reward modules in a worker
 STRAYS_S = 2.0  # processes that a reward or a sandboxed program left, to be killed
+MCP_CLOSE_S = 10.0  # an MCP server to end: its package asks, then kills, within 7 s
 SANDBOX_START_S = 30.0  # namespaces, mounts and an interpreter, before a program's own time
 FUSION_GRACE_S = 15.0  # beyond the limits that a SandboxFusion server keeps itself: its queue
 SCORE_S = 300.0  # a text at our reward-model server: its body, its queue, its pass
 SCORE_IDLE_S = 1.0  # that server's ranks without a text, before they look whether they shall end
+GATEWAY_STARTS_S = 30.0  # the endpoint of agent programs to listen
+GATEWAY_CLOSES_S = 1.0  # its open requests to be answered, at the end of a run
 WORKER_ENDS_S = 1.0  # a worker that closed its socket to be gone, so that its exit code is known
 
 # --- weight publication ---------------------------------------------------------------------------
@@ -73,6 +82,7 @@ SIGNALLED_S = 5.0  # silence of peers that counts once this process was asked to
 STALL_S = 10.0  # between two looks at the peers: the watcher itself stood still
 END_RANK_S = 10.0  # from SIGTERM to SIGKILL of a rank that we end
 STACKS_S = 1.0  # a stuck process to write its stacks
+EXIT_S = 15.0  # a process to end once its command has, whatever a plugin left behind
 SPEAKER_S = 10.0  # the rank that tells the user to do so before another one leaves
 
 # --- Ray ------------------------------------------------------------------------------------------

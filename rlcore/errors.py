@@ -14,6 +14,7 @@ RlcoreError
 |   |   +-- NoEngineLeft none runs and none can be started again: the run saves, then stops
 |   +-- EmptyBatch       prompts, rewards and filters leave nothing to train on: exit code 2
 +-- PublicationFailed    an engine missed a part of a publication: it runs again with the others
++-- RolloutFailed        one rollout failed, not the run: it is tried again, then its group given up
 """
 
 from __future__ import annotations
@@ -79,6 +80,25 @@ class EmptyBatch(RunFailed):
 
 class PublicationFailed(RlcoreError):
     """An engine missed a part of a publication; the others wait until it runs again."""
+
+
+class RolloutFailed(RlcoreError):
+    """One rollout failed for a reason that is not the policy's, and must not be trained on.
+
+    Args:
+        kind: "error" (an exception), "timeout", "exit" (`sys.exit`), "result" (nonsense was
+            returned), or a word of the workflow's own: under it failures are counted.
+        place: of the user's code, as ` (file:line in name)`; it ends the message.
+    """
+
+    def __init__(self, kind: str, message: str, place: str = "") -> None:
+        super().__init__(kind, message, place)
+        self.kind = kind
+        self.message = message
+        self.place = place
+
+    def __str__(self) -> str:
+        return self.message + self.place
 
 
 # Exit codes of the `rlcore` command.

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import logging
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 from rlcore.deadlines import CANCEL_S, LOOP_GRACE_S
-from rlcore.errors import DeadlineExceeded
+from rlcore.errors import DeadlineExceeded, RunFailed
+from rollout.daemon_threads import DaemonExecutor
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+MOST_CALLS = 256  # of users' functions that are not async, side by side
+MOST_HANGING = 1024  # of these that were given up and have not returned
+MOST_OWN = 32  # threads of a loop itself
+_threads = DaemonExecutor(MOST_CALLS, "call")
 
 
 async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]) -> T:
@@ -43,14 +50,6 @@ async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]
     raise DeadlineExceeded(message)
 
 
-def asked_to_end(task: asyncio.Task[Any] | None) -> bool:
-    """Whether a CancelledError in the running `task` comes from `task.cancel()`.
-
-    True where Python cannot tell.
-    """
-    return task is None or sys.version_info < (3, 11) or task.cancelling() > 0
-
-
 async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
     """All results, or the first error, after which nothing of `work` goes on."""
     tasks = [asyncio.ensure_future(part) for part in work]
@@ -61,6 +60,25 @@ async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
             for task in left:
                 task.cancel()
             await asyncio.wait(left, timeout=CANCEL_S)
+
+
+async def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> T:
+    """Return what a function that is not async gives, which runs in a thread.
+
+    Whoever waits for it may be cancelled: then the call goes on unheeded, in a thread that is
+    replaced and does not keep the process from ending.
+
+    Raises:
+        RunFailed: very many such calls have not returned.
+    """
+    if _threads.given_up >= MOST_HANGING:
+        raise RunFailed(
+            f"{_threads.given_up} calls of functions that are not async have not returned since"
+            " they were given up; give what they wait for a deadline, or make them async"
+        )
+    work = functools.partial(contextvars.copy_context().run, function, *given, **named)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_threads, work)
 
 
 def call_on(
@@ -88,12 +106,20 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(DaemonExecutor(MOST_OWN, name))  # for `asyncio.to_thread`
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while True:
+            try:
+                self.loop.run_forever()
+                return
+            # recovery: a plugin's task called sys.exit, which asyncio lets out of the loop; whoever
+            # awaits the task gets the error too
+            except (SystemExit, KeyboardInterrupt) as error:
+                logger.warning("a task of a plugin raised %r, which ends nothing here", error)
 
     def call(self, work: Coroutine[Any, Any, T], *, seconds: float, what: str) -> T:
         """Run `work` in the loop and wait for its result.

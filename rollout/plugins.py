@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import functools
 import inspect
 import os
+import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from rlcore.errors import ConfigError
 from rlcore.import_paths import NoSuchName, import_object
+
+_ROOT = Path(__file__).parents[1]
+_NOT_THE_USERS = (  # files of rlcore, of Python and of packages
+    "<",
+    *(str(_ROOT / name) + os.sep for name in ("rlcore", "rollout", "backends")),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+)
 
 
 def load_object(name: str, known: Mapping[str, Any], *, key: str) -> Any:
@@ -78,3 +88,32 @@ def call_method(found: type) -> Callable[..., Any] | None:
     return next(
         (vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None
     )
+
+
+def place_of_error(error: BaseException) -> str:
+    """` (file:line in name)` of the user's line that raised, or of the last line where none did."""
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return _shown(frames)
+
+
+def place_of_task(task: asyncio.Task[Any]) -> str:
+    """` (file:line in name)` of the user's line at which a task waits; empty where unknown."""
+    frames = []
+    waits: Any = task.get_coro()
+    while (frame := getattr(waits, "cr_frame", None)) is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        waits = waits.cr_await
+    return _shown(frames)
+
+
+def _shown(frames: Sequence[tuple[str, int, str]]) -> str:
+    """Show the innermost frame of the user's code, or the innermost of all."""
+    own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]
+    if not (own or frames):
+        return ""
+    file, line, name = (own or frames)[-1]
+    path = os.path.relpath(file)
+    return f" ({file if path.startswith('..') else path}:{line} in {name})"

@@ -130,6 +130,7 @@ class RolloutService:
         self._restored_step = 0  # the last step that was handed over before `restore`
         self._pending: PendingWork[Any] | None = None
         self._seen = self._so_far()  # at the last hand-over
+        self._seen_failures = self._training.attempts.failed.copy()  # likewise
         self.thread = LoopThread("rollout")
         self.loop = self.thread.loop
 
@@ -296,6 +297,7 @@ class RolloutService:
         counts = done.drop_counts
         return {
             "rollout/requeued_prompts": float(counts.requeued),
+            "rollout/failed_groups": float(len(counts.failures)),
             "rollout/excluded_prompts": float(self.prompts.num_excluded),
             **{
                 f"rollout/dropped_{name}": float(counts.dropped[name])
@@ -307,8 +309,12 @@ class RolloutService:
         """What happened since the last hand-over, and how many engines serve."""
         before = self._seen
         self._seen = self._so_far()
+        failed = self._training.attempts.failed
+        kinds = failed - self._seen_failures  # without those that are 0
+        self._seen_failures = failed.copy()
         return {
             **{name: now - before[name] for name, now in self._seen.items()},
+            **{f"rollout/failed_tries_{kind}": float(count) for kind, count in kinds.items()},
             "rollout/engines_serving": float(self.fleet.serving),
         }
 
@@ -324,6 +330,7 @@ class RolloutService:
             "rollout/overdue_requests": float(self._dispatcher.overdue),
             "rollout/resumed_responses": float(partial.resumed_responses),
             "rollout/resumed_tokens": float(partial.resumed_tokens),
+            "rollout/failed_tries": float(self._training.attempts.failed.total()),
         }
 
     # --- evaluation -------------------------------------------------------------------------------

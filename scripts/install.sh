@@ -26,6 +26,9 @@ if grep -qxF "$want" "$stamp" 2> /dev/null && .venv/bin/python -c '' 2> /dev/nul
 echo "== .venv: rlcore${*:+ with $*} ($kind)"
 [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
 install_locked .venv "$lock" base "$@"
+if [[ " $* " = *" dev "* || " $* " = *" reasoning-gym "* ]]; then
+    build_alone=yes install_entries .venv "$lock" reasoning-gym-source      # one of the three needs a C compiler
+fi
 if [[ " $* " = *" te "* ]]; then
     echo "== .venv: Transformer Engine, compiled for this torch; CUDA's nvcc and a C++ compiler are needed"
     # Its setup.py would take a wheel from elsewhere, whose hash nobody knows.

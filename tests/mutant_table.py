@@ -264,7 +264,7 @@ MUTANTS = [
     ("age counted from the newest sample", "rlcore/trainer/credit.py", 'stale_tokens(batch.vectors["versions"], batch.version, limit)',
      'stale_tokens(batch.vectors["versions"], int(batch.vectors["versions"].max()), limit)',
      "tests/unit/trainer/test_credit.py::test_age_is_counted_from_the_policy_that_is_trained_not_from_the_newest_sample"),
-    ("samples of one rollout counted apart", "rlcore/trainer/credit.py", 'batch.vectors["rollout_ids"][part] if loss.per_rollout else None', "None",
+    ("samples of one rollout counted apart", "rlcore/trainer/credit.py", 'batch.vectors["rollout_ids"][part] if per_rollout else None', "None",
      "tests/unit/trainer/test_credit.py::test_samples_of_one_rollout_share_a_denominator"),
     # the contract tests of plugins
     ("contract: rewards of empty sequences are harmless", A + "testing/batches.py", 'torch.where(counted, 0.0, float("nan"))',

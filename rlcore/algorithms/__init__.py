@@ -6,6 +6,7 @@ Imports torch and the standard library. Nothing here knows of ranks, meshes or c
 from rlcore.algorithms import estimators as _estimators  # noqa: F401  (registers ours)
 from rlcore.algorithms import losses as _losses  # noqa: F401
 from rlcore.algorithms.aggregation import AggregationMode, loss_weights
+from rlcore.algorithms.conversations import conversation_metrics
 from rlcore.algorithms.corrections import (
     CORRECTIONS,
     Correction,
@@ -103,6 +104,7 @@ __all__ = [
     "build_estimator",
     "build_policy_loss",
     "check_cu_seqlens",
+    "conversation_metrics",
     "discounted_suffix_sum",
     "estimator_keywords",
     "estimator_names",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from rlcore.algorithms.conversations import CONVERSATION_METRICS
 from rlcore.algorithms.metrics import BATCH_METRICS
 from rlcore.algorithms.moments import STREAMED_METRICS, MetricSpec
 
@@ -22,8 +23,8 @@ _ROWS = (
     # progress
     ("step", "step of the loop, from 1; 0 is the evaluation before training", "-", "steps"),
     ("episode", "samples trained on so far", "-", "samples"),
-    ("epoch", "passes over the training data so far: prompts trained on or dropped by a filter, by "
-     "those that there are", "-", "epochs"),
+    ("epoch", "passes over the training data so far: prompts trained on, dropped by a filter or "
+     "failed, by those that there are", "-", "epochs"),
     ("lr", "learning rate of the policy at this step", "-", "1"),
     # optimizer
     ("train/grad_norm", "global norm of the policy's gradient before clipping, at the last "
@@ -47,6 +48,12 @@ _ROWS = (
      "reward.on_error", "-", "samples"),
     ("rollout/reward_timeouts", "samples whose reward took longer than reward.timeout_s, scored so "
      "too", "-", "samples"),
+    ("rollout/failed_tries", "tries of rollouts that failed (rollout.workflow.retries), since the "
+     "row before", "-", "tries"),
+    ("rollout/failed_tries_<kind>", "of those: error (an exception), timeout, exit, result "
+     "(nonsense was returned); absent where there were none", "-", "tries"),
+    ("rollout/failed_groups", "groups given up since a rollout failed in its last try, in whose "
+     "place others were drawn", "-", "groups"),
     ("rollout/requeued_prompts", "prompts given back to the data set: cut again and again, or more "
      "than the step needed", "-", "prompts"),
     ("rollout/excluded_prompts", "rows of the data left out: longer than data.max_prompt_tokens, "
@@ -80,14 +87,16 @@ _ROWS = (
     ("curriculum/effective_prompts", "(sum of weights)^2 / sum of their squares: as many prompts "
      "with equal weights are as spread out", "-", "prompts"),
     # evaluation, in the row of its step
-    ("eval/score", "reward of the held-out prompts", "samples", "reward"),
+    ("eval/score", "reward of the held-out prompts", "rollouts", "reward"),
     ("eval/accuracy", "1 where the answer is right; absent where nothing says right or wrong",
-     "samples with a verdict", "share"),
-    ("eval/sequence_lengths", "trainable tokens", "samples", "tokens"),
-    ("eval/stop_token_rate", "1 where the response ended with a stop token", "samples", "share"),
+     "rollouts with a verdict", "share"),
+    ("eval/sequence_lengths", "trainable tokens", "rollouts", "tokens"),
+    ("eval/stop_token_rate", "1 where the response ended with a stop token", "rollouts", "share"),
     ("eval/reward_errors", "samples whose reward raised or returned no number", "-", "samples"),
     ("eval/reward_timeouts", "samples whose reward took longer than reward.timeout_s", "-",
      "samples"),
+    ("eval/failed", "rollouts that failed in all tries, scored reward.on_error and taken for "
+     "wrong", "-", "rollouts"),
     ("eval/<metric>_low", "lower end of the metric's 95 % interval over prompts", "-",
      "as the metric"),
     ("eval/<metric>_high", "upper end of it", "-", "as the metric"),
@@ -96,6 +105,8 @@ _ROWS = (
      "samples, unbiased", "prompts", "share"),
     ("eval/maj@<k>", "the most frequent of k answers is right: mean over all subsets of k, ties at "
      "even odds", "prompts", "share"),
+    ("eval/<name>", "of held-out conversations, what conversation/<name> is of those trained on",
+     "as there", "as there"),
     ("eval/<set>/<metric>", "any of these, of one set of evaluation.sets", "as the metric",
      "as the metric"),
     # time and speed
@@ -133,6 +144,7 @@ _SECTIONS = (
     "train",
     "val",
     "rollout",
+    "conversation",
     "correction",
     "curriculum",
     "eval",
@@ -148,7 +160,13 @@ def _section(spec: MetricSpec) -> int:
 METRICS: Mapping[str, MetricSpec] = {
     spec.name: spec
     for spec in sorted(
-        (*BATCH_METRICS, *STREAMED_METRICS, *(MetricSpec(*row) for row in _ROWS)), key=_section
+        (
+            *BATCH_METRICS,
+            *CONVERSATION_METRICS,
+            *STREAMED_METRICS,
+            *(MetricSpec(*row) for row in _ROWS),
+        ),
+        key=_section,
     )
 }
 _FAMILIES = tuple(

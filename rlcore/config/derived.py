@@ -48,6 +48,14 @@ def recorded_fields(config: Config) -> dict[str, str]:
     return {name: key for name, (key, on) in asked.items() if on}
 
 
+def per_rollout_loss(config: Config) -> bool:
+    """Return whether the samples of one rollout count as one sequence in the loss."""
+    given = config.algorithm.loss.per_rollout
+    if given is None:
+        return not config.is_sft and config.rollout.workflow.name != "single_turn"
+    return given
+
+
 def needs_reference(config: Config, estimator_needs: Collection[str] = ()) -> bool:
     """Return whether the frozen reference model is loaded.
 

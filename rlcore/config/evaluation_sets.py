@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from rlcore.config.sections.evaluation import EvaluationConfig, EvaluationSetConfig
 from rlcore.config.sections.reward import RewardConfig
+from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.config.sections.root import Config
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ class EvaluationSet:
     prompt_key: str | None = None  # None: that of `data`
     label_key: str | None = None
     reward: RewardConfig | None = None  # None: the run's
+    workflow: WorkflowConfig | None = None  # None: the run's
 
     @property
     def key(self) -> str:
@@ -50,9 +52,12 @@ class EvaluationSet:
         return (ended and self.at_end) or (self.every > 0 and step % self.every == 0)
 
     def config(self, config: Config) -> Config:
-        """Return the run's configuration with the columns, lengths and reward of this set."""
+        """Return the run's configuration with what is the set's own."""
         keys = {"prompt_key": self.prompt_key, "label_key": self.label_key}
         given = {name: key for name, key in keys.items() if key is not None}
+        rollout = config.rollout
+        if self.workflow is not None:
+            rollout = rollout.model_copy(update={"workflow": self.workflow})
         return config.model_copy(
             update={
                 "data": config.data.model_copy(update=given),
@@ -60,6 +65,7 @@ class EvaluationSet:
                     update={"max_new_tokens": self.max_new_tokens}
                 ),
                 "reward": config.reward if self.reward is None else self.reward,
+                "rollout": rollout,
             }
         )
 
@@ -102,6 +108,7 @@ def _resolved(name: str, part: EvaluationSetConfig, given: EvaluationConfig) -> 
         prompt_key=part.prompt_key,
         label_key=part.label_key,
         reward=part.reward,
+        workflow=part.workflow,
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any, overload
 
 from rlcore.config.sections.data import DataConfig
 from rlcore.data.formats import SOURCE, Example, RowLayout, layout_of
-from rlcore.data.hub import check_path, expand, open_path
 from rlcore.data.messages import dress
+from rlcore.data.paths.hub import check_path, expand, open_path
 from rlcore.data.rows import RowFile
 
 logger = logging.getLogger(__name__)

@@ -104,6 +104,8 @@ class Completion:
     sampling_mask: SamplingMasks | None = None
     # [at most P + m - 1, layers with experts, k], if `SamplingParams.routed_experts` asked for them
     routed_experts: Experts | None = None
+    # of the prompt, so many tokens were in the engine's cache; None: it does not tell
+    cached_tokens: int | None = None
 
 
 PauseMode = Literal["drain", "retract", "in_place", "abort"]

@@ -407,7 +407,7 @@ class PromptStream:
         """Note the result of a draw's group."""
 
     def settled(self, draw: int) -> None:
-        """Note that a draw was consumed or dropped, and so will not come again."""
+        """Note that a draw was consumed or dropped, or failed, and so will not come again."""
 
     def handed_over(self) -> None:
         """Note that a step has its batch."""

@@ -85,6 +85,8 @@ class Sample:
     turn_spans: tuple[TurnSpan, ...] = ()
     # Rewards that the workflow itself gave the rollout, by name.
     outcome: dict[str, float] = field(default_factory=dict)
+    # What was measured of the rollout, by name: in one of its samples, so that it counts once.
+    measured: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         where = f"sample {self.index} of draw {self.draw}"

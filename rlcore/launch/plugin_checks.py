@@ -48,6 +48,7 @@ from rlcore.data.curriculum.plugin import curriculum_keywords
 from rlcore.errors import ConfigError
 from rollout.plugins import call_method
 from rollout.rewards.loading import signature_problem
+from rollout.workflows.registry import WORKFLOWS
 
 WORKFLOW_CALL = "__call__(self, prompt, draw, generate)"
 WORKFLOW_ROLLOUT = "rollout(self, prompt, draw, index, generate)"
@@ -204,11 +205,17 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
         for name, part in reward.parts.items()
     }
     named = {path: part.function for path, part in functions.items() if part.function is not None}
-    named["rollout.workflow"] = loaded.config.rollout.workflow.name
+    workflows = {"rollout.workflow": loaded.config.rollout.workflow} | {
+        f"{one.key}.workflow": one.workflow
+        for one in evaluation_sets(loaded.config)
+        if one.workflow
+    }
+    named |= {path: workflow.name for path, workflow in workflows.items()}
     named |= {
         f"rollout.filters.{index}": name for index, name in enumerate(loaded.config.rollout.filters)
     }
     problems: list[Problem] = []
+    problems += _workflow_problems(loaded.config)
     for path, target in named.items():
         if ":" not in target or loaded.config.is_sft:
             continue
@@ -226,11 +233,25 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
         if part is not None:
             problem = signature_problem(found, part.args)
         else:
-            workflow = loaded.config.rollout.workflow if path == "rollout.workflow" else None
-            problem = _call_problem(found, workflow)
+            problem = _call_problem(found, workflows.get(path))
         if problem:
             problems.append(Problem(path, f"{target!r} {problem}"))
     return problems
+
+
+def _workflow_problems(config: Config) -> list[Problem]:
+    """What is wrong with the user's parts of a workflow of ours: the class of an environment."""
+    section = config.rollout.workflow
+    check = getattr(WORKFLOWS.get(section.name), "check", None)
+    if check is None or not generates(config):
+        return []
+    try:
+        check(section.options)
+    except ConfigError as error:
+        # it begins with the key, as a problem does
+        path, _, message = str(error).partition(": ")
+        return [Problem(path, message)]
+    return []
 
 
 def _call_problem(found: Callable[..., Any], workflow: WorkflowConfig | None) -> str | None:

@@ -1,11 +1,17 @@
-"""Handles SIGTERM and Ctrl-C, the two signals that ask a run to end."""
+"""How a process ends: the signals that ask it to, and the time that it has."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from rlcore.deadlines import EXIT_S
 
 
 @contextmanager
@@ -19,3 +25,33 @@ def handling_stop_signals(handler: Callable[[int, FrameType | None], object]) ->
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
+
+
+def leave_in_time(code: int) -> None:
+    """Have this process end with `code` after EXIT_S, should it not have ended by itself.
+
+    Python waits without limit for threads that are no daemons, and for children of
+    `multiprocessing`; an environment may have left some behind. These children are killed.
+    """
+    threading.Thread(target=_leave, args=(code,), name="leaving", daemon=True).start()
+
+
+def _leave(code: int) -> None:
+    time.sleep(EXIT_S)
+    # no import here: it would wait for a lock that whoever hangs may hold
+    multiprocessing = sys.modules.get("multiprocessing")
+    children = [] if multiprocessing is None else multiprocessing.active_children()
+    left = [f"process {child.pid} ({child.name})" for child in children]
+    left += [
+        f"thread {thread.name}"
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread()
+    ]
+    print(
+        f"rlcore: ended by force, since something was left behind: {', '.join(left) or 'unknown'}",
+        file=sys.stderr,
+        flush=True,
+    )
+    for child in children:
+        child.kill()
+    os._exit(code)

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+import orjson
+
 from rlcore.data.sample import Sample
 
 # Each metric may have several names; the first present counts.
@@ -92,17 +94,53 @@ def pick_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
 
 
 def sample_lines(sample: Sample, *, limit: int = 400) -> list[str]:
-    """Format a sample as a head line, its prompt and its response, cut to `limit` characters."""
+    """Format a sample as a head line, its prompt and its response, cut to `limit` characters.
+
+    Of a conversation each message is a line of its own, see `message_lines`.
+    """
     parts = "".join(f", {name} {number(value)}" for name, value in sample.reward_parts.items())
     head = f"reward {number(sample.reward)}{parts if len(sample.reward_parts) > 1 else ''}"
     head += f", {sample.num_trainable} tokens, ended by {sample.finish_reason}"
     if sample.label is not None:
         head += f", expected {clipped(str(sample.label), 80)!r}"
+    if sample.turn_spans:
+        return [head, *message_lines(sample, limit=limit)]
     return [
         head,
         f"> {_indented(sample.prompt_text, limit)}",
         f"< {_indented(sample.response_text, limit)}",
     ]
+
+
+def message_lines(sample: Sample, *, limit: int = 400) -> list[str]:
+    """Format the messages of a conversation; turns of the model begin with "<".
+
+    A turn that is trained says its number, its tokens and the reward that it was given; one that
+    is context in this sample says so.
+    """
+    spans = {span.message: span for span in sample.turn_spans}
+    lines = []
+    for place, message in enumerate(sample.messages or ()):
+        told = str(message["role"])
+        span = spans.get(place)
+        if span is not None:
+            told = f"turn {span.turn}, {span.end - span.start} tokens"
+            if sample.token_rewards is not None:
+                told += (
+                    f", reward {number(float(sample.token_rewards[span.start : span.end].sum()))}"
+                )
+        elif told == "assistant":
+            told = "context"
+        mark = "<" if message["role"] == "assistant" else ">"
+        parts = [str(message.get("reasoning_content") or ""), str(message.get("content") or "")]
+        parts[0] = f"({parts[0].strip()})" if parts[0] else ""
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            arguments = orjson.dumps(function.get("arguments", {})).decode()
+            parts.append(f"{function['name']} {arguments}")
+        text = "\n".join(part for part in parts if part)
+        lines.append(f"{mark} [{told}] {_indented(text, limit)}")
+    return lines
 
 
 def clipped(text: str, limit: int) -> str:

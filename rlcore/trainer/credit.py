@@ -27,7 +27,7 @@ from rlcore.algorithms import (
     stale_tokens,
 )
 from rlcore.config import Config
-from rlcore.config.derived import estimator_options, passes
+from rlcore.config.derived import estimator_options, passes, per_rollout_loss
 from rlcore.data.batch import RolloutBatch, ragged_index
 from rlcore.errors import EmptyBatch, RunFailed
 from rlcore.trainer.objective import Objective, rules_of
@@ -122,12 +122,13 @@ class CreditAssignment:
     def _weights(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> Tensor:
         """Return the loss weight of each token within its optimizer step; 0 for a token too old."""
         loss = self.config.algorithm.loss
+        per_rollout = per_rollout_loss(self.config)
         weights = torch.zeros(batch.num_trainable)
         for rows in minibatches:
             part = torch.as_tensor(rows, dtype=torch.int64)
             lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1])[part]
             cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-            rollouts = batch.vectors["rollout_ids"][part] if loss.per_rollout else None
+            rollouts = batch.vectors["rollout_ids"][part] if per_rollout else None
             weights[ragged_index(batch.cu_seqlens, part)] = loss_weights(
                 loss.aggregation, cu, norm_length=loss.norm_length, rollout_ids=rollouts
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlcore.algorithms import EstimatorInputs, Moments, rollout_metrics
+from rlcore.algorithms import EstimatorInputs, Moments, conversation_metrics, rollout_metrics
 from rlcore.config import Config
 from rlcore.config.derived import updates_per_step
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
@@ -86,7 +86,7 @@ def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) 
         return {"val/sequence_lengths": batch.num_trainable / batch.num_sequences}
     inputs = EstimatorInputs(cu_seqlens=batch.cu_seqlens, **fields_of(EstimatorInputs, batch))
     correct = torch.tensor([float(s.metadata.get("correct", math.nan)) for s in samples])
-    return rollout_metrics(
+    return conversation_metrics([sample.measured for sample in samples]) | rollout_metrics(
         inputs,
         finish_reasons=[sample.finish_reason for sample in samples],
         entropy=vectors.get("entropy"),

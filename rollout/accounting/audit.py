@@ -35,6 +35,7 @@ class Audit:
     steps: int = 0  # steps that consumed draws
     # reason -> draws that were requeued for it, their samples given up
     given_up: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)  # kind of failure -> draws
     restarts: int = 0
     rewound: int = 0  # entries of the journal that restarts have rewound
     checkpoint: int | None = None  # step of the checkpoint that was compared
@@ -73,7 +74,7 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
     found.draws = len(ledger)
     found.states = ledger.balance()
     found.steps = ledger.last_step
-    found.given_up = _given_up(history)
+    found.given_up, found.failed = _lost(history)
     found.restarts = len(history.starts[1:])
     found.rewound = history.rewound_transitions
     found.contradictions += check_steps(history)
@@ -91,12 +92,16 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
     return found
 
 
-def _given_up(history: History) -> dict[str, int]:
+def _lost(history: History) -> tuple[dict[str, int], dict[str, int]]:
+    """Count requeued draws by reason, and failed ones by kind."""
     reasons: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
     for _, entry in history.entries():
         if "because" in entry:
             reasons[entry["because"]] += len(entry["requeued"])
-    return dict(reasons)
+        if "failed" in entry:
+            kinds[entry["kind"]] += len(entry["failed"])
+    return dict(reasons), dict(kinds)
 
 
 # --- the ledger with itself and with the checkpoint -----------------------------------------------

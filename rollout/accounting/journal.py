@@ -5,7 +5,8 @@
     {"finished": [0, 2]}
     {"dropped": [2], "by": "zero_variance"}
     {"requeued": [3], "because": "stale"}
-    {"consumed": [0, 1], "step": 1}
+    {"failed": [1], "kind": "timeout"}
+    {"consumed": [0], "step": 1}
     {"cut": 1}
 
 Where a curriculum chooses prompts (`data.curriculum`), the choices and what they follow from are

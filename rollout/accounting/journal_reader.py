@@ -16,16 +16,29 @@ import orjson
 from rlcore.errors import DataError
 from rollout.accounting.ledger import Ledger, Transition
 
-DETAILS: dict[Transition, str] = {"consumed": "step", "dropped": "by", "requeued": "because"}
+DETAILS: dict[Transition, str] = {
+    "consumed": "step",
+    "dropped": "by",
+    "failed": "kind",
+    "requeued": "because",
+}
 DETAIL_TYPES: dict[Transition, tuple[type, ...]] = {
     "consumed": (int,),
     "dropped": (str,),
+    "failed": (str,),
     "requeued": (str, type(None)),
 }
 # what a curriculum adds to each draw of an entry, in the same order
 OF_EACH: dict[Transition, str] = {"drawn": "rows", "finished": "passed"}
 OF_EACH_TYPES: dict[Transition, type] = {"drawn": int, "finished": str}
-TRANSITIONS: tuple[Transition, ...] = ("drawn", "finished", "consumed", "dropped", "requeued")
+TRANSITIONS: tuple[Transition, ...] = (
+    "drawn",
+    "finished",
+    "consumed",
+    "dropped",
+    "failed",
+    "requeued",
+)
 Entry = dict[str, Any]
 Moment = tuple[int, Transition, int | str | None, int | None]
 """Of a draw: line number, transition, its detail (see `Record`), line that rewound it."""
@@ -267,5 +280,7 @@ def _apply(ledger: Ledger, entry: Mapping[str, Any]) -> None:
             ledger.consume(draw, cast(int, detail))
         elif transition == "dropped":
             ledger.drop(draw, str(detail))
+        elif transition == "failed":
+            ledger.fail(draw, str(detail))
         else:
             ledger.requeue(draw)

@@ -11,19 +11,25 @@ from typing import Any, Literal
 
 import numpy as np
 
-Transition = Literal["drawn", "finished", "consumed", "dropped", "requeued"]
+Transition = Literal["drawn", "finished", "consumed", "dropped", "failed", "requeued"]
 Record = Callable[[Transition, int, int | str | None], None]
 """Is called with each transition, its draw, and its detail.
 
-The detail is the step of `consumed`, the filter of `dropped`, the reason of `requeued`; with a
-curriculum the row of `drawn` and the outcome of `finished`.
+The detail is the step of `consumed`, the filter of `dropped`, the kind of `failed`, the reason of
+`requeued`; with a curriculum the row of `drawn` and the outcome of `finished`.
 """
 
 IN_FLIGHT = -1
 FINISHED = -2
 REQUEUED = -3
+FAILED = -4
 FIRST_FILTER = -10  # dropped by filter k: FIRST_FILTER - k
-STATE_NAMES = {IN_FLIGHT: "in flight", FINISHED: "finished", REQUEUED: "requeued"}
+STATE_NAMES = {
+    IN_FLIGHT: "in flight",
+    FINISHED: "finished",
+    REQUEUED: "requeued",
+    FAILED: "failed",
+}
 # draws that a snapshot keeps as one string, once all of them are settled
 CHUNK = 1024
 Codes = np.ndarray[Any, np.dtype[np.int64]]
@@ -35,6 +41,7 @@ class Ledger:
         draw -> in flight -> finished -> consumed by step s
                     |            |---> dropped by filter f
                     |------------'---> requeued -> in flight ...
+                    '----------------> failed: no group could be made of it
 
     Args:
         record: called with every transition, once it is made.
@@ -42,7 +49,7 @@ class Ledger:
 
     def __init__(self, record: Record = lambda transition, draw, detail: None) -> None:
         self._codes = array("q")  # by draw
-        # the first chunks, of consumed and dropped draws alone, which do not change any more
+        # the first chunks, of settled draws alone, which do not change any more
         self._settled: list[str] = []
         self._filters: list[str] = []
         self._record = record
@@ -96,6 +103,14 @@ class Ledger:
         if new:
             self._filters.append(filter_name)
 
+    def fail(self, draw: int, kind: str) -> None:
+        """The group of a draw in flight is given up for good.
+
+        Args:
+            kind: of the failure: see `rlcore.errors.RolloutFailed`.
+        """
+        self._move("failed", draw, {IN_FLIGHT}, FAILED, kind)
+
     def requeue(self, draw: int, reason: str = "") -> None:
         """A draw in flight or finished goes back to the stream.
 
@@ -121,7 +136,7 @@ class Ledger:
         self._record(transition, draw, detail)
 
     def state(self, draw: int) -> str:
-        """ "in flight" | "finished" | "requeued" | "consumed by step S" | "dropped by F"."""
+        """Return a name of STATE_NAMES, "consumed by step S" or "dropped by F"."""
         return self._name(self._codes[draw])
 
     def _name(self, code: int) -> str:
@@ -198,8 +213,8 @@ class Ledger:
 
 
 def all_settled(codes: Codes) -> bool:
-    """Whether each of these draws was consumed or dropped, and so never changes again."""
-    return bool(((codes >= 1) | (codes <= FIRST_FILTER)).all())
+    """Whether each of these draws was consumed, dropped or failed, and so never changes again."""
+    return bool(((codes >= 1) | (codes <= FIRST_FILTER) | (codes == FAILED)).all())
 
 
 def packed(codes: Codes) -> str:

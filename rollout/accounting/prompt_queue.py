@@ -47,6 +47,11 @@ class PromptQueue:
         self.ledger.drop(draw, filter_name)
         self.stream.settled(draw)
 
+    def fail(self, draw: int, kind: str) -> None:
+        """Note that the group of a draw in flight is given up for good: another takes its place."""
+        self.ledger.fail(draw, kind)
+        self.stream.settled(draw)
+
     def give_back(self, draw: int, reason: str = "") -> None:
         """Requeue a draw in flight or finished, so that it is the next to be drawn again.
 
@@ -78,7 +83,7 @@ class PromptQueue:
         Draws before it that were not drawn are in flight then. The stream does not know of it
         before `follow`, which reads the whole ledger and so is called once, behind the last.
 
-        Raises ValueError for a draw that was consumed or dropped.
+        Raises ValueError for a draw that was consumed or dropped, or has failed.
         """
         later = range(len(self.ledger), draw + 1)
         self.ledger.draw(later, [self.stream.adopted(one) for one in later])

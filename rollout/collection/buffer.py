@@ -14,9 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from rlcore.data.sample import Sample
-from rlcore.errors import EmptyBatch
+from rlcore.errors import EmptyBatch, RunFailed
 from rlcore.runs.rollouts import decode_samples, encode_samples
 from rollout.accounting.prompt_queue import PromptQueue
+from rollout.collection.attempts import Failure, commonest
 from rollout.collection.group_runner import Group
 
 # Reasons for which groups are given up:
@@ -226,6 +227,7 @@ class DropCounts:
     """How many draws were made since the last hand-over, and how many of them gave no group."""
 
     dropped: Counter[str] = field(default_factory=Counter)  # by filter, or as stale
+    failures: list[Failure] = field(default_factory=list)  # one a group that was given up
     requeued: int = 0
     draws: int = 0
 
@@ -243,12 +245,24 @@ class DropCounts:
                 "lower rollout.oversample or raise rollout.max_staleness (at an oversample of 1,"
                 " only what an engine made with weights of long ago is stale)"
             )
+        if self.failures:
+            reasons.append(f"{len(self.failures)} failed")
+            advice.append(f"the commonest failure: {commonest(self.failures)[0]}")
         if self.requeued:
             reasons.append(f"{self.requeued} were aborted by an engine")
             advice.append("look for why in the logs of the engines")
         return EmptyBatch(
             f"step {step} has {found} of {wanted} groups after {self.draws} draws:"
             f" {', '.join(reasons)}; {'; '.join(advice)}"
+        )
+
+    def too_many_failed(self, step: int, draws: int, share: float) -> RunFailed:
+        """The error of a step of which more than `share` of `draws` groups failed."""
+        failure, count = commonest(self.failures)
+        return RunFailed(
+            f"step {step}: {len(self.failures)} of {draws} groups failed, which is more than"
+            f" rollout.max_failed ({share:g}) allows; the commonest failure, {count} times:"
+            f" {failure}"
         )
 
 

@@ -242,12 +242,20 @@ class Collector:
         self._tell()
 
     def _settle(self, group: Group) -> None:
-        """Keep a group that was made, or drop it for a filter, or draw it again."""
+        """Keep a group that was made, or drop it for a filter or as failed, or draw it again."""
         draw = group.draw
         scheduler = self._scheduler
         if group.aborted:
             self._counts.requeued += 1
             self._draw_again(draw)
+            self._check_yield()
+            return
+        if group.failures:
+            self._queue.fail(draw, group.failures[0].kind)
+            del self._tasks[draw]
+            scheduler.dropped(draw)
+            self._counts.failures += group.failures
+            self._check_failures()
             self._check_yield()
             return
         refused_by = self._filters.refusal(group.samples)
@@ -316,11 +324,22 @@ class Collector:
         self._scheduler.dropped(draw)
         self._queue.give_back(draw, reason)
 
+    def _check_failures(self) -> None:
+        """Raises RunFailed where more groups of the step have failed than `rollout.max_failed`."""
+        counts = self._counts
+        share = self._config.max_failed
+        draws = max(counts.draws, self._rules.groups_per_step)
+        # one failure of a small step ends no run
+        if share and len(counts.failures) <= max(1, share * draws):
+            return
+        self._counts = DropCounts()
+        raise counts.too_many_failed(self._scheduler.steps_done + 1, draws, share)
+
     def _check_yield(self) -> None:
         """Raises EmptyBatch where the filters, or their age, leave too few groups for a step."""
         counts = self._counts
         wanted = self._rules.groups_per_step
-        lost = counts.dropped.total() + counts.requeued
+        lost = counts.dropped.total() + counts.requeued + len(counts.failures)
         if len(self._buffer) < wanted and lost >= DRAWS_PER_GROUP * wanted:
             raise self._too_little()
 

@@ -7,16 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from rlcore.algorithms.conversations import PREFIX, conversation_metrics
 from rlcore.config import Config
 from rlcore.config.evaluation_sets import SET_KEY, EvaluationSet, evaluation_sets
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
+from rlcore.errors import RunFailed
 from rollout.asyncio_utils import gather_or_cancel
-from rollout.collection.evaluation_metrics import quoted_metrics, verdict
-from rollout.collection.group_runner import GroupRunner, evaluation_runner
+from rollout.collection.attempts import commonest
+from rollout.collection.evaluation_metrics import quoted_metrics, rollouts_of, verdict_of
+from rollout.collection.group_runner import Group, GroupRunner, evaluation_runner
+from rollout.conversation.samples import of_prompt
 from rollout.fleet.dispatcher import Dispatcher
-from rollout.rewards.scorer import Scorer
+from rollout.rewards.scorer import VERDICTS, Scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +37,7 @@ class HeldOutSet:
     given: EvaluationSet
     prompts: PromptSet
     runner: GroupRunner
+    on_error: float  # reward of a rollout that failed
     is_running: bool = False
 
     async def run(self) -> Scored:
@@ -39,8 +46,8 @@ class HeldOutSet:
         The draw of a prompt is its row. So the random numbers (for a temperature above 0) depend on
         the set and the prompt alone, and are the same in each evaluation.
         """
-        failures = self.runner.failures
-        before = replace(failures)
+        rewards = self.runner.failures
+        before = replace(rewards)
         self.is_running = True
         try:
             groups = await self.runner.run(
@@ -48,20 +55,59 @@ class HeldOutSet:
             )
         finally:
             self.is_running = False
-        samples = [sample for group in groups for sample in group.samples]
+        failures = [failure for group in groups for failure in group.failures]
+        by_prompt = [[*group.samples, *self._failed(group)] for group in groups]
+        samples = [sample for made in by_prompt for sample in made]
+        failed = len(samples) - sum(len(group.samples) for group in groups)
+        if failed == len(samples):
+            first, count = commonest(failures)
+            raise RunFailed(
+                f"all {failed} rollouts of the evaluation failed; the commonest failure, {count}"
+                f" times: {first}"
+            )
         if self.given.name:
             for sample in samples:
                 sample.metadata[SET_KEY] = self.given.name
-        by_prompt = [group.samples for group in groups]
         # not in the loop: for a thousand prompts of 64 answers this takes seconds
         quoted = await asyncio.to_thread(quoted_metrics, by_prompt, self.given)
         metrics = {
-            **means(samples),
+            **means([answer for group in by_prompt for answer in rollouts_of(group)]),
             **quoted,
-            "reward_errors": float(failures.errors - before.errors),
-            "reward_timeouts": float(failures.timeouts - before.timeouts),
+            "reward_errors": float(rewards.errors - before.errors),
+            "reward_timeouts": float(rewards.timeouts - before.timeouts),
+            "failed": float(failed),
         }
         return {self.given.prefix + name: value for name, value in metrics.items()}, samples
+
+    def _failed(self, group: Group) -> list[Sample]:
+        """Return what stands for the rollouts that failed: wrong answers without a token.
+
+        Left out, they would raise the score; nothing is trained on them.
+        """
+        if not group.failures:
+            return []
+        made = {sample.rollout_id for sample in group.samples}
+        failure = group.failures[0]
+        prompt = self.prompts[group.draw]
+        standing = [
+            Sample(
+                **of_prompt(prompt, group.draw, index),
+                tokens=prompt.tokens,
+                loss_mask=np.zeros(len(prompt.tokens), dtype=np.uint8),
+                rollout_logprobs=np.zeros(0, dtype=np.float32),
+                versions=(),
+                finish_reason="timeout" if failure.kind == "timeout" else "env",
+                reward=self.on_error,
+            )
+            for index in range(self.given.samples_per_prompt)
+        ]
+        standing = [sample for sample in standing if sample.rollout_id not in made]
+        for place, sample in enumerate(standing, len(group.samples)):
+            sample.index = place
+            for key in VERDICTS:  # a column of the data that is called so is no verdict
+                sample.metadata.pop(key, None)
+            sample.metadata["reward_error"] = str(failure)
+        return standing
 
     def stuck(self) -> str:
         """Whom its prompts wait for."""
@@ -100,7 +146,8 @@ class Evaluator:
                 key = given.reward.model_dump_json()
                 used = own.get(key) or own.setdefault(key, build_scorer(given.reward))
             runner = evaluation_runner(config, tokenizer, dispatcher, used, given)
-            self.sets.append(HeldOutSet(given, prompts, runner))
+            reward = given.reward or config.reward
+            self.sets.append(HeldOutSet(given, prompts, runner, reward.on_error))
         self.own_scorers = tuple(own.values())
         self._scorers = (scorer, *self.own_scorers)
 
@@ -139,17 +186,20 @@ class Evaluator:
         return "; ".join(one.stuck() for one in self.sets if one.is_running)
 
 
-def means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over samples.
+def means(rollouts: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Means over rollouts, each given by its samples; what conversations measured comes with them.
 
     `accuracy` is the share of right answers, and absent where nothing says right or wrong.
     """
-    n = len(samples)
-    verdicts = [right for s in samples if (right := verdict(s)) is not None]
+    n = len(rollouts)
+    samples = [sample for rollout in rollouts for sample in rollout]
+    verdicts = [right for rollout in rollouts if (right := verdict_of(rollout)) is not None]
     judged = any("correct" in s.metadata for s in samples)
+    measured = conversation_metrics([sample.measured for sample in samples])
     return {
-        "score": sum(s.reward for s in samples) / n,
+        **{name.removeprefix(PREFIX): value for name, value in measured.items()},
+        "score": sum(rollout[0].reward for rollout in rollouts) / n,
         **({"accuracy": sum(verdicts) / len(verdicts)} if judged else {}),
         "sequence_lengths": sum(s.num_trainable for s in samples) / n,
-        "stop_token_rate": sum(s.finish_reason == "stop" for s in samples) / n,
+        "stop_token_rate": sum(rollout[-1].finish_reason == "stop" for rollout in rollouts) / n,
     }

@@ -41,7 +41,10 @@ def quoted_metrics(groups: Sequence[Sequence[Sample]], given: EvaluationSet) -> 
     if not given.k:
         return {}
     found: dict[str, float] = {}
-    scores = [sum(s.reward for s in samples) / len(samples) for samples in groups]
+    scores = [
+        sum(rollout[0].reward for rollout in rollouts) / len(rollouts)
+        for rollouts in map(rollouts_of, groups)
+    ]
     found |= _bounds("score", mean_interval(scores))
     judged = any("correct" in s.metadata for samples in groups for s in samples)
     prompts = [answers for samples in groups if (answers := judged_answers(samples))]
@@ -83,21 +86,30 @@ def verdict(sample: Sample) -> bool | None:
     return False if "reward_error" in sample.metadata else None
 
 
-def judged_answers(samples: Sequence[Sample]) -> list[Answer]:
-    """The answers to one prompt that something calls right or wrong.
-
-    Samples of one rollout, as of a workflow with several turns, are one answer: it is right if all
-    are, and the last one's text is compared.
-    """
+def rollouts_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples to one prompt, those of a rollout together: one answer, in its segments."""
     rollouts: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         rollouts[sample.rollout_id].append(sample)
-    answers = []
-    for parts in rollouts.values():
-        verdicts = [right for part in parts if (right := verdict(part)) is not None]
-        if verdicts:
-            answers.append(Answer(voted_text(parts[-1]), all(verdicts)))
-    return answers
+    return [*rollouts.values()]
+
+
+def verdict_of(rollout: Sequence[Sample]) -> bool | None:
+    """Whether the answer of a rollout is right: all its segments are; None if nothing says so."""
+    verdicts = [right for part in rollout if (right := verdict(part)) is not None]
+    return all(verdicts) if verdicts else None
+
+
+def judged_answers(samples: Sequence[Sample]) -> list[Answer]:
+    """The answers to one prompt that something calls right or wrong.
+
+    Of a rollout with several samples the last one's text is compared.
+    """
+    return [
+        Answer(voted_text(rollout[-1]), right)
+        for rollout in rollouts_of(samples)
+        if (right := verdict_of(rollout)) is not None
+    ]
 
 
 def voted_text(sample: Sample) -> str | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import zlib
-from collections.abc import Awaitable, Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,13 @@ from rlcore.data.loading import context_of
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import decode, stop_token_ids
-from rlcore.errors import RlcoreError, RunFailed
-from rollout.asyncio_utils import asked_to_end, gather_or_cancel
+from rlcore.errors import RolloutFailed
+from rollout.asyncio_utils import gather_or_cancel
+from rollout.collection.attempts import Aborted, Attempts, Failure, GivenUp
+from rollout.collection.lockstep_batcher import LockstepBatcher
 from rollout.collection.partial import PartialRollouts
 from rollout.engines.factories import kind_of
 from rollout.fleet.dispatcher import Dispatcher
-from rollout.plugins import place_of
 from rollout.rewards.scorer import FailureCounts, Scorer
 from rollout.workflows.context import NO_LIMIT, WorkflowContext
 from rollout.workflows.registry import build_workflow
@@ -41,16 +43,26 @@ WorkflowKey = tuple[int, bool, int]
 
 @dataclass
 class Group:
-    """The scored samples of one draw, and the greedy samples that are only their baseline."""
+    """The scored samples of one draw, and the greedy samples that are only their baseline.
+
+    Attributes:
+        failures: of its rollouts. In training the first one leaves no samples: part of a group is
+            never trained on. In evaluation the samples are those of the other rollouts.
+        cut: an engine aborted a response, and no samples came of it.
+    """
 
     draw: int
     samples: list[Sample]
     greedy: list[Sample] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    cut: bool = False
 
     @property
     def aborted(self) -> bool:
         """Whether an engine aborted a response, so that the draw has to be made again."""
-        return any(sample.finish_reason == "abort" for sample in (*self.samples, *self.greedy))
+        return self.cut or any(
+            sample.finish_reason == "abort" for sample in (*self.samples, *self.greedy)
+        )
 
 
 class GroupRunner:
@@ -66,6 +78,7 @@ class GroupRunner:
             samples.
         recorded: fields that every sample but the greedy ones must have, with the key that asks for
             them.
+        part_of_a_group: a rollout that fails leaves the others of its group, as in evaluation.
     """
 
     def __init__(
@@ -77,6 +90,7 @@ class GroupRunner:
         *,
         greedy: WorkflowContext | None = None,
         recorded: Mapping[str, str] = MappingProxyType({}),
+        part_of_a_group: bool = False,
     ) -> None:
         self.workflow_name = config.rollout.workflow.name
         self.workflow = build_workflow(context)
@@ -90,6 +104,8 @@ class GroupRunner:
         self.scorer = scorer
         self.tokenizer = context.tokenizer
         self.partial = PartialRollouts(context.tokenizer)
+        self.attempts = Attempts(config.rollout.workflow)
+        self.part_of_a_group = part_of_a_group
         self.batched = kind_of(config.rollout.engine.kind).batches
         self.recorded = recorded
         self.failures = FailureCounts()  # of all draws so far
@@ -97,46 +113,66 @@ class GroupRunner:
         self._unfinished: dict[WorkflowKey, tuple[str, Prompt]] = {}
 
     async def run(self, prompts: Mapping[int, Prompt]) -> list[Group]:
-        """The groups of the draws, in the order of `prompts`. If one fails, all are given up.
+        """The groups of the draws, in the order of `prompts`, the failed ones among them.
 
         Args:
             prompts: by draw.
 
         Raises:
-            RunFailed: an engine or the workflow failed; names it, and the prompt.
+            RunFailed: an engine failed, or the reward; names it. All groups are given up then.
+            UserError: the workflow says that the configuration is wrong.
         """
         kinds = (False,) if self.greedy is None else (False, True)
-        keys = [
-            (draw, greedy, rollout)
-            for draw in prompts
-            for greedy in kinds
-            for rollout in self._rollouts[greedy]
-        ]
-        self._unfinished |= {key: ("start", prompts[key[0]]) for key in keys}
         batcher = LockstepBatcher(self.dispatcher.batch) if self.batched else None
-        generators = {key: batcher.enter(key) if batcher else self.dispatcher.one for key in keys}
-
-        async def group(draw: int, prompt: Prompt) -> Group:
-            own = [(draw, kind, rollout) for kind in kinds for rollout in self._rollouts[kind]]
-            work = [self._samples(key, prompt, generators[key], batcher) for key in own]
-            # a task costs time, so a single workflow gets none of its own
-            made = await gather_or_cancel(*work) if len(work) > 1 else [await work[0]]
-            both: list[list[Sample]] = [[], []]
-            for (_, kind, _), samples in zip(own, made, strict=True):
-                both[kind] += samples
-            for samples in both:
-                _number(samples)
-            return await self._scored(Group(draw, *both))
-
+        generators: dict[int, dict[WorkflowKey, Generate]] = {}
+        for draw, prompt in prompts.items():
+            keys = [(draw, kind, rollout) for kind in kinds for rollout in self._rollouts[kind]]
+            self._unfinished |= dict.fromkeys(keys, ("start", prompt))
+            generators[draw] = {
+                key: batcher.enter(key) if batcher else self.dispatcher.one for key in keys
+            }
         try:
             return await gather_or_cancel(
-                *(group(draw, prompt) for draw, prompt in prompts.items())
+                *(self._group(prompts[draw], own, batcher) for draw, own in generators.items())
             )
         finally:
-            for key in keys:
-                self._unfinished.pop(key, None)
+            for own in generators.values():
+                for key in own:
+                    self._unfinished.pop(key, None)
             if batcher:
                 await batcher.close()
+
+    async def _group(
+        self,
+        prompt: Prompt,
+        generators: Mapping[WorkflowKey, Generate],
+        batcher: LockstepBatcher | None,
+    ) -> Group:
+        """The scored group of one draw, or why there is none."""
+        draw, _, _ = next(iter(generators))
+        group = Group(draw, [])
+        work = [self._samples(key, prompt, one, batcher) for key, one in generators.items()]
+        try:
+            # a task costs time, so a single workflow gets none of its own
+            made = await gather_or_cancel(*work) if len(work) > 1 else [await work[0]]
+            for (_, greedy, _), found in zip(generators, made, strict=True):
+                if isinstance(found, Failure):
+                    group.failures.append(found)
+                else:
+                    (group.greedy if greedy else group.samples).extend(found)
+            _number(group.samples)
+            _number(group.greedy)
+            return await self._scored(group)
+        except Aborted:
+            return replace(group, cut=True)
+        except GivenUp as given_up:
+            return replace(group, failures=[given_up.failure])
+        finally:
+            for key in generators:
+                self._unfinished.pop(key, None)
+                # not before all have ended: no batch holds some requests of a group that failed
+                if batcher:
+                    batcher.leave(key)
 
     async def _samples(
         self,
@@ -144,49 +180,43 @@ class GroupRunner:
         prompt: Prompt,
         generate: Generate,
         batcher: LockstepBatcher | None,
-    ) -> list[Sample]:
+    ) -> list[Sample] | Failure:
         """What one workflow makes of its prompt, unscored."""
         draw, greedy, rollout = key
         workflow: Any = self.greedy if greedy and self.greedy else self.workflow
-        staged = self._staged(key, prompt, generate)
+
+        def make(generate: Generate) -> Awaitable[Any]:
+            if rollout == WHOLE:
+                return workflow(prompt, draw, generate)  # type: ignore[no-any-return]
+            return workflow.rollout(prompt, draw, rollout, generate)  # type: ignore[no-any-return]
+
         try:
-            samples = (
-                await workflow(prompt, draw, staged)
-                if rollout == WHOLE
-                else await workflow.rollout(prompt, draw, rollout, staged)
+            samples: list[Sample] | Failure = await self.attempts.run(
+                make,
+                self._staged(key, prompt, generate),
+                partial(self._checked, greedy=greedy),
+                of=workflow,
+                where=f"{prompt.prompt_id} (draw {draw})",
+                withdraw=(lambda: batcher.withdraw(key)) if batcher else (lambda: None),
             )
-        except RlcoreError:
-            raise
-        # if this went unnoticed, the draw would be started again and again
-        except asyncio.CancelledError as error:
-            if asked_to_end(asyncio.current_task()):
+        except GivenUp as given_up:
+            if not self.part_of_a_group:
                 raise
-            where = f"{prompt.prompt_id} (draw {draw})"
-            raise RunFailed(
-                f"workflow {self.workflow_name} was cancelled from within on {where}"
-            ) from error
-        except Exception as error:
-            raise RunFailed(
-                f"workflow {self.workflow_name} failed on {prompt.prompt_id} (draw {draw}):"
-                f" {type(error).__name__}: {error}{place_of(workflow, error)}"
-            ) from error
-        finally:
-            if batcher:
-                batcher.leave(key)
-        self._check(samples, prompt, greedy)
-        self._fill_text(samples)
+            samples = given_up.failure
+        if batcher:
+            batcher.leave(key)
+        if not isinstance(samples, Failure):
+            self._fill_text(samples)
         self._unfinished[key] = ("reward", prompt)
         return samples
 
     async def _scored(self, group: Group) -> Group:
         """The same group with its rewards, from one call of the scorer."""
-        counts = await self.scorer.score([*group.samples, *group.greedy])
-        self.failures.errors += counts.errors
-        self.failures.timeouts += counts.timeouts
-        self.failures.samples += counts.samples
-        for kind, rollouts in self._rollouts.items():
-            for rollout in rollouts:
-                self._unfinished.pop((group.draw, kind, rollout), None)
+        if group.samples:
+            counts = await self.scorer.score([*group.samples, *group.greedy])
+            self.failures.errors += counts.errors
+            self.failures.timeouts += counts.timeouts
+            self.failures.samples += counts.samples
         if group.greedy:
             baseline = sum(sample.reward for sample in group.greedy) / len(group.greedy)
             for sample in group.samples:
@@ -211,19 +241,23 @@ class GroupRunner:
 
         return staged
 
-    def _check(self, samples: object, prompt: Prompt, greedy: bool) -> None:
+    def _checked(self, samples: object, *, greedy: bool) -> list[Sample]:
+        """Return the samples of a workflow. Raises RolloutFailed for anything else."""
         if (
             not isinstance(samples, list)
             or not samples
             or not all(isinstance(s, Sample) for s in samples)
         ):
-            raise RunFailed(
-                f"workflow {self.workflow_name} returned {type(samples).__name__} for"
-                f" {prompt.prompt_id}, expected a list of at least one Sample"
+            raise RolloutFailed(
+                "result",
+                f"it returned {type(samples).__name__}, expected a list of at least one Sample",
             )
         try:
             for sample in samples:
                 sample.check_token_rewards()
+                for name, value in sample.outcome.items():
+                    if not math.isfinite(value):
+                        raise ValueError(f"the outcome {name!r} is {value}, expected a number")
                 for name, key in ({} if greedy else self.recorded).items():
                     if getattr(sample, name) is None:
                         raise ValueError(
@@ -231,7 +265,8 @@ class GroupRunner:
                             " completions, joined"
                         )
         except ValueError as error:
-            raise RunFailed(f"workflow {self.workflow_name}: {error}") from error
+            raise RolloutFailed("result", str(error)) from error
+        return samples
 
     def _fill_text(self, samples: Sequence[Sample]) -> None:
         bare = [s for s in samples if not s.response_text and not s.turn_spans]
@@ -288,91 +323,6 @@ def _number(samples: Sequence[Sample]) -> None:
             sample.index = place
 
 
-# --- whole batches, for an engine whose results depend on how it batches --------------------------
-
-
-Flush = Callable[[Sequence[GenerateRequest]], Awaitable[list[list[Completion]]]]
-WaitingCall = tuple[GenerateRequest, "asyncio.Future[list[Completion]]"]
-
-
-class LockstepBatcher:
-    """Passes on the generate calls of concurrent workflows as one batch, once each of them waits.
-
-    The batch is sorted by address (draw, turn, first sample; equal ones by which workflow entered
-    first), so it never depends on which call arrived first, and a resumed run sees the same
-    batches. The price: in each round all workflows wait for the slowest.
-    """
-
-    def __init__(self, flush: Flush) -> None:
-        self._flush = flush
-        # workflow that has entered and not left -> its calls that wait
-        self._workflows: dict[Hashable, list[WaitingCall]] = {}
-        self._running: asyncio.Task[None] | None = None
-
-    def enter(self, key: Hashable) -> Generate:
-        """The `generate` of workflow `key`. All must have entered before the first runs."""
-        if key in self._workflows:
-            raise ValueError(f"{key} has entered already")
-        self._workflows[key] = []
-
-        async def generate(request: GenerateRequest) -> list[Completion]:
-            future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
-            self._workflows[key].append((request, future))
-            self._recheck()
-            return await future
-
-        return generate
-
-    def leave(self, key: Hashable) -> None:
-        """Workflow `key` finished or failed, so no batch waits for it any more."""
-        for _, future in self._workflows.pop(key):
-            future.cancel()
-        self._recheck()
-
-    def busy(self) -> list[Hashable]:
-        """Workflows that wait for no generation."""
-        return [key for key, calls in self._workflows.items() if not calls]
-
-    def _recheck(self) -> None:
-        # Deferred by one iteration of the loop: calls that one workflow makes side by side belong
-        # to one batch.
-        asyncio.get_running_loop().call_soon(self._release)
-
-    def _release(self) -> None:
-        if self._running is not None or not self._workflows or self.busy():
-            return
-        batch = [call for calls in self._workflows.values() for call in calls]
-        for calls in self._workflows.values():
-            calls.clear()
-        batch.sort(key=lambda call: (call[0].draw, call[0].turn, call[0].first_sample))
-        self._running = asyncio.get_running_loop().create_task(self._serve(batch))
-
-    async def _serve(self, batch: list[WaitingCall]) -> None:
-        try:
-            results = await self._flush([request for request, _ in batch])
-        except asyncio.CancelledError:
-            for _, future in batch:
-                future.cancel()
-            raise
-        except Exception as error:  # noqa: BLE001 - the error belongs to the calls that wait
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)
-        else:
-            for (_, future), completions in zip(batch, results, strict=True):
-                if not future.done():
-                    future.set_result(completions)
-        finally:
-            self._running = None
-        self._recheck()
-
-    async def close(self) -> None:
-        """Stop the batch that is running, if any."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait({self._running})
-
-
 # --- the runners of a service ---------------------------------------------------------------------
 
 
@@ -416,6 +366,7 @@ def evaluation_runner(
     given: EvaluationSet,
 ) -> GroupRunner:
     """The runner of a set of held-out prompts."""
+    config = given.config(config)
     sampling = replace(
         _greedy(config, tokenizer, given.max_new_tokens),
         temperature=given.temperature,
@@ -424,7 +375,7 @@ def evaluation_runner(
     # by the name: the samples of a set do not depend on which other sets there are
     seed = config.run.seed + EVALUATION_SEED + zlib.crc32(given.name.encode())
     context = _context(config, sampling, given.samples_per_prompt, seed, tokenizer)
-    return GroupRunner(config, dispatcher, scorer, context)
+    return GroupRunner(config, dispatcher, scorer, context, part_of_a_group=True)
 
 
 def _context(

@@ -122,6 +122,7 @@ def join(head: Completion, tail: Completion) -> Completion:
         ),
         sampling_mask=SamplingMasks.joined(sets) if sets else None,
         routed_experts=join_experts(routed) if routed else None,
+        cached_tokens=head.cached_tokens,
     )
 
 
@@ -155,4 +156,5 @@ def shorten(whole: Completion, length: int, *, prompt: int) -> Completion:
             else SamplingMasks(sets.tokens[: counts.sum()], counts)
         ),
         routed_experts=None if routed is None else routed[: prompt + length - 1],
+        cached_tokens=whole.cached_tokens,
     )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rlcore.data.messages import Message
 from rlcore.data.tokenizer import encode, render_chat
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +55,7 @@ class ChatTemplate:
         self._stops = {int(i): tokenizer.decode([int(i)]) for i in stop_token_ids}
         self._suffixes: dict[str, Tokens] = {}
         self._keeps: dict[tuple[Kind, bytes], bool] = {}
+        self._reads: dict[tuple[bytes, ...], bool] = {}
 
     @property
     def head(self) -> str:
@@ -88,7 +89,7 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses these messages, or ends no turn with a stop token.
         """
-        stop, text = self._behind_a_turn(new, tools)
+        stop, text = self._behind_a_turn(new, tools if self._reads_tools(new, tools) else ())
         spelled = self._stops[stop] + text
         tokens = self._suffixes.get(spelled)
         if tokens is None:
@@ -115,6 +116,25 @@ class ChatTemplate:
                 self._keeps.clear()
             self._keeps[key] = self._does_keep(kind, tools)
         return self._keeps[key]
+
+    def _reads_tools(self, new: Sequence[Message], tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether the text behind a turn depends on the tools, told by messages of these roles.
+
+        Most templates write them at the front, and long schemas take long to render.
+        """
+        if not tools:
+            return False
+        key = (orjson.dumps(tools), *(message["role"].encode() for message in new))
+        if key not in self._reads:
+            if len(self._reads) > MOST_KEPT:
+                self._reads.clear()
+            probe = [{**message, "content": _THOUGHT} for message in new]
+            with_tools = self._behind_a_turn(probe, tools)
+            try:
+                self._reads[key] = self._behind_a_turn(probe, ()) != with_tools
+            except UserError:  # it refuses results of tools where it is told of none
+                self._reads[key] = True
+        return self._reads[key]
 
     def _does_keep(self, kind: Kind, tools: Sequence[dict[str, Any]]) -> bool:
         """Render a synthetic conversation of two turns, whole and bit by bit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.generation import Generate, GenerateRequest, SamplingParams
+from rlcore.data.generation import Completion, Generate, GenerateRequest, SamplingParams
 from rlcore.data.messages import Message, check_messages
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import FinishReason, Sample
@@ -23,6 +24,7 @@ Parse = Callable[[str, str, Sequence[dict[str, Any]]], Reply]
 """Turns the head of a turn, its text and the tools into a `Reply` without reason and budget."""
 
 History = Literal["keep", "branch"]
+FROM_ZERO = ("engine_s", "tool_s", "tool_calls", "tool_errors")  # measured in every conversation
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Rules:
 
     Attributes:
         context: tokens that the engine can hold, prompt and answers together.
+        reads_sent: whether `parse` needs the end of what the model was sent.
         max_tokens: the model's tokens in a rollout, all its branches together.
         max_turns: turns of the model in a rollout, all its branches together.
         history: what to do where the template would change earlier turns: `keep` them as they were
@@ -43,6 +46,7 @@ class Rules:
     parse: Parse
     decode: Callable[[NDArray[np.int32]], str]
     context: int
+    reads_sent: bool = True
     max_tokens: int | None = None
     max_turns: int | None = None
     history: History | None = None
@@ -62,6 +66,7 @@ class _Shared:
     branches: int = 0  # begun by rendering anew, or by `fork`
     aborted: bool = False  # an engine gave a turn up: the draw is made again
     finish_reasons: dict[Node, FinishReason] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FROM_ZERO, 0.0))
 
 
 class Conversation:
@@ -120,10 +125,31 @@ class Conversation:
         """How many tokens the model may write in its next turn."""
         return self._budget()[0]
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """How each turn is sampled."""
+        return self._shared.rules.sampling
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """The tokens of this branch so far, [T]: what a next request would begin with."""
+        return self._tokens
+
+    @property
+    def completion(self) -> Completion | None:
+        """What the engine gave for the turn just made; None if the model has not just answered."""
+        return None if self._node is None else self._node.completion
+
     # --- going on ---------------------------------------------------------------------------------
 
-    async def generate(self, max_new_tokens: int | None = None) -> Reply:
+    async def generate(
+        self, max_new_tokens: int | None = None, *, stop: Sequence[str] = ()
+    ) -> Reply:
         """Let the model take its turn.
+
+        Args:
+            max_new_tokens: the turn's own limit, where it is less than the run's.
+            stop: texts that end the turn, beside those of the run.
 
         Where a budget leaves no token, nothing is asked: the reply is empty, and its
         `finish_reason` names the budget ("context", "length" or "turns").
@@ -147,7 +173,11 @@ class Conversation:
             return self._ended(limit)
         request = GenerateRequest(
             self._tokens,
-            replace(shared.rules.sampling, max_new_tokens=size),
+            replace(
+                shared.rules.sampling,
+                max_new_tokens=size,
+                stop=(*shared.rules.sampling.stop, *stop),
+            ),
             shared.draw,
             first_sample=shared.index,
             turn=shared.tree.take_turn(),
@@ -156,7 +186,12 @@ class Conversation:
         self._check_append_only()
         parent = self._node
         assert parent is not None
+        began = time.perf_counter()
         (completion,) = await shared.generate(request)
+        self.measure("engine_s", time.perf_counter() - began)
+        if (cached := completion.cached_tokens) is not None:
+            self.measure("cached_tokens", cached)
+            self.measure("prefilled_tokens", len(request.prompt) - cached)
         reason = completion.finish_reason
         if reason == "length" and size == left:
             reason = limit  # no other turn has room
@@ -209,26 +244,50 @@ class Conversation:
 
     def reward(self, value: float) -> None:
         """Reward the turn that was just made, at its last token; several rewards add up."""
-        if self._node is None or self._node.turn is None:
-            raise RunFailed("conversation: there is no turn to reward; call it behind generate()")
-        self._node.reward = (self._node.reward or 0.0) + float(value)
+        turn = self._turn_to("reward")
+        turn.reward = (turn.reward or 0.0) + float(value)
 
-    def fork(self, messages: Sequence[Message] | None = None) -> Conversation:
+    def discard(self, reason: str) -> None:
+        """Do not train on the turn that was just made: its tokens are context, or in no sample.
+
+        Args:
+            reason: a word; `conversation/untrained_<reason>` counts the tokens.
+        """
+        self._turn_to("discard").untrained = reason
+
+    def measure(self, name: str, value: float) -> None:
+        """Add to a measurement of the rollout, whose mean is the metric `conversation/<name>`."""
+        measured = self._shared.measured
+        measured[name] = measured.get(name, 0.0) + float(value)
+
+    def fork(
+        self,
+        messages: Sequence[Message] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Conversation:
         """Begin a branch that shares all turns so far.
 
         Args:
             messages: go on with these instead, rendered anew: for a compacted history. Turns that
                 they quote are context there.
+            tools: of the rendering of `messages`, as JSON schemas; default: those of this branch.
         """
-        branch = Conversation.__new__(Conversation)
-        branch.__dict__.update(self.__dict__)
-        branch._messages = list(self._messages)
+        branch = self.mark()
         if messages is None:
             self._shared.branches += 1
         else:
             branch._messages = check_messages("conversation", "messages", messages)
+            branch.tools = self.tools if tools is None else tuple(tools)
             branch._render_anew()
         return branch
+
+    def mark(self) -> Conversation:
+        """Return this branch as it stands, to be gone on from or forked later; it is no branch."""
+        marked = Conversation.__new__(Conversation)
+        marked.__dict__.update(self.__dict__)
+        marked._messages = list(self._messages)
+        return marked
 
     def samples(self, outcome: float | Mapping[str, float] | None = None) -> list[Sample]:
         """Return the samples of the whole rollout, one for each leaf of its branches.
@@ -240,6 +299,7 @@ class Conversation:
         shared = self._shared
         if isinstance(outcome, int | float):
             outcome = {"reward": float(outcome)}
+        counts = {"turns": float(self.turns), "branches": float(self.branches)}
         found = samples_of(
             shared.tree,
             shared.prompt,
@@ -247,6 +307,7 @@ class Conversation:
             shared.index,
             outcome={name: float(value) for name, value in (outcome or {}).items()},
             finish_reasons=shared.finish_reasons,
+            measured={**shared.measured, **counts},
         )
         for sample in found if shared.aborted else ():
             sample.finish_reason = "abort"
@@ -264,6 +325,12 @@ class Conversation:
     def _answered(self) -> bool:
         return self._node is not None and self._node.turn is not None
 
+    def _turn_to(self, act: str) -> Node:
+        """Return the turn that was just made."""
+        if self._node is None or self._node.turn is None:
+            raise RunFailed(f"conversation: there is no turn to {act}; call it behind generate()")
+        return self._node
+
     def _begin(self) -> None:
         """Make the root of this branch, where it has none."""
         if self._node is not None:
@@ -275,7 +342,7 @@ class Conversation:
 
     def _render_anew(self) -> None:
         """Go on from a root of its own, whose tokens are all context."""
-        self._shared.branches += 1
+        self._shared.branches += bool(self._shared.tree.nodes)  # the first root is no branch
         self._node = None
         self._stale = True
         self._sent = self._sent[:0]
@@ -317,7 +384,7 @@ class Conversation:
         rules = self._shared.rules
         ended = bool(len(tokens)) and int(tokens[-1]) in rules.sampling.stop_token_ids
         text = rules.decode(tokens[:-1] if ended else tokens)
-        head = rules.decode(self._tokens[-64:])
+        head = rules.decode(self._tokens[-64:]) if rules.reads_sent else ""
         reply = rules.parse(head, text, self.tools)
         return replace(reply, finish_reason=reason, raw=text)
 

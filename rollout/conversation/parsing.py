@@ -1,77 +1,26 @@
 """From the text of a turn to a message: its reasoning, its calls of tools, and what is left.
 
-transformers' response templates do the work: they say where each part of an answer begins and ends.
-A tokenizer may bring its own; the table here has those of formats that many models share.
+transformers' response templates do the work. A tokenizer may bring its own; `formats` has those
+that many models share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from rlcore.data.messages import Message
 from rlcore.errors import ConfigError
+from rollout.conversation.formats import FINAL, FORMATS, HEAD, MORE_CALLS, REASONING
 from rollout.conversation.reply import Reply, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEY = "rollout.tool_parser"
-_HEAD = "head of the turn:"  # stands for the head that a template writes
-_REASONING = {"open": "<think>", "close": "</think>", "content": "text"}
-
-# By the name for `rollout.tool_parser`: the text that shows the format in a chat template, and the
-# response template.
-FORMATS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    # Qwen3-Coder, Qwen3.5: <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
-    "qwen3_coder": (
-        "<function=",
-        {
-            "start_anchor": _HEAD,
-            "defaults": {"role": "assistant"},
-            "fields": {
-                "reasoning_content": _REASONING,
-                "tool_calls": {
-                    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-                    "close_pattern": r"</function>\s*</tool_call>",
-                    "repeats": True,
-                    "content": "xml-inline",
-                    "content_args": {
-                        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*"
-                        r"</parameter>",
-                    },
-                    "transform": {
-                        "type": "function",
-                        "function": {"name": "{name}", "arguments": "{content}"},
-                    },
-                },
-                "content": {"content": "text"},
-            },
-        },
-    ),
-    # Hermes, Qwen2.5, Qwen3: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>
-    "hermes": (
-        "<tool_call>",
-        {
-            "start_anchor": _HEAD,
-            "defaults": {"role": "assistant"},
-            "fields": {
-                "reasoning_content": _REASONING,
-                "tool_calls": {
-                    "open_pattern": r"\s*<tool_call>",
-                    "close": "</tool_call>",
-                    "repeats": True,
-                    "content": "json",
-                    "content_args": {"allow_non_json": True},
-                    "transform": {"type": "function", "function": "{content}"},
-                },
-                "content": {"content": "text"},
-            },
-        },
-    ),
-}
+DEFAULT = "hermes"  # for a chat template that shows no calls
 
 
 class ReplyParser:
@@ -89,13 +38,22 @@ class ReplyParser:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, name: str = "auto", *, head: str = ""
     ) -> None:
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
         if name != "auto" and name not in FORMATS:
             known = ", ".join(["auto", *FORMATS])
             raise ConfigError(f"{KEY}: {name!r} is unknown (known: {known})")
         self._own = getattr(tokenizer, "response_template", None) if name == "auto" else None
-        self.template = self._own or FORMATS[name if name != "auto" else _told_by(tokenizer)][1]
-        _, opening, rest = head.partition(_REASONING["open"])
-        self._head = _HEAD + opening + rest
+        self.format = name if name != "auto" else told_by(tokenizer)
+        # checked and compiled once, not turn by turn
+        self.template = load_response_template(self._own or FORMATS[self.format].template)
+        _, opening, rest = head.partition(REASONING["open"])
+        self._head = HEAD + opening + rest
+
+    @property
+    def reads_sent(self) -> bool:
+        """Whether a turn cannot be read without the end of what the model was sent."""
+        return self._own is not None
 
     def __call__(self, sent: str, text: str, tools: Sequence[dict[str, Any]]) -> Reply:
         """Read a turn.
@@ -120,9 +78,10 @@ class ReplyParser:
             )
         except ValueError:  # a region that is not what it says: all of it is text
             found = {"content": text}
-        content = str(found.get("content") or "")
+        parts = [str(found.get(name) or "").strip() for name in ("content", FINAL)]
+        content = "\n".join(part for part in parts if part)
         reasoning = str(found.get("reasoning_content") or "")
-        calls = tuple(_call(i, call) for i, call in enumerate(found.get("tool_calls") or ()))
+        calls = tuple(_call(i, call) for i, call in enumerate(_calls_in(found)))
         message: Message = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -138,16 +97,27 @@ class ReplyParser:
         return Reply(content, reasoning, calls, "stop", 0, message=message)
 
 
-def _told_by(tokenizer: PreTrainedTokenizerBase) -> str:
+def told_by(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the name of the format that the chat template shows."""
     template = str(tokenizer.chat_template or "")
-    return next((name for name, (mark, _) in FORMATS.items() if mark in template), "hermes")
+    found = (name for name, form in FORMATS.items() if all(m in template for m in form.marks))
+    return next(found, DEFAULT)
+
+
+def _calls_in(found: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the calls of a parsed response: one by one, or as a list in JSON."""
+    for name in ("tool_calls", *MORE_CALLS):
+        value = found.get(name) or ()
+        yield from [value] if isinstance(value, str | dict) else value
 
 
 def _call(number: int, call: Any) -> ToolCall:
     """Return one call; ids count the calls of the reply."""
-    function = call.get("function") if isinstance(call, dict) else None
+    function = call.get("function", call) if isinstance(call, dict) else call
     name = function.get("name") if isinstance(function, dict) else None
-    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+    arguments = None
+    if isinstance(function, dict):
+        arguments = function.get("arguments", function.get("parameters", {}))
     raw = function if isinstance(function, str) else orjson.dumps(function).decode()
     ident = f"call{number:05d}"
     if isinstance(arguments, str):  # some models write JSON in a text
@@ -158,4 +128,4 @@ def _call(number: int, call: Any) -> ToolCall:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         problem = 'a call must be JSON: {"name": text, "arguments": {...}}'
         return ToolCall(ident, name if isinstance(name, str) else "", None, problem, raw)
-    return ToolCall(ident, name, arguments, "", raw)
+    return ToolCall(ident, name.strip(), arguments, "", raw)

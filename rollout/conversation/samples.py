@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from rlcore.algorithms.conversations import UNTRAINED
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import (
     FinishReason,
@@ -42,6 +44,7 @@ def samples_of(
     *,
     outcome: Mapping[str, float],
     finish_reasons: Mapping[Node, FinishReason],
+    measured: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Sample]:
     """Return one sample for each leaf, in the order in which their last turns were made.
 
@@ -51,17 +54,36 @@ def samples_of(
         draw, index: address of the rollout; its samples share `rollout_id`.
         outcome: what the workflow itself says of the rollout, by name.
         finish_reasons: of the leaves, where they differ from those of their completions.
+        measured: of the rollout, by name; the first sample holds it, and what the tree tells.
     """
     trained: set[Node] = set()
     found = []
     for leaf in tree.leaves():
         path = leaf.path()
-        own = {node for node in path if node.turn is not None} - trained
+        own = {node for node in path if node.turn is not None and not node.untrained} - trained
         trained |= own
         sample = _sample(path, own, prompt, draw, index)
         sample.finish_reason = finish_reasons.get(leaf, sample.finish_reason)
         sample.outcome = dict(outcome)
         found.append(sample)
+    if found:
+        found[0].measured = {**measured, **_counts(tree, trained)}
+    return found
+
+
+def _counts(tree: Tree, trained: set[Node]) -> dict[str, float]:
+    """Return the tokens of the rollout: made, trained, left out by reason, and the context's."""
+    turns = [node for node in tree.nodes if node.turn is not None]
+    sent = {node for turn in turns for node in turn.path() if node.turn is None}
+    found = {
+        "generated_tokens": float(sum(len(node.tokens) for node in turns)),
+        "trained_tokens": float(sum(len(node.tokens) for node in trained)),
+        "context_tokens": float(sum(len(node.tokens) for node in sent)),
+    }
+    for node in turns:
+        if node.untrained:
+            name = UNTRAINED + node.untrained
+            found[name] = found.get(name, 0.0) + len(node.tokens)
     return found
 
 

@@ -29,6 +29,7 @@ class Node:
     turn: int | None = None  # the number of the model's turn in the rollout; None: context
     completion: Completion | None = None  # of a turn
     reward: float | None = None  # of a turn, given by the environment
+    untrained: str = ""  # of a turn: why it is not trained on
     children: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -68,9 +69,9 @@ class Tree:
         return self.turns - 1
 
     def leaves(self) -> Iterator[Node]:
-        """Yield the last turn of each path; context behind it was answered by nothing."""
+        """Yield the last trained turn of each path; nothing that counts stands behind it."""
         for node in self.nodes:
-            if node.turn is not None and not any(_has_turn(child) for child in node.children):
+            if _is_trained(node) and not any(_has_trained(child) for child in node.children):
                 yield node
 
     def _add(self, node: Node) -> Node:
@@ -78,8 +79,10 @@ class Tree:
         return node
 
 
-def _has_turn(node: Node) -> bool:
-    """Whether the node or one behind it is a turn. A context has at most turns as children."""
-    if node.turn is not None:
-        return True
-    return any(_has_turn(child) for child in node.children)
+def _is_trained(node: Node) -> bool:
+    return node.turn is not None and not node.untrained
+
+
+def _has_trained(node: Node) -> bool:
+    """Whether the node or one behind it is a turn that is trained on."""
+    return _is_trained(node) or any(_has_trained(child) for child in node.children)

@@ -51,10 +51,13 @@ class Dispatcher:
     async def one(self, request: GenerateRequest) -> list[Completion]:
         """Send a request to the least loaded engine, or the one that had its conversation before.
 
-        For engines that batch continuously.
+        That of a first turn is the one that had the same prompt. For engines that batch
+        continuously.
         """
-        conversation = (request.seed, request.draw)
-        [answer] = await self._answer([request], conversation, room=self.config.max_in_flight)
+        prompt = (request.seed, request.draw)
+        conversation = (*prompt, request.first_sample)
+        keys = (conversation, prompt)
+        [answer] = await self._answer([request], keys, room=self.config.max_in_flight)
         return answer
 
     async def batch(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
@@ -68,7 +71,9 @@ class Dispatcher:
 
         async def serve(share: int) -> None:
             for part in self._calls_of(range(share, len(requests), n), requests):
-                answers = await self._answer([requests[i] for i in part], ("share", share), room=1)
+                answers = await self._answer(
+                    [requests[i] for i in part], [("share", share)], room=1
+                )
                 for i, completions in zip(part, answers):
                     results[i] = completions
 
@@ -90,7 +95,7 @@ class Dispatcher:
         yield part
 
     async def _answer(
-        self, requests: Sequence[GenerateRequest], key: Hashable, *, room: int
+        self, requests: Sequence[GenerateRequest], keys: Sequence[Hashable], *, room: int
     ) -> list[list[Completion]]:
         """The answer of the first engine that does not fail.
 
@@ -100,7 +105,7 @@ class Dispatcher:
                 ask.
         """
         for attempts_left in range(self.config.retries, -1, -1):
-            lease = await self.fleet.router.lease(key, room=room)
+            lease = await self.fleet.router.lease(*keys, room=room)
             try:
                 return await self._call(lease, requests)
             except EngineFailed as error:

@@ -67,7 +67,7 @@ class Lease:
 
 @dataclass(eq=False)
 class _Waiting:
-    key: Hashable
+    keys: Sequence[Hashable]
     room: int
     granted: asyncio.Future[Lease]
 
@@ -90,16 +90,19 @@ class Router:
         # called when an engine may have room that it had not before
         self.on_room: Callable[[], None] = lambda: None
 
-    async def lease(self, key: Hashable, *, room: int) -> Lease:
-        """Wait for a serving engine with room for a call. Calls of one `key` share a prefix.
+    async def lease(self, *keys: Hashable, room: int) -> Lease:
+        """Wait for a serving engine with room for a call.
 
         There is no limit to the wait: the caller has one. Raises NoEngineLeft.
+
+        Args:
+            keys: calls with the same key share a prefix; the key of the longest comes first.
         """
-        if not self._waiting and (member := self._pick(key, room)) is not None:
-            return self._give(member, key)
+        if not self._waiting and (member := self._pick(keys, room)) is not None:
+            return self._give(member, keys)
         if (error := self._no_engine_error()) is not None:
             raise error
-        waiting = _Waiting(key, room, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(keys, room, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         try:
             return await waiting.granted
@@ -121,9 +124,9 @@ class Router:
             if first.granted.done():  # cancelled
                 self._waiting.popleft()
                 continue
-            member = self._pick(first.key, first.room)
+            member = self._pick(first.keys, first.room)
             if member is not None:
-                first.granted.set_result(self._give(member, first.key))
+                first.granted.set_result(self._give(member, first.keys))
             elif (error := self._no_engine_error()) is not None:
                 first.granted.set_exception(error)
             else:
@@ -148,23 +151,24 @@ class Router:
         member = self._homes.get(key)
         return None if member is None else member.name
 
-    def _give(self, member: Member, key: Hashable) -> Lease:
+    def _give(self, member: Member, keys: Sequence[Hashable]) -> Lease:
         lease = Lease(member, member.health.starts)
         member.leases.add(lease)
-        self._homes.pop(key, None)  # to the end: the oldest are forgotten first
-        self._homes[key] = member
-        if len(self._homes) > HOMES:
-            del self._homes[next(iter(self._homes))]
+        for key in keys:
+            self._homes.pop(key, None)  # to the end: the oldest are forgotten first
+            self._homes[key] = member
+            if len(self._homes) > HOMES:
+                del self._homes[next(iter(self._homes))]
         return lease
 
-    def _pick(self, key: Hashable, room: int) -> Member | None:
+    def _pick(self, keys: Sequence[Hashable], room: int) -> Member | None:
         free = [
             m for m in self._members if m.health.state is State.SERVING and len(m.leases) < room
         ]
         if not free:
             return None
         least = min(free, key=lambda member: len(member.leases))
-        home = self._homes.get(key)
+        home = next((self._homes[key] for key in keys if key in self._homes), None)
         return (
             home
             if home in free and len(home.leases) <= RATIO * len(least.leases) + SLACK

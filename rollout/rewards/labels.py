@@ -14,12 +14,14 @@ from rollout.rewards.by_source import PartsBySource
 from rollout.rewards.graders.code_tests import read_tests
 from rollout.rewards.graders.ifeval import constraints_of
 from rollout.rewards.graders.places import accepted
+from rollout.rewards.graders.reasoning_gym import entry_of
 
 # a grader's kind of label -> reads it from label and row, or raises ValueError
 READERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "text": lambda label, _: accepted(label),
     "constraints": constraints_of,
     "tests": lambda label, _: read_tests(label),
+    "entry": lambda _, row: entry_of(row),
 }
 
 
@@ -38,7 +40,7 @@ def check_labels(config: Config, prompts: PromptSet) -> None:
     }
     if config.data.label_key is None:
         for name, kind in kinds.items():
-            if kind != "constraints":  # these may stand in columns of their own
+            if kind not in ("constraints", "entry"):  # these may stand in columns of their own
                 raise ConfigError(
                     f"reward.parts.{name} compares with a label, but data.label_key is null"
                 )

@@ -42,6 +42,7 @@ POOLED = {
     "choice": "rollout.rewards.graders.text:choice",
     "format": "rollout.rewards.graders.shape:Format",
     "ifeval": "rollout.rewards.graders.ifeval:ifeval",
+    "reasoning_gym": "rollout.rewards.graders.reasoning_gym:ReasoningGym",
 }
 # keys of `Sample.metadata` that the scorer alone sets
 VERDICTS = ("correct", "reward_error", "reward_info")

@@ -1,10 +1,16 @@
-"""Finds and ends a process with everything that descends from it. Standard library alone."""
+"""Finds and ends a process with everything that descends from it. Standard library alone.
+
+As a program, `python process_tree.py COMMAND...`, it runs a command on its own input and output and
+leaves nothing of it behind: neither when the command ends, nor when this process is asked to end or
+loses its parent.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +18,15 @@ from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 0.005
+KILL_S = 1.5  # less than the 2 s from SIGTERM to SIGKILL that whoever runs a command may give
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def die_with_parent() -> None:
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel end this process when its parent is killed, even in an endless call."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
@@ -151,3 +158,19 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
+
+
+def run_whole(command: list[str]) -> int:
+    """Run a command; return its exit code once nothing below this process is left."""
+    adopt_orphans()
+    # raised in the main thread, wherever it waits
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    die_with_parent(signal.SIGTERM)
+    try:
+        return subprocess.run(command, check=False).returncode
+    finally:
+        kill_below(os.getpid(), seconds=KILL_S, reap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run_whole(sys.argv[1:]))

@@ -66,11 +66,13 @@ class WorkflowContext:
         template = ChatTemplate(
             self.tokenizer, self.sampling.stop_token_ids, chat_kwargs=self.chat_kwargs
         )
+        parse = ReplyParser(self.tokenizer, self.tool_parser, head=template.head)
         return Rules(
             sampling=self.sampling,
             seed=self.seed,
             template=template,
-            parse=ReplyParser(self.tokenizer, self.tool_parser, head=template.head),
+            parse=parse,
+            reads_sent=parse.reads_sent,
             decode=self._decode,
             context=self.context,
             max_tokens=self.settings.max_tokens,
@@ -80,6 +82,9 @@ class WorkflowContext:
 
     def _decode(self, tokens: NDArray[np.int32]) -> str:
         """Return the text of tokens, special ones included."""
+        if self.tokenizer.is_fast:  # what lies before it costs more than the decoding
+            backend = self.tokenizer.backend_tokenizer
+            return str(backend.decode(tokens.tolist(), skip_special_tokens=False))
         return str(self.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False))
 
 

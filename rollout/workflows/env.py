@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,20 +14,21 @@ from rlcore.data.generation import Generate
 from rlcore.data.messages import Message
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
-from rlcore.errors import ConfigError, RunFailed
-from rollout.asyncio_utils import gather_or_cancel
+from rlcore.errors import ConfigError, DeadlineExceeded, RolloutFailed
+from rollout.asyncio_utils import gather_or_cancel, in_thread, within
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import ToolCall
-from rollout.plugins import load_object
+from rollout.plugins import load_object, place_of, place_of_error
 from rollout.workflows.context import WorkflowContext
+from rollout.workflows.mcp_tools import McpSession, McpTools
+from rollout.workflows.tool_errors import ToolError
 
 KEY = "rollout.workflow.env"
 CUT = "\n[cut: the result is longer than max_tool_tokens]"
+MAX_WARNINGS = 5  # failures of close() that are logged
+logger = logging.getLogger(__name__)
+__all__ = ["EnvironmentWorkflow", "Step", "ToolError", "tools_of"]
 _OWN = frozenset({"reset", "step", "reward", "close"})  # methods that are no tools
-
-
-class ToolError(Exception):
-    """What a tool tells the model in place of a result; the rollout goes on."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,10 @@ class EnvironmentWorkflow:
     by name`, and `close()`.
 
     Args:
-        env: import path of the class.
+        env: import path of the class; it may be left out beside `mcp`.
+        mcp: servers whose tools the policy calls beside those of the class.
         options: keyword arguments of its constructor.
-        tool_timeout_s: longest time of one call of a method.
+        tool_timeout_s: longest time of one call of a method; the rollout fails then.
         max_tool_tokens: longest result of a tool; the rest is cut off.
     """
 
@@ -55,69 +59,101 @@ class EnvironmentWorkflow:
         self,
         context: WorkflowContext,
         *,
-        env: str,
+        env: str | None = None,
+        mcp: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
         tool_timeout_s: float = 60.0,
         max_tool_tokens: int | None = None,
     ) -> None:
         self._context = context
-        self._class = load_object(env, {}, key=KEY)
         self._options = dict(options or {})
         self._tool_timeout_s = tool_timeout_s
         self._max_tool_tokens = max_tool_tokens
-        self._tools = tools_of(self._class)
+        self._mcp = McpTools(mcp)
+        self._class, self._tools = load_environment(env, self._options, mcp=bool(self._mcp))
+        self._closing: set[asyncio.Task[None]] = set()
+        self._unclosed = 0
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Refuse keys of `rollout.workflow` that the constructor would refuse (ConfigError)."""
         try:
-            inspect.signature(self._class).bind(**self._options)
+            given = inspect.signature(cls).bind(None, **options).arguments
         except TypeError as error:
-            raise ConfigError(f"rollout.workflow.options: {env}: {error}") from error
-        if self._tools and hasattr(self._class, "step"):
-            raise ConfigError(
-                f"{KEY}: {env} has both tools ({', '.join(self._tools)}) and step(); take one of"
-                " them, and begin the names of other methods with an underscore"
-            )
+            raise ConfigError(f"rollout.workflow: env: {error}") from error
+        servers = McpTools(given.get("mcp") or ())
+        load_environment(given.get("env"), given.get("options") or {}, mcp=bool(servers))
 
     async def rollout(
         self, prompt: Prompt, draw: int, index: int, generate: Generate
     ) -> list[Sample]:
         """Run one environment to its end; one sample for each leaf of its conversation."""
+        async with self._mcp.connected() as remote:
+            if both := sorted(remote.keys() & self._tools):
+                raise ConfigError(f"{KEY}: {remote[both[0]]} has a tool {both[0]!r} too")
+            return await self._play(prompt, draw, index, generate, remote)
+
+    async def _play(
+        self,
+        prompt: Prompt,
+        draw: int,
+        index: int,
+        generate: Generate,
+        remote: Mapping[str, McpSession],
+    ) -> list[Sample]:
         environment = self._class(**self._options)
         try:
-            conversation = self._context.conversation(
-                prompt, draw, index, generate, tools=[*self._tools.values()]
-            )
+            tools = [*self._tools.values(), *(remote[name].schemas[name] for name in remote)]
+            conversation = self._context.conversation(prompt, draw, index, generate, tools=tools)
             if hasattr(environment, "reset"):
                 given = await self._call(environment.reset, {"label": prompt.label} | prompt.row)
                 await conversation.append(given or ())
-            counts = await self._converse(environment, conversation)
+            await self._converse(environment, conversation, remote)
             outcome = None
             if hasattr(environment, "reward"):
                 outcome = await self._call(environment.reward, conversation)
-            samples = conversation.samples(outcome)
-            for sample in samples:
-                sample.metadata.update(counts)
-            return samples
+            return conversation.samples(outcome)
         finally:
             if hasattr(environment, "close"):
-                await self._call(environment.close)
+                closing = asyncio.ensure_future(self._close(environment))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+                await asyncio.shield(closing)  # a rollout that is given up does not cut it short
 
-    async def _converse(self, environment: Any, conversation: Conversation) -> dict[str, int]:
-        """Take turns until one side ends it; returns how many tools were called."""
-        calls = errors = 0
+    async def _close(self, environment: Any) -> None:
+        """Close an environment; a failure of it is none of the rollout."""
+        try:
+            await self._call(environment.close)
+        except Exception as error:  # noqa: BLE001 - recovery: the rollout is over either way
+            self._unclosed += 1
+            if self._unclosed <= MAX_WARNINGS:
+                logger.warning("%s: close() of %s failed: %s", KEY, self._class.__name__, error)
+
+    async def _converse(
+        self, environment: Any, conversation: Conversation, remote: Mapping[str, McpSession]
+    ) -> None:
+        """Take turns until one side ends it."""
         while True:
             reply = await conversation.generate()
             if reply.finish_reason != "stop":
                 break
-            if reply.calls and self._tools:
+            if reply.calls and (self._tools or remote):
+                began = time.perf_counter()
                 results = await gather_or_cancel(
-                    *(self._use(environment, call) for call in reply.calls)
+                    *(self._use(environment, call, remote) for call in reply.calls)
                 )
-                calls += len(results)
-                errors += sum(failed for _, failed in results)
+                conversation.measure("tool_s", time.perf_counter() - began)
+                conversation.measure("tool_calls", len(results))
+                conversation.measure("tool_errors", sum(failed for _, failed in results))
                 await conversation.append([message for message, _ in results])
             elif hasattr(environment, "step"):
                 step = await self._call(environment.step, reply)
                 if not isinstance(step, Step):
-                    raise RunFailed(f"{KEY}: step() returned {step!r}, expected a Step")
+                    raise RolloutFailed(
+                        "result",
+                        f"step() returned {step!r}, expected a Step",
+                        place_of(environment.step),
+                    )
                 if step.reward:
                     conversation.reward(step.reward)
                 if step.done or not step.messages:
@@ -125,23 +161,23 @@ class EnvironmentWorkflow:
                 await conversation.append(step.messages)
             else:
                 break
-        return {"tool_calls": calls, "tool_errors": errors}
 
-    async def _use(self, environment: Any, call: ToolCall) -> tuple[Message, bool]:
+    async def _use(
+        self, environment: Any, call: ToolCall, remote: Mapping[str, McpSession]
+    ) -> tuple[Message, bool]:
         """Call a tool. Returns its message, and whether it is an error."""
         try:
             if call.arguments is None:
                 raise ToolError(call.problem)
-            if call.name not in self._tools:
-                raise ToolError(
-                    f"there is no tool {call.name!r}; there is {', '.join(self._tools)}"
-                )
-            method = getattr(environment, call.name)
-            try:
-                inspect.signature(method).bind(**call.arguments)
-            except TypeError as error:
-                raise ToolError(f"{call.name}: {error}") from error
-            content = self._fitting(str(await self._call(method, **call.arguments)))
+            if call.name in remote:
+                session = remote[call.name]
+                result = await session.call(call.name, call.arguments, self._tool_timeout_s)
+            elif call.name in self._tools:
+                result = await self._own(getattr(environment, call.name), call)
+            else:
+                known = ", ".join([*self._tools, *remote])
+                raise ToolError(f"there is no tool {call.name!r}; there is {known}")
+            content = self._fitting(result)
             failed = False
         except ToolError as error:
             content = f"error: {error}"
@@ -154,6 +190,15 @@ class EnvironmentWorkflow:
         }
         return message, failed
 
+    async def _own(self, method: Callable[..., Any], call: ToolCall) -> str:
+        """Call a method of the environment."""
+        arguments = call.arguments or {}
+        try:
+            inspect.signature(method).bind(**arguments)
+        except TypeError as error:
+            raise ToolError(f"{call.name}: {error}") from error
+        return str(await self._call(method, **arguments))
+
     def _fitting(self, text: str) -> str:
         limit = self._max_tool_tokens
         if limit is None or len(text) <= limit:  # a token has a character at least
@@ -163,13 +208,65 @@ class EnvironmentWorkflow:
         return text if len(ids) <= limit else str(tokenizer.decode(ids[:limit])) + CUT
 
     async def _call(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Call a method, in a thread if it is not async, under the deadline."""
-        work = (
-            method(*given, **named)
-            if inspect.iscoroutinefunction(method)
-            else asyncio.to_thread(method, *given, **named)
+        """Call a method, in a thread if it is not async, under the deadline.
+
+        Raises:
+            RolloutFailed: it took too long, or called `sys.exit`.
+        """
+        work = _run(method, *given, **named)
+        name = f"{self._class.__name__}.{method.__name__}"
+
+        def late() -> str:
+            limit = f"{self._tool_timeout_s:g} s (rollout.workflow.tool_timeout_s)"
+            return f"{name} took more than {limit}"
+
+        try:
+            return await within(self._tool_timeout_s, work, late)
+        except DeadlineExceeded as error:
+            raise RolloutFailed("timeout", str(error), place_of(method)) from error
+
+
+async def _run(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Call a method. Its `sys.exit` must not leave this coroutine, as asyncio would stop then."""
+    try:
+        if inspect.iscoroutinefunction(method):
+            return await method(*given, **named)
+        return await in_thread(method, *given, **named)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _exited(f"{method.__name__}()", error) from error
+
+
+def _exited(what: str, error: BaseException) -> RolloutFailed:
+    return RolloutFailed(
+        "exit", f"{what} raised {type(error).__name__}: {error}", place_of_error(error)
+    )
+
+
+def load_environment(
+    env: str | None, options: Mapping[str, Any], *, mcp: bool = False
+) -> tuple[type, dict[str, dict[str, Any]]]:
+    """Return the class of an environment, and the schemas of its tools.
+
+    Args:
+        mcp: there are tools of servers too, and so a class need not be.
+
+    Raises:
+        ConfigError: there is no such class, it does not take the options, or it makes no sense.
+    """
+    if env is None and not mcp:
+        raise ConfigError(f"{KEY}: missing: name a class, package.module:Class, or give `mcp`")
+    found = object if env is None else load_object(env, {}, key=KEY)
+    tools = tools_of(found)
+    try:
+        inspect.signature(found).bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"rollout.workflow.options: {env}: {error}") from error
+    if (tools or mcp) and hasattr(found, "step"):
+        raise ConfigError(
+            f"{KEY}: {env} has both tools ({', '.join(tools) or 'those of mcp'}) and step(); take"
+            " one of them, and begin the names of other methods with an underscore"
         )
-        return await asyncio.wait_for(work, self._tool_timeout_s)
+    return found, tools
 
 
 def tools_of(environment: type) -> dict[str, dict[str, Any]]:

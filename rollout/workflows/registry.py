@@ -5,11 +5,18 @@ from __future__ import annotations
 from rlcore.errors import ConfigError
 from rlcore.interfaces import Workflow
 from rollout.plugins import load_object, place_of
+from rollout.workflows.agent import AgentWorkflow
 from rollout.workflows.context import WorkflowContext
 from rollout.workflows.env import EnvironmentWorkflow
 from rollout.workflows.single_turn import SingleTurn
+from rollout.workflows.verifiers_env import VerifiersWorkflow
 
-WORKFLOWS = {"single_turn": SingleTurn, "env": EnvironmentWorkflow}
+WORKFLOWS = {
+    "single_turn": SingleTurn,
+    "env": EnvironmentWorkflow,
+    "agent": AgentWorkflow,
+    "verifiers": VerifiersWorkflow,
+}
 
 
 def build_workflow(context: WorkflowContext) -> Workflow:

@@ -47,17 +47,39 @@ NOT_ON_CPU = [
 # The extra that is for GPUs only; and the one that is an environment of its own.
 GPU_EXTRA = "te"
 OTHER_EXTRA = "sglang"
-# Only published as a source, whose metadata names CUDA 12 because that was there when it was made;
-# its setup.py takes the CUDA of the torch that it is built with.
-SOURCE = "transformer-engine-torch"
-SOURCE_METADATA = f"""
+# Only published as sources, and so installed by a step of their own, under the tag that is given.
+SOURCES = {
+    "transformer-engine-torch": "te-source",
+    "cellpylib": "reasoning-gym-source",
+    "pycosat": "reasoning-gym-source",
+    "zss": "reasoning-gym-source",
+}
+# What each needs, which only a build would tell. That of transformer-engine-torch would name
+# CUDA 12, because that was there when it was made; its setup.py takes the CUDA of the torch that it
+# is built with.
+SOURCE_METADATA = """
 [[dependency-metadata]]
-name = "{SOURCE}"
+name = "transformer-engine-torch"
 version = "2.11.0"
 requires-dist = [
     "torch>=2.1", "einops", "onnxscript", "onnx", "packaging", "pydantic",
     "transformer-engine-cu13==2.11.0",
 ]
+
+[[dependency-metadata]]
+name = "cellpylib"
+version = "2.4.0"
+requires-dist = ["numpy>=1.15.4", "matplotlib>=3.0.2"]
+
+[[dependency-metadata]]
+name = "pycosat"
+version = "0.6.6"
+requires-dist = []
+
+[[dependency-metadata]]
+name = "zss"
+version = "1.2.0"
+requires-dist = ["six"]
 """
 
 # A plain "==" takes 2.13.0+cpu and 2.13.0+cu130 too, whose hashes are others.
@@ -124,7 +146,8 @@ def resolve(
             "--quiet",
         ]
         command += ["--generate-hashes", "--no-header", "--no-python-downloads"]
-        command += ["--only-binary", ":all:", "--no-binary", SOURCE]
+        command += ["--only-binary", ":all:"]
+        command += [part for one in SOURCES for part in ("--no-binary", one)]
         command += ["--config-file", there / "uv.toml", "--override", there / "overrides.txt"]
         if isinstance(source, str):
             (there / "wanted.in").write_text(source)
@@ -181,7 +204,7 @@ def tagged(entries: list[Entry], roots: Mapping[str, set[str]], *, cuda: bool) -
         if tags:
             tags = ["base"] if "base" in tags else tags
             # by itself, when the rest is there
-            tags = ["te-source"] if one.name == SOURCE else tags
+            tags = [SOURCES[one.name]] if one.name in SOURCES else tags
             result.append(Entry(one.requirement, tuple(tags), one.hashes))
     return result
 

@@ -15,9 +15,12 @@ from safetensors.torch import load_file
 from workspace import LEARNING, Run, Workspace, same
 
 from rlcore.algorithms import METRICS, metric_spec
+from rlcore.data.generation import Generate
+from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
+from rollout.workflows.context import WorkflowContext
 
 PPO = (
     "algorithm.estimator={name: ppo, lam: 1.0}",
@@ -26,6 +29,22 @@ PPO = (
 )
 EVERY_WEIGHT = ("checkpoint.every=1", "checkpoint.keep=9")
 PROMPTS = "evaluation.max_prompts=8"
+
+
+class AskTwice:
+    """A conversation without a chat template."""
+
+    def __init__(self, context: WorkflowContext) -> None:
+        self.context = context
+
+    async def rollout(
+        self, prompt: Prompt, draw: int, index: int, generate: Generate
+    ) -> list[Sample]:
+        conversation = self.context.conversation(prompt, draw, index, generate)
+        await conversation.generate()
+        conversation.append_tokens(prompt.tokens[:1])
+        await conversation.generate()
+        return conversation.samples()
 
 
 def heldout(workspace: Workspace) -> str:
@@ -64,6 +83,17 @@ def with_critic(workspace: Workspace) -> Run:
     return workspace.train("critic", *LEARNING, *EVERY_WEIGHT, *PPO, *terms, *critic)
 
 
+@pytest.fixture(scope="module")
+def conversations(workspace: Workspace) -> Run:
+    """Two turns a rollout; one of two evaluation sets asks once."""
+    return workspace.train(
+        "conversations", *LEARNING, *EVERY_WEIGHT, f"rollout.workflow={__name__}:AskTwice",
+        "training.steps=2", heldout(workspace), PROMPTS,
+        f"evaluation.sets.once.paths={workspace.folder / 'data' / 'heldout.jsonl'}",
+        "evaluation.sets.once.workflow=single_turn", "evaluation.sets.once.max_prompts=2",
+    )  # fmt: skip
+
+
 # --- debug modes ----------------------------------------------------------------------------------
 
 
@@ -93,13 +123,14 @@ def training_metrics(row: dict[str, Any]) -> dict[str, Any]:
     """Drop clocks, counters of the run, and what only an engine and its rewards can tell."""
     others = ("time/", "perf/", "episode", "epoch", "step", "eval/", "rollout/requeued",
               "rollout/excluded", "rollout/reward_e", "rollout/reward_t", "rollout/engine",
-              "rollout/retried", "rollout/resumed", "rollout/overdue",
+              "rollout/retried", "rollout/resumed", "rollout/overdue", "rollout/failed",
               "rollout/scored")  # fmt: skip
     return {name: value for name, value in row.items() if not name.startswith(others)}
 
 
 @pytest.mark.parametrize(
-    ("source", "step"), [("trained", 2), ("with_critic", 2), ("with_critic", 3)]
+    ("source", "step"),
+    [("trained", 2), ("with_critic", 2), ("with_critic", 3), ("conversations", 2)],
 )
 def test_a_replayed_step_is_the_step(
     workspace: Workspace, source: str, step: int, request: pytest.FixtureRequest
@@ -120,6 +151,22 @@ def test_a_replayed_step_is_the_step(
     assert [record["tokens"] for record in read_rollouts(replay.rollouts(1))] == [
         record["tokens"] for record in read_rollouts(run.rollouts(step))
     ]
+
+
+def test_a_set_of_an_evaluation_may_have_another_workflow(
+    workspace: Workspace, conversations: Run
+) -> None:
+    assert conversations.code == 0, conversations.err
+    for row in (conversations.rows[0], conversations.rows[2]):
+        assert row["eval/turns"] == 2.0
+        assert "eval/once/score" in row
+        assert "eval/once/turns" not in row
+    assert {sample.turns for sample in samples_of(conversations, 2)} == {2}
+    done = workspace.command(
+        "eval", str(conversations.folder / "config.yaml"), "--model", str(conversations.folder)
+    )
+    assert done.code == 0, done.err
+    assert [line.split()[1] for line in done.lines("eval/turns")] == ["2"]
 
 
 def test_a_step_is_trained_on_again_and_again(workspace: Workspace, trained: Run) -> None:
@@ -381,7 +428,7 @@ def model_with_experts(workspace: Workspace) -> Path:
 
 
 def test_every_metric_is_defined_and_every_definition_is_written(
-    workspace: Workspace, trained: Run, with_critic: Run
+    workspace: Workspace, trained: Run, with_critic: Run, conversations: Run
 ) -> None:
     verified = workspace.train(
         "verified", *LEARNING, heldout(workspace), PROMPTS, "rollout.filters=[zero_variance]",
@@ -398,19 +445,20 @@ def test_every_metric_is_defined_and_every_definition_is_written(
     )  # fmt: skip
     assert experts.code == 0, experts.err
     asynchronous = workspace.train(
-        "ahead of its trainer", "rollout.max_staleness=1", "training.steps=1"
-    )
+        "ahead of its trainer", "rollout.max_staleness=1", "training.steps=1",
+        "rollout.workflow={name: 'failing_environments:Faulty', how: raises}",
+    )  # fmt: skip
     assert asynchronous.code == 0, asynchronous.err
     written = {
         name
-        for run in (trained, with_critic, verified, experts, asynchronous)
+        for run in (trained, with_critic, verified, experts, asynchronous, conversations)
         for row in run.metrics
         for name in row
     }
     assert {name for name in written if metric_spec(name) is None} == set()
     everything = {name for name in METRICS if "<" not in name}
     assert everything - written == set()
-    assert "rollout/dropped_zero_variance" in written
+    assert {"rollout/dropped_zero_variance", "rollout/failed_tries_error"} <= written
 
 
 def test_runs_of_this_session_write_nothing_undefined(workspace: Workspace, trained: Run) -> None:

@@ -40,8 +40,8 @@ class LossConfig(Plugin):
     """Weight of a token in the loss of an optimizer step."""
     norm_length: PositiveInt | None = None
     """The constant length of `seq-mean-token-sum-norm`."""
-    per_rollout: bool = False
-    """Count the samples that came from one rollout as one sequence."""
+    per_rollout: bool | None = None
+    """Count the samples of one rollout as one sequence; default: unless it is a single turn."""
 
 
 class KLConfig(Section):

@@ -44,6 +44,11 @@ def as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def a_text_is_a_name(value: object) -> object:
+    """Take the name of a plugin without its section."""
+    return {"name": value} if isinstance(value, str) else value
+
+
 class Plugin(Section):
     """A section that names a plugin; its other keys are keywords, checked at the build."""
 

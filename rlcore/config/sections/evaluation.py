@@ -11,9 +11,11 @@ from rlcore.config.sections.base import (
     NonNegativeInt,
     PositiveInt,
     Section,
+    a_text_is_a_name,
     as_list,
 )
 from rlcore.config.sections.reward import RewardConfig
+from rlcore.config.sections.rollout import WorkflowConfig
 
 
 def _listed(value: object) -> object:
@@ -49,8 +51,11 @@ class EvaluationSetConfig(Section):
     label_key: str | None = None
     """Column of the label; default: `data.label_key`."""
     reward: RewardConfig | None = None
+    workflow: WorkflowConfig | None = None
+    """Its `name` and keywords, as in `rollout.workflow`; default: the run's workflow."""
 
     _one_or_no_path = field_validator("paths", mode="before")(_listed)
+    _a_text_is_a_name = field_validator("workflow", mode="before")(a_text_is_a_name)
 
 
 class EvaluationConfig(Section):

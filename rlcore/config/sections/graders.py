@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.sections.base import PositiveFloat, PositiveInt, Section
 
+LabelKind = Literal["text", "tests", "constraints", "entry", "none"]
 Place = Literal["last", "boxed", "hash", "tagged", "line"]
 
 
@@ -17,7 +18,7 @@ class GraderArgs(Section):
     # its verdict says right or wrong, so a failure counts as wrong
     verifies: ClassVar[bool] = True
     # what the label must be, for the check at load
-    label: ClassVar[Literal["text", "tests", "constraints", "none"]] = "text"
+    label: ClassVar[LabelKind] = "text"
 
 
 class MathArgs(GraderArgs):
@@ -78,7 +79,7 @@ class FormatArgs(GraderArgs):
     """`format`: 1 where the response matches a regular expression, else 0."""
 
     verifies: ClassVar[bool] = False
-    label: ClassVar[Literal["text", "tests", "constraints", "none"]] = "none"
+    label: ClassVar[LabelKind] = "none"
 
     pattern: str = Field(min_length=1)
     """A Python regular expression for the whole response; `.` matches line ends too."""
@@ -88,7 +89,7 @@ class OverlongArgs(GraderArgs):
     """`overlong`: DAPO's soft penalty, 0 down to -1 over the last `buffer` tokens."""
 
     verifies: ClassVar[bool] = False
-    label: ClassVar[Literal["text", "tests", "constraints", "none"]] = "none"
+    label: ClassVar[LabelKind] = "none"
 
     buffer: PositiveInt
     """Tokens before the limit over which the penalty grows."""
@@ -99,7 +100,7 @@ class OverlongArgs(GraderArgs):
 class IFEvalArgs(GraderArgs):
     """`ifeval`: the response follows constraints in IFEval's terms."""
 
-    label: ClassVar[Literal["text", "tests", "constraints", "none"]] = "constraints"
+    label: ClassVar[LabelKind] = "constraints"
 
     score: Literal["all", "share"] = "all"
     """1 where all constraints are followed, or the share of them that is."""
@@ -108,7 +109,7 @@ class IFEvalArgs(GraderArgs):
 class CodeArgs(GraderArgs):
     """`code`: the response's last code block passes the tests of the label, in the sandbox."""
 
-    label: ClassVar[Literal["text", "tests", "constraints", "none"]] = "tests"
+    label: ClassVar[LabelKind] = "tests"
 
     score: Literal["all", "share"] = "all"
     """1 where all tests pass, or the share of tests that does."""
@@ -118,6 +119,12 @@ class CodeArgs(GraderArgs):
     """Most memory of one test, MiB."""
     tests: PositiveInt | None = None
     """Run only so many tests, the first ones; default: all."""
+
+
+class ReasoningGymArgs(TextArgs):
+    """`reasoning_gym`: the score of the row's own task, 0 to 1. Right: 1."""
+
+    label: ClassVar[LabelKind] = "entry"
 
 
 # every built-in grader by the name that `function` takes
@@ -130,4 +137,5 @@ GRADERS: dict[str, type[GraderArgs]] = {
     "overlong": OverlongArgs,
     "ifeval": IFEvalArgs,
     "code": CodeArgs,
+    "reasoning_gym": ReasoningGymArgs,
 }

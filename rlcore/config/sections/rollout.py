@@ -13,8 +13,22 @@ from rlcore.config.sections.base import (
     Plugin,
     PositiveFloat,
     PositiveInt,
+    Probability,
     Section,
+    a_text_is_a_name,
 )
+
+ToolParser = Literal[
+    "auto",
+    "qwen3_coder",
+    "glm45",
+    "hermes",
+    "deepseekv3",
+    "deepseekv31",
+    "gpt-oss",
+    "mistral",
+    "llama3",
+]
 
 
 class SamplingConfig(Section):
@@ -122,11 +136,15 @@ class WorkflowConfig(Plugin):
     """The workflow, from a prompt to samples: its `name`, and its own keywords beside it."""
 
     name: str = "single_turn"
-    """`single_turn`, `env`, or `package.module:Name`."""
+    """`single_turn`, `env`, `agent`, `verifiers`, or `package.module:Name`."""
     max_turns: PositiveInt | None = None
     """Turns of the model in a rollout; default: as many as the budgets of tokens allow."""
     max_tokens: PositiveInt | None = None
     """Tokens that the model may write in a rollout; `sampling.max_new_tokens` is of a turn."""
+    timeout_s: PositiveFloat = 600.0
+    """Longest time of one try of a rollout, waits for the engine aside."""
+    retries: NonNegativeInt = 1
+    """How often a rollout that failed is tried again, before its group is given up."""
     history: Literal["keep", "branch"] | None = None
     """Where the chat template changes earlier turns: keep them as written, or begin a sample."""
 
@@ -141,8 +159,8 @@ class RolloutConfig(Section):
     """Samples of one prompt: the size of a group."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
-    tool_parser: str = "auto"
-    """How calls of tools are read: `hermes`, `qwen3_coder`; default: told by the chat template."""
+    tool_parser: ToolParser = "auto"
+    """The format of tool calls, named as SGLang's; default: told by tokenizer or chat template."""
     max_staleness: NonNegativeInt = 0
     """Training steps that generation may be ahead; 0: trainer and engines alternate."""
     on_update: Literal["drain", "retract", "in_place", "abort"] = "drain"
@@ -152,10 +170,9 @@ class RolloutConfig(Section):
     groups that pass are trained on."""
     oversample: float = Field(default=1.0, ge=1.0)
     """Groups that are started for each that is needed, as filters drop some."""
+    max_failed: Probability = 0.1
+    """Largest share of a step's draws whose groups may fail; one always may, unless it is 0."""
     timeout_s: PositiveFloat = 1800.0
     """Longest time that a step may wait for its rollouts."""
 
-    @field_validator("workflow", mode="before")
-    @classmethod
-    def _a_text_is_a_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+    _a_text_is_a_name = field_validator("workflow", mode="before")(a_text_is_a_name)

@@ -47,6 +47,10 @@ def describe(found: Audit) -> Iterator[str]:
         yield "given up         " + ", ".join(
             f"{count} {reason}" for reason, count in sorted(found.given_up.items())
         )
+    if found.failed:
+        yield "failed           " + ", ".join(
+            f"{count} {kind}" for kind, count in sorted(found.failed.items())
+        )
     yield f"restarts         {found.restarts}" + (
         f", which rewound {found.rewound} lines" if found.restarts else ""
     )

@@ -64,6 +64,7 @@ def encode_completion(completion: Completion) -> dict[str, Any]:
             }
         ),
         "routed_experts": None if routed is None else encode_experts(routed),
+        "cached_tokens": completion.cached_tokens,
     }
 
 
@@ -79,6 +80,7 @@ def decode_completion(value: dict[str, Any]) -> Completion:
         mask
         and SamplingMasks(decode_array(mask["tokens"], "<i4"), decode_array(mask["counts"], "<i4")),
         routed and decode_experts(routed),
+        value["cached_tokens"],
     )
 
 

@@ -343,6 +343,7 @@ class Decoding:
                     self._spans(length),
                     masks[row] if masks and request.sampling.sampling_mask else None,
                     routed[row] if routed and request.sampling.routed_experts else None,
+                    cached_tokens=0,
                 )
             )
         return result

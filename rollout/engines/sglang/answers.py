@@ -81,6 +81,7 @@ def _completion(
         _spans(meta["weight_versions"], made),
         sets,
         experts,
+        meta.get("cached_tokens"),
     )
 
 

@@ -38,7 +38,7 @@ def exact_match(
             text = re.sub(_ARTICLES.pattern, " ", text, flags=re.IGNORECASE)
         return " ".join(text.split()) if ignore_space or ignore_articles else text.strip()
 
-    found = _answer(sample.response_text, answer)
+    found = answer_at(sample.response_text, answer)
     right = found is not None and bare(found) in map(bare, accepted(sample.label))
     if answer == "all":
         return Verdict(float(right), right)
@@ -51,7 +51,7 @@ def f1(sample: Sample, answer: str = "all") -> Verdict:
     As SQuAD's evaluation counts them: in lower case, without punctuation and a, an, the; with no
     words on a side, 1 where both have none (Rajpurkar et al., arXiv 1606.05250 and 1806.03822).
     """
-    found = squad_words(_answer(sample.response_text, answer) or "")
+    found = squad_words(answer_at(sample.response_text, answer) or "")
     golds = [squad_words(label) for label in accepted(sample.label)]
     return Verdict(max(_f1(found, gold) for gold in golds), found in golds)
 
@@ -68,7 +68,8 @@ def _f1(found: list[str], gold: list[str]) -> float:
     return 2 * shared / (len(found) + len(gold))
 
 
-def _answer(text: str, place: str) -> str | None:
+def answer_at(text: str, place: str) -> str | None:
+    """The answer at a place; for `all`, everything behind the thinking."""
     return after_thinking(text) if place == "all" else find_answer(text, place)
 
 

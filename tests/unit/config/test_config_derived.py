@@ -42,6 +42,20 @@ def test_teacher(load, overrides, needs, expected):
     assert derived.needs_teacher(load(*overrides).config, needs) is expected
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], False),
+        (["rollout.workflow=mine:Turns"], True),
+        (["rollout.workflow={name: env, env: 'mine:Door'}"], True),
+        (["rollout.workflow=mine:Turns", "algorithm.loss.per_rollout=false"], False),
+        (["rollout.workflow=mine:Turns", "algorithm.loss.name=sft"], False),
+    ],
+)
+def test_the_loss_of_conversations_counts_rollouts(load, overrides, expected):
+    assert derived.per_rollout_loss(load(*overrides).config) is expected
+
+
 def test_critic():
     assert derived.needs_critic({"values", "kl"})
     assert not derived.needs_critic({"kl"})

@@ -52,6 +52,21 @@ def test_the_columns_and_the_reward_of_a_set_are_its_own(load):
     assert sets["aime24"].config(loaded.config).reward == loaded.config.reward
 
 
+def test_the_workflow_of_a_set_is_its_own(load):
+    loaded = load(
+        "rollout.workflow={name: env, env: 'm:Calculator', max_turns: 3}",
+        "evaluation.sets.alone={paths: x, workflow: single_turn}",
+        "evaluation.sets.longer={paths: x, workflow: {name: env, env: 'm:Long', max_turns: 9}}",
+        "evaluation.sets.same.paths=x",
+    )
+    found = {
+        name: one.config(loaded.config).rollout.workflow for name, one in by_name(loaded).items()
+    }
+    assert (found["alone"].name, found["alone"].options) == ("single_turn", {})
+    assert (found["longer"].max_turns, found["longer"].options) == (9, {"env": "m:Long"})
+    assert found["same"] == loaded.config.rollout.workflow
+
+
 def test_each_set_has_its_own_period(load):
     config = load(
         "evaluation.paths=[e.jsonl]",
@@ -136,10 +151,16 @@ def test_a_metric_of_the_evaluation_can_choose_the_checkpoint(load):
 
 def test_the_page_on_evaluation_shows_a_configuration_that_is_valid(load, write):
     page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
-    (shown,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    shown, conversations = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     sets = by_name(load(files=[write("shown.yaml", shown)]))
     assert [(one.name, one.every, one.temperature) for one in sets.values()] == [
         ("aime24", 50, 0.6),
         ("gsm8k", 10, 0.0),
         ("style", 50, 0.6),
+    ]
+    sets = by_name(load(files=[write("conversations.yaml", conversations)]))
+    assert [one.workflow and one.workflow.name for one in sets.values()] == [
+        None,
+        "env",
+        "single_turn",
     ]

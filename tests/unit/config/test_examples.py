@@ -22,6 +22,7 @@ def test_a_shipped_configuration_is_valid(example, monkeypatch):
     base.yaml and data.yaml files are parts of others and name no run.
     """
     monkeypatch.syspath_prepend(str(REPOSITORY))
+    monkeypatch.syspath_prepend(str(example.parent))  # as its page puts it into PYTHONPATH
     below = [example.parent / name for name in ON_TOP.findall(example.read_text())]
     part = example.name in ("base.yaml", "data.yaml")
     given = ["run.name=part", "data.paths=rows.jsonl", "training.steps=1"]

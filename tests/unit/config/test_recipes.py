@@ -50,6 +50,7 @@ RECIPES = [
     Recipe("dapo/qwen2.5-math-7b", "Qwen2.5-Math-7B", 1),
     Recipe("code/qwen2.5-coder-7b", "Qwen2.5-7B", 1),
     Recipe("judge/qwen2.5-7b", "Qwen2.5-7B", 1),
+    Recipe("search/qwen2.5-7b", "Qwen2.5-7B", 1),
 ]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
@@ -61,8 +62,12 @@ def test_no_recipe_is_left_out() -> None:
 
 
 @pytest.fixture
-def models(recipe: Recipe, tmp_path: Path) -> list[str]:
-    """Overrides that name folders with the model's sizes and, of weights, no more than the name."""
+def models(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Overrides that name folders with the model's sizes and, of weights, no more than the name.
+
+    The recipe's own folder can be imported from.
+    """
+    monkeypatch.syspath_prepend(str(recipe.files[0].parent))
     given = json.loads((EXAMPLES / "models" / recipe.model / "config.json").read_text())
     written = {"policy": given}
     if recipe.config.critic.path is not None:
@@ -161,6 +166,7 @@ OTHERS = [
     ["addition/base.yaml", "addition/grpo.yaml", "addition/sglang.yaml"], ["models/grpo.yaml"],
     *(["word_problems/data.yaml", f"word_problems/{name}.yaml"] for name in ("sft", "grpo")),
     *(["calculator/base.yaml", f"calculator/{name}.yaml"] for name in ("sft", "grpo")),
+    ["calculator/base.yaml", "agent/grpo.yaml"],
 ]  # fmt: skip
 
 

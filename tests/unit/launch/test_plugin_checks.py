@@ -181,6 +181,60 @@ def test_workflows_and_filters_that_cannot_be_called_are_refused(
     assert re.match(rf"{key}.*: '{__name__}:{name}' .*{said}", message), message
 
 
+class Lamp:
+    """An environment; `turn` is no tool."""
+
+    def __init__(self, *, colour: str = "white") -> None: ...
+
+    def turn(self, on):  # type: ignore[no-untyped-def]
+        """Turn the lamp on."""
+
+
+class Door:
+    """An environment."""
+
+    def __init__(self, *, colour: str = "white") -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (f"env: '{__name__}:Window'", r"rollout\.workflow\.env \(run\.yaml:5\): .*has no 'Window'"),
+        (
+            f"env: '{__name__}:Lamp'",
+            r"rollout\.workflow\.env .*: Lamp\.turn is a public method, and",
+        ),
+        (
+            f"env: '{__name__}:Door', options: {{color: red}}",
+            r"rollout\.workflow\.options .*Door: got an unexpected keyword argument 'color'",
+        ),
+        (f"env: '{__name__}:Door', color: red", r"rollout\.workflow .*: env: .*argument 'color'"),
+        ("max_turns: 3", r"rollout\.workflow\.env: missing: name a class, .* or give `mcp`"),
+    ],
+)
+def test_environments_that_cannot_work_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, said: str
+) -> None:
+    lines = [f"rollout: {{workflow: {{name: env, {given}}}}}"]
+    (message,) = validate(tmp_path, lines, capsys)
+    assert re.match(said, message), message
+
+
+def test_an_environment_that_can_work_is_accepted() -> None:
+    workflow = f"rollout.workflow={{name: env, env: '{__name__}:Door', options: {{colour: red}}}}"
+    given = ["run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1", workflow]
+    assert check_plugins(load_config([], given)) == []
+
+
+def test_the_workflow_of_an_evaluation_set_is_looked_at_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f"evaluation: {{sets: {{x: {{paths: x, workflow: '{__name__}:NoCall'}}}}}}"]
+    (message,) = validate(tmp_path, lines, capsys)
+    assert message.startswith("evaluation.sets.x.workflow"), message
+    assert "without a method that makes samples" in message
+
+
 def test_a_plugin_that_compares_a_group_needs_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rlcore.errors import DeadlineExceeded
+from rlcore.errors import DeadlineExceeded, RunFailed
 from rollout import asyncio_utils as deadlines
-from rollout.asyncio_utils import LoopThread, asked_to_end, call_on, gather_or_cancel, within
+from rollout.asyncio_utils import LoopThread, call_on, gather_or_cancel, in_thread, within
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -134,32 +133,6 @@ def test_the_message_tells_of_the_moment_before_anything_is_cancelled() -> None:
         run(within(0.01, work(), lambda: f"waiting for {waiting}"))
 
 
-def test_a_cancellation_from_outside_is_told_from_one_from_within() -> None:
-    async def by_itself() -> bool:
-        try:
-            raise asyncio.CancelledError
-        except asyncio.CancelledError:
-            return asked_to_end(asyncio.current_task())
-
-    async def by_another() -> bool:
-        try:
-            await asyncio.sleep(10)
-        except asyncio.CancelledError:
-            return asked_to_end(asyncio.current_task())
-        return False
-
-    async def main() -> tuple[bool, bool]:
-        task = asyncio.ensure_future(by_another())
-        await asyncio.sleep(0)
-        task.cancel()
-        return await by_itself(), await task
-
-    assert run(main()) == (
-        sys.version_info < (3, 11),
-        True,
-    ), "a task of Python 3.10 cannot tell, and takes it for another's"
-
-
 def test_a_call_from_another_thread_ends_at_its_deadline_and_its_work_with_it() -> None:
     thread = LoopThread("under test")
     ended = threading.Event()
@@ -177,3 +150,49 @@ def test_a_call_from_another_thread_ends_at_its_deadline_and_its_work_with_it() 
     finally:
         thread.close()
     assert thread.loop.is_closed()
+
+
+def test_a_task_that_calls_exit_ends_itself_and_not_the_loop() -> None:
+    """asyncio lets SystemExit out of the loop, and the thread would be gone."""
+    thread = LoopThread("under test")
+
+    async def exits() -> None:
+        await asyncio.sleep(0)
+        raise SystemExit(3)
+
+    async def main() -> str:
+        try:
+            await asyncio.ensure_future(exits())
+        except SystemExit as error:
+            return f"exit {error.code}"
+        return "nothing"
+
+    assert thread.call(main(), seconds=5, what="a task that exits") == "exit 3"
+    assert thread.call(asyncio.sleep(0, "alive"), seconds=5, what="another") == "alive"
+    thread.close()
+
+
+def test_a_thread_that_hangs_holds_up_neither_the_loop_nor_its_end() -> None:
+    thread = LoopThread("under test")
+    over = threading.Event()
+
+    async def main() -> str:
+        hanging = [asyncio.ensure_future(in_thread(over.wait)) for _ in range(3)]
+        hanging += [asyncio.ensure_future(asyncio.to_thread(over.wait)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for call in hanging:
+            call.cancel()
+        await asyncio.wait(hanging)
+        return await in_thread(str, 7) + await asyncio.to_thread(str, 8)
+
+    assert thread.call(main(), seconds=5, what="calls that hang") == "78"
+    began = time.monotonic()
+    thread.close()
+    assert time.monotonic() - began < deadlines.CANCEL_S, "what was given up is not waited for"
+    over.set()
+
+
+def test_too_many_hanging_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "MOST_HANGING", 0)
+    with pytest.raises(RunFailed, match="have not returned since they were given up"):
+        run(in_thread(str))

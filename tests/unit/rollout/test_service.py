@@ -283,11 +283,11 @@ def test_a_broken_filter_is_named(make_service, name, message):
         (
             "user_parts:Cancelled",
             (
-                r"workflow user_parts:Cancelled was cancelled from within on .*sums\.jsonl:\d+"
-                r" \(draw \d\)"
+                r"workflow user_parts:Cancelled failed on .*sums\.jsonl:\d+ \(draw \d\):"
+                r" it was cancelled from within"
             ),
         ),
-        ("user_parts:Empty", "returned list for .*expected a list of at least one Sample"),
+        ("user_parts:Empty", "it returned list, expected a list of at least one Sample"),
     ],
 )
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -298,6 +298,29 @@ def test_a_broken_workflow_is_named(make_service, workflow, message, staleness):
     service.published(0, 0, 0)
     with pytest.raises(RunFailed, match=message):
         service.next_step(1)
+
+
+def test_no_batch_holds_a_part_of_a_group_that_failed(make_service, monkeypatch):
+    """What its other rollouts asked meanwhile would make batches depend on who failed when."""
+    monkeypatch.setattr("rollout.collection.attempts.RETRY_S", 0.01)
+    engine = FakeEngine(random_reply(31))
+    service = make_service(engines=[engine], rollout={"workflow": "user_parts:FailsOnce"})
+    done = service.next_step(1)
+    assert sorted({sample.draw for sample in done.samples}) == [0, 1, 3, 4]
+    addresses = [[(r.draw, r.first_sample, r.turn) for r in call] for call in engine.calls]
+    everyone = [(draw, sample) for draw in range(4) for sample in range(2)]
+    others = [(draw, sample) for draw, sample in everyone if draw != 2]
+    assert addresses == [
+        [(*rollout, 0) for rollout in everyone],
+        [(*rollout, 1) for rollout in others],
+        [(4, 0, 0), (4, 1, 0)],
+        [(4, 0, 1), (4, 1, 1)],
+    ]
+    assert service.ledger.state(2) == "failed"
+    metrics = done.metrics
+    assert (metrics["rollout/failed_groups"], metrics["rollout/failed_tries"]) == (1.0, 2.0)
+    assert metrics["rollout/failed_tries_error"] == 2.0
+    assert "rollout/failed_tries_error" not in service.next_step(2).metrics
 
 
 @pytest.mark.parametrize(
@@ -505,6 +528,7 @@ def test_evaluation_is_greedy_and_disturbs_nothing(make_service, engine, tmp_pat
         "eval/stop_token_rate": 1.0,
         "eval/reward_errors": 0.0,
         "eval/reward_timeouts": 0.0,
+        "eval/failed": 0.0,
     }
     assert [*got, addresses(service.next_step(2))] == expected
     assert undisturbed.evaluate() == ({}, [])
@@ -555,6 +579,7 @@ def test_named_sets_are_generated_together_and_scored_apart(make_service, engine
         "eval/easy/stop_token_rate": 1.0,
         "eval/easy/reward_errors": 0.0,
         "eval/easy/reward_timeouts": 0.0,
+        "eval/easy/failed": 0.0,
     }
     hard = {name: metrics[f"eval/hard/{name}"] for name in ("score", "accuracy", "avg@4", "pass@1")}
     assert hard == dict.fromkeys(hard, 0.25), "two of four are right for one of two prompts"

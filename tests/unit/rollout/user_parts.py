@@ -81,6 +81,25 @@ class Cancelled(TwoTries):
         return await task
 
 
+class FailsOnce:
+    """Two turns; sample 1 of draw 2 fails between them for good, behind all other rollouts."""
+
+    def __init__(self, context: WorkflowContext) -> None:
+        self.context = context
+
+    async def rollout(
+        self, prompt: Prompt, draw: int, index: int, generate: Generate
+    ) -> list[Sample]:
+        conversation = self.context.conversation(prompt, draw, index, generate)
+        await conversation.generate()
+        if (draw, index) == (2, 1):
+            await asyncio.sleep(0.05)
+            raise KeyError("door")
+        conversation.append_tokens(prompt.tokens)
+        await conversation.generate()
+        return conversation.samples()
+
+
 class Empty(TwoTries):
     async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
         return []

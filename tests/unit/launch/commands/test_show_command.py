@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlcore import cli
-from rlcore.data.sample import Sample
+from rlcore.data.sample import Sample, TurnSpan
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import write_rollouts
 
@@ -61,3 +62,35 @@ def test_a_step_that_was_not_recorded_is_refused(
     assert "it has steps 2 to 3" in said
     assert cli.main(["show", str(tmp_path)]) == 2
     assert "it has none" in capsys.readouterr().err
+
+
+def test_a_conversation_is_shown_turn_by_turn(
+    tmp_path: Path, make_sample: Callable[..., Sample], capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": "said before"},
+        {"role": "user", "content": "and now?"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "line\nand line"},
+        {"role": "assistant", "content": "3"},
+    ]
+    sample = make_sample(
+        messages=messages,
+        turn_spans=(TurnSpan(1, 3, 0, 2), TurnSpan(2, 5, 2, 3)),
+        token_rewards=np.array([0, 0.25, 1.0], np.float32),
+    )
+    directory = RunDirectory.create(tmp_path, "a")
+    write_rollouts(directory.rollouts_path(1), 1, [sample])
+    lines = shown(capsys, str(directory.path))
+    assert lines[3:] == [
+        "> [user] 1+2?",
+        "< [context] said before",
+        "> [user] and now?",
+        "< [turn 1, 2 tokens, reward 0.250] (hm)",
+        '  add {"a":1}',
+        "> [tool] line",
+        "  and line",
+        "< [turn 2, 1 tokens, reward 1.00] 3",
+    ]

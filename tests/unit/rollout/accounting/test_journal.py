@@ -221,7 +221,7 @@ def start_with(ledger: str) -> str:
     [
         ("not json", "2: not an entry of a ledger's journal"),
         ("[1]", "2: not an entry of a ledger's journal: expected an object, got list"),
-        ('{"eaten": [1]}', "expected one of drawn, finished, consumed, dropped, requeued"),
+        ('{"eaten": [1]}', "expected one of drawn, finished, consumed, dropped, failed, requeued"),
         ('{"cut": "1"}', "expected 'cut' with a step"),
         ('{"cut": true}', "expected 'cut' with a step"),
         ('{"drawn": 4}', "expected one of drawn, .* with a list of draws"),

@@ -16,26 +16,29 @@ from rollout.accounting.ledger import CHUNK, Ledger
 
 def test_the_transitions_of_a_draw():
     ledger = Ledger()
-    ledger.draw([0, 1, 2])
+    ledger.draw([0, 1, 2, 3])
     assert ledger.state(0) == "in flight"
     for draw in (0, 1):
         ledger.finish(draw)
     ledger.consume(0, step=7)
     ledger.drop(1, "zero_variance")
     ledger.requeue(2)
-    assert [ledger.state(d) for d in range(3)] == [
+    ledger.fail(3, "timeout")
+    assert [ledger.state(d) for d in range(4)] == [
         "consumed by step 7",
         "dropped by zero_variance",
         "requeued",
+        "failed",
     ]
-    ledger.draw([2, 3])
-    assert ledger.unsettled() == [2, 3]
+    ledger.draw([2, 4])
+    assert ledger.unsettled() == [2, 4]
     assert ledger.balance() == {
         "in flight": 2,
         "finished": 0,
         "requeued": 0,
         "consumed": 1,
         "dropped by zero_variance": 1,
+        "failed": 1,
     }
 
 
@@ -56,6 +59,11 @@ def test_the_transitions_of_a_draw():
         (lambda ledger: ledger.drop(0, "f"), "draw 0 is consumed by step 1"),
         (lambda ledger: ledger.drop(1, "f"), "draw 1 is in flight, expected finished"),
         (lambda ledger: ledger.requeue(0), "draw 0 is consumed by step 1"),
+        (lambda ledger: ledger.fail(0, "error"), "draw 0 is consumed by step 1, expected in fl"),
+        (
+            lambda ledger: [ledger.fail(1, "error"), ledger.requeue(1)],
+            "draw 1 is failed, expected in flight or finished",
+        ),
         (lambda ledger: ledger.draw([0]), "draw 0 is consumed by step 1, expected requeued"),
         (lambda ledger: ledger.draw([5]), "draw 5 is unknown"),
         (lambda ledger: ledger.consume(2, 0), "steps count from 1"),
@@ -154,6 +162,16 @@ def test_what_is_not_settled_is_never_packed(end):
     )
 
 
+def test_what_has_failed_is_settled():
+    ledger = one_after_another(CHUNK - 1, lambda draw: 1)
+    ledger.draw([CHUNK - 1])
+    ledger.fail(CHUNK - 1, "timeout")
+    found = ledger.snapshot()
+    assert (len(found["settled"]), found["codes"]) == (1, [])
+    assert Ledger.of(found).state(CHUNK - 1) == "failed"
+    assert (ledger.unsettled(), ledger.requeued()) == ([], [])
+
+
 def test_a_snapshot_is_of_its_moment():
     ledger = one_after_another(2, lambda draw: 1)
     ledger.draw(range(2, 5))
@@ -238,7 +256,7 @@ def test_every_transition_is_told_once_it_is_made():
     ]
 
 
-@pytest.mark.parametrize("code", [-12, -11, -4, 0])
+@pytest.mark.parametrize("code", [-12, -11, -5, 0])
 def test_a_corrupt_snapshot_is_refused(code):
     with pytest.raises(ValueError, match=f"3 draws have the unknown state {code}"):
         Ledger.of({"codes": [code], "lengths": [3], "filters": ["only one"]})

@@ -88,6 +88,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def drop(self, data: st.DataObject, name: str) -> None:
         self.queue.drop(data.draw(st.sampled_from(self.in_state("finished"))), name)
 
+    @precondition(lambda self: self.in_state("in flight"))
+    @rule(data=st.data(), kind=st.sampled_from(["error", "timeout"]))
+    def fail(self, data: st.DataObject, kind: str) -> None:
+        self.queue.fail(data.draw(st.sampled_from(self.in_state("in flight"))), kind)
+
     @precondition(lambda self: self.queue.ledger.unsettled())
     @rule(data=st.data(), reason=st.sampled_from(["", "stale"]))
     def give_back(self, data: st.DataObject, reason: str) -> None:

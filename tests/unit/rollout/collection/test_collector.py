@@ -21,6 +21,7 @@ from rlcore.runs.rollouts import encode_samples
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection import buffer
 from rollout.collection import collector as collector_module
+from rollout.collection.attempts import Failure
 from rollout.collection.buffer import DropCounts, Publication, PublishedVersions, decode
 from rollout.collection.collector import Collector
 from rollout.collection.filters import FilterChain
@@ -394,6 +395,80 @@ def test_aborted_groups_are_not_reported_as_stale(make):
         == "step 1 has 0 of 1 groups after 16 draws: 16 were aborted by an engine; look for why in"
         " the logs of the engines"
     )
+
+
+# --- groups that failed ---------------------------------------------------------------------------
+
+
+def failure(draw: int, place: str = "a.py:3") -> Failure:
+    return Failure("timeout", "mine", f"f:{draw} (draw {draw})", "too late", f" ({place} in f)")
+
+
+def failing(which: Callable[[int], bool]) -> Reply:
+    async def reply(draw: int) -> Group:
+        if which(draw):
+            return Group(draw, [], failures=[failure(draw, f"a.py:{draw % 2}")])
+        return Group(draw, [sample(draw, 1)])
+
+    return reply
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_group_that_failed_is_replaced_and_never_made_again(make, staleness):
+    async def main() -> None:
+        given = {"max_staleness": staleness, "prompts_per_step": 4, "max_failed": 0.5}
+        collector, queue, runner = make(Runner(failing(lambda draw: draw % 3 == 1)), **given)
+        collector.published(0)
+        done = await collector.collect(1)
+        assert [group.draw for group in done.groups] == [0, 2, 3, 5]
+        failed = [one.where for one in done.drop_counts.failures]
+        assert failed[:2] == ["f:1 (draw 1)", "f:4 (draw 4)"]
+        assert queue.ledger.balance()["failed"] >= 2
+        assert (queue.ledger.state(1), queue.ledger.requeued()) == ("failed", [])
+        collector.published(1)
+        done = await collector.collect(2)
+        assert not {1, 4} & {group.draw for group in done.groups}
+        assert runner.started.count(1) == 1
+        await collector.halt()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("share", "fails", "ends"),
+    [
+        (0.05, {3}, ""),  # one failure of a small step
+        (0.1, {3, 9}, "step 1: 2 of 10 groups failed, which is more than rollout.max_failed (0.1)"),
+        (0.3, {1, 2, 3}, ""),
+        (0.3, {1, 2, 3, 4}, "4 of 10 groups failed, .*the commonest failure, 2 times: workflow"),
+        (0.0, {3}, "1 of 10 groups failed"),
+        (1.0, set(range(9)), ""),
+    ],
+)
+def test_the_share_of_a_step_that_may_fail(make, share, fails, ends):
+    async def main() -> None:
+        given = {"max_staleness": 0, "prompts_per_step": 10, "max_failed": share}
+        collector, queue, _ = make(Runner(failing(fails.__contains__)), **given)
+        if not ends:
+            collector.published(0)
+            assert len((await collector.collect(1)).groups) == 10
+            return
+        with pytest.raises(RunFailed, match=ends.replace("(", r"\(").replace(")", r"\)")):
+            await collector.collect(1)
+        assert queue.ledger.unsettled() == [], "what did not fail comes again"
+        assert queue.ledger.balance()["failed"] > 0
+
+    asyncio.run(main())
+
+
+def test_where_all_may_fail_a_step_gives_up_after_many_draws(make):
+    async def main() -> None:
+        collector, _, _ = make(Runner(failing(lambda draw: True)), max_failed=1.0)
+        collector.published(0)
+        await collector.collect(1)
+
+    with pytest.raises(EmptyBatch, match="after 16 draws: 16 failed; the commonest failure: work"):
+        asyncio.run(main())
 
 
 def test_the_advice_follows_from_the_reasons_of_the_drops():

@@ -15,6 +15,7 @@ import pytest
 from rlcore.config import Config
 from rlcore.config.evaluation_sets import EvaluationSet, evaluation_sets
 from rlcore.data.sample import Sample
+from rollout.collection.evaluation import means
 from rollout.collection.evaluation_metrics import (
     Answer,
     judged_answers,
@@ -22,6 +23,7 @@ from rollout.collection.evaluation_metrics import (
     mean_interval,
     pass_at_k,
     quoted_metrics,
+    rollouts_of,
     share_interval,
     verdict,
     voted_text,
@@ -207,6 +209,29 @@ def test_turns_of_a_rollout_are_one_answer(sample: Callable[..., Sample]) -> Non
         sample("c", 8, correct=True),
     ]
     assert judged_answers(turns) == [Answer("b", False), Answer("c", True)]
+
+
+def test_a_rollout_of_several_samples_counts_once(sample: Callable[..., Sample]) -> None:
+    """Score, accuracy, lengths and ends of a conversation in three segments and one in one."""
+    cut = [sample(str(i), 7, correct=False) for i in range(3)]
+    for part in cut:
+        part.reward = 0.0
+        part.finish_reason = "length"
+    cut[0].measured = {"turns": 3.0, "tool_errors": 1.0}
+    whole = sample("x", 8, correct=True)
+    whole.measured = {"turns": 1.0, "tool_errors": 0.0}
+    found = means(rollouts_of([*cut, whole]))
+    assert found == {
+        "score": 0.5,
+        "accuracy": 0.5,
+        "sequence_lengths": 6.0,  # of 3 tokens each
+        "stop_token_rate": 0.5,
+        "turns": 2.0,
+        "tool_errors": 0.5,
+    }
+    quoted = quoted_metrics([[*cut, whole]] * 2, given(k=[1, 2]))
+    assert (quoted["pass@1"], quoted["pass@2"]) == (0.5, 1.0)
+    assert quoted["score_low"] == quoted["score_high"] == 0.5
 
 
 def test_what_votes_is_the_graders_answer_else_the_words(sample: Callable[..., Sample]) -> None:

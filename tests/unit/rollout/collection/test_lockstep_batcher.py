@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlcore.data.generation import GenerateRequest, SamplingParams
-from rollout.collection.group_runner import LockstepBatcher
+from rollout.collection.lockstep_batcher import LockstepBatcher
 
 SAMPLING = SamplingParams(max_new_tokens=1)
 
@@ -92,6 +92,30 @@ def test_a_workflow_that_leaves_without_a_call_delays_no_batch():
         return await asyncio.wait_for(call, 10)
 
     assert asyncio.run(scenario()) == [(1, 0, 0)]
+
+
+def test_calls_that_are_taken_back_are_in_no_batch():
+    """A try that failed has left some behind; the next one of the same workflow is waited for."""
+
+    async def scenario():
+        flush = Recorder()
+        batcher = LockstepBatcher(flush)
+        one = batcher.enter(1)
+        two = batcher.enter(2)
+        left_behind = asyncio.ensure_future(one(request(1, first_sample=7)))
+        await asyncio.sleep(0)
+        batcher.withdraw(1)
+        other = asyncio.ensure_future(two(request(2)))
+        await asyncio.sleep(0.01)
+        assert left_behind.cancelled()
+        assert (batcher.busy(), flush.batches) == ([1], [])
+        assert await asyncio.wait_for(one(request(1)), 10) == [(1, 0, 0)]
+        await other
+        batcher.leave(1)
+        batcher.leave(1)
+        return flush.batches
+
+    assert asyncio.run(scenario()) == [[(1, 0, 0), (2, 0, 0)]]
 
 
 def test_a_failing_engine_fails_all_waiting_calls():

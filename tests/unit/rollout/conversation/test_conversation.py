@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,13 @@ from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import SamplingMasks
 from rlcore.errors import ConfigError, RunFailed
+from rollout.conversation.chat_template import ChatTemplate
 from rollout.conversation.conversation import Conversation
 
 from .kit import (
     DROPS_THOUGHTS,
     STOP,
+    TEMPLATE,
     ScriptedModel,
     ids,
     make_context,
@@ -211,6 +214,66 @@ def test_branches_are_counted_however_they_begin() -> None:
     assert len(conversation.samples()) == 2  # nothing was said in the first of them
 
 
+def test_a_rollout_is_measured_once() -> None:
+    tokenizer = make_tokenizer()
+    scripted = ScriptedModel(tokenizer, answers("ab", "cd", "e"))
+
+    async def telling(request: GenerateRequest) -> list[Completion]:
+        (made,) = await scripted(request)
+        return [replace(made, cached_tokens=10 * request.turn)]
+
+    async def talk() -> Conversation:
+        conversation = make_context(tokenizer).conversation(
+            make_prompt(tokenizer, "1+2?"), 3, 1, telling
+        )
+        await conversation.generate()
+        branch = conversation.fork()
+        for one in (conversation, branch):
+            await one.append([{"role": "user", "content": "x"}])
+            await one.generate()
+        branch.discard("superseded")
+        conversation.measure("doors", 2)
+        conversation.measure("doors", 1)
+        return conversation
+
+    (sample,) = asyncio.run(talk()).samples()
+    prompts = [len(request.prompt) for request in scripted.requests]
+    assert sample.measured.pop("engine_s") > 0
+    assert sample.measured == {
+        "turns": 3,
+        "branches": 1,
+        "tool_calls": 0,
+        "tool_errors": 0,
+        "tool_s": 0,
+        "generated_tokens": 3 + 3 + 2,
+        "trained_tokens": 6,
+        "untrained_superseded": 2,
+        "context_tokens": prompts[0] + 2 * (prompts[1] - prompts[0] - 3),
+        "cached_tokens": 10 + 20,
+        "prefilled_tokens": sum(prompts) - 30,
+        "doors": 3,
+    }
+    again = type(sample).from_record(sample.to_record())
+    assert again.measured == sample.measured
+
+
+def test_a_turn_that_is_left_out_in_the_middle_is_context() -> None:
+    tokenizer = make_tokenizer()
+    model = ScriptedModel(tokenizer, answers("ab", "cd"))
+
+    async def talk() -> Conversation:
+        conversation = begin(model)
+        await conversation.generate()
+        conversation.discard("lost")
+        await conversation.append([{"role": "user", "content": "x"}])
+        await conversation.generate()
+        return conversation
+
+    (sample,) = asyncio.run(talk()).samples()
+    assert tokenizer.decode(sample.tokens[sample.loss_mask == 1].tolist()) == "cd" + STOP
+    assert [span.turn for span in sample.turn_spans] == [1]
+
+
 def test_order_of_calls_is_held() -> None:
     model = ScriptedModel(make_tokenizer(), lambda *_: "a")
 
@@ -228,8 +291,8 @@ def test_order_of_calls_is_held() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_every_token_is_trained_once_over_random_trees(seed: int) -> None:
-    """Turns, forks, compactions and branches that nothing answers, in any order."""
+def test_every_token_is_trained_once_or_counted_over_random_trees(seed: int) -> None:
+    """Turns, forks, compactions, branches that nothing answers and turns that are left out."""
     choose = random.Random(seed)
     tokenizer = make_tokenizer()
     model = ScriptedModel(tokenizer, lambda *_: "abcdef"[: choose.randint(0, 6)])
@@ -247,13 +310,27 @@ def test_every_token_is_trained_once_over_random_trees(seed: int) -> None:
                     await branch.append([{"role": "user", "content": choose.choice("xyz")}])
                 branches.append(branch)
             if not branch._answered() and choose.random() < 0.8:
+                before = model.made
                 await branch.generate()
+                if choose.random() < 0.2:
+                    reason = choose.choice(("superseded", "lost"))
+                    branch.discard(reason)
+                    discarded.update(dict.fromkeys(range(before, model.made), reason))
         return root
 
+    discarded: dict[int, str] = {}
     root = asyncio.run(grow())
     samples = root.samples()
     trained = np.concatenate([np.zeros(0, np.float32), *(s.rollout_logprobs for s in samples)])
-    assert sorted(trained.tolist()) == sorted((-np.arange(model.made)).tolist())
+    left = set(range(model.made)) - {*discarded}
+    assert sorted((-trained).tolist()) == sorted(left)
+    if samples:
+        (measured,) = [s.measured for s in samples if s.measured]
+        assert measured["generated_tokens"] == model.made
+        assert measured["trained_tokens"] == len(left)
+        reasons = Counter(f"untrained_{reason}" for reason in discarded.values())
+        counted = {k: v for k, v in measured.items() if k.startswith("untrained_") and v}
+        assert counted == reasons
     for sample in samples:
         turns = [r.turn for r in model.requests]
         assert {s.turn for s in sample.turn_spans} <= set(turns)
@@ -288,6 +365,23 @@ def test_results_of_tools_are_rendered_together() -> None:
         f"{STOP}\n<|im_start|>user\n<tool_response>3</tool_response>"
         f"<tool_response>3</tool_response>{STOP}\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize("at", ["front", "end", "needed"])
+def test_tools_are_rendered_again_where_the_template_writes_them_behind_a_turn(at: str) -> None:
+    here = "<{{ tools[0].function.name if tools else 'none' }}>"
+    written = {
+        "front": here + TEMPLATE,
+        "end": TEMPLATE + here,
+        "needed": TEMPLATE + "{%- if not tools %}{{ raise_exception('no tools') }}{% endif %}",
+    }
+    tokenizer = make_tokenizer(written[at])
+    template = ChatTemplate(tokenizer, [tokenizer.eos_token_id])
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    result = {"role": "tool", "tool_call_id": "call00000", "content": "3"}
+    tokens = template.suffix([result], tools, last_token=tokenizer.eos_token_id)
+    text = f"\n<|im_start|>user\n<tool_response>3</tool_response>{STOP}\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tokens.tolist()) == text + ("<add>" if at == "end" else "")
 
 
 def test_a_call_that_is_no_json_is_told_and_kept_as_it_was() -> None:

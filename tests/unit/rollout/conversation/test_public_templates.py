@@ -58,12 +58,15 @@ KNOWN: dict[str, tuple[str, bool | None, bool]] = {
 }
 
 
-def tokenizer_of(name: str) -> Any:
+def template_text(name: str) -> str:
     spec = find_spec("trl")
     assert spec is not None, "trl is a package of the extra dev"
     folder = Path(str(spec.origin)).parent / "chat_templates"
-    template = (folder / f"{name}.jinja").read_text(encoding="utf-8")
-    return make_tokenizer(template, stops=KNOWN[name][0].split())
+    return (folder / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def tokenizer_of(name: str) -> Any:
+    return make_tokenizer(template_text(name), stops=KNOWN[name][0].split())
 
 
 def template_of(name: str) -> ChatTemplate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from fake_engine import FakeEngine
@@ -42,6 +43,24 @@ def test_a_conversation_stays_where_its_prefix_is_unless_that_engine_is_much_bus
         ]
         await asyncio.gather(*busy)
         assert len(b.calls) < 12, "the others moved"
+
+    on_site("ab", use)
+
+
+def test_the_conversations_of_a_prompt_stay_each_where_it_was(on_site, request_of):
+    """Many of one prompt spread over engines; later turns follow their own, not the newest."""
+
+    async def use(site):
+        a, b = site.engines
+        a.delay_s = b.delay_s = 0.05
+        for turn in range(2):
+            requests = [
+                replace(request_of(3, turn=turn), first_sample=sample) for sample in range(12)
+            ]
+            await asyncio.gather(*(site.dispatcher.one(one) for one in requests))
+        for engine in (a, b):
+            turns = [{r.first_sample for [r] in engine.calls if r.turn == t} for t in range(2)]
+            assert turns[0] == turns[1] != set()
 
     on_site("ab", use)
 

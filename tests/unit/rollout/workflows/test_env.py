@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from typing import Any
 
 import pytest
 
 from rlcore.config.sections.rollout import WorkflowConfig
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, RolloutFailed
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import Reply
 from rollout.workflows.env import CUT, Step, ToolError
@@ -128,7 +130,8 @@ def test_tools_run_together_and_are_answered_in_order() -> None:
     assert results[5].startswith("error: a call must be JSON")
     assert results[6] == "7" * 12 + CUT
     assert sample.outcome == {"right": 1.0, "turns": 4.0}
-    assert (sample.metadata["tool_calls"], sample.metadata["tool_errors"]) == (7, 4)
+    assert (sample.measured["tool_calls"], sample.measured["tool_errors"]) == (7, 4)
+    assert sample.measured["tool_s"] >= 0.05  # the slowest call of the first turn
     assert sample.response_text == "3"
     first = model.tokenizer.decode(model.requests[0].prompt.tolist())
     assert "limit 9" in first
@@ -147,6 +150,106 @@ def test_an_environment_that_fails_is_closed() -> None:
     with pytest.raises(KeyError):
         run({0: "5"}, env=f"{HERE}:Broken")
     assert closed == ["guess"]
+
+
+class Hostile(Calculator):
+    """Tools that fail in every way but ToolError."""
+
+    over = threading.Event()
+
+    def hangs(self) -> str:
+        """Hang in a thread."""
+        self.over.wait(20)
+        return "late"
+
+    async def waits(self) -> str:
+        """Hang in the loop."""
+        await asyncio.sleep(600)
+        return "late"
+
+    def exits(self) -> str:
+        """Exit in a thread."""
+        sys.exit(3)
+
+    async def exits_too(self) -> str:
+        """Exit in the loop."""
+        sys.exit(3)
+
+    async def breaks(self) -> str:
+        """Lose the sandbox."""
+        raise ConnectionError("sandbox down")
+
+
+@pytest.mark.parametrize(
+    ("tool", "error", "message"),
+    [
+        ("hangs", RolloutFailed, r"Hostile\.hangs took more than 0.05 s \(rollout\.workflow\.tool"),
+        (
+            "waits",
+            RolloutFailed,
+            r"Hostile\.waits took more than 0.05 s .*test_env\.py:\d+ in wait",
+        ),
+        ("exits", RolloutFailed, r"exits\(\) raised SystemExit: 3 \(.*test_env\.py:\d+ in exits\)"),
+        ("exits_too", RolloutFailed, r"exits_too\(\) raised SystemExit: 3 .* in exits_too\)"),
+        ("breaks", ConnectionError, "sandbox down"),
+    ],
+)
+def test_what_is_no_tool_error_voids_the_rollout(
+    tool: str, error: type[Exception], message: str
+) -> None:
+    """And the environment is closed."""
+    both = call("add", a=0, b=1) + call(tool)
+    with pytest.raises(error, match=message):
+        run({0: both}, env=f"{HERE}:Hostile", tool_timeout_s=0.05)
+    assert closed == ["calculator"]
+    Hostile.over.set()
+
+
+class ClosesBadly(Guess):
+    over = threading.Event()
+
+    def close(self) -> None:
+        closed.append("guess")
+        raise ConnectionError("gone")
+
+
+class HangsAtItsEnd(Guess):
+    async def close(self) -> None:
+        await asyncio.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("ClosesBadly", "failed: gone"), ("HangsAtItsEnd", "HangsAtItsEnd.close took more than")],
+)
+def test_a_close_that_fails_is_a_warning(
+    name: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (sample,), _ = run({0: "5", 1: "7"}, env=f"{HERE}:{name}", tool_timeout_s=0.05)
+    assert sample.finish_reason == "stop"
+    assert said in caplog.text
+
+
+class ClosesBadlyBehindAnError(ClosesBadly):
+    def step(self, reply: Reply) -> Step:
+        raise KeyError("door")
+
+
+def test_a_close_that_fails_hides_no_error() -> None:
+    with pytest.raises(KeyError, match="door"):
+        run({0: "5"}, env=f"{HERE}:ClosesBadlyBehindAnError")
+
+
+class NoStep(Guess):
+    def step(self, reply: Reply) -> Any:
+        return "go on"
+
+
+def test_a_step_that_is_none_voids_the_rollout() -> None:
+    with pytest.raises(
+        RolloutFailed, match=r"step\(\) returned 'go on', expected a Step \(.*:\d+ in"
+    ):
+        run({0: "5"}, env=f"{HERE}:NoStep")
 
 
 class Untyped:
@@ -170,7 +273,7 @@ class Both(Guess):
         ({"env": f"{HERE}:Untyped"}, r"rollout\.workflow\.env: Untyped\.look is a public method"),
         ({"env": f"{HERE}:Both"}, r"has both tools \(look\) and step\(\)"),
         ({"env": f"{HERE}:Nowhere"}, r"rollout\.workflow\.env: .*has no 'Nowhere'"),
-        ({}, r"rollout\.workflow: 'env' raised TypeError: .*missing .*argument: 'env'"),
+        ({}, r"rollout\.workflow\.env: missing: name a class, .* or give `mcp`"),
         ({"env": f"{HERE}:Guess", "tools": 3}, r"got an unexpected keyword argument 'tools'"),
         (
             {"env": f"{HERE}:Calculator", "options": {"ofset": 1}},

@@ -1,4 +1,4 @@
-"""What a path of `data.paths` stands for: files, patterns, folders, Hugging Face datasets."""
+"""What a path stands for: files, patterns, folders, Hugging Face datasets, reasoning-gym."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlcore.data.paths.reasoning_gym import PREFIX, GymRows, check_gym_path
 from rlcore.data.rows import JSONL_SUFFIXES, RowFile, check_file, open_rows
 from rlcore.errors import DataError
 
@@ -55,6 +56,8 @@ def expand(path: str, split: str) -> list[str]:
     Raises:
         DataError: it stands for nothing, or for one of several things.
     """
+    if path.startswith(PREFIX):
+        return [path]
     if _PATTERN.search(path) and not Path(path).exists():
         files = [match for match in sorted(glob(path, recursive=True)) if Path(match).is_file()]
         if not files:
@@ -92,11 +95,14 @@ def _shards(folder: Path, own_split: str | None, split: str) -> list[Path]:
 
 
 def check_path(path: str) -> None:
-    """Refuse what is neither a file of rows nor a data set (DataError); reads nothing.
+    """Refuse what is no file of rows, data set or task (DataError); reads nothing.
 
     Args:
         path: as `expand` returns it.
     """
+    if path.startswith(PREFIX):
+        check_gym_path(path)
+        return
     path, _ = _without_split(path)
     if _is_dataset(path):
         _library(path)
@@ -105,7 +111,7 @@ def check_path(path: str) -> None:
 
 
 def open_path(path: str, *, subset: str | None, split: str) -> RowFile:
-    """Open a file of rows, or a split of a data set.
+    """Open a file of rows, a split of a data set, or a task of reasoning-gym.
 
     Args:
         path: as `expand` returns it.
@@ -113,6 +119,8 @@ def open_path(path: str, *, subset: str | None, split: str) -> RowFile:
     Raises:
         DataError: it cannot be read or fetched, has no such split, or `datasets` is missing.
     """
+    if path.startswith(PREFIX):
+        return GymRows(path)
     check_path(path)
     path, own_split = _without_split(path)
     split = own_split or split

@@ -10,7 +10,7 @@ import numpy as np
 import public_rows as public
 import pytest
 
-from rlcore.data.hub import check_path, expand
+from rlcore.data.paths.hub import check_path, expand
 from rlcore.data.prompts import PromptSet
 from rlcore.data.ragged_file import RaggedWriter
 from rlcore.data.rows import open_rows

@@ -1,0 +1,160 @@
+"""The HTTP server of agent programs: one for a workflow, one key for a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from rlcore.deadlines import GATEWAY_CLOSES_S, GATEWAY_STARTS_S
+from rlcore.errors import RunFailed
+from rollout.asyncio_utils import within
+from rollout.conversation.conversation import Conversation
+from rollout.gateway.sessions import MODEL, OVER, Session
+from rollout.gateway.wire import Refused, held_values, model_list, read_request, streamed, whole
+
+BODY_BYTES = 64 << 20  # longer requests are not read
+BACKLOG = 4096  # programs that connect at once
+SCHEME = "Bearer "
+NO_RETRY = {"x-should-retry": "false"}  # what failed here fails again
+JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What an agent program needs to talk to the model."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+class Gateway:
+    """Serves chat completions on loopback, from the event loop that opens the first session.
+
+    The server ends with the loop's tasks. A later loop gets a server of its own.
+
+    Args:
+        decode: text of a token, for log-probs.
+    """
+
+    def __init__(self, decode: Callable[[int], str]) -> None:
+        self._decode = decode
+        self._sessions: dict[str, Session] = {}
+        self._prefix = f"rlcore-{secrets.token_hex(8)}-"  # of all keys: those of the past are known
+        self._created = int(time.time())
+        self._serving: asyncio.Task[None] | None = None
+        self._port: asyncio.Future[int] | None = None
+
+    async def open(self, conversation: Conversation) -> tuple[Session, Endpoint]:
+        """Begin the session of a rollout; end it with `close`.
+
+        Raises:
+            RunFailed: the server cannot be started.
+        """
+        if self._serving is None or self._serving.done():
+            self._port = asyncio.get_running_loop().create_future()
+            self._serving = asyncio.ensure_future(self._serve(self._port))
+        assert self._port is not None
+        port = await within(
+            GATEWAY_STARTS_S, asyncio.shield(self._port), lambda: "the gateway does not start"
+        )
+        sampling = conversation.sampling
+        session = Session(
+            conversation,
+            self._prefix + secrets.token_hex(16),
+            held_values(sampling),
+            sampling.stop,
+            asyncio.get_running_loop().create_future(),
+        )
+        self._sessions[session.key] = session
+        return session, Endpoint(f"http://127.0.0.1:{port}/v1", session.key, MODEL)
+
+    async def close(self, session: Session, *, drain: bool) -> None:
+        """End a session: its key is refused from now on. See `Session.close`."""
+        self._sessions.pop(session.key, None)
+        await session.close(drain=drain)
+
+    async def _serve(self, port: asyncio.Future[int]) -> None:
+        """Serve until the task is cancelled."""
+        # access logs, routes and middlewares cost more than the bookkeeping of a call
+        server = web.Server(self._handle, handler_cancellation=True, access_log=None)
+        runner = web.ServerRunner(server, shutdown_timeout=GATEWAY_CLOSES_S)
+        try:
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG)
+            await site.start()
+            port.set_result(runner.addresses[0][1])
+        except OSError as error:
+            port.set_exception(RunFailed(f"the gateway of agent programs cannot start: {error}"))
+        try:
+            await asyncio.get_running_loop().create_future()  # nobody answers it
+        finally:
+            await runner.cleanup()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            body, kind = await self._answer(request)
+        except Refused as refused:
+            return web.Response(
+                status=refused.status, body=refused.body(), content_type=JSON, headers=NO_RETRY
+            )
+        return web.Response(body=body, content_type=kind)
+
+    async def _answer(self, request: web.BaseRequest) -> tuple[bytes, str]:
+        """Return the body of the answer, and its content type."""
+        session = self._session(request.headers)
+        path = request.path
+        if path == "/v1/chat/completions":
+            _check_method(request, "POST")
+            body = await _body(request)
+            asked = read_request(body, model=MODEL, held=session.held)
+            if session.failed.done():
+                raise Refused(500, "the rollout has failed")
+            answer = await session.answer(body, asked, _attempt(request.headers))
+            if asked.stream:
+                return streamed(answer, asked, self._decode), "text/event-stream"
+            return whole(answer, asked, self._decode), JSON
+        if path in ("/v1/models", f"/v1/models/{MODEL}"):
+            _check_method(request, "GET")
+            ids = [MODEL] if path == "/v1/models" else []
+            return model_list(MODEL, self._created, ids), JSON
+        raise Refused(
+            404,
+            f"there is no {path} here, only /v1/chat/completions and /v1/models",
+            code="unknown_url",
+        )
+
+    def _session(self, headers: Mapping[str, str]) -> Session:
+        key = headers.get("Authorization", "").removeprefix(SCHEME)
+        session = self._sessions.get(key)
+        if session is not None:
+            return session
+        if key.startswith(self._prefix):
+            raise Refused(410, OVER, code="rollout_over")
+        raise Refused(
+            401,
+            "there is no rollout with this API key: give the client the key of the endpoint",
+            code="invalid_api_key",
+        )
+
+
+def _check_method(request: web.BaseRequest, method: str) -> None:
+    if request.method != method:
+        raise Refused(405, f"{request.path} takes {method}, got {request.method}")
+
+
+async def _body(request: web.BaseRequest) -> bytes:
+    size = request.content_length
+    if size is not None and size > BODY_BYTES:
+        raise Refused(413, f"the request has more than {BODY_BYTES >> 20} MiB")
+    return await request.content.read()
+
+
+def _attempt(headers: Mapping[str, str]) -> int:
+    said = headers.get("x-stainless-retry-count", "")
+    return int(said) if said.isdecimal() else 0

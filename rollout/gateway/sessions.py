@@ -1,0 +1,225 @@
+"""The calls of one rollout's program: each is made once, however often it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from rlcore.data.messages import Message
+from rlcore.deadlines import CANCEL_S
+from rlcore.errors import DataError
+from rollout.conversation.conversation import Conversation
+from rollout.conversation.reply import Reply
+from rollout.gateway.matching import Matcher, answered
+from rollout.gateway.wire import Answer, ChatRequest, Refused
+
+MODEL = "policy"  # the name of the model, whatever it is
+OVER = "the rollout that this key belongs to is over"
+
+
+@dataclass(slots=True)
+class Call:
+    """A request of the program, and its repetitions."""
+
+    task: asyncio.Task[Answer]
+    attempt: int  # the highest x-stainless-retry-count so far
+    waiting: int = 0  # clients
+    delivered: bool = False
+
+
+@dataclass
+class Session:
+    """One rollout: its key, its calls, and the conversation that they make.
+
+    Attributes:
+        key: the API key that its program has.
+        failed: done, with an error, once a call was lost for a reason that is not the program's. A
+            rollout that lost a call is not trained on. Its result is None where an engine has given
+            a turn up, and the draw is to be made again.
+    """
+
+    conversation: Conversation
+    key: str
+    held: Mapping[str, Any]  # see `wire.held_values`
+    stops: tuple[str, ...]  # of the run
+    failed: asyncio.Future[None]
+    model_calls: int = 0
+    repeated_calls: int = 0
+    closed: bool = False
+    _calls: dict[bytes, list[Call]] = field(default_factory=dict)  # by body
+    _tool_calls: int = 0
+
+    def __post_init__(self) -> None:
+        self._matcher = Matcher(self.conversation)
+
+    @property
+    def abandoned_calls(self) -> int:
+        """Calls whose client went away and did not come back for the answer."""
+        return sum(not call.delivered for calls in self._calls.values() for call in calls)
+
+    async def answer(self, body: bytes, request: ChatRequest, attempt: int) -> Answer:
+        """Return the turn of the model that the request asks for.
+
+        A repeated request gets the answer of the first. If the client goes away, the turn is made
+        nevertheless.
+
+        Args:
+            attempt: how often the client says that it has asked before.
+
+        Raises:
+            Refused: the request is at fault, or the rollout is over.
+        """
+        if self.closed:
+            raise Refused(410, OVER, code="rollout_over")
+        digest = hashlib.blake2b(body, digest_size=16).digest()
+        same = self._calls.setdefault(digest, [])
+        call = _first_of(same, attempt)
+        if call is None:
+            call = Call(asyncio.ensure_future(self._turn(request)), attempt)
+            call.task.add_done_callback(_retrieved)  # nobody may wait for it
+            same.append(call)
+        else:
+            call.attempt = max(call.attempt, attempt)
+            self.repeated_calls += 1
+        call.waiting += 1
+        try:
+            answer = await asyncio.shield(call.task)
+        except Refused:
+            call.delivered = True
+            raise
+        except asyncio.CancelledError:
+            if call.task.cancelled():
+                raise Refused(410, OVER, code="rollout_over") from None
+            raise  # the client is gone
+        finally:
+            call.waiting -= 1
+        call.delivered = True
+        return answer
+
+    async def close(self, *, drain: bool) -> None:
+        """Take no more calls, and end those in flight.
+
+        Args:
+            drain: wait for their turns, each of which has the deadline of its engine request: what
+                the model writes belongs to the rollout, even if nobody reads it.
+        """
+        self.closed = True
+        left = {c.task for calls in self._calls.values() for c in calls if not c.task.done()}
+        while drain and left and not self.failed.done():
+            awaited: set[asyncio.Future[Any]] = {*left, self.failed}
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            left = {task for task in left if not task.done()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=CANCEL_S)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    async def _turn(self, request: ChatRequest) -> Answer:
+        """Find the branch that the request continues, and let the model take its turn."""
+        try:
+            conversation, point = await self._matcher.branch(request.messages, request.tools)
+            reply = await conversation.generate(request.max_tokens, stop=request.stop)
+        except DataError as error:  # messages that the chat template refuses, say
+            raise Refused(400, str(error), param="messages") from error
+        except Refused:
+            raise
+        except Exception as error:  # the rollout raises it
+            self._fail(error)
+            raise Refused(500, f"the rollout has failed: {error}") from error
+        if reply.finish_reason == "abort":
+            self._fail(None)
+            raise Refused(500, "an engine has given the turn up, and the rollout with it")
+        self.model_calls += 1
+        message = self._message(reply, request)
+        size = 0
+        if reply.message:
+            completion = conversation.completion
+            size = 0 if completion is None else len(completion.tokens)
+            answered(point, conversation, message)
+        tokens = conversation.tokens
+        reason = "stop" if reply.finish_reason == "stop" else "length"
+        if reason == "stop" and "tool_calls" in message:
+            reason = "tool_calls"
+        return Answer(
+            id=f"chatcmpl-{self.key[-8:]}-{self.model_calls}",
+            created=int(time.time()),
+            model=MODEL,
+            message=message,
+            finish_reason=reason,
+            prompt=tokens[: len(tokens) - size],
+            completion=conversation.completion if reply.message else None,
+        )
+
+    def _fail(self, error: Exception | None) -> None:
+        if self.failed.done():
+            return
+        if error is None:
+            self.failed.set_result(None)
+        else:
+            self.failed.set_exception(error)
+            self.failed.exception()  # retrieved, in case that the rollout is given up
+
+    def _message(self, reply: Reply, request: ChatRequest) -> Message:
+        """Return the turn as the program sees it.
+
+        Calls that cannot be read stay in the text, as they were written, and so do all calls where
+        the request wants none.
+        """
+        calls = reply.calls if request.may_call else ()
+        readable = all(call.arguments is not None for call in calls)
+        plain = not readable or (reply.calls and not request.may_call)
+        text = _before(reply.raw if plain else reply.text, (*self.stops, *request.stop))
+        message: Message = {"role": "assistant", "content": text, "refusal": None}
+        if reply.reasoning and not plain:
+            message["reasoning_content"] = reply.reasoning
+        if calls and readable:
+            message["content"] = text or None
+            message["tool_calls"] = [
+                {
+                    "id": self._call_id(),
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": orjson.dumps(call.arguments).decode(),
+                    },
+                }
+                for call in calls
+            ]
+        return message
+
+    def _call_id(self) -> str:
+        """Return an id that is unique in the rollout: nine letters and digits, as Mistral wants."""
+        self._tool_calls += 1
+        return f"call{self._tool_calls - 1:05d}"
+
+
+def _retrieved(task: asyncio.Task[Answer]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+def _first_of(same: list[Call], attempt: int) -> Call | None:
+    """Return the call that a request with an equal body repeats; None if it is one of its own.
+
+    Clients give their attempts no id. One that counts them has asked before. One that does not may
+    come back for the answer of a call whose client went away; while the first is still there, the
+    second is another call.
+    """
+    if attempt:
+        earlier = [call for call in same if call.attempt < attempt]
+        return min(earlier, key=lambda call: (call.delivered, call.waiting), default=None)
+    return next((call for call in same if not call.delivered and not call.waiting), None)
+
+
+def _before(text: str, stops: tuple[str, ...]) -> str:
+    """Return the text before the first of the stop strings, as OpenAI does."""
+    ends = [text.index(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else text

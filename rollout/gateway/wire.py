@@ -1,0 +1,316 @@
+"""Chat completions as OpenAI's clients write and read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from rlcore.data.generation import Completion, SamplingParams
+from rlcore.data.messages import Message
+
+# What a request may have and what changes nothing.
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream_options",
+        "user",
+    }
+)
+_READ = frozenset(
+    {
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "model",
+        "return_token_ids",
+        "stop",
+        "stream",
+        "tool_choice",
+        "tools",
+    }
+)
+
+
+class Refused(Exception):
+    """A request that is answered with an error, in OpenAI's form.
+
+    Args:
+        status: of HTTP. 4xx other than 408, 409 and 429 are not tried again by clients.
+        param: the key of the request that is to blame.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        """Return the body of the answer."""
+        kind = {401: "authentication_error", 500: "server_error"}
+        error = {
+            "message": str(self),
+            "type": kind.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
+        }
+        return orjson.dumps({"error": error})
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """What a request asks for."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    may_call: bool  # tool_choice: auto, else none
+    stop: tuple[str, ...]
+    max_tokens: int | None
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+    token_ids: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A turn of the model as a program sees it; `completion` is None where nothing was asked."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    message: Message
+    finish_reason: str
+    prompt: NDArray[np.int32]  # [P]
+    completion: Completion | None
+
+
+def held_values(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the keys that a request may give at these values alone: those of the run."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0,
+        "n": 1,
+        "seed": None,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "repetition_penalty": 1,
+        "logit_bias": {},
+        "top_logprobs": 0,
+        "parallel_tool_calls": True,
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+    }
+
+
+def read_request(body: bytes, *, model: str, held: Mapping[str, Any]) -> ChatRequest:
+    """Read the body of a request.
+
+    Args:
+        model: the only one that there is.
+        held: see `held_values`.
+
+    Raises:
+        Refused: it is not of the form, or wants what the run does not do; names the key.
+    """
+    try:
+        given = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, f"the body is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise Refused(400, f"the body must be an object, got {_short(given)}")
+    for key, value in given.items():
+        if value is not None and key not in _READ and key not in HARMLESS:
+            _check_held(key, value, held)
+    asked = given.get("model")
+    if asked != model:
+        raise Refused(
+            404,
+            f"there is no model {asked!r} here, only {model!r}, which is being trained",
+            param="model",
+            code="model_not_found",
+        )
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _wrong("messages", messages, "a list of at least one message")
+    options = given.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise _wrong("stream_options", options, "an object")
+    return ChatRequest(
+        messages=messages,
+        tools=_tools(given.get("tools")),
+        may_call=_may_call(given.get("tool_choice")),
+        stop=_stop(given.get("stop")),
+        max_tokens=_max_tokens(given),
+        stream=_flag(given, "stream"),
+        include_usage=bool(options and options.get("include_usage")),
+        logprobs=_flag(given, "logprobs"),
+        token_ids=_flag(given, "return_token_ids"),
+    )
+
+
+def _check_held(key: str, value: Any, held: Mapping[str, Any]) -> None:
+    if key not in held:
+        raise Refused(
+            400,
+            f"{key}: this endpoint does not know the key, which may change what is sampled; leave"
+            " it out",
+            param=key,
+        )
+    if value != held[key]:
+        run = "sets its own" if held[key] is None else f"has {orjson.dumps(held[key]).decode()}"
+        raise Refused(
+            400,
+            f"{key}: got {_short(value)}, but the run {run}, and what it trains on must be sampled"
+            " so; leave the key out",
+            param=key,
+        )
+
+
+def _wrong(key: str, value: Any, expected: str) -> Refused:
+    return Refused(400, f"{key}: got {_short(value)}, expected {expected}", param=key)
+
+
+def _short(value: Any) -> str:
+    text = orjson.dumps(value).decode()
+    return text if len(text) <= 100 else text[:100] + " ..."
+
+
+def _flag(given: Mapping[str, Any], key: str) -> bool:
+    value = given.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise _wrong(key, value, "true or false")
+    return bool(value)
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong("tools", tool, 'each {"type": "function", "function": {"name": text}}')
+    if tools is not None and not isinstance(tools, list):
+        raise _wrong("tools", tools, "a list of tools")
+    return tools or []
+
+
+def _may_call(choice: Any) -> bool:
+    if choice not in (None, "auto", "none"):
+        raise _wrong("tool_choice", choice, '"auto" or "none": a model is not forced to call')
+    return bool(choice != "none")
+
+
+def _stop(stop: Any) -> tuple[str, ...]:
+    given = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(given, list) or not all(isinstance(s, str) and s for s in given):
+        raise _wrong("stop", stop, "a text, or a list of texts")
+    return tuple(given)
+
+
+def _max_tokens(given: Mapping[str, Any]) -> int | None:
+    found = None
+    for key in ("max_tokens", "max_completion_tokens"):
+        value = given.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise _wrong(key, value, "a number of tokens, at least 1")
+        found = value if found is None else min(found, value)
+    return found
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def whole(answer: Answer, request: ChatRequest, token_text: Callable[[int], str]) -> bytes:
+    """Return the body of a `chat.completion`."""
+    choice = {
+        "index": 0,
+        "message": answer.message,
+        "finish_reason": answer.finish_reason,
+        "logprobs": _logprobs(answer, token_text) if request.logprobs else None,
+    }
+    body = _head(answer, "chat.completion") | {"choices": [choice], "usage": _usage(answer)}
+    _add_token_ids(answer, request, body, choice)
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def streamed(answer: Answer, request: ChatRequest, token_text: Callable[[int], str]) -> bytes:
+    """Return all events of a stream at once: the turn is read when it is whole."""
+    delta = dict(answer.message)
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    first = {
+        "index": 0,
+        "delta": delta,
+        "finish_reason": None,
+        "logprobs": _logprobs(answer, token_text) if request.logprobs else None,
+    }
+    last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason, "logprobs": None}
+    head = _head(answer, "chat.completion.chunk")
+    chunks = [head | {"choices": [first]}, head | {"choices": [last]}]
+    _add_token_ids(answer, request, chunks[0], first)
+    if request.include_usage:
+        chunks = [chunk | {"usage": None} for chunk in chunks]
+        chunks.append(head | {"choices": [], "usage": _usage(answer)})
+    events = [orjson.dumps(chunk, option=orjson.OPT_SERIALIZE_NUMPY) for chunk in chunks]
+    return b"".join(b"data: " + event + b"\n\n" for event in (*events, b"[DONE]"))
+
+
+def model_list(model: str, created: int, ids: Sequence[str]) -> bytes:
+    """Return the body of `GET /v1/models`, or of one model where `ids` is empty."""
+    cards = [
+        {"id": name, "object": "model", "created": created, "owned_by": "rlcore"}
+        for name in ids or [model]
+    ]
+    return orjson.dumps({"object": "list", "data": cards} if ids else cards[0])
+
+
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {
+        "id": answer.id,
+        "object": kind,
+        "created": answer.created,
+        "model": answer.model,
+    }
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    prompt = len(answer.prompt)
+    made = 0 if answer.completion is None else len(answer.completion.tokens)
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def _logprobs(answer: Answer, token_text: Callable[[int], str]) -> dict[str, Any]:
+    """The log-probs that the run recorded, of every token of the turn."""
+    content = []
+    if answer.completion is not None:
+        made = zip(answer.completion.tokens.tolist(), answer.completion.logprobs.tolist())
+        for token, logprob in made:
+            text = token_text(token)
+            entry = {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+            content.append(entry | {"top_logprobs": []})
+    return {"content": content, "refusal": None}
+
+
+def _add_token_ids(
+    answer: Answer, request: ChatRequest, body: dict[str, Any], choice: dict[str, Any]
+) -> None:
+    if request.token_ids:
+        body["prompt_token_ids"] = answer.prompt
+        made = None if answer.completion is None else answer.completion.tokens
+        choice["token_ids"] = [] if made is None else made

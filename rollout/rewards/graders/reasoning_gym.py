@@ -1,0 +1,44 @@
+"""The reward `reasoning_gym`: the score that a row's own task gives an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlcore.data.paths.reasoning_gym import COLUMN, PREFIX, load_library, score
+from rlcore.data.sample import Sample
+from rollout.rewards.graders.text import answer_at
+
+
+class ReasoningGym:
+    """Asks the scorer of the task that made the row. An answer at which it raises is wrong."""
+
+    def __init__(self, answer: str = "all") -> None:
+        load_library("the grader reasoning_gym")  # once, before the first deadline of a call
+        self._place = answer
+
+    def __call__(self, sample: Sample) -> dict[str, Any]:
+        """Score from 0 to 1; an answer that scores 1 is right."""
+        column = entry_of(sample.metadata)
+        found = answer_at(sample.response_text, self._place)
+        if found is None or not found.strip():
+            return {"score": 0.0, "correct": False}
+        info = {"answer": found.strip()}
+        try:
+            points = score(column, found.strip())
+        # scorers parse the answer, and raise anything at one of another form
+        except Exception as error:  # noqa: BLE001
+            info["raised"] = f"{type(error).__name__}: {error}"[:200]
+            points = 0.0
+        return {"score": points, "correct": points >= 1.0, "info": info}
+
+
+def entry_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the column with the row's task. Raises ValueError for a row without it."""
+    column = row.get(COLUMN)
+    if not isinstance(column, Mapping) or set(column) != {"task", "settings", "entry"}:
+        raise ValueError(
+            f"the row has no column {COLUMN!r} with its task, which the rows of data.paths"
+            f" {PREFIX}NAME have,"
+        )
+    return column

@@ -1,0 +1,311 @@
+"""Tools of MCP servers, through the official package `mcp` (2.x)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+
+from rlcore.config.messages import expected_by
+from rlcore.config.sections.base import PositiveFloat, Section, as_list
+from rlcore.deadlines import CANCEL_S, MCP_CLOSE_S
+from rlcore.errors import ConfigError, RolloutFailed
+from rollout.asyncio_utils import gather_or_cancel
+from rollout.sandbox import process_tree
+from rollout.workflows.tool_errors import ToolError
+
+KEY = "rollout.workflow.mcp"
+INVALID_PARAMS = -32602  # of JSON-RPC: the caller's mistake, and so the model's
+
+
+class McpServerConfig(Section):
+    """One entry of `rollout.workflow.mcp`: a `command` that is run, or the `url` of a server."""
+
+    command: list[str] = Field(default_factory=list)
+    """A program that speaks MCP on its input and output; with `shared`, one for all rollouts."""
+    url: str | None = None
+    """A server that somebody else runs (Streamable HTTP)."""
+    shared: bool = False
+    """One session for all rollouts, which then see each other's changes; default: one a rollout."""
+    tools: list[str] | None = None
+    """Only these of its tools; default: all."""
+    environment: list[str] = Field(default_factory=list)
+    """Names of variables that the program gets beside PATH, HOME, USER and the like."""
+    api_key_env: str | None = None
+    """The variable with the bearer token of the `url`."""
+    start_timeout_s: PositiveFloat = 60.0
+    """Longest time until it has listed its tools."""
+
+    _one = field_validator("command", "environment", mode="before")(as_list)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> McpServerConfig:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("expected either command or url")
+        if self.command and shutil.which(self.command[0]) is None:
+            raise ValueError(f"a program that is there; {self.command[0]!r} is not in PATH")
+        return self
+
+    def __str__(self) -> str:
+        return self.url or " ".join(self.command)
+
+
+class McpFailed(RolloutFailed):
+    """A server did not start, answer in time, or went away. The rollout fails, and not the run."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("mcp", message)
+
+
+class McpTools:
+    """The servers of a workflow.
+
+    Args:
+        given: entries of `rollout.workflow.mcp`.
+
+    Raises:
+        ConfigError: an entry is wrong, or the package is missing.
+    """
+
+    def __init__(self, given: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            self._servers = TypeAdapter(list[McpServerConfig]).validate_python(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join([KEY, *map(str, first["loc"])])
+            raise ConfigError(f"{where}: expected {expected_by(first)}") from error
+        if self._servers:
+            _library()
+        self._shared: dict[int, McpSession] = {}
+        self._starting = asyncio.Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._servers)
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[dict[str, McpSession]]:
+        """Enter with the sessions of one rollout, by the name of each tool.
+
+        Raises:
+            McpFailed: a server does not start.
+            ConfigError: two servers have a tool of the same name.
+        """
+        own: list[McpSession] = []
+        try:
+            sessions = []
+            for number, server in enumerate(self._servers):
+                if server.shared:
+                    sessions.append(await self._shared_session(number, server))
+                else:
+                    own.append(McpSession(server))
+                    sessions.append(own[-1])
+            await gather_or_cancel(*(session.start() for session in own))
+            found: dict[str, McpSession] = {}
+            for session in sessions:
+                for name in session.schemas:
+                    if name in found:
+                        raise ConfigError(
+                            f"{KEY}: {found[name]} and {session} both have a tool {name!r}: name"
+                            " those that you want in `tools` of each"
+                        )
+                    found[name] = session
+            yield found
+        finally:
+            await gather_or_cancel(*(session.close() for session in own))
+
+    async def _shared_session(self, number: int, server: McpServerConfig) -> McpSession:
+        """Return the session that all rollouts use, started (again) where none is there.
+
+        It ends with the loop of the service, which cancels its task.
+        """
+        async with self._starting:
+            session = self._shared.get(number)
+            if session is None or session.ended:
+                session = McpSession(server)
+                await session.start()
+                self._shared[number] = session
+            return session
+
+
+class McpSession:
+    """A connection to one server.
+
+    It lives in a task of its own, since the package's contexts have to be left by the task that
+    entered them, and cancel that task when the transport breaks.
+    """
+
+    def __init__(self, server: McpServerConfig) -> None:
+        self._server = server
+        self._ready = asyncio.Event()
+        self._leave = asyncio.Event()
+        self._client: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self.schemas: dict[str, dict[str, Any]] = {}
+        """The tools as JSON schemas for a chat template, by name."""
+
+    def __str__(self) -> str:
+        return f"the MCP server {str(self._server)!r}"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the connection is no more."""
+        return self._task is None or self._task.done()
+
+    async def start(self) -> None:
+        """Connect and list the tools. Raises McpFailed, and leaves nothing behind then."""
+        self._task = asyncio.create_task(self._live(), name=str(self))
+        ready = asyncio.ensure_future(self._ready.wait())
+        limit_s = self._server.start_timeout_s
+        try:
+            await asyncio.wait(
+                {ready, self._task}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self._task.done():
+                raise McpFailed(f"{self} ended at its start: {self._why()}")
+            if not self._ready.is_set():
+                raise McpFailed(f"{self} listed no tools in {limit_s:g} s ({KEY}.start_timeout_s)")
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            ready.cancel()
+
+    async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
+        """Return the text of a tool's result.
+
+        Raises:
+            ToolError: the tool says that it failed, or does not take the arguments.
+            McpFailed: no answer came.
+        """
+        assert self._task is not None
+        call = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
+        try:
+            await asyncio.wait(
+                {call, self._task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not call.done():
+                why = self._why() if self.ended else f"{timeout_s:g} s (tool_timeout_s) have passed"
+                raise McpFailed(f"{self} did not answer a call of {name!r}: {why}")
+        finally:
+            call.cancel()
+        try:
+            result = call.result()
+        except Exception as error:
+            if getattr(error, "code", None) == INVALID_PARAMS:
+                raise ToolError(f"{name}: {error}") from error
+            raise McpFailed(f"{self} gave no answer to a call of {name!r}: {error}") from error
+        text = _text(result)
+        if result.is_error:
+            raise ToolError(text or f"{name} failed")
+        return text
+
+    async def close(self) -> None:
+        """Leave the server; of one that we started, no process is left."""
+        if self._task is None:
+            return
+        if self._ready.is_set():
+            self._leave.set()
+            await asyncio.wait({self._task}, timeout=MCP_CLOSE_S)
+        self._task.cancel()
+        await asyncio.wait({self._task}, timeout=CANCEL_S)
+
+    async def _live(self) -> None:
+        async with self._connection() as client:
+            self._client = client
+            self.schemas = await self._listed(client)
+            self._ready.set()
+            await self._leave.wait()
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Any]:
+        mcp = _library()
+        server = self._server
+        if server.command:
+            parameters = mcp.StdioServerParameters(
+                command=sys.executable,
+                # its children end with it, and it ends with us, however we end
+                args=["-I", "-S", str(Path(process_tree.__file__)), *server.command],
+                env={name: os.environ[name] for name in server.environment if name in os.environ},
+            )
+            transport: AbstractAsyncContextManager[Any] = mcp.stdio_client(
+                parameters, errlog=sys.__stderr__ or sys.stderr
+            )
+            async with mcp.Client(transport) as client:
+                yield client
+            return
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        key = os.environ.get(server.api_key_env or "")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # calls have deadlines of their own
+        async with httpx2.AsyncClient(headers=headers, timeout=None) as http:
+            transport = streamable_http_client(str(server.url), http_client=http)
+            async with mcp.Client(transport) as client:
+                yield client
+
+    async def _listed(self, client: Any) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        cursor = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found |= {tool.name: _schema(tool) for tool in page.tools}
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        wanted = found if self._server.tools is None else self._server.tools
+        if missing := [name for name in wanted if name not in found]:
+            raise McpFailed(f"it has no tool {missing[0]!r}; it has {', '.join(found) or 'none'}")
+        return {name: found[name] for name in wanted}
+
+    def _why(self) -> str:
+        """Say why the task ended."""
+        if self._task is None or not self._task.done() or self._task.cancelled():
+            return "the connection was closed"
+        error: BaseException | None = self._task.exception()
+        # task groups of the package wrap what was raised in them
+        while inner := getattr(error, "exceptions", None):
+            error = inner[0]
+        if error is None:
+            return "the connection was closed"
+        return str(error) or type(error).__name__
+
+
+def _library() -> Any:
+    try:
+        import mcp
+    except ImportError as error:
+        raise ConfigError(
+            f"{KEY}: MCP servers need the extra: pip install 'rlcore[mcp]' ({error})"
+        ) from error
+    return mcp
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description or tool.title or "",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}
+
+
+def _text(result: Any) -> str:
+    """Return the texts of a result; other content is named, since the model cannot see it."""
+    parts = []
+    for block in result.content:
+        text = getattr(block, "text", None) or getattr(
+            getattr(block, "resource", None), "text", None
+        )
+        parts.append(text if isinstance(text, str) else f"[{block.type}]")
+    if not parts and result.structured_content is not None:
+        return orjson.dumps(result.structured_content).decode()
+    return "\n".join(parts)

@@ -1,0 +1,284 @@
+"""Tries of a rollout: what is tried again, what is given up, what ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlcore.config.sections.rollout import WorkflowConfig
+from rlcore.data.generation import Completion, Generate, GenerateRequest, SamplingParams
+from rlcore.data.sample import VersionSpan
+from rlcore.errors import ConfigError, EngineFailed, RolloutFailed
+from rollout.collection import attempts as attempts_module
+from rollout.collection.attempts import Aborted, Attempts, Failure, GivenUp, commonest
+
+SAMPLING = SamplingParams(max_new_tokens=4)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts_module, "RETRY_S", 0.001)
+    monkeypatch.setattr(attempts_module, "CLOCK_S", 0.01)
+
+
+def request(turn: int = 0, prompt: tuple[int, ...] = (1, 2)) -> GenerateRequest:
+    return GenerateRequest(np.array(prompt, np.int32), SAMPLING, draw=3, turn=turn)
+
+
+class Engine:
+    """Answers each request with tokens that it never gives again."""
+
+    def __init__(self, *, seconds: float = 0.0, reason: str = "stop") -> None:
+        self.seconds = seconds
+        self.reason = reason
+        self.asked: list[int] = []
+        self.error: Exception | None = None
+
+    async def __call__(self, asked: GenerateRequest) -> list[Completion]:
+        self.asked.append(asked.turn)
+        await asyncio.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
+        tokens = np.array([len(self.asked)], np.int32)
+        spans = (VersionSpan(1, 0, 1),)
+        return [Completion(tokens, np.zeros(1, np.float32), self.reason, spans)]  # type: ignore[arg-type]
+
+
+def run(
+    make: Callable[[Generate], Awaitable[Any]],
+    engine: Engine | None = None,
+    *,
+    check: Callable[[Any], Any] = lambda found: found,
+    attempts: Attempts | None = None,
+    **settings: Any,
+) -> Any:
+    made = attempts or Attempts(WorkflowConfig.model_validate({"name": "mine", **settings}))
+    work = made.run(make, engine or Engine(), check, of=make, where="f:1 (draw 3)")
+    return asyncio.run(asyncio.wait_for(work, 20))
+
+
+class Flaky:
+    """Fails in its first tries as `act` says, behind one turn, then returns what it was told."""
+
+    def __init__(self, act: Callable[[], Any], *, failing: int = 1) -> None:
+        self.act = act
+        self.failing = failing
+        self.tries = 0
+        self.told: list[int] = []
+
+    async def __call__(self, generate: Generate) -> list[int]:
+        self.tries += 1
+        self.told = [int((await generate(request()))[0].tokens[0])]
+        if self.tries <= self.failing:
+            given = self.act()
+            if asyncio.iscoroutine(given):
+                await given
+            elif given is not None:
+                return given  # type: ignore[no-any-return]
+        self.told += [int((await generate(request(turn=1)))[0].tokens[0])]
+        return self.told
+
+
+def interrupts() -> None:
+    raise KeyboardInterrupt
+
+
+def raises() -> None:
+    raise KeyError("door")
+
+
+def cancels() -> None:
+    raise asyncio.CancelledError
+
+
+def a_list(found: Any) -> Any:
+    if not isinstance(found, list):
+        raise RolloutFailed("result", f"it returned {found!r}")
+    return found
+
+
+FAILURES = {
+    "error": (raises, "KeyError: 'door' (*test_attempts.py:*in raises)"),
+    "exit": (lambda: sys.exit(3), "SystemExit: 3 (*test_attempts.py:*in <lambda>)"),
+    "interrupt": (interrupts, "KeyboardInterrupt:  (*test_attempts.py:*in interrupts)"),
+    "cancelled": (cancels, "it was cancelled from within (*test_attempts.py:*in __call__)"),
+    "timeout": (
+        lambda: asyncio.sleep(600),
+        "it took more than 0.05 s (rollout.workflow.timeout_s) (*test_attempts.py:*in __call__)",
+    ),
+    "result": (lambda: 7, "it returned 7 (*test_attempts.py:*in __call__)"),
+}
+KINDS = {"interrupt": "exit", "cancelled": "error"}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_rollout_that_fails_is_tried_again_and_told_the_same(kind: str) -> None:
+    engine = Engine()
+    flaky = Flaky(FAILURES[kind][0])
+    attempts = Attempts(WorkflowConfig(name="mine", timeout_s=0.05))
+    assert run(flaky, engine, check=a_list, attempts=attempts) == [1, 2]
+    assert engine.asked == [0, 1], "what was answered is not asked for again"
+    assert attempts.failed == {KINDS.get(kind, kind): 1}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_after_its_last_try_it_is_given_up(kind: str) -> None:
+    import fnmatch
+
+    act, said = FAILURES[kind]
+    flaky = Flaky(act, failing=9)
+    with pytest.raises(GivenUp) as caught:
+        run(flaky, check=a_list, timeout_s=0.05, retries=2)
+    failure = caught.value.failure
+    assert flaky.tries == 3
+    assert failure.kind == KINDS.get(kind, kind)
+    assert fnmatch.fnmatch(str(failure), f"workflow mine failed on f:1 (draw 3): {said}"), failure
+
+
+def test_without_retries_nothing_is_tried_again() -> None:
+    flaky = Flaky(raises)
+    with pytest.raises(GivenUp):
+        run(flaky, retries=0)
+    assert flaky.tries == 1
+
+
+def test_another_request_under_an_old_address_is_asked_anew() -> None:
+    engine = Engine()
+    tries = 0
+
+    async def make(generate: Generate) -> list[int]:
+        nonlocal tries
+        tries += 1
+        (found,) = await generate(request(prompt=(tries,)))
+        if tries == 1:
+            raises()
+        return [int(found.tokens[0])]
+
+    assert run(make, engine) == [2]
+
+
+def test_waits_for_an_engine_are_not_the_workflows() -> None:
+    async def make(generate: Generate) -> list[int]:
+        found = await asyncio.gather(*(generate(request(turn=turn)) for turn in range(2)))
+        return [len(found)]
+
+    assert run(make, Engine(seconds=0.2), timeout_s=0.05) == [2]
+
+
+def test_its_own_time_adds_up_over_turns() -> None:
+    async def make(generate: Generate) -> None:
+        for turn in range(100):
+            await generate(request(turn))
+            await asyncio.sleep(0.02)
+
+    began = time.monotonic()
+    with pytest.raises(GivenUp, match="took more than"):
+        run(make, timeout_s=0.1, retries=0)
+    assert time.monotonic() - began < 1.5
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_the_failure_of_an_engine_is_none_of_the_rollout(swallowed: bool) -> None:
+    engine = Engine()
+    engine.error = EngineFailed("engine-0 died")
+
+    async def make(generate: Generate) -> list[int]:
+        try:
+            await generate(request())
+        except EngineFailed:
+            if not swallowed:
+                raise ValueError("lost") from None
+        return []
+
+    with pytest.raises(EngineFailed, match="engine-0 died"):
+        run(make, engine)
+    assert engine.asked == [0]
+
+
+def test_a_wrong_configuration_is_none_either() -> None:
+    async def make(generate: Generate) -> None:
+        raise ConfigError("rollout.workflow.history: choose")
+
+    with pytest.raises(ConfigError, match="choose"):
+        run(make)
+
+
+def test_what_fails_behind_an_aborted_turn_is_made_again() -> None:
+    flaky = Flaky(raises, failing=9)
+    with pytest.raises(Aborted):
+        run(flaky, Engine(reason="abort"))
+    assert flaky.tries == 1
+
+
+def test_a_try_that_resists_its_end_gets_no_answer_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempts_module, "CANCEL_S", 0.01)
+    engine = Engine()
+    said: list[str] = []
+    tries = 0
+
+    async def make(generate: Generate) -> list[int]:
+        nonlocal tries
+        tries += 1
+        if tries > 1:
+            await asyncio.sleep(0.05)
+            return [tries]
+        for _ in range(2):  # deaf to the cancellation
+            try:
+                await asyncio.sleep(0.08)
+            except asyncio.CancelledError:
+                continue
+        try:
+            await generate(request())
+        except RolloutFailed as error:
+            said.append(str(error))
+        return []
+
+    async def main() -> Any:
+        attempts = Attempts(WorkflowConfig(name="mine", timeout_s=0.06))
+        found = await attempts.run(make, engine, lambda found: found, of=make, where="f:1 (draw 3)")
+        while not said:
+            await asyncio.sleep(0.01)
+        return found
+
+    assert asyncio.run(asyncio.wait_for(main(), 20)) == [2]
+    assert (said, engine.asked) == (["this try of the rollout has ended"], [])
+
+
+def test_a_group_that_is_given_up_ends_its_tries() -> None:
+    ended: list[str] = []
+
+    async def make(generate: Generate) -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append("cleaned up")
+
+    async def main() -> None:
+        attempts = Attempts(WorkflowConfig(name="mine"))
+        work = attempts.run(make, Engine(), a_list, of=make, where="f:1 (draw 3)")
+        task = asyncio.ensure_future(work)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not attempts.failed
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert ended == ["cleaned up"]
+
+
+def test_the_commonest_failure_is_that_of_a_place() -> None:
+    def failure(reason: str, place: str) -> Failure:
+        return Failure("error", "mine", "f:1 (draw 3)", reason, place)
+
+    here, there = failure("KeyError: 1", " (a.py:3 in f)"), failure("no", " (a.py:9 in f)")
+    other = failure("KeyError: 2", " (a.py:3 in f)")
+    assert commonest([there, here, other]) == (here, 2)

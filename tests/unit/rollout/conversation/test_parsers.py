@@ -1,0 +1,204 @@
+"""Calls of tools in the formats of many families: what their chat templates write is read back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+import pytest
+
+from rlcore.config.sections.rollout import ToolParser
+from rlcore.errors import ConfigError
+from rollout.conversation.formats import FORMATS
+from rollout.conversation.parsing import ReplyParser, told_by
+
+from .kit import make_tokenizer
+from .test_public_templates import KNOWN, template_text
+
+ARGUMENTS = {"city": 'Zürich; {"name": 1}', "days": 3, "exact": True, "of": ["a", "b"]}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Look.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "where"},
+                    "days": {"type": "integer", "description": "how long"},
+                    "exact": {"type": "boolean", "description": "how"},
+                    "of": {
+                        "type": "array",
+                        "items": {"type": "string"},
+                        "description": "what",
+                    },
+                },
+                "required": ["city"],
+            },
+        },
+    }
+]
+# By template: the format that it shows, how many calls a turn may have, whether it writes text
+# beside them, and whether arguments are a text of JSON.
+TEMPLATES: dict[str, tuple[str, int, bool, bool]] = {
+    "qwen2_5": ("hermes", 2, True, False),
+    "qwen3": ("hermes", 2, True, False),
+    "qwen3_instruct_2507": ("hermes", 2, True, False),
+    "qwen3_5_think": ("qwen3_coder", 2, True, False),
+    "nemotron_3_nano": ("qwen3_coder", 2, True, False),
+    "glm4moe": ("glm45", 2, True, False),
+    "llama3_1": ("llama3", 1, False, False),
+    "llama3_2": ("llama3", 1, False, False),
+    "deepseekv3": ("deepseekv3", 2, True, True),
+    "gptoss": ("gpt-oss", 1, False, False),
+}
+
+
+def render(name: str, *messages: dict[str, Any], head: bool = False) -> str:
+    tokenizer = make_tokenizer(template_text(name))
+    return str(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "How is it?"}, *messages],
+            tools=TOOLS,
+            tokenize=False,
+            add_generation_prompt=head,
+        )
+    )
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_calls_that_a_public_template_writes_are_read(name: str) -> None:
+    """The text of the rendered turn, up to its stop token, gives the calls that were rendered."""
+    format_name, count, beside, as_text = TEMPLATES[name]
+    arguments: Any = json.dumps(ARGUMENTS) if as_text else ARGUMENTS
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    said = "I look." if beside else ""
+    turn = {"role": "assistant", "content": said, "tool_calls": [call] * count}
+    whole = render(name, turn)
+    asked = render(name, head=True)
+    opened = whole.startswith(asked)  # else the head says: think first, and this turn has not
+    text = whole[len(asked if opened else render(name)) :]
+    stop = min([text.index(s) for s in stops_of(name) if s in text], default=len(text))
+    head = asked.removeprefix(render(name)) if opened else ""
+    parser = ReplyParser(make_tokenizer(template_text(name)), head=head)
+    assert parser.format == format_name
+    reply = parser("", text[:stop].removeprefix("<｜Assistant｜>"), TOOLS)
+    assert [(c.name, c.arguments, c.problem) for c in reply.calls] == [
+        ("weather", ARGUMENTS, "")
+    ] * count
+    assert reply.text.removeprefix("<|im_start|>assistant\n").strip() == said
+    assert len(reply.message["tool_calls"]) == count
+
+
+def stops_of(name: str) -> list[str]:
+    return ["<｜end▁of▁sentence｜>"] if name == "deepseekv3" else KNOWN[name][0].split()
+
+
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
+BEGIN, CALL, SEP, END, ENDS = (
+    f"<｜{x}｜>"
+    for x in (
+        "tool▁calls▁begin", "tool▁call▁begin", "tool▁sep", "tool▁call▁end", "tool▁calls▁end",
+    )
+)  # fmt: skip
+# As the models write them, where no template of theirs is at hand or it writes one of two ways.
+WRITTEN: list[tuple[str, str, int, str, str]] = [
+    ("mistral", f'[TOOL_CALLS][{{"name": "weather", "arguments": {JSON}}}]', 1, "", ""),
+    (
+        "mistral",
+        f'Well. [TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}, "id": "abc123def"}},'
+        f' {{"name": "weather", "arguments": {JSON}}}]',
+        2, "Well.", "",
+    ),
+    ("mistral", f"[TOOL_CALLS]weather[ARGS]{JSON}", 1, "", ""),
+    (
+        "mistral",
+        f"[THINK]hm[/THINK]Well.[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]{JSON}"
+        f"[TOOL_CALLS]weather[ARGS]{JSON}",
+        2, "Well.", "hm",
+    ),
+    ("deepseekv31", f"hm</think>Well.{BEGIN}{CALL}weather{SEP}{JSON}{END}{ENDS}", 1, "Well.", "hm"),
+    ("deepseekv31", f"{BEGIN}" + f"{CALL}weather{SEP}{JSON}{END}" * 2 + ENDS, 2, "", ""),
+    (
+        "gpt-oss",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "I look.<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>"
+        f"json<|message|>{JSON}",
+        1, "I look.", "hm",
+    ),
+    ("gpt-oss", "<|channel|>final<|message|>It rains.", 0, "It rains.", ""),
+    ("gpt-oss", "no channel at all", 0, "no channel at all", ""),
+    ("llama3", f'<|python_tag|>{{"name": "weather", "parameters": {JSON}}}', 1, "", ""),
+    (
+        "llama3",
+        f'{{"name": "weather", "parameters": {JSON}}}; {{"name": "weather", "parameters": {JSON}}}',
+        2, "", "",
+    ),
+    ("llama3", '{"answer": 3}', 0, '{"answer": 3}', ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "count", "said", "thought"), WRITTEN)
+def test_the_calls_that_models_write_are_read(
+    name: str, text: str, count: int, said: str, thought: str
+) -> None:
+    head = "<think>" if "</think>" in text else ""
+    reply = ReplyParser(make_tokenizer(), name, head=head)("", text, TOOLS)
+    assert [(c.name, c.arguments) for c in reply.calls] == [("weather", ARGUMENTS)] * count
+    assert (reply.text, reply.reasoning) == (said, thought)
+
+
+def test_a_tool_of_the_model_s_own_is_called_as_in_python() -> None:
+    text = '<|python_tag|>brave_search.call(query="rain (today)", lang="de")'
+    (call,) = ReplyParser(make_tokenizer(), "llama3")("", text, ()).calls
+    assert (call.name, call.arguments) == ("brave_search", {"query": "rain (today)", "lang": "de"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"ci'),
+        ("mistral", '[TOOL_CALLS][{"name": "weather", "argu'),
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"ci'),
+        ("deepseekv3", f'{BEGIN}{CALL}function{SEP}weather\n```json\n{{"ci'),
+        ("deepseekv31", f'{BEGIN}{CALL}weather{SEP}{{"ci'),
+        ("gpt-oss", '<|channel|>commentary to=functions.weather<|message|>{"ci'),
+        ("llama3", '{"name": "weather", "parameters": {"ci'),
+    ],
+)
+def test_a_call_that_was_cut_is_a_call_with_a_problem(name: str, text: str) -> None:
+    (call,) = ReplyParser(make_tokenizer(), name)("", text, TOOLS).calls
+    assert call.arguments is None
+    assert "must be JSON" in call.problem
+
+
+def test_the_tokenizer_s_own_template_counts_unless_a_parser_is_named() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.response_template = {
+        "start_anchor": "assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"CALL (?P<name>\w+) ",
+                "close": ";",
+                "repeats": True,
+                "content": "json",
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{content}"},
+                },
+            },
+            "content": {"content": "text"},
+        },
+    }
+    text = 'so CALL weather {"days": 1};'
+    reply = ReplyParser(tokenizer)("<|im_start|>assistant\n", text, TOOLS)
+    assert [(c.name, c.arguments) for c in reply.calls] == [("weather", {"days": 1})]
+    assert ReplyParser(tokenizer, "hermes")("", text, TOOLS).text == text
+
+
+def test_every_format_can_be_named_and_no_other() -> None:
+    assert {*get_args(ToolParser)} == {"auto", *FORMATS}
+    with pytest.raises(ConfigError, match=r"rollout\.tool_parser: 'hermse' is unknown .*mistral"):
+        ReplyParser(make_tokenizer(), "hermse")
+    assert told_by(make_tokenizer("{{ messages }}")) == "hermes"

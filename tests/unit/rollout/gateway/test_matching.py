@@ -1,0 +1,117 @@
+"""From messages to branches, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rlcore.errors import DataError
+from rollout.conversation.conversation import Conversation
+from rollout.gateway.matching import Matcher, answered, key_of
+from rollout.gateway.wire import Refused
+from tests.unit.rollout.conversation.kit import ScriptedModel, make_context, make_tokenizer
+
+from .agents import TOOLS, USER, make_task
+
+SAID = {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "Be short."}
+
+
+def grow(*requests: tuple[list[Any], list[Any]]) -> Conversation:
+    """The conversation of a model that always says `a`, after requests of messages and tools."""
+    tokenizer = make_tokenizer()
+    model = ScriptedModel(tokenizer, lambda *_: "a")
+    base = make_context(tokenizer).conversation(make_task(tokenizer), 0, 0, model)
+
+    async def ask() -> None:
+        matcher = Matcher(base)
+        for messages, tools in requests:
+            conversation, point = await matcher.branch(messages, tools)
+            await conversation.generate()
+            answered(point, conversation, SAID)
+
+    asyncio.run(ask())
+    return base
+
+
+@pytest.mark.parametrize(
+    ("requests", "branches", "samples"),
+    [
+        ([([USER], []), ([USER, SAID, USER], [])], 0, 1),
+        ([([USER, USER], []), ([USER, USER, SAID, USER], [])], 0, 1),
+        ([([SYSTEM, USER], []), ([SYSTEM, USER, SAID, USER], [])], 0, 1),  # its own beginning
+        ([([USER], TOOLS), ([USER, SAID, USER], TOOLS)], 0, 1),
+        ([([USER], []), ([USER], [])], 1, 2),  # twice the same
+        ([([SYSTEM], []), ([SYSTEM], [])], 1, 2),
+        ([([USER], []), ([USER], TOOLS)], 1, 2),  # other tools
+        ([([USER], []), ([USER, SAID, USER], []), ([USER, SAID, SYSTEM], [])], 1, 2),
+        ([([USER], []), ([USER, SAID, USER, SAID, USER], [])], 1, 2),  # of which it said one
+    ],
+)
+def test_only_what_does_not_go_on_is_a_branch(
+    requests: list[tuple[list[Any], list[Any]]], branches: int, samples: int
+) -> None:
+    conversation = grow(*requests)
+    assert conversation.branches == branches
+    assert len(conversation.samples()) == samples
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"role": "user", "content": "a"}, {"content": "a", "role": "user", "x": None}, True),
+        ({"role": "user", "content": "a"}, {"role": "system", "content": "a"}, False),
+        ({"role": "user", "content": "a"}, {"role": "user", "content": "a", "name": "b"}, False),
+        (
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+            {"role": "tool", "content": "3", "tool_call_id": "1", "name": "add"},
+            True,
+        ),
+        (
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+            {"role": "tool", "content": "3", "tool_call_id": "2"},
+            False,
+        ),
+        (
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+            {"role": "tool", "content": "4", "tool_call_id": "1"},
+            False,
+        ),
+        (
+            {"role": "assistant", "content": "a", "reasoning_content": "hm"},
+            {"role": "assistant", "content": "a"},
+            True,
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            True,
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[}"}}]},
+            False,
+        ),
+        ({"role": "assistant", "content": None}, {"role": "assistant", "tool_calls": []}, True),
+    ],
+)
+def test_messages_that_say_the_same(one: Any, other: Any, same: bool) -> None:
+    assert (key_of(one) == key_of(other)) is same
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "a"},
+        "a",
+        {"role": "user", "content": {"a": 1}},
+        {"role": "assistant", "tool_calls": [{"function": {}}]},
+        {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": ["user"], "content": "a"},
+    ],
+)
+def test_what_is_no_message_is_refused(message: Any) -> None:
+    with pytest.raises((Refused, DataError)):
+        key_of(message)
