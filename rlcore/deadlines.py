@@ -32,6 +32,7 @@ LOOP_GRACE_S = 15.0  # beyond the inner deadline, before the event loop itself c
 GIVE_UP_S = 30.0  # the clean-up of work that the trainer has given up, engine calls included
 
 IDLE_THREAD_S = 10.0  # a thread for calls that are not async, without one, before it ends
+END_COMMAND_S = 2.0  # from SIGTERM to SIGKILL of an agent's command; its guard needs 1.5
 RETRY_S = 1.0  # the pause before a rollout that failed is tried again; it doubles
 MAX_RETRY_S = 60.0  # the longest one
 

@@ -22,6 +22,7 @@ MOST_CALLS = 256  # of users' functions that are not async, side by side
 MOST_HANGING = 1024  # of these that were given up and have not returned
 MOST_OWN = 32  # threads of a loop itself
 _threads = DaemonExecutor(MOST_CALLS, "call")
+_own_threads = DaemonExecutor(1 << 20, "program")
 
 
 async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]) -> T:
@@ -71,14 +72,22 @@ async def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> T:
     Raises:
         RunFailed: very many such calls have not returned.
     """
-    if _threads.given_up >= MOST_HANGING:
+    return await _run_in(_threads, functools.partial(function, *given, **named))
+
+
+async def in_own_thread(function: Callable[..., T], *given: Any, **named: Any) -> T:
+    """Like `in_thread`, but never waits for a thread: for what waits for other rollouts itself."""
+    return await _run_in(_own_threads, functools.partial(function, *given, **named))
+
+
+async def _run_in(threads: DaemonExecutor, call: Callable[[], T]) -> T:
+    if threads.given_up >= MOST_HANGING:
         raise RunFailed(
-            f"{_threads.given_up} calls of functions that are not async have not returned since"
+            f"{threads.given_up} calls of functions that are not async have not returned since"
             " they were given up; give what they wait for a deadline, or make them async"
         )
-    work = functools.partial(contextvars.copy_context().run, function, *given, **named)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_threads, work)
+    work = functools.partial(contextvars.copy_context().run, call)
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 def call_on(

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, RolloutFailed
 from rlcore.import_paths import NoSuchName, import_object
 
 _ROOT = Path(__file__).parents[1]
@@ -97,6 +97,16 @@ def place_of_error(error: BaseException) -> str:
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
     return _shown(frames)
+
+
+def failure_of(error: BaseException) -> RolloutFailed:
+    """Return what an exception of the user's code makes of its rollout."""
+    kind = "error"
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        kind = "exit"
+    elif isinstance(error, TimeoutError | asyncio.TimeoutError):
+        kind = "timeout"
+    return RolloutFailed(kind, f"{type(error).__name__}: {error}", place_of_error(error))
 
 
 def place_of_task(task: asyncio.Task[Any]) -> str:

@@ -24,7 +24,7 @@ from rlcore.data.generation import Completion, Generate, GenerateRequest
 from rlcore.data.sample import Sample
 from rlcore.deadlines import CANCEL_S, MAX_RETRY_S, RETRY_S
 from rlcore.errors import RlcoreError, RolloutFailed, UserError
-from rollout.plugins import place_of, place_of_error, place_of_task
+from rollout.plugins import failure_of, place_of, place_of_task
 
 logger = logging.getLogger(__name__)
 
@@ -235,16 +235,8 @@ async def _call(make: Make, generate: Generate) -> Any:
         return await make(generate)
     except (RolloutFailed, UserError):
         raise
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise _failed("exit", error) from error
-    except (TimeoutError, asyncio.TimeoutError) as error:
-        raise _failed("timeout", error) from error
-    except Exception as error:
-        raise _failed("error", error) from error
-
-
-def _failed(kind: str, error: BaseException) -> RolloutFailed:
-    return RolloutFailed(kind, f"{type(error).__name__}: {error}", place_of_error(error))
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise failure_of(error) from error
 
 
 def _address(request: GenerateRequest) -> Hashable:

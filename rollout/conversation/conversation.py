@@ -14,7 +14,7 @@ from rlcore.data.generation import Completion, Generate, GenerateRequest, Sampli
 from rlcore.data.messages import Message, check_messages
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import FinishReason, Sample
-from rlcore.errors import ConfigError, RunFailed
+from rlcore.errors import ConfigError, RolloutFailed, RunFailed
 from rollout.conversation.chat_template import ChatTemplate, Kind
 from rollout.conversation.reply import Reply
 from rollout.conversation.samples import samples_of
@@ -63,7 +63,6 @@ class _Shared:
     generate: Generate
     tree: Tree = field(default_factory=Tree)
     made: int = 0  # tokens of the model so far
-    branches: int = 0  # begun by rendering anew, or by `fork`
     aborted: bool = False  # an engine gave a turn up: the draw is made again
     finish_reasons: dict[Node, FinishReason] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FROM_ZERO, 0.0))
@@ -117,8 +116,8 @@ class Conversation:
 
     @property
     def branches(self) -> int:
-        """Branches of this rollout beside the first."""
-        return self._shared.branches
+        """Branches of this rollout beside the first, of those that hold a turn of their own."""
+        return self._shared.tree.branches
 
     @property
     def tokens_left(self) -> int:
@@ -274,9 +273,7 @@ class Conversation:
             tools: of the rendering of `messages`, as JSON schemas; default: those of this branch.
         """
         branch = self.mark()
-        if messages is None:
-            self._shared.branches += 1
-        else:
+        if messages is not None:
             branch._messages = check_messages("conversation", "messages", messages)
             branch.tools = self.tools if tools is None else tuple(tools)
             branch._render_anew()
@@ -295,6 +292,9 @@ class Conversation:
         Args:
             outcome: the reward of the rollout, or several by name, for parts with
                 `source: workflow`.
+
+        Raises:
+            RolloutFailed: no turn of the model is to be trained on.
         """
         shared = self._shared
         if isinstance(outcome, int | float):
@@ -309,6 +309,8 @@ class Conversation:
             finish_reasons=shared.finish_reasons,
             measured={**shared.measured, **counts},
         )
+        if not found and not shared.aborted:
+            raise RolloutFailed("result", self._why_empty())
         for sample in found if shared.aborted else ():
             sample.finish_reason = "abort"
         return found
@@ -331,18 +333,38 @@ class Conversation:
             raise RunFailed(f"conversation: there is no turn to {act}; call it behind generate()")
         return self._node
 
+    def _why_empty(self) -> str:
+        tree = self._shared.tree
+        turns = [node for node in tree.nodes if node.turn is not None]
+        if turns:
+            why = f"all {len(turns)} were discarded"
+        elif tree.nodes and not self._budget()[0]:
+            context = self._shared.rules.context
+            why = f"{len(self._tokens)} tokens of messages and tools leave no room in {context}"
+        else:
+            why = "it was never asked"
+        return f"there is no turn of the model to train on: {why}"
+
     def _begin(self) -> None:
-        """Make the root of this branch, where it has none."""
+        """Make the root of this branch, where it has none.
+
+        What was rendered anew may begin as the model has seen and written it: then that is gone on
+        from, and trained on, instead.
+        """
         if self._node is not None:
             return
         if self._stale:
             self._tokens = self._shared.rules.template.prompt(self._messages, self.tools)
             self._stale = False
-        self._node = self._shared.tree.context(None, self._tokens, self._messages)
+        tree = self._shared.tree
+        parent = tree.last_turn_in(self._tokens, len(self._messages))
+        known = [] if parent is None else parent.path()
+        rest = self._tokens[sum(len(node.tokens) for node in known) :]
+        said = sum(len(node.messages) for node in known)
+        self._node = tree.context(parent, rest, self._messages[said:])
 
     def _render_anew(self) -> None:
-        """Go on from a root of its own, whose tokens are all context."""
-        self._shared.branches += bool(self._shared.tree.nodes)  # the first root is no branch
+        """Go on from a rendering of all messages."""
         self._node = None
         self._stale = True
         self._sent = self._sent[:0]

@@ -9,7 +9,7 @@ the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,21 +68,50 @@ class Tree:
         self.turns += 1
         return self.turns - 1
 
-    def leaves(self) -> Iterator[Node]:
-        """Yield the last trained turn of each path; nothing that counts stands behind it."""
-        for node in self.nodes:
-            if _is_trained(node) and not any(_has_trained(child) for child in node.children):
-                yield node
+    def last_turn_in(self, tokens: NDArray[np.int32], messages: int) -> Node | None:
+        """Return the last turn whose path is a prefix of `tokens`, short of the whole.
+
+        Args:
+            messages: that `tokens` hold; the path has fewer.
+        """
+        found = None
+        # the first in order wins among equals, so that a resumed run agrees
+        level = [(node, 0, 0) for node in self.nodes if node.parent is None]
+        while level:
+            below: list[tuple[Node, int, int]] = []
+            for node, start, said in level:
+                end = start + len(node.tokens)
+                said += len(node.messages)
+                if end >= len(tokens) or said >= messages:
+                    continue
+                if not np.array_equal(tokens[start:end], node.tokens):
+                    continue
+                if node.turn is not None and (found is None or end > found[1]):
+                    found = (node, end)
+                below += [(child, end, said) for child in node.children]
+            level = below
+        return None if found is None else found[0]
+
+    @property
+    def branches(self) -> int:
+        """Turns that no other one stands behind, but the first of them."""
+        return max(0, len(self._last(lambda node: node.turn is not None)) - 1)
+
+    def leaves(self) -> list[Node]:
+        """Return the last trained turn of each path; nothing that counts stands behind it."""
+        return self._last(lambda node: node.turn is not None and not node.untrained)
+
+    def _last(self, counts: Callable[[Node], bool]) -> list[Node]:
+        """Return the nodes that count and have none that counts behind them."""
+        followed: set[Node | None] = set()
+        found = []
+        for node in reversed(self.nodes):  # children before their parents
+            if counts(node) and node not in followed:
+                found.append(node)
+            if counts(node) or node in followed:
+                followed.add(node.parent)
+        return found[::-1]
 
     def _add(self, node: Node) -> Node:
         self.nodes.append(node)
         return node
-
-
-def _is_trained(node: Node) -> bool:
-    return node.turn is not None and not node.untrained
-
-
-def _has_trained(node: Node) -> bool:
-    """Whether the node or one behind it is a turn that is trained on."""
-    return _is_trained(node) or any(_has_trained(child) for child in node.children)

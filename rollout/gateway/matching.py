@@ -142,7 +142,9 @@ def key_of(message: Message) -> Hashable:
     """
     try:
         role = message["role"]
-        content = message.get("content") or ""
+        content = message.get("content")
+        if content is None:
+            content = ""
         if isinstance(content, list):
             content = "".join(part if isinstance(part, str) else part["text"] for part in content)
         key: Hashable

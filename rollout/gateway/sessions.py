@@ -138,6 +138,8 @@ class Session:
             self._fail(None)
             raise Refused(500, "an engine has given the turn up, and the rollout with it")
         self.model_calls += 1
+        conversation.measure("tool_calls", len(reply.calls))
+        conversation.measure("tool_errors", sum(c.arguments is None for c in reply.calls))
         message = self._message(reply, request)
         size = 0
         if reply.message:

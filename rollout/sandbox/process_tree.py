@@ -161,13 +161,21 @@ def _state(pid: int) -> str:
 
 
 def run_whole(command: list[str]) -> int:
-    """Run a command; return its exit code once nothing below this process is left."""
+    """Run a command; return its exit code once nothing below this process is left.
+
+    As with shells, 127 says that it cannot be started, and 128 and a number that this signal has
+    ended it.
+    """
     adopt_orphans()
     # raised in the main thread, wherever it waits
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     die_with_parent(signal.SIGTERM)
     try:
-        return subprocess.run(command, check=False).returncode
+        code = subprocess.run(command, check=False).returncode
+        return code if code >= 0 else 128 - code
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error}", file=sys.stderr)
+        return 127
     finally:
         kill_below(os.getpid(), seconds=KILL_S, reap=True)
 

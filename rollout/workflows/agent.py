@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,19 +16,16 @@ from rlcore.data.messages import Message
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.deadlines import CANCEL_S
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, RolloutFailed
+from rollout.asyncio_utils import in_own_thread
 from rollout.gateway.server import Endpoint, Gateway
 from rollout.gateway.sessions import Session
-from rollout.plugins import load_object, place_of
-from rollout.workflows.agent_command import CommandFailed, run_command
+from rollout.plugins import failure_of, load_object, place_of
+from rollout.workflows.agent_command import run_command
 from rollout.workflows.context import WorkflowContext
 
 KEY = "rollout.workflow"
 Outcome = float | dict[str, float] | None
-
-
-class AgentFailed(Exception):
-    """The program of a rollout failed: it raised, exited with an error, or returned nonsense."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ class AgentWorkflow:
         """Run the program to its end; one sample for each branch that its calls made.
 
         Raises:
-            AgentFailed: the program failed.
+            RolloutFailed: the program failed, or made no call.
             Exception: what made a call fail that is not the program's fault.
         """
         if prompt.messages is None:
@@ -106,17 +101,9 @@ class AgentWorkflow:
             await self._gateway.close(session, drain=drain)
         if session.failed.done():  # as an abandoned call was lost
             session.failed.result()
-        samples = conversation.samples(outcome)
-        if not samples:
-            raise AgentFailed(f"{self._name()} ended without a turn of the model")
-        counts = {
-            "model_calls": session.model_calls,
-            "repeated_calls": session.repeated_calls,
-            "abandoned_calls": session.abandoned_calls,
-        }
-        for sample in samples:
-            sample.metadata.update(counts)
-        return samples
+        conversation.measure("repeated_calls", session.repeated_calls)
+        conversation.measure("abandoned_calls", session.abandoned_calls)
+        return conversation.samples(outcome)
 
     async def _run_until_lost(self, session: Session, task: Task, endpoint: Endpoint) -> Outcome:
         """The program's outcome. It is ended as soon as the session has failed."""
@@ -128,7 +115,7 @@ class AgentWorkflow:
                 session.failed.result()  # raises, unless the draw is to be made again
                 return None
             if program.cancelled():
-                raise AgentFailed(f"{self._name()} was cancelled from within")
+                raise RolloutFailed("error", f"{self._name()} was cancelled from within")
             return program.result()
         finally:
             if not program.done():
@@ -138,25 +125,28 @@ class AgentWorkflow:
                 program.exception()  # retrieved: it may be an effect of the session's
 
     async def _guarded(self, task: Task, endpoint: Endpoint) -> Outcome:
-        """Run the program; whatever it raises is AgentFailed."""
+        """Run the program.
+
+        Raises:
+            RolloutFailed: whatever it raised. SystemExit would end the event loop.
+        """
         try:
             if self._command is not None:
                 found = await run_command(self._command, task, endpoint)
             else:
                 found = await self._called(task, endpoint)
-        except CommandFailed as error:
-            raise AgentFailed(str(error)) from error
-        except (Exception, SystemExit) as error:  # sys.exit would end the event loop
-            place = place_of(self._run, error)
-            raise AgentFailed(f"{type(error).__name__}: {error}{place}") from error
+        except RolloutFailed:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            raise failure_of(error) from error
         return _checked_outcome(found, self._name())
 
     async def _called(self, task: Task, endpoint: Endpoint) -> Any:
         assert self._run is not None
         if inspect.iscoroutinefunction(self._run):
             return await self._run(task, endpoint, **self._options)
-        run = self._run
-        return await _in_thread(lambda: run(task, endpoint, **self._options))
+        # not of a pool, whose threads may all wait for the rollouts that wait for a thread
+        return await in_own_thread(self._run, task, endpoint, **self._options)
 
     def _token_text(self, token: int) -> str:
         return self._context.rules.decode(np.array([token], dtype=np.int32))
@@ -222,22 +212,9 @@ def _checked_outcome(found: Any, name: str) -> Outcome:
     numbers = found if isinstance(found, dict) else {} if found is None else {"reward": found}
     for part, number in numbers.items():
         if not isinstance(number, int | float) or not math.isfinite(number):
-            raise AgentFailed(
+            raise RolloutFailed(
+                "result",
                 f"{name} returned {str(found)[:200]!r}, of which {part!r} is no finite number;"
-                " expected a number, numbers by name, or None"
+                " expected a number, numbers by name, or None",
             )
     return None if found is None else {str(part): float(n) for part, n in numbers.items()}
-
-
-def _in_thread(work: Callable[[], Any]) -> Awaitable[Any]:
-    """Run `work` in a thread of its own: a pool's may all wait for the rollouts behind them."""
-    found: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - belongs to the rollout
-            found.set_exception(error)
-
-    threading.Thread(target=run, name="agent", daemon=True).start()
-    return asyncio.wrap_future(found)

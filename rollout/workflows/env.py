@@ -18,7 +18,7 @@ from rlcore.errors import ConfigError, DeadlineExceeded, RolloutFailed
 from rollout.asyncio_utils import gather_or_cancel, in_thread, within
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import ToolCall
-from rollout.plugins import load_object, place_of, place_of_error
+from rollout.plugins import failure_of, load_object, place_of
 from rollout.workflows.context import WorkflowContext
 from rollout.workflows.mcp_tools import McpSession, McpTools
 from rollout.workflows.tool_errors import ToolError
@@ -233,13 +233,7 @@ async def _run(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
             return await method(*given, **named)
         return await in_thread(method, *given, **named)
     except (SystemExit, KeyboardInterrupt) as error:
-        raise _exited(f"{method.__name__}()", error) from error
-
-
-def _exited(what: str, error: BaseException) -> RolloutFailed:
-    return RolloutFailed(
-        "exit", f"{what} raised {type(error).__name__}: {error}", place_of_error(error)
-    )
+        raise failure_of(error) from error
 
 
 def load_environment(

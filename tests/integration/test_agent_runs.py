@@ -107,11 +107,11 @@ def check_rollouts(samples: list[Sample]) -> dict[str, int]:
     for sample in samples:
         rollouts.setdefault(sample.rollout_id, []).append(sample)
     for parts in rollouts.values():
-        counts = parts[0].metadata
+        counts = next(part.measured for part in parts if part.measured)
         turns = [span.turn for part in parts for span in part.turn_spans]
-        assert sorted(turns) == list(range(counts["model_calls"]))
-        found["repeated"] += counts["repeated_calls"]
-        found["abandoned"] += counts["abandoned_calls"]
+        assert sorted(turns) == list(range(int(counts["turns"])))
+        found["repeated"] += int(counts["repeated_calls"])
+        found["abandoned"] += int(counts["abandoned_calls"])
         found["branches"] += len(parts) - 1
     return dict(found)
 
@@ -148,6 +148,6 @@ def check_example(samples: list[dict[str, Any]], count: int) -> None:
     assert len(samples) == count, "a program that only appends makes one sample a rollout"
     for sample in samples:
         roles = [message["role"] for message in sample["messages"]]
-        assert roles.count("assistant") == sample["turns"] == sample["metadata"]["model_calls"]
+        assert roles.count("assistant") == sample["turns"] == sample["measured"]["turns"]
         right = sample["messages"][-1]["content"] == sample["label"]
         assert sample["reward"] == sample["outcome"]["correct"] == float(right)

@@ -17,7 +17,7 @@ from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import SamplingMasks
-from rlcore.errors import ConfigError, RunFailed
+from rlcore.errors import ConfigError, RolloutFailed, RunFailed
 from rollout.conversation.chat_template import ChatTemplate
 from rollout.conversation.conversation import Conversation
 
@@ -207,11 +207,15 @@ def test_branches_are_counted_however_they_begin() -> None:
         shared = conversation.fork()
         compacted = shared.fork([{"role": "user", "content": "in short"}])
         await compacted.generate()
+        assert conversation.branches == 1  # one of which nothing came is none
+        for branch in (conversation, shared):
+            await branch.append([{"role": "user", "content": "on"}])
+            await branch.generate()
         return conversation
 
     conversation = asyncio.run(talk())
     assert conversation.branches == 2
-    assert len(conversation.samples()) == 2  # nothing was said in the first of them
+    assert len(conversation.samples()) == 3
 
 
 def test_a_rollout_is_measured_once() -> None:
@@ -320,9 +324,13 @@ def test_every_token_is_trained_once_or_counted_over_random_trees(seed: int) -> 
 
     discarded: dict[int, str] = {}
     root = asyncio.run(grow())
+    left = set(range(model.made)) - {*discarded}
+    if not any(node.turn is not None and not node.untrained for node in root._shared.tree.nodes):
+        with pytest.raises(RolloutFailed, match="no turn of the model to train on"):
+            root.samples()
+        return
     samples = root.samples()
     trained = np.concatenate([np.zeros(0, np.float32), *(s.rollout_logprobs for s in samples)])
-    left = set(range(model.made)) - {*discarded}
     assert sorted((-trained).tolist()) == sorted(left)
     if samples:
         (measured,) = [s.measured for s in samples if s.measured]

@@ -114,7 +114,7 @@ def test_requests_are_those_of_full_rendering(name: str) -> None:
 def test_where_the_past_would_change_the_user_must_choose(name: str) -> None:
     tokenizer = tokenizer_of(name)
     stops = KNOWN[name][0].split()
-    model = ScriptedModel(tokenizer, lambda *_: "answer", stop=stops[0])
+    model = ScriptedModel(tokenizer, lambda *_: said, stop=stops[0])
     messages = [{"role": "user", "content": "question"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
@@ -129,10 +129,14 @@ def test_where_the_past_would_change_the_user_must_choose(name: str) -> None:
         await conversation.generate()
         return len(conversation.samples())
 
+    said = "answer"
     with pytest.raises(ConfigError, match=r"rollout\.workflow\.history: the chat template of"):
         asyncio.run(talk(None))
+    said = "<think>hm</think>answer"
     assert asyncio.run(talk("keep")) == 1
     assert asyncio.run(talk("branch")) == 2
+    said = "answer"  # where nothing of it is dropped, the branch goes on
+    assert asyncio.run(talk("branch")) == (1 if name == "qwen3" else 2)
 
 
 def context_prompt(tokenizer: Any, text: str, messages: list[dict[str, Any]]) -> Prompt:

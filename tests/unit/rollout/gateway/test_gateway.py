@@ -105,7 +105,7 @@ def test_a_history_that_says_the_same_goes_on_token_by_token(echo: Edit) -> None
     assert sent.startswith(
         model.tokenizer.decode(first.prompt.tolist()) + f"<think>hm</think>{CALL}"
     )
-    assert samples[0].metadata["model_calls"] == 2
+    assert samples[0].measured["turns"] == 2
 
 
 def test_rewritten_results_and_answers_are_branches() -> None:
@@ -226,8 +226,8 @@ def test_openais_client_that_timed_out_gets_the_turn_that_it_asked_for() -> None
 
     samples, model = play_held(run, by_turn("3", "another"))
     assert trained(samples, model) == [f"3{STOP}"]
-    counts = samples[0].metadata
-    assert (counts["model_calls"], counts["repeated_calls"], counts["abandoned_calls"]) == (1, 1, 0)
+    counts = samples[0].measured
+    assert (counts["turns"], counts["repeated_calls"], counts["abandoned_calls"]) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("attempt", [1, None], ids=["counts", "counts not"])
@@ -249,8 +249,8 @@ def test_a_client_may_come_back(attempt: int | None, running: bool) -> None:
 
     samples, model = play_held(run, by_turn("3", "other"))
     assert len(trained(samples, model)) == (1 if running else 2)
-    assert samples[0].metadata["repeated_calls"] == 1
-    assert samples[0].metadata["abandoned_calls"] == 0
+    assert samples[0].measured["repeated_calls"] == 1
+    assert samples[0].measured["abandoned_calls"] == 0
 
 
 def test_equal_calls_at_once_are_calls_of_their_own_and_so_are_their_repetitions() -> None:
@@ -266,7 +266,7 @@ def test_equal_calls_at_once_are_calls_of_their_own_and_so_are_their_repetitions
 
     samples, model = play_held(run, by_turn("one", "two", "three"))
     assert trained(samples, model) == [f"one{STOP}", f"two{STOP}"]
-    assert samples[0].metadata["repeated_calls"] == 2
+    assert samples[0].measured["repeated_calls"] == 2
 
 
 def test_an_abandoned_turn_is_waited_for_counted_and_trained() -> None:
@@ -279,8 +279,8 @@ def test_an_abandoned_turn_is_waited_for_counted_and_trained() -> None:
 
     samples, model = play_held(run, by_turn("slow"))
     assert trained(samples, model) == [f"slow{STOP}"]
-    counts = samples[0].metadata
-    assert (counts["model_calls"], counts["abandoned_calls"]) == (1, 1)
+    counts = samples[0].measured
+    assert (counts["turns"], counts["abandoned_calls"]) == (1, 1)
 
 
 # --- the end of a rollout -------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_keys_of_other_rollouts_and_of_ended_ones_are_refused() -> None:
     over = asyncio.Event()
     answers: list[Any] = []
     samples, _ = play(run, by_turn("3", "4", "5"), after=after)
-    assert samples[0].metadata["model_calls"] == 1
+    assert samples[0].measured["turns"] == 1
     ((status, answer),) = answers
     assert (status, answer["error"]["code"]) == (410, "rollout_over")
 

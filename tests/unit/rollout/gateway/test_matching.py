@@ -16,6 +16,7 @@ from tests.unit.rollout.conversation.kit import ScriptedModel, make_context, mak
 from .agents import TOOLS, USER, make_task
 
 SAID = {"role": "assistant", "content": "a"}
+OTHER = {"role": "assistant", "content": "b"}
 SYSTEM = {"role": "system", "content": "Be short."}
 
 
@@ -47,7 +48,8 @@ def grow(*requests: tuple[list[Any], list[Any]]) -> Conversation:
         ([([SYSTEM], []), ([SYSTEM], [])], 1, 2),
         ([([USER], []), ([USER], TOOLS)], 1, 2),  # other tools
         ([([USER], []), ([USER, SAID, USER], []), ([USER, SAID, SYSTEM], [])], 1, 2),
-        ([([USER], []), ([USER, SAID, USER, SAID, USER], [])], 1, 2),  # of which it said one
+        ([([USER], []), ([USER, OTHER, USER], [])], 1, 2),  # it said something else
+        ([([USER], []), ([USER, SAID, USER, SAID, USER], [])], 0, 1),  # of which it said one
     ],
 )
 def test_only_what_does_not_go_on_is_a_branch(
@@ -94,6 +96,7 @@ def test_only_what_does_not_go_on_is_a_branch(
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[}"}}]},
             False,
         ),
+        ({"role": "tool", "content": ""}, {"role": "tool", "content": 0}, False),
         ({"role": "assistant", "content": None}, {"role": "assistant", "tool_calls": []}, True),
     ],
 )

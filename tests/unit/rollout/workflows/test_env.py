@@ -189,8 +189,8 @@ class Hostile(Calculator):
             RolloutFailed,
             r"Hostile\.waits took more than 0.05 s .*test_env\.py:\d+ in wait",
         ),
-        ("exits", RolloutFailed, r"exits\(\) raised SystemExit: 3 \(.*test_env\.py:\d+ in exits\)"),
-        ("exits_too", RolloutFailed, r"exits_too\(\) raised SystemExit: 3 .* in exits_too\)"),
+        ("exits", RolloutFailed, r"SystemExit: 3 \(.*test_env\.py:\d+ in exits\)"),
+        ("exits_too", RolloutFailed, r"SystemExit: 3 .* in exits_too\)"),
         ("breaks", ConnectionError, "sandbox down"),
     ],
 )
