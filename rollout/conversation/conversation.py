@@ -265,26 +265,21 @@ class Conversation:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> Conversation:
-        """Begin a branch that shares all turns so far.
+        """Begin a branch that shares all turns so far; it counts as one once both have gone on.
 
         Args:
             messages: go on with these instead, rendered anew: for a compacted history. Turns that
                 they quote are context there.
             tools: of the rendering of `messages`, as JSON schemas; default: those of this branch.
         """
-        branch = self.mark()
+        branch = Conversation.__new__(Conversation)
+        branch.__dict__.update(self.__dict__)
+        branch._messages = list(self._messages)
         if messages is not None:
             branch._messages = check_messages("conversation", "messages", messages)
             branch.tools = self.tools if tools is None else tuple(tools)
             branch._render_anew()
         return branch
-
-    def mark(self) -> Conversation:
-        """Return this branch as it stands, to be gone on from or forked later; it is no branch."""
-        marked = Conversation.__new__(Conversation)
-        marked.__dict__.update(self.__dict__)
-        marked._messages = list(self._messages)
-        return marked
 
     def samples(self, outcome: float | Mapping[str, float] | None = None) -> list[Sample]:
         """Return the samples of the whole rollout, one for each leaf of its branches.

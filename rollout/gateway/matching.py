@@ -32,7 +32,6 @@ class State:
 
     conversation: Conversation
     reasoning: str | None = None  # of that turn
-    continued: bool = False
 
 
 @dataclass(slots=True)
@@ -89,13 +88,13 @@ class Matcher:
             place, at = found
             rest = messages[place + 1 :]
             if all(message["role"] != "assistant" for message in rest):
-                conversation = _gone_on(_fitting(at.states, messages[place]))
+                conversation = _fitting(at.states, messages[place]).conversation.fork()
                 await conversation.append(rest)
                 return conversation, point
         # nothing was sent that begins so, or the program has rewritten what the model said
         conversation = self._base.fork([_with_content(m) for m in messages], tools=tools)
         start = root.add(messages)
-        start.states.append(State(conversation.mark(), continued=True))
+        start.states.append(State(conversation.fork()))
         return conversation, point
 
     def _root(self, tools: Sequence[dict[str, Any]]) -> Point:
@@ -113,14 +112,6 @@ def _fitting(states: Sequence[State], message: Message) -> State:
     if len(states) > 1 and (reasoning := _reasoning(message)):
         return next((state for state in states if state.reasoning == reasoning), states[0])
     return states[0]
-
-
-def _gone_on(state: State) -> Conversation:
-    """Return a branch from a state, which stays as it is; only the second is a new branch."""
-    if state.continued:
-        return state.conversation.fork()
-    state.continued = True
-    return state.conversation.mark()
 
 
 def _with_content(message: Message) -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -92,7 +93,10 @@ def score(column: Mapping[str, Any], answer: str) -> float:
 def load_library(what: str) -> Any:
     """Import reasoning-gym, which takes some 2 s. Raises DataError where it is not installed."""
     try:
-        import reasoning_gym
+        with warnings.catch_warnings():
+            # of a package of its own needs, which compares with a literal by `is`
+            warnings.simplefilter("ignore", SyntaxWarning)
+            import reasoning_gym
     except ImportError as error:
         raise DataError(
             f"{what}: install the extra: pip install 'rlcore[reasoning-gym]' ({error})"

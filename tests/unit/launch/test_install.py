@@ -108,7 +108,8 @@ def test_both_installations_for_gpus_get_the_same_nccl(checkout: Checkout) -> No
     assert checkout.installs("install.sh", "--gpu", "ray") == []
     # not for GPUs by its words; torch for the CPU must not come
     assert checkout.installs("install.sh", "ray") == []
-    trainer, _ = checkout.installs("install.sh", "dev")
+    trainer, sources, _ = checkout.installs("install.sh", "dev")
+    assert {"cellpylib", "pycosat", "zss"} == packages(sources).keys()
     assert packages(trainer)["torch"] == "2.13.0"
 
 

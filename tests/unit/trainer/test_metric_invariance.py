@@ -143,7 +143,7 @@ def test_what_is_measured(config: Config) -> None:
     sections = ("objective/", "policy/", "val/", "rollout/", "correction/", "loss/policy")
     elsewhere = {
         "rollout/reward_errors", "rollout/reward_timeouts", "rollout/requeued_prompts",
-        "rollout/scored_samples",
+        "rollout/scored_samples", "rollout/failed_tries", "rollout/failed_groups",
         "rollout/excluded_prompts", "rollout/baseline_reward", "val/clipfrac_avg",
         "correction/clipped_fraction", "rollout/engine_restarts", "rollout/retried_requests",
         "rollout/overdue_requests",

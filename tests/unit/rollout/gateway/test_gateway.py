@@ -16,9 +16,17 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import Sample
 from rlcore.errors import EngineFailed
-from tests.unit.rollout.conversation.kit import KEEPS_THOUGHTS, STOP, ScriptedModel, make_tokenizer
+from rollout.gateway.server import Gateway
+from rollout.gateway.wire import Refused, read_request
+from tests.unit.rollout.conversation.kit import (
+    KEEPS_THOUGHTS,
+    STOP,
+    ScriptedModel,
+    make_context,
+    make_tokenizer,
+)
 
-from .agents import CALL, TOOLS, USER, by_turn, client, play
+from .agents import CALL, TOOLS, USER, by_turn, client, make_task, play
 
 Edit = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -335,7 +343,9 @@ def test_a_turn_that_an_engine_gave_up_is_made_again_with_its_draw() -> None:
     from dataclasses import replace
 
     async def run(task: Any, endpoint: Any) -> float:
-        await post(endpoint, body(task.messages))
+        status, answer = await post(endpoint, body(task.messages))
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+        await asyncio.sleep(60)  # the rollout does not wait for it
         return 1.0
 
     def aborting(model: ScriptedModel) -> Any:
@@ -346,6 +356,25 @@ def test_a_turn_that_an_engine_gave_up_is_made_again_with_its_draw() -> None:
 
     samples, _ = play(run, by_turn("3"), model=aborting)
     assert [s.finish_reason for s in samples] == ["abort"]
+
+
+def test_a_call_that_comes_in_while_the_rollout_ends_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    model = ScriptedModel(tokenizer, by_turn("3"))
+
+    async def late() -> None:
+        gateway = Gateway(str)
+        conversation = make_context(tokenizer).conversation(make_task(tokenizer), 0, 0, model)
+        session, _ = await gateway.open(conversation)
+        await gateway.close(session, drain=True)
+        data = body([USER])
+        asked = read_request(data, model="policy", held=session.held)
+        with pytest.raises(Refused, match="is over") as refused:
+            await session.answer(data, asked, 0)
+        assert refused.value.status == 410
+
+    asyncio.run(late())
+    assert model.requests == []
 
 
 def test_keys_of_other_rollouts_and_of_ended_ones_are_refused() -> None:
