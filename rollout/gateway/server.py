@@ -113,8 +113,6 @@ class Gateway:
             _check_method(request, "POST")
             body = await _body(request)
             asked = read_request(body, model=MODEL, held=session.held)
-            if session.failed.done():
-                raise Refused(500, "the rollout has failed")
             answer = await session.answer(body, asked, _attempt(request.headers))
             if asked.stream:
                 return streamed(answer, asked, self._decode), "text/event-stream"

@@ -138,8 +138,9 @@ class Session:
             self._fail(None)
             raise Refused(500, "an engine has given the turn up, and the rollout with it")
         self.model_calls += 1
-        conversation.measure("tool_calls", len(reply.calls))
-        conversation.measure("tool_errors", sum(c.arguments is None for c in reply.calls))
+        calls = reply.calls if request.may_call else ()
+        conversation.measure("tool_calls", len(calls))
+        conversation.measure("tool_errors", sum(call.arguments is None for call in calls))
         message = self._message(reply, request)
         size = 0
         if reply.message:

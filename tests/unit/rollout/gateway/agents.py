@@ -74,9 +74,11 @@ def play(
     async def rollout() -> list[Sample]:
         answer = scripted if model is None else model(scripted)
         work = built.rollout(make_task(tokenizer), 4, 0, answer)
-        samples: list[Sample] = await asyncio.wait_for(work, 60)
-        if after is not None:
-            await after()
+        try:
+            samples: list[Sample] = await asyncio.wait_for(work, 60)
+        finally:
+            if after is not None:
+                await after()
         return samples
 
     return asyncio.run(rollout()), scripted

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import Sample
-from rlcore.errors import EngineFailed
+from rlcore.errors import EngineFailed, RolloutFailed
 from rollout.gateway.server import Gateway
 from rollout.gateway.wire import Refused, read_request
 from tests.unit.rollout.conversation.kit import (
@@ -114,6 +114,7 @@ def test_a_history_that_says_the_same_goes_on_token_by_token(echo: Edit) -> None
         model.tokenizer.decode(first.prompt.tolist()) + f"<think>hm</think>{CALL}"
     )
     assert samples[0].measured["turns"] == 2
+    assert (samples[0].measured["tool_calls"], samples[0].measured["tool_errors"]) == (1, 0)
 
 
 def test_rewritten_results_and_answers_are_branches() -> None:
@@ -182,8 +183,8 @@ def test_without_tool_choice_what_looks_like_a_call_is_text() -> None:
         spoiled = answer["choices"][0]["message"]
         assert spoiled["content"] == "<tool_call>{add 1}</tool_call>"
 
-    samples, _ = play(run, by_turn(CALL, "<tool_call>{add 1}</tool_call>"))
-    assert len(samples) == 1
+    (sample,), _ = play(run, by_turn(CALL, "<tool_call>{add 1}</tool_call>"))
+    assert (sample.measured["tool_calls"], sample.measured["tool_errors"]) == (1, 1)
 
 
 # --- repeated, simultaneous and abandoned calls ---------------------------------------------------
@@ -196,14 +197,19 @@ class Held:
         self.model = model
         self.asked = asyncio.Event()
         self.go = asyncio.Event()
+        self.waiting = 0
 
     async def __call__(self, request: GenerateRequest) -> list[Completion]:
         self.asked.set()
+        self.waiting += 1
         await self.go.wait()
+        self.waiting -= 1
         return await self.model(request)
 
 
-def play_held(run: Callable[..., Any], script: Any) -> tuple[list[Sample], ScriptedModel]:
+def play_held(
+    run: Callable[..., Any], script: Any, **given: Any
+) -> tuple[list[Sample], ScriptedModel]:
     """The program is also given the model that is held."""
     held: list[Held] = []
 
@@ -214,7 +220,7 @@ def play_held(run: Callable[..., Any], script: Any) -> tuple[list[Sample], Scrip
         held.append(Held(scripted))
         return held[0]
 
-    return play(program, script, model=model)
+    return play(program, script, model=model, **given)
 
 
 def test_openais_client_that_timed_out_gets_the_turn_that_it_asked_for() -> None:
@@ -275,6 +281,41 @@ def test_equal_calls_at_once_are_calls_of_their_own_and_so_are_their_repetitions
     samples, model = play_held(run, by_turn("one", "two", "three"))
     assert trained(samples, model) == [f"one{STOP}", f"two{STOP}"]
     assert samples[0].measured["repeated_calls"] == 2
+
+
+def test_who_comes_back_gets_the_answer_that_nobody_has_read() -> None:
+    async def run(task: Any, endpoint: Any, model: Held) -> None:
+        model.go.set()
+        data = body(task.messages)
+        assert (await post(endpoint, data))[1]["choices"][0]["message"]["content"] == "one"
+        model.go.clear()
+        left = asyncio.ensure_future(post(endpoint, data))
+        while not model.waiting:
+            await asyncio.sleep(0.01)
+        left.cancel()
+        await asyncio.wait({left})
+        again = asyncio.ensure_future(post(endpoint, data, attempt=1))
+        model.go.set()
+        assert (await again)[1]["choices"][0]["message"]["content"] == "two"
+
+    samples, _ = play_held(run, by_turn("one", "two"))
+    assert samples[0].measured["repeated_calls"] == 1
+
+
+def test_a_turn_that_is_waited_for_at_the_end_of_a_failed_program_is_refused() -> None:
+    late: list[asyncio.Task[Any]] = []
+
+    async def run(task: Any, endpoint: Any, model: Held) -> None:
+        late.append(asyncio.ensure_future(post(endpoint, body(task.messages))))
+        await model.asked.wait()
+        raise KeyError("door")
+
+    async def after() -> None:
+        status, answer = await asyncio.wait_for(late[0], 30)
+        assert (status, answer["error"]["code"]) == (410, "rollout_over")
+
+    with pytest.raises(RolloutFailed, match="door"):
+        play_held(run, by_turn("3"), after=after)
 
 
 def test_an_abandoned_turn_is_waited_for_counted_and_trained() -> None:
@@ -468,7 +509,8 @@ def test_answers_are_whole_objects_of_openai(usage: bool) -> None:
         whole = ChatCompletion.model_validate(answer)
         made = model_of[0].tokenizer(f"{CALL}{STOP}", add_special_tokens=False)["input_ids"]
         assert answer["choices"][0]["token_ids"] == made
-        assert len(answer["prompt_token_ids"]) == whole.usage.prompt_tokens
+        assert answer["prompt_token_ids"] == model_of[0].requests[0].prompt.tolist()
+        assert whole.usage.prompt_tokens == len(answer["prompt_token_ids"])
         told = whole.choices[0].logprobs.content
         assert "".join(token.token for token in told) == f"{CALL}{STOP}"
         assert [-token.logprob for token in told] == list(range(len(made)))
