@@ -337,13 +337,16 @@ def test_an_abandoned_turn_is_waited_for_counted_and_trained() -> None:
 
 def test_a_rollout_that_lost_a_call_ends_with_the_engines_error() -> None:
     went_on = []
+    asked: list[asyncio.Task[Any]] = []  # by a client that the end of the program does not end
 
-    async def run(task: Any, endpoint: Any) -> float:
+    async def ask(task: Any, endpoint: Any) -> APIStatusError:
         async with client(endpoint, max_retries=0) as openai:
             with pytest.raises(APIStatusError, match="engine-0 died") as failed:
                 await openai.chat.completions.create(model="policy", messages=task.messages)
-            assert failed.value.status_code == 500
-            assert failed.value.response.headers["x-should-retry"] == "false"
+            return failed.value
+
+    async def run(task: Any, endpoint: Any) -> float:
+        asked.append(asyncio.ensure_future(ask(task, endpoint)))
         await asyncio.sleep(60)  # the rollout does not wait for it
         went_on.append(1)
         return 1.0
@@ -354,8 +357,12 @@ def test_a_rollout_that_lost_a_call_ends_with_the_engines_error() -> None:
 
         return generate
 
+    async def after() -> None:
+        failed = await asyncio.wait_for(asked[0], 30)
+        assert (failed.status_code, failed.response.headers["x-should-retry"]) == (500, "false")
+
     with pytest.raises(EngineFailed, match="engine-0 died"):
-        play(run, by_turn("3"), model=broken)
+        play(run, by_turn("3"), model=broken, after=after)
     assert not went_on
 
 
@@ -383,9 +390,10 @@ def test_an_abandoned_turn_that_is_lost_voids_the_rollout() -> None:
 def test_a_turn_that_an_engine_gave_up_is_made_again_with_its_draw() -> None:
     from dataclasses import replace
 
+    asked: list[asyncio.Task[Any]] = []
+
     async def run(task: Any, endpoint: Any) -> float:
-        status, answer = await post(endpoint, body(task.messages))
-        assert (status, answer["error"]["type"]) == (500, "server_error")
+        asked.append(asyncio.ensure_future(post(endpoint, body(task.messages))))
         await asyncio.sleep(60)  # the rollout does not wait for it
         return 1.0
 
@@ -395,7 +403,11 @@ def test_a_turn_that_an_engine_gave_up_is_made_again_with_its_draw() -> None:
 
         return generate
 
-    samples, _ = play(run, by_turn("3"), model=aborting)
+    async def after() -> None:
+        status, answer = await asyncio.wait_for(asked[0], 30)
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+
+    samples, _ = play(run, by_turn("3"), model=aborting, after=after)
     assert [s.finish_reason for s in samples] == ["abort"]
 
 
@@ -408,6 +420,7 @@ def test_a_call_that_comes_in_while_the_rollout_ends_is_refused() -> None:
         conversation = make_context(tokenizer).conversation(make_task(tokenizer), 0, 0, model)
         session, _ = await gateway.open(conversation)
         await gateway.close(session, drain=True)
+        assert not gateway._sessions
         data = body([USER])
         asked = read_request(data, model="policy", held=session.held)
         with pytest.raises(Refused, match="is over") as refused:
@@ -489,7 +502,9 @@ def test_stops_and_limits_of_a_call() -> None:
         (choice,) = answer["choices"]
         assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "abcd")
         messages += [choice["message"], USER]
-        _, answer = await post(endpoint, body(messages, stop="END", max_completion_tokens=300))
+        _, answer = await post(
+            endpoint, body(messages, stop="END", max_tokens=300, max_completion_tokens=350)
+        )
         (choice,) = answer["choices"]
         assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "It is ")
         messages += [choice["message"], USER]
