@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from rlcore.runs.metrics import read_metrics
+from rlcore.tracking.format import curve
 from rlcore.tracking.plot import plot_run
 from rlcore.tracking.report import summarize
 
@@ -26,8 +27,9 @@ def main() -> None:
     parser.add_argument("--title", default="GRPO on addition, 2 tensor-parallel ranks")
     arguments = parser.parse_args()
     run: Path = arguments.run
-    summary = summarize(read_metrics(run / "metrics.jsonl"))
-    curve = plot_run(run / "metrics.jsonl", run / "curve.png", title=arguments.title)
+    rows = read_metrics(run / "metrics.jsonl")
+    summary = summarize(rows)
+    picture = plot_run(run / "metrics.jsonl", run / "curve.png", title=arguments.title)
     seconds = time.time() - arguments.started
     result = {
         "accuracy_before": summary.accuracy_before,
@@ -39,8 +41,11 @@ def main() -> None:
         f"held-out greedy accuracy  {summary.accuracy_before:.1%} before,"
         f" {summary.accuracy_after:.1%} after"
     )
+    if failed := curve(rows, ("eval/tool_errors",))[1]:
+        before = f"{failed[0]:.2f} a conversation before"
+        print(f"failed calls of the tool  {before}, {failed[-1]:.2f} after")
     print(f"everything together       {seconds:.0f} s")
-    print(f"reward curve              {curve}")
+    print(f"reward curve              {picture}")
     print(f"Hugging Face folder       {run / 'hf'}")
     print(f"summary                   {run / 'summary.json'}")
 

@@ -32,6 +32,9 @@ class Panel:
 
 REWARD_PANEL = Panel("reward, mean of the step's samples", REWARD, "#2563eb")
 KL_PANEL = Panel("KL(policy || reference), sum over a response", KL, "#d97706")
+CALLS_PANEL = Panel(
+    "calls of tools that failed, a rollout", ("conversation/tool_errors",), "#dc2626"
+)
 LOSS_PANEL = Panel("loss", LOSS, "#2563eb")
 
 
@@ -58,7 +61,8 @@ def plot_run(metrics_path: Path, out: Path, *, title: str = "") -> Path:
         )
         for name in sets
     ]
-    panels = (REWARD_PANEL, *evaluations, KL_PANEL)
+    called = any(curve(rows, ("conversation/tool_calls",))[1])
+    panels = (REWARD_PANEL, *evaluations, *([CALLS_PANEL] if called else ()), KL_PANEL)
     drawn = [(panel, *curve(rows, panel.names)) for panel in panels]
     drawn = [entry for entry in drawn if entry[1]] or [(LOSS_PANEL, *curve(rows, LOSS_PANEL.names))]
     if not drawn[0][1]:

@@ -62,6 +62,9 @@ def test_one_panel_for_each_curve_there_is(metrics_path: Path, tmp_path: Path) -
     alone = tmp_path / "alone.jsonl"
     MetricsFile(alone).append(1, {"rollout/reward": 0.5})
     assert png_size(plot_run(alone, tmp_path / "one.png"))[1] == 450
+    calls = {"conversation/tool_calls": 1.5, "conversation/tool_errors": 0.5}
+    MetricsFile(alone).append(2, {"rollout/reward": 0.5, **calls})
+    assert png_size(plot_run(alone, tmp_path / "two.png"))[1] == 795
     loss = tmp_path / "loss.jsonl"
     MetricsFile(loss).append(1, {"loss/policy_avg": 0.5})
     assert png_size(plot_run(loss, tmp_path / "loss.png"))[1] == 450
