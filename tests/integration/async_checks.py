@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
-from rlcore.data.sample import Sample
+from rlcore.data.sample import Sample, VersionSpan
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
 from rlcore.runs.versions import read_versions
 from rollout.accounting.audit import audit
+from tests.integration.hf_logprobs import gaps_by_version
+from tests.integration.workspace import Run, Workspace
 
 
 def sample_staleness(folder: Path, step: int) -> list[list[int]]:
@@ -43,3 +48,24 @@ def check_async_run(folder: Path, *, steps: int, staleness: int) -> list[int]:
     ]
     assert 0 <= min(everything) <= max(everything) <= staleness
     return everything
+
+
+def check_versions_of_turns(workspace: Workspace, run: Run, samples: Sequence[Sample]) -> None:
+    """Assert that some turns of conversations were made by two versions, and are recorded so.
+
+    Every token has the log-prob that transformers gives it with the weights of its version, and
+    those in such turns have another one with the weights that began the turn.
+    """
+    mixed = []
+    for sample in samples:
+        versions = sample.token_versions()
+        assert all(before <= version for before, version in pairwise(versions))
+        assert {turn.start for turn in sample.turn_spans} <= {s.start for s in sample.versions}
+        if any(len({*versions[t.start : t.end]}) > 1 for t in sample.turn_spans):
+            mixed.append(sample)
+    assert mixed, "no publication came in the middle of a turn"
+    gaps = gaps_by_version(workspace, run, samples)
+    assert max(gaps.values()) < 1e-4, gaps
+    first = [replace(s, versions=(VersionSpan(int(s.token_versions()[0]), 0, s.num_trainable),))
+             for s in mixed]  # fmt: skip
+    assert max(gaps_by_version(workspace, run, first).values()) > 1e-3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,21 +11,23 @@ from typing import Any
 import pytest
 import torch
 from hf_logprobs import logprobs
-from workspace import ROOT, Run, Workspace
+from workspace import ROOT, Workspace
 
 from rlcore.data.sample import Sample
 from rlcore.runs.rollouts import read_rollouts
+from tests.integration.calculator_kit import (
+    AGENT,
+    AGENT_RUN,
+    WARM,
+    make_data,
+    think,
+    train,
+    warm_up,
+)
 
-CALCULATOR = ROOT / "examples" / "calculator"
-AGENT = ROOT / "examples" / "agent"
-BASE = str(CALCULATOR / "base.yaml")
-SFT = (
-    BASE, str(CALCULATOR / "sft.yaml"), "run.threads=1", "training.batch_size=16",
-    "policy.optimizer.lr=4e-3", "training.steps=120",
-)  # fmt: skip
 GRPO = (
-    BASE, str(AGENT / "grpo.yaml"), "run.threads=1", "policy.optimizer.lr=1e-3",
-    "training.steps=2", "checkpoint.every=2", "rollout.sampling.max_new_tokens=96",
+    *AGENT_RUN, "policy.optimizer.lr=1e-3", "training.steps=2", "checkpoint.every=2",
+    "rollout.sampling.max_new_tokens=96",
 )  # fmt: skip
 
 
@@ -34,30 +35,11 @@ GRPO = (
 def made(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, and a small model that thinks a little and calls tools."""
     folder = tmp_path_factory.mktemp("agent")
-    data = folder / "build" / "calculator" / "data"
-    subprocess.run([sys.executable, str(CALCULATOR / "make_data.py"), str(data)], check=True)
-    warmup = data / "warmup.jsonl"
-    rows = [json.loads(line) for line in warmup.read_text().splitlines()]
-    for message in (m for row in rows for m in row["messages"] if m["role"] == "assistant"):
-        message["content"] = f"<think>hm</think>{message['content'] or ''}"
-    warmup.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    think(make_data(folder))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for command in (
-            ("init-model", "build/calculator/model", "--preset=ascii", "--chat", "--hidden=64",
-             "--layers=2", "--intermediate=128"),
-            ("train", *SFT),
-            ("export", "runs/calculator-warmup", "exported"),
-        ):  # fmt: skip
-            done = workspace.command(*command)
-            assert done.code == 0, done.err
+        warm_up(workspace)
     return folder
-
-
-def train(workspace: Workspace, folder: Path, name: str, *arguments: str) -> Run:
-    done = workspace.command("train", *GRPO, f"run.name={name}", *arguments)
-    assert done.code == 0, done.err
-    return Run(done.code, done.out, done.err, folder / "runs" / name)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -71,13 +53,13 @@ def test_log_probs_are_those_of_a_forward_pass_whatever_the_program_does(
 
     agent_programs.kinds.clear()
     done = train(
-        workspace, made, f"wild-{stream}", "rollout.workflow.run=agent_programs:run",
+        workspace, f"wild-{stream}", *GRPO, "rollout.workflow.run=agent_programs:run",
         f"rollout.workflow.options.stream={str(stream).lower()}", "rollout.prompts_per_step=12",
         "rollout.samples_per_prompt=2", "evaluation=null", "training.steps=1",
     )  # fmt: skip
     records = list(read_rollouts(done.rollouts(1)))
     samples = [Sample.from_record(record) for record in records]
-    expected = logprobs(made / "exported", samples)
+    expected = logprobs(made / WARM / "hf", samples)
     for sample, right in zip(samples, expected, strict=True):
         given = torch.from_numpy(sample.rollout_logprobs).double()
         assert len(given) > 0
@@ -122,7 +104,7 @@ def test_the_example_trains(
     monkeypatch.chdir(made)
     monkeypatch.syspath_prepend(str(AGENT))
     done = train(
-        workspace, made, "agent", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
+        workspace, "agent", *GRPO, "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
         "evaluation.max_prompts=8",
     )  # fmt: skip
     samples = [record for step in (1, 2) for record in read_rollouts(done.rollouts(step))]
@@ -137,7 +119,7 @@ def test_the_same_program_trains_as_a_command(
     monkeypatch.chdir(made)
     command = json.dumps([sys.executable, str(AGENT / "calculator_agent.py")])
     done = train(
-        workspace, made, "command", "rollout.workflow.run=null",
+        workspace, "command", *GRPO, "rollout.workflow.run=null",
         f"rollout.workflow.command={command}", "rollout.prompts_per_step=2",
         "rollout.samples_per_prompt=2", "evaluation=null",
     )  # fmt: skip

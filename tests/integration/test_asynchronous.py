@@ -18,11 +18,18 @@ from rlcore.runs.rollouts import read_rollouts
 from rlcore.runs.versions import read_versions
 from rollout.accounting.audit import audit
 from rollout.engines.embedded.decoding import Decoding
-from tests.integration.async_checks import check_async_run, sample_staleness
+from tests.integration.accounting_checks import samples_of
+from tests.integration.async_checks import (
+    check_async_run,
+    check_versions_of_turns,
+    sample_staleness,
+)
 from tests.integration.resume_runs import UPDATES, Runs, result_of
 
 MODES = ("drain", pytest.param("retract", marks=pytest.mark.full), "in_place", "abort")
 CORRECTED = ("algorithm.correction={name: tis}",)
+# two turns
+CONVERSATIONS = "rollout.workflow={name: 'failing_environments:Faulty', how: never}"
 
 
 @pytest.fixture
@@ -122,6 +129,20 @@ def test_what_a_publication_does_to_responses_in_flight(workspace: Workspace, mo
     assert all(row["rollout/requeued_prompts"] == 0 for row in run.metrics)
 
 
+@pytest.mark.usefixtures("slow_tokens")
+def test_a_publication_in_the_middle_of_a_turn(workspace: Workspace) -> None:
+    """Each token is of the version that made it, and has the log-prob of that version's weights."""
+    run = workspace.train(
+        "async conversations", *LEARNING, *CORRECTED, CONVERSATIONS, "training.steps=5",
+        "rollout.max_staleness=1", "rollout.on_update=abort", "checkpoint.every=1",
+        "checkpoint.keep=9",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    check_async_run(run.folder, steps=5, staleness=1)
+    samples = [sample for step in range(1, 6) for sample in samples_of(run, step)]
+    check_versions_of_turns(workspace, run, samples)
+
+
 # --- filters, evaluation --------------------------------------------------------------------------
 
 
@@ -170,14 +191,16 @@ def test_an_evaluation_beside_uses_the_newest_weights(workspace: Workspace, tmp_
 AHEAD = ("rollout.max_staleness=2", "rollout.on_update=retract", "training.steps=8")
 
 
-def test_an_early_stop_leaves_books_that_balance(workspace: Workspace) -> None:
+@pytest.mark.parametrize("workflow", ["single_turn", "conversations"])
+def test_an_early_stop_leaves_books_that_balance(workspace: Workspace, workflow: str) -> None:
     armed = (
         "training.early_stopping=true",
         "training.target_kl=1e-9",
         "algorithm.kl.reward_kind=k3",
         "training.steps=8",
+        *([CONVERSATIONS] if workflow == "conversations" else []),
     )
-    run = workspace.train("async, stopped", *LEARNING, *armed, "rollout.max_staleness=2")
+    run = workspace.train(f"stopped, {workflow}", *LEARNING, *armed, "rollout.max_staleness=2")
     assert run.code == 0, run.err
     assert (run.result["status"], run.result["steps"]) == ("early_stopped", 2)
     check_async_run(run.folder, steps=2, staleness=2)

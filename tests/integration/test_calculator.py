@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from workspace import ROOT, Run, Workspace
+from workspace import Workspace
 
 from rlcore.runs.rollouts import read_rollouts
+from tests.integration.calculator_kit import (
+    CALCULATOR,
+    ENV_RUN,
+    WARM,
+    make_data,
+    train,
+    warm_up,
+)
 
-FOLDER = ROOT / "examples" / "calculator"
-BASE = str(FOLDER / "base.yaml")
-SMALL = ("run.threads=1", "training.batch_size=16", "policy.optimizer.lr=3e-3")
 GRPO = (
-    str(FOLDER / "grpo.yaml"), "run.threads=1", "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4", "evaluation.max_prompts=8", "checkpoint.every=1",
+    *ENV_RUN, "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
+    "evaluation.max_prompts=8", "checkpoint.every=1", f"policy.checkpoint={WARM}",
 )  # fmt: skip
 
 
@@ -26,24 +29,11 @@ GRPO = (
 def made(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, and a small model that has seen a few conversations."""
     folder = tmp_path_factory.mktemp("calculator")
-    data = folder / "build" / "calculator" / "data"
-    subprocess.run([sys.executable, str(FOLDER / "make_data.py"), str(data)], check=True)
+    make_data(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        made = workspace.command(
-            "init-model", "build/calculator/model", "--preset=ascii", "--chat", "--hidden=64",
-            "--layers=2", "--intermediate=128",
-        )  # fmt: skip
-        assert made.code == 0, made.err
-        sft = str(FOLDER / "sft.yaml")
-        run(workspace, folder, "calculator-warmup", BASE, sft, *SMALL, "training.steps=60")
+        warm_up(workspace)
     return folder
-
-
-def run(workspace: Workspace, folder: Path, name: str, *arguments: str) -> Run:
-    done = workspace.command("train", *arguments)
-    assert done.code == 0, done.err
-    return Run(done.code, done.out, done.err, folder / "runs" / name)
 
 
 def test_conversations_are_held_to_the_calculator(made: Path) -> None:
@@ -68,17 +58,16 @@ def test_the_policy_talks_to_it_and_a_resumed_run_says_the_same(
     workspace: Workspace, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(made)
-    monkeypatch.syspath_prepend(str(FOLDER))
-    model = "policy.checkpoint=runs/calculator-warmup"
-    whole = run(workspace, made, "whole", BASE, *GRPO, model, "run.name=whole", "training.steps=2")
+    monkeypatch.syspath_prepend(str(CALCULATOR))
+    whole = train(workspace, "whole", *GRPO, "training.steps=2")
     samples = list(read_rollouts(whole.rollouts(2)))
     assert len(samples) == 16
-    assert max(sample["turns"] for sample in samples) > 1, "the warm-up was too short for calls"
+    calls = [m.get("tool_calls") for sample in samples for m in sample["messages"]]
+    assert any(calls), "the warm-up was too short for calls"
     for sample in samples:
         check_conversation(sample)
-    halves = [BASE, *GRPO, model, "run.name=halves"]
-    run(workspace, made, "halves", *halves, "training.steps=1")
-    again = run(workspace, made, "halves", *halves, "training.steps=2", "--resume")
+    train(workspace, "halves", *GRPO, "training.steps=1")
+    again = train(workspace, "halves", *GRPO, "training.steps=2", "--resume")
     assert [s["tokens"] for s in read_rollouts(again.rollouts(2))] == [s["tokens"] for s in samples]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_logprobs import logprobs
+from hf_logprobs import logprobs, policy_before
 from rank_runs import Ended, RankRuns
 from torch import Tensor
 from workspace import LEARNING, Run, Workspace, same
@@ -45,16 +45,6 @@ def advantages_of(run: Run | Ended, step: int) -> list[Tensor]:
     return [
         torch.tensor(record["advantages"], dtype=torch.float64) for record in records_of(run, step)
     ]
-
-
-def policy_before(workspace: Workspace, run: Run, step: int) -> Path:
-    """A Hugging Face folder of the weights that made the samples of `step`."""
-    if step == 1:
-        return workspace.model
-    folder = workspace.folder / "exports" / run.folder.name / str(step - 1)
-    if not folder.exists():
-        assert workspace.command("export", str(run.checkpoint(step - 1)), str(folder)).code == 0
-    return folder
 
 
 def replay(workspace: Workspace, run: Run, step: int, *arguments: str) -> Run:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zstandard
+from hf_logprobs import scores
 from safetensors.torch import load_file
 from workspace import LEARNING, Run, Workspace, same
 
@@ -348,23 +349,10 @@ def test_a_supervised_run_can_be_evaluated_and_says_that_it_does_not_itself(
 # --- reward models --------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def classifier_scores(workspace: Workspace, sample: Sample) -> torch.Tensor:
-    """[T] the reward model's head at every position."""
-    from transformers import AutoModelForSequenceClassification
-
-    model = AutoModelForSequenceClassification.from_pretrained(
-        workspace.reward_model, dtype=torch.float32
-    )
-    hidden = model.model(torch.from_numpy(sample.tokens).long()[None]).last_hidden_state
-    scores: torch.Tensor = model.score(hidden)[0, :, 0]
-    return scores
-
-
 def test_a_reward_model_scores_the_last_token(workspace: Workspace, trained: Run) -> None:
     for sample in samples_of(trained, 2)[:6]:
         assert same(
-            sample.reward, float(classifier_scores(workspace, sample)[-1]), rel=1e-4, abs_=1e-5
+            sample.reward, float(scores(workspace.reward_model, sample)[-1]), rel=1e-4, abs_=1e-5
         )
         assert sample.reward_parts == {"liked": sample.reward}
 
@@ -379,7 +367,7 @@ def test_a_critic_starts_as_the_reward_model(workspace: Workspace) -> None:
     returns = []
     for sample in samples_of(run, 1):
         positions = torch.from_numpy(sample.loss_mask).nonzero()[:, 0]
-        values.append(classifier_scores(workspace, sample)[positions - 1])
+        values.append(scores(workspace.reward_model, sample)[positions - 1])
         # gamma = lambda = 1, no KL in the reward
         returns.append(torch.full_like(values[-1], sample.reward))
     v = torch.cat(values).double()

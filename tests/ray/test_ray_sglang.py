@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import psutil
 import pytest
-import torch
 
-from rlcore.data.sample import Sample
 from rlcore.runs.versions import read_versions
 from tests.integration.accounting_checks import read_samples, version_faults
 from tests.integration.async_checks import check_async_run
-from tests.integration.hf_logprobs import logprobs
+from tests.integration.hf_logprobs import gaps_by_version
 from tests.integration.workspace import LEARNING, Run, Workspace
 from tests.ray.ray_runs import Going, RayRuns
 
@@ -47,29 +42,6 @@ def raylet_above(pid: int) -> int:
     )
 
 
-def weights_by_version(workspace: Workspace, run: Run) -> Iterator[tuple[int, Path]]:
-    """Yield each version, but the last step's, with a Hugging Face folder of its weights."""
-    for version in read_versions(run.folder / "versions.jsonl"):
-        if version.step == 0:
-            yield version.version, workspace.model
-        elif version.step < STEPS:
-            folder = workspace.folder / "exports" / run.folder.name / str(version.step)
-            assert (
-                workspace.command("export", str(run.checkpoint(version.step)), str(folder)).code
-                == 0
-            )
-            yield version.version, folder
-
-
-def largest_gap(samples: list[Sample], version: int, folder: Path) -> float:
-    """The largest |log-prob of the engine - log-prob of transformers| over tokens of `version`."""
-    gaps = [torch.zeros(1)]
-    for sample, found in zip(samples, logprobs(folder, samples), strict=True):
-        own = torch.from_numpy(sample.token_versions() == version)
-        gaps.append((torch.from_numpy(sample.rollout_logprobs) - found)[own].abs())
-    return float(torch.cat(gaps).max())
-
-
 def check_books(run: Run, staleness: int) -> None:
     """The ledger balances, versions only grow, and the oldest tokens are exactly at the bound."""
     assert max(check_async_run(run.folder, steps=STEPS, staleness=staleness)) == staleness
@@ -79,10 +51,7 @@ def check_books(run: Run, staleness: int) -> None:
 def check_logprobs(workspace: Workspace, run: Run) -> None:
     """Every token has the log-prob that transformers gives it with the weights of its version."""
     samples = [sample for step in range(1, STEPS + 1) for sample in read_samples(run.folder, step)]
-    gaps = {
-        version: largest_gap(samples, version, folder)
-        for version, folder in weights_by_version(workspace, run)
-    }
+    gaps = gaps_by_version(workspace, run, samples)
     assert len(gaps) == STEPS
     assert max(gaps.values()) < 1e-4, gaps
 

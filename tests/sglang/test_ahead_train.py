@@ -10,8 +10,13 @@ import torch
 from server_kit import Served
 
 from rollout.engines.factories import ADMIN_KEY, API_KEY
-from tests.integration.async_checks import check_async_run, sample_staleness
-from tests.integration.workspace import LEARNING, Workspace
+from tests.integration.accounting_checks import samples_of
+from tests.integration.async_checks import (
+    check_async_run,
+    check_versions_of_turns,
+    sample_staleness,
+)
+from tests.integration.workspace import LEARNING, Run, Workspace
 
 STEPS = 6
 
@@ -22,25 +27,37 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Ite
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("mode", ["drain", "retract", "in_place", "abort"])
-def test_a_run_two_steps_ahead(
-    workspace: Workspace, served: Served, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def train(
+    workspace: Workspace,
+    served: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    *arguments: str,
+) -> Run:
+    """Run to the end on the session's server, up to two steps ahead."""
     monkeypatch.setenv(API_KEY, served.keys.api)
     monkeypatch.setenv(ADMIN_KEY, served.keys.admin)
     run = workspace.train(
-        mode,
+        name,
         *LEARNING,
         "rollout.engine.kind=sglang",
         f"rollout.engine.urls=[{served.url}]",
         f"training.steps={STEPS}",
         "rollout.max_staleness=2",
-        f"rollout.on_update={mode}",
         "rollout.sampling.max_new_tokens=32",
         "algorithm.correction={name: tis}",
         "rollout.engine.max_in_flight=4",
+        *arguments,
     )
     assert run.code == 0, run.err
+    return run
+
+
+@pytest.mark.parametrize("mode", ["drain", "retract", "in_place", "abort"])
+def test_a_run_two_steps_ahead(
+    workspace: Workspace, served: Served, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    run = train(workspace, served, monkeypatch, mode, f"rollout.on_update={mode}")
     assert max(check_async_run(run.folder, steps=STEPS, staleness=2)) > 0
     crossed = [
         parts
@@ -53,3 +70,22 @@ def test_a_run_two_steps_ahead(
     assert all(parts == sorted(parts, reverse=True) for parts in crossed)
     assert (sum(row["rollout/resumed_responses"] for row in run.metrics) > 0) <= (mode == "abort")
     print(f"{mode}: {len(crossed)} of {STEPS * 16} responses were made by several versions")
+
+
+def test_a_publication_in_the_middle_of_a_turn(
+    workspace: Workspace, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token is of the version that made it, and has the log-prob of that version's weights."""
+    run = train(
+        workspace,
+        served,
+        monkeypatch,
+        "conversations",
+        "rollout.on_update=abort",
+        "checkpoint.every=1",
+        f"checkpoint.keep={STEPS}",
+        "rollout.workflow={name: 'tests.integration.failing_environments:Faulty', how: never}",
+    )
+    check_async_run(run.folder, steps=STEPS, staleness=2)
+    samples = [sample for step in range(1, STEPS + 1) for sample in samples_of(run, step)]
+    check_versions_of_turns(workspace, run, samples)

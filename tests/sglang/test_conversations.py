@@ -1,110 +1,176 @@
-"""Conversations with tools over a real server: its log-probs, and what it computes again."""
+"""Conversations over two real servers, of an environment with tools and of an agent program.
+
+Each stays on the server that has its beginning, which computes only what is new.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
+import server_kit
 import torch
-from transformers import AutoModelForCausalLM
+from server_kit import Served
 
-from rlcore.data.sample import Sample
-from tests.integration.accounting_checks import check_accounting, samples_of
-from tests.integration.workspace import ROOT, Run, Workspace
+from rlcore.data.generation import Completion, GenerateRequest
+from rlcore.runs.directory import RunDirectory
+from rollout.accounting.audit import audit
+from rollout.engines.factories import ADMIN_KEY, API_KEY
+from rollout.engines.sglang.engine import SGLangEngine
+from tests.integration import calculator_kit
+from tests.integration.accounting_checks import samples_of
+from tests.integration.hf_logprobs import gaps_by_version
+from tests.integration.workspace import Run, Workspace
 
-FOLDER = ROOT / "examples" / "calculator"
-BASE = str(FOLDER / "base.yaml")
 GAP = "rollout/train_rollout_logprob_diff"
-ENGINE = (
-    "rollout.engine={kind: sglang, device: cpu, threads: 1, start_timeout_s: 400,"
-    " request_timeout_s: 120}"
-)
+RUNS = {"env": calculator_kit.ENV_RUN, "agent": calculator_kit.AGENT_RUN}
+STEPS = 2
+# Four rollouts of a prompt begin at each server: too few for a server to be much busier than the
+# other, so that no conversation moves.
+PROMPTS = 2
+SAMPLES = 4
+pytestmark = pytest.mark.timeout(1200)  # two servers start in a fixture, on a machine with others
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request of one turn, with the answer of the engine that it went to."""
+
+    engine: str
+    request: GenerateRequest
+    answer: Completion
+
+    @property
+    def known(self) -> int:
+        """How many tokens this engine has computed: the last one was drawn and never fed."""
+        return len(self.request.prompt) + len(self.answer.tokens) - 1
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run, what was said in it, and the weights with which it began."""
+
+    run: Run
+    conversations: list[list[Turn]]
+    start: Path
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the example's data, and a small model that has seen a few conversations."""
-    folder = tmp_path_factory.mktemp("calculator")
-    data = folder / "build" / "calculator" / "data"
-    subprocess.run([sys.executable, str(FOLDER / "make_data.py"), str(data)], check=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.syspath_prepend(str(FOLDER))
-        yield folder
+def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Workspace]:
+    yield Workspace(tmp_path_factory.mktemp("workspace"), tiny_model)
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def trained(
-    folder: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Run, Path]:
-    """A run of two steps over a server that it starts, and the weights with which it began."""
-    workspace = Workspace(tmp_path_factory.mktemp("workspace"), tiny_model)
-    made = workspace.command(
-        "init-model", "build/calculator/model", "--preset=ascii", "--chat", "--hidden=64",
-        "--layers=2", "--intermediate=128",
-    )  # fmt: skip
-    assert made.code == 0, made.err
-    warm = workspace.command(
-        "train", BASE, str(FOLDER / "sft.yaml"), "run.threads=1", "training.batch_size=16",
-        "policy.optimizer.lr=3e-3", "training.steps=60",
-    )  # fmt: skip
-    assert warm.code == 0, warm.err
-    warmed = folder / "runs" / "calculator-warmup"
-    done = workspace.command(
-        "train", BASE, str(FOLDER / "grpo.yaml"), "run.threads=1", "run.name=served",
-        "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "training.steps=2",
-        "evaluation=null", f"policy.checkpoint={warmed}", ENGINE,
-    )  # fmt: skip
-    assert done.code == 0, done.err
-    return Run(done.code, done.out, done.err, folder / "runs" / "served"), warmed / "hf"
+def folder(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the example's data, and a small model that has seen a few conversations."""
+    folder = tmp_path_factory.mktemp("calculator")
+    calculator_kit.make_data(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(str(calculator_kit.CALCULATOR))
+        patch.syspath_prepend(str(calculator_kit.AGENT))
+        calculator_kit.warm_up(workspace, steps=200)
+        yield folder
 
 
-def test_each_trained_token_has_the_log_prob_of_transformers(trained: tuple[Run, Path]) -> None:
-    run, weights = trained
-    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
-    samples = samples_of(run, 1)
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[list[Served]]:
+    """Two servers of the calculator's model."""
+    model = folder / "build" / "calculator" / "model"
+    logs = [folder / f"server_{number}.log" for number in range(2)]
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
+        for name in (API_KEY, ADMIN_KEY):  # a run has one key for all its engines
+            patch.setenv(name, f"{name}-of-this-module")
+        servers = [server_kit.managed(model, log) for log in logs]
+        started = [*pool.map(server_kit.launch, servers)]
+        yield started
+        for served in started:
+            server_kit.close(served)
+
+
+@pytest.fixture(scope="module", params=list(RUNS))
+def recorded(
+    request: pytest.FixtureRequest, workspace: Workspace, folder: Path, two: Sequence[Served]
+) -> Recorded:
+    """Two steps of an environment, or of an agent program, over both servers."""
+    turns: list[Turn] = []
+    generate = SGLangEngine.generate
+
+    async def spy(
+        self: SGLangEngine, requests: Sequence[GenerateRequest]
+    ) -> list[list[Completion]]:
+        answers = await generate(self, requests)
+        turns.extend(Turn(self.name, one, *found) for one, found in zip(requests, answers))
+        return answers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SGLangEngine, "generate", spy)
+        run = calculator_kit.train(
+            workspace, request.param, *RUNS[request.param], f"training.steps={STEPS}",
+            "evaluation=null", f"policy.checkpoint={calculator_kit.WARM}",
+            f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
+            "policy.optimizer.lr=1e-3", "checkpoint.every=1", "rollout.engine.kind=sglang",
+            f"rollout.engine.urls=[{two[0].url}, {two[1].url}]",
+        )  # fmt: skip
+    found: dict[tuple[int, int], list[Turn]] = {}
+    for turn in turns:
+        found.setdefault((turn.request.draw, turn.request.first_sample), []).append(turn)
+    return Recorded(run, list(found.values()), folder / calculator_kit.WARM / "hf")
+
+
+def test_each_trained_token_has_the_log_prob_of_transformers(
+    workspace: Workspace, recorded: Recorded
+) -> None:
+    samples = [sample for step in range(1, STEPS + 1) for sample in samples_of(recorded.run, step)]
     assert max(sample.turns for sample in samples) > 1, "the warm-up was too short for calls"
-    for sample in samples:
-        tokens = torch.from_numpy(sample.tokens.astype(np.int64))
-        with torch.no_grad():
-            logprobs = model(tokens[None]).logits[0, :-1].float().log_softmax(-1)
-        chosen = logprobs.gather(1, tokens[1:, None])[:, 0].numpy()
-        np.testing.assert_allclose(
-            sample.rollout_logprobs, chosen[sample.loss_mask[1:] == 1], atol=1e-4
-        )
+    gaps = gaps_by_version(workspace, recorded.run, samples, start=recorded.start)
+    assert len(gaps) == STEPS
+    assert max(gaps.values()) < 1e-4, gaps
 
 
-def test_a_run_over_conversations(trained: tuple[Run, Path]) -> None:
-    run, _ = trained
-    check_accounting(run, steps=2)
-    for step in (1, 2):
-        row = run.rows[step]
+def test_a_run_over_conversations(recorded: Recorded) -> None:
+    found = audit(RunDirectory(recorded.run.folder))
+    assert found.contradictions == []
+    assert found.states["consumed"] == PROMPTS * STEPS
+    for step in range(1, STEPS + 1):
+        row = recorded.run.rows[step]
         assert row[GAP] < 1e-4
         assert row["conversation/turns"] > 1
-        assert row["conversation/tool_calls"] > 0
         assert row["conversation/merge_ratio"] == 1.0
+        samples = samples_of(recorded.run, step)
+        calls = [len(m.get("tool_calls") or ()) for s in samples for m in s.messages or ()]
+        assert sum(calls) > 0
 
 
-def test_a_turn_computes_only_what_is_new(trained: tuple[Run, Path]) -> None:
-    """From the second turn on: the suffix, and the last token of the turn before, which was drawn
-    and never fed.
-    """
-    run, _ = trained
-    for step in (1, 2):
-        for sample in samples_of(run, step):
-            measured = sample.measured
-            asked = int(measured["turns"])
-            assert measured["prefilled_tokens"] <= measured["context_tokens"] + asked - 1
-            sent = measured["cached_tokens"] + measured["prefilled_tokens"]
-            assert sent == sum(prompts(sample))
+def test_a_conversation_stays_where_its_beginning_is(recorded: Recorded) -> None:
+    """From its second turn on the engine computes what is new, and the last token before it."""
+    assert len(recorded.conversations) == PROMPTS * SAMPLES * STEPS
+    engines = []
+    for turns in recorded.conversations:
+        for before, turn in pairwise(turns):
+            assert turn.engine == before.engine
+            assert turn.answer.cached_tokens is not None
+            assert before.known <= turn.answer.cached_tokens < len(turn.request.prompt)
+            engines.append(turn.engine)
+    assert set(engines) == {"engine-0", "engine-1"}
 
 
-def prompts(sample: Sample) -> list[int]:
-    """The lengths of the prompts of all turns: what stands before each."""
-    trained = np.flatnonzero(sample.loss_mask)
-    return [int(trained[span.start]) for span in sample.turn_spans]
+def test_what_an_engine_computed_is_measured(recorded: Recorded) -> None:
+    by_address = {
+        (turns[0].request.draw, turns[0].request.first_sample): turns
+        for turns in recorded.conversations
+    }
+    for sample in (sample for step in (1, 2) for sample in samples_of(recorded.run, step)):
+        turns = by_address[sample.draw, sample.index]
+        assert [len(turn.request.prompt) for turn in turns] == [
+            int(sample.loss_mask.nonzero()[0][span.start]) for span in sample.turn_spans
+        ]
+        cached = sum(turn.answer.cached_tokens or 0 for turn in turns)
+        assert sample.measured["cached_tokens"] == cached
+        sent = sum(len(turn.request.prompt) for turn in turns)
+        assert sample.measured["prefilled_tokens"] == sent - cached
