@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -108,7 +107,6 @@ def _encode(
     return ids
 
 
-@cache
 def _is_plain(kind: type) -> bool:
     """Whether tokenizers of this class hand texts to their backend as they are."""
     from transformers import PreTrainedTokenizerFast

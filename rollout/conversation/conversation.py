@@ -388,7 +388,7 @@ class Conversation:
 
     def _check_append_only(self) -> None:
         """The prompt is all that was sent and answered, and a suffix."""
-        # bytes: numpy takes four times as long to compare a few hundred tokens
+        # bytes: comparing a few hundred tokens takes numpy four times as long
         if self._tokens[: len(self._sent)].tobytes() != self._sent.tobytes():
             raise RunFailed(
                 "conversation: the next request does not begin with what the model was sent and"

@@ -28,7 +28,7 @@ MOST_KEPT = 1000  # frames
 _MARKER = "9e4b7d"
 _ROLES = ("tool", "user")
 # What escaping, changes of case, work on lines and a limit of length would change.
-_AWKWARD = 'Aa"\'\\<&>é{1: [2]}\r\n\n \tz' * 100 + "."
+_AWKWARD = "Aa\"'\\<&>é{1: [2]}\r\n\n \tz" * 100 + "."
 
 
 class Frames:
@@ -123,9 +123,7 @@ class Frames:
 
 
 def _with_contents(new: Sequence[Message], contents: Sequence[str]) -> list[Message]:
-    return [
-        {**message, "content": content} for message, content in zip(new, contents, strict=True)
-    ]
+    return [{**message, "content": content} for message, content in zip(new, contents, strict=True)]
 
 
 def _filled(frame: Frame, contents: Sequence[str]) -> Rendered:

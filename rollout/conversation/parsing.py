@@ -48,7 +48,7 @@ class ReplyParser:
         # checked and compiled once, not turn by turn
         self.template = load_response_template(self._own or FORMATS[self.format].template)
         _, opening, rest = head.partition(REASONING["open"])
-        self._head = HEAD + opening + rest
+        self._head = HEAD + opening + rest if opening else ""
 
     @property
     def reads_sent(self) -> bool:
