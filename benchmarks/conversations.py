@@ -65,6 +65,10 @@ def result(number: int, turn: int) -> str:
     return f"The result is {number * TURNS + turn}."
 
 
+def tool_message(number: int, turn: int) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": "call00000", "content": result(number, turn)}
+
+
 Talk = Callable[[int], Awaitable[object]]
 """One conversation of `TURNS` turns, by its number."""
 
@@ -128,7 +132,10 @@ class Task:
         made = np.array(self._ids(CALL + TURN_END), dtype=np.int32)
         logprobs = np.full(len(made), -0.5, dtype=np.float32)
         self.completion = Completion(made, logprobs, "stop", (VersionSpan(1, 0, len(made)),))
-        self.suffix = self._ids(result(0, 0) * 4)  # about what is appended in a turn
+        # as long as what a conversation appends, but for the digits of the result
+        told = [tool_message(0, 0)]
+        suffix = self.context.rules.template.suffix(told, TOOLS, last_token=stop)
+        self.suffix: list[int] = suffix.tolist()
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -171,8 +178,7 @@ async def our_talk(client: TokenClient, task: Task, number: int) -> None:
     conversation = task.context.conversation(task.prompt, number, 0, client.generate)
     for turn in range(TURNS):
         if turn:
-            told = {"role": "tool", "tool_call_id": "call00000", "content": result(number, turn)}
-            await conversation.append([told])
+            await conversation.append([tool_message(number, turn)])
         await conversation.generate()
     assert len(conversation.samples(1.0)) == 1
 

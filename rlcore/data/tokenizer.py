@@ -93,11 +93,28 @@ def encode(
 def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool = False
 ) -> list[list[int]]:
+    if _is_plain(type(tokenizer)):
+        backend = tokenizer.backend_tokenizer
+        changes = backend.truncation or backend.padding or backend.encode_special_tokens
+        if not (changes or tokenizer.split_special_tokens):
+            # what lies between, and offsets, take as long as the ids
+            found = backend.encode_batch_fast(texts, add_special_tokens=special)
+            return [encoding.ids for encoding in found]
     encoded = tokenizer(
         texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False
     )
     ids: list[list[int]] = encoded["input_ids"]
     return ids
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether tokenizers of this class hand texts to their backend as they are."""
+    from transformers import PreTrainedTokenizerFast
+
+    ways = ("__call__", "_encode_plus", "_batch_encode_plus")  # the last one is of older versions
+    return issubclass(kind, PreTrainedTokenizerFast) and all(
+        getattr(kind, way, None) is getattr(PreTrainedTokenizerFast, way, None) for way in ways
+    )
 
 
 def _encode_row(

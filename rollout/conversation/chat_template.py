@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rlcore.data.messages import Message
 from rlcore.data.tokenizer import encode, render_chat
 from rlcore.errors import ConfigError, UserError
+from rollout.conversation.frames import Frames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +54,7 @@ class ChatTemplate:
         self.chat_kwargs = dict(chat_kwargs)
         self.where = where
         self._stops = {int(i): tokenizer.decode([int(i)]) for i in stop_token_ids}
+        self._frames = Frames(tokenizer, lambda new: self._behind_a_turn(new, ()))
         self._suffixes: dict[str, Tokens] = {}
         self._keeps: dict[tuple[Kind, bytes], bool] = {}
         self._reads: dict[tuple[bytes, ...], bool] = {}
@@ -89,7 +91,10 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses these messages, or ends no turn with a stop token.
         """
-        stop, text = self._behind_a_turn(new, tools if self._reads_tools(new, tools) else ())
+        if self._reads_tools(new, tools):
+            stop, text = self._behind_a_turn(new, tools)
+        else:
+            stop, text = self._frames.render(new)
         spelled = self._stops[stop] + text
         tokens = self._suffixes.get(spelled)
         if tokens is None:

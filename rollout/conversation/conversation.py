@@ -21,7 +21,7 @@ from rollout.conversation.samples import samples_of
 from rollout.conversation.tree import Node, Tree
 
 Parse = Callable[[str, str, Sequence[dict[str, Any]]], Reply]
-"""Turns the head of a turn, its text and the tools into a `Reply` without reason and budget."""
+"""Turns the head of a turn, its text (`raw`) and the tools into a `Reply` but for its ending."""
 
 History = Literal["keep", "branch"]
 FROM_ZERO = ("engine_s", "tool_s", "tool_calls", "tool_errors")  # measured in every conversation
@@ -166,17 +166,16 @@ class Conversation:
             )
         self._begin()
         left, limit = self._budget()
-        asked = shared.rules.sampling.max_new_tokens
+        sampling = shared.rules.sampling
+        asked = sampling.max_new_tokens
         size = min(asked if max_new_tokens is None else min(asked, max_new_tokens), left)
         if size < 1:
             return self._ended(limit)
+        if size != asked or stop:
+            sampling = replace(sampling, max_new_tokens=size, stop=(*sampling.stop, *stop))
         request = GenerateRequest(
             self._tokens,
-            replace(
-                shared.rules.sampling,
-                max_new_tokens=size,
-                stop=(*shared.rules.sampling.stop, *stop),
-            ),
+            sampling,
             shared.draw,
             first_sample=shared.index,
             turn=shared.tree.take_turn(),
@@ -194,7 +193,7 @@ class Conversation:
         reason = completion.finish_reason
         if reason == "length" and size == left:
             reason = limit  # no other turn has room
-        reply = self._read(completion.tokens, reason)
+        reply = self._read(completion.tokens)
         shared.made += len(completion.tokens)
         self._node = shared.tree.turn(parent, request.turn, completion, reply.message)
         shared.finish_reasons[self._node] = reason
@@ -202,7 +201,7 @@ class Conversation:
         self._shared.aborted |= reason == "abort"
         self._tokens = np.concatenate([self._tokens, completion.tokens])
         self._sent = self._tokens
-        return replace(reply, tokens_left=self.tokens_left)
+        return replace(reply, finish_reason=reason, tokens_left=self.tokens_left)
 
     async def append(self, messages: Sequence[Message]) -> None:
         """Add messages behind the model's turn: results of tools (all of them at once), or others.
@@ -386,29 +385,28 @@ class Conversation:
         rules = shared.rules
         if rules.max_turns is not None and shared.tree.turns >= rules.max_turns:
             return 0, "turns"
-        found: list[tuple[int, FinishReason]] = [
-            (max(0, rules.context - len(self._tokens)), "context")
-        ]
+        room = max(0, rules.context - len(self._tokens))
         if rules.max_tokens is not None:
-            found.append((max(0, rules.max_tokens - shared.made), "length"))
-        return min(found, key=lambda entry: entry[0])
+            left = max(0, rules.max_tokens - shared.made)
+            if left < room:
+                return left, "length"
+        return room, "context"
 
     def _ended(self, reason: FinishReason) -> Reply:
         self.end(reason)
         return Reply("", "", (), reason, 0)
 
-    def _read(self, tokens: NDArray[np.int32], reason: FinishReason) -> Reply:
+    def _read(self, tokens: NDArray[np.int32]) -> Reply:
         rules = self._shared.rules
         ended = bool(len(tokens)) and int(tokens[-1]) in rules.sampling.stop_token_ids
         text = rules.decode(tokens[:-1] if ended else tokens)
         head = rules.decode(self._tokens[-64:]) if rules.reads_sent else ""
-        reply = rules.parse(head, text, self.tools)
-        return replace(reply, finish_reason=reason, raw=text)
+        return rules.parse(head, text, self.tools)
 
     def _check_append_only(self) -> None:
         """The prompt is all that was sent and answered, and a suffix."""
-        size = len(self._sent)
-        if not np.array_equal(self._tokens[:size], self._sent):
+        # bytes: comparing a few hundred tokens takes numpy four times as long
+        if self._tokens[: len(self._sent)].tobytes() != self._sent.tobytes():
             raise RunFailed(
                 "conversation: the next request does not begin with what the model was sent and"
                 " wrote; this is a mistake of rlcore"

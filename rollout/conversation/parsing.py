@@ -48,7 +48,7 @@ class ReplyParser:
         # checked and compiled once, not turn by turn
         self.template = load_response_template(self._own or FORMATS[self.format].template)
         _, opening, rest = head.partition(REASONING["open"])
-        self._head = HEAD + opening + rest
+        self._head = HEAD + opening + rest if opening else ""
 
     @property
     def reads_sent(self) -> bool:
@@ -67,15 +67,15 @@ class ReplyParser:
             A reply without finish reason and budget. What does not parse is text, or a call with a
             `problem`.
         """
-        from transformers.utils.chat_parsing import parse_response
+        from transformers.utils.chat_parsing import ResponseParser
 
         try:
-            found = parse_response(
-                text,
-                self.template,
-                prefix=sent if self._own else self._head,
-                tools=[*tools] or None,
+            parser = ResponseParser(
+                self.template, prefix=sent if self._own else self._head, tools=[*tools] or None
             )
+            # `feed` would look for what later text may still change, and there is none
+            parser._buffer += text
+            found, _ = parser.finalize()
         except ValueError:  # a region that is not what it says: all of it is text
             found = {"content": text}
         parts = [str(found.get(name) or "").strip() for name in ("content", FINAL)]
@@ -94,7 +94,7 @@ class ReplyParser:
                 }
                 for call in readable
             ]
-        return Reply(content, reasoning, calls, "stop", 0, message=message)
+        return Reply(content, reasoning, calls, "stop", 0, raw=text, message=message)
 
 
 def told_by(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -113,9 +113,10 @@ def _sample(path: list[Node], own: set[Node], prompt: Prompt, draw: int, index: 
     assert last is not None
     return Sample(
         **of_prompt(prompt, draw, index),
-        tokens=np.concatenate([node.tokens for node in path]).astype(np.int32),
-        loss_mask=np.concatenate(
-            [np.full(len(node.tokens), node in own, dtype=np.uint8) for node in path]
+        tokens=np.concatenate([node.tokens for node in path], dtype=np.int32),
+        loss_mask=np.repeat(
+            np.array([node in own for node in path], dtype=np.uint8),
+            [len(node.tokens) for node in path],
         ),
         rollout_logprobs=_joined([c.logprobs for c in completions]),
         versions=tuple(versions),
@@ -131,7 +132,7 @@ def _sample(path: list[Node], own: set[Node], prompt: Prompt, draw: int, index: 
 
 
 def _joined(parts: list[Any]) -> Any:
-    return np.concatenate([np.zeros(0, dtype=np.float32), *parts]).astype(np.float32)
+    return np.concatenate([np.zeros(0, dtype=np.float32), *parts], dtype=np.float32)
 
 
 def _token_rewards(turns: list[Node], size: int) -> Any:

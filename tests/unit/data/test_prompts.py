@@ -6,14 +6,16 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from rlcore.data.prompts import PromptSet
-from rlcore.data.tokenizer import load_tokenizer, stop_token_ids
+from rlcore.data.tokenizer import encode, load_tokenizer, stop_token_ids
 from rlcore.errors import ConfigError, DataError, ModelError
 
 GOOD = {"prompt": "1+2=", "label": "3"}
@@ -201,6 +203,27 @@ def test_tokenizer_folder(tmp_path: Path, tokenizer):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match="empty holds none that can be loaded"):
         load_tokenizer(tmp_path / "empty")
+
+
+class SpacedTokenizer(PreTrainedTokenizerFast):
+    """Changes texts before its backend sees them, as some classes of transformers do."""
+
+    def __call__(self, text: list[str], *args: Any, **given: Any) -> BatchEncoding:
+        return super().__call__([t.replace("1", "2") for t in text], *args, **given)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, SpacedTokenizer])
+@pytest.mark.parametrize("limit", [None, 3])
+def test_ids_are_those_that_the_tokenizer_itself_gives(tokenizer, kind, limit, special):
+    texts = ["12+3=", "", f"{tokenizer.eos_token}1", "3" * 700]
+    made = kind(tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)
+    expected = [made([text], add_special_tokens=special)["input_ids"][0] for text in texts]
+    if limit is not None:  # left there by another call, or by tokenizer.json
+        made.backend_tokenizer.enable_truncation(limit)
+    found = encode(made, texts, texts, special=special)
+    assert [ids.tolist() for ids in found] == expected
+    assert all(ids.dtype == np.int32 for ids in found)
 
 
 def test_a_response_must_be_able_to_stop(tokenizer):

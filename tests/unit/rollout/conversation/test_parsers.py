@@ -6,11 +6,12 @@ import json
 from typing import Any, get_args
 
 import pytest
+from transformers.utils.chat_parsing import parse_response
 
 from rlcore.config.sections.rollout import ToolParser
 from rlcore.errors import ConfigError
-from rollout.conversation.formats import FORMATS
-from rollout.conversation.parsing import ReplyParser, told_by
+from rollout.conversation.formats import FINAL, FORMATS, HEAD
+from rollout.conversation.parsing import ReplyParser, _call, _calls_in, told_by
 
 from .kit import make_tokenizer
 from .test_public_templates import KNOWN, template_text
@@ -137,6 +138,26 @@ WRITTEN: list[tuple[str, str, int, str, str]] = [
     ),
     ("llama3", '{"answer": 3}', 0, '{"answer": 3}', ""),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("written", WRITTEN, ids=lambda written: written[0])
+def test_one_pass_reads_what_transformers_reads_bit_by_bit(written: tuple[Any, ...]) -> None:
+    """For a turn that is cut anywhere: its own parser is asked while text may still come."""
+    name, text = written[:2]
+    parser = ReplyParser(make_tokenizer(), name)
+    for size in range(len(text) + 1):
+        cut = text[:size]
+        try:
+            found = parse_response(cut, parser.template, prefix=HEAD, tools=TOOLS)
+        except ValueError:
+            found = {"content": cut}
+        reply = parser("", cut, TOOLS)
+        parts = [str(found.get(key) or "").strip() for key in ("content", FINAL)]
+        assert reply.text == "\n".join(part for part in parts if part)
+        assert reply.reasoning == (found.get("reasoning_content") or "")
+        assert [(call.name, call.arguments) for call in reply.calls] == [
+            (call.name, call.arguments) for call in map(_call, range(9), _calls_in(found))
+        ]
 
 
 @pytest.mark.parametrize(("name", "text", "count", "said", "thought"), WRITTEN)
