@@ -149,6 +149,7 @@ def test_what_is_measured(config: Config) -> None:
         "rollout/overdue_requests",
         "rollout/engines_serving", "rollout/resumed_responses", "rollout/resumed_tokens",
         "rollout/buffered_groups", "rollout/in_flight_groups", "rollout/dropped_stale",
+        "rollout/failed_groups", "rollout/failed_tries",
     }  # fmt: skip
     assert {
         name for name in METRICS if name.startswith(sections) and "<" not in name
