@@ -67,22 +67,28 @@ def fill(lengths: Sequence[int], items: Sequence[int], limit: int, bins: int) ->
 
 
 def split_minibatches(
-    num_sequences: int, minibatches: int, group_ids: torch.Tensor, *, seed: int
+    minibatches: int, group_ids: torch.Tensor, rollout_ids: torch.Tensor, *, seed: int
 ) -> list[list[int]]:
     """Choose the sequences of each optimizer step: whole groups, shuffled by `seed`.
 
-    The steps are as even in number of sequences as groups allow.
+    The steps are as even in number of rollouts as groups allow: it does not matter into how many
+    segments a rollout was cut.
+
+    Args:
+        group_ids, rollout_ids: int64 [B].
     """
     if minibatches == 1:
-        return [list(range(num_sequences))]
+        return [list(range(len(group_ids)))]
     groups: dict[int, list[int]] = {}
-    for i, group in enumerate(group_ids.tolist()):
+    rollouts: dict[int, set[int]] = {}
+    for i, (group, rollout) in enumerate(zip(group_ids.tolist(), rollout_ids.tolist())):
         groups.setdefault(group, []).append(i)
+        rollouts.setdefault(group, set()).add(rollout)
     generator = torch.Generator().manual_seed(seed)
-    rows = list(groups.values())
-    order = torch.randperm(len(rows), generator=generator).tolist()
-    parts = balance([float(len(rows[g])) for g in order], minibatches)
-    return [sorted(i for k in part for i in rows[order[k]]) for part in parts]
+    names = list(groups)
+    order = [names[g] for g in torch.randperm(len(names), generator=generator).tolist()]
+    parts = balance([float(len(rollouts[g])) for g in order], minibatches)
+    return [sorted(i for k in part for i in groups[order[k]]) for part in parts]
 
 
 def plan_minibatch(

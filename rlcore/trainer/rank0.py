@@ -199,9 +199,9 @@ class RankZero:
                 "versions", in_policy_steps(batch.vectors["versions"], self._rollouts.policy_steps)
             )
         self.minibatches = split_minibatches(
-            batch.num_sequences,
             self.config.algorithm.minibatches,
             batch.vectors["group_ids"],
+            batch.vectors["rollout_ids"],
             seed=self.config.run.seed * 1_000_003 + (self._rollouts.recorded_step or step),
         )
         return batch

@@ -27,7 +27,8 @@ from rlcore.algorithms.types import PER_SEQUENCE
 
 from .helpers import cu
 
-# Where the place of a token counts, only sums without a discount can be the same.
+# Where the place of a token counts, only sums without a discount are the same: see
+# test_cut_estimators.py.
 UNDISCOUNTED: dict[str, dict[str, Any]] = {
     "ppo": {"lam": 1.0},
     "vapo": {"actor_lam": 1.0},
@@ -99,8 +100,6 @@ def test_cutting_rollouts_into_segments_changes_no_advantage(
         options |= {"kl_coef": 0.3, "distill_coef": 0.2}
     estimator = build_estimator(name, **options)
     whole = estimator_batch(layout, seed)
-    if name in UNDISCOUNTED:  # what a segment ends has a value: of it all only the outcome is known
-        whole = replace(whole, values=torch.zeros(whole.num_tokens, dtype=torch.float64))
     segments, _ = cut_at_random(whole, torch.Generator().manual_seed(seed))
     expected = estimator(whole)
     got = estimator(segments)

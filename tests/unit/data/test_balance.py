@@ -3,10 +3,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.data.packing import balance
+from rlcore.data.packing import balance, split_minibatches
 
 
 def longest_first(costs: list[float], bins: int) -> list[list[int]]:
@@ -43,3 +44,35 @@ def test_the_worst_bin_is_near_the_mean(bins: int) -> None:
     assert sorted(i for part in placed for i in part) == list(range(len(costs)))
     worst = max(sum(costs[i] for i in part) for part in placed)
     assert worst <= max(1.02 * sum(costs) / bins, max(costs))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    groups=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=9),
+    minibatches=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)
+def test_optimizer_steps_take_whole_groups_however_their_rollouts_were_cut(
+    groups: list[list[int]], minibatches: int, seed: int
+) -> None:
+    """`groups` has the segments of each rollout; the steps are even in rollouts."""
+    rollouts = [(g, (g, r), size) for g, group in enumerate(groups) for r, size in enumerate(group)]
+    names = {rollout: 100 - i for i, (_, rollout, _) in enumerate(rollouts)}
+
+    def split(*, cut: bool) -> list[list[tuple[int, int]]]:
+        rows = [(g, rollout) for g, rollout, size in rollouts for _ in range(size if cut else 1)]
+        steps = split_minibatches(
+            minibatches,
+            torch.tensor([g for g, _ in rows]),
+            torch.tensor([names[rollout] for _, rollout in rows]),
+            seed=seed,
+        )
+        assert sorted(i for step in steps for i in step) == list(range(len(rows)))
+        return [sorted({rows[i][1] for i in step}) for step in steps]
+
+    whole = split(cut=False)
+    assert split(cut=True) == whole
+    at = {g: k for k, step in enumerate(whole) for g, _ in step}
+    assert all(k == at[g] for k, step in enumerate(whole) for g, _ in step)
+    sizes = [len(step) for step in whole]
+    assert max(sizes) - min(sizes) <= max(len(group) for group in groups)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import SamplingMasks
-from rlcore.errors import ConfigError, RolloutFailed, RunFailed
+from rlcore.errors import ConfigError, RunFailed
 from rollout.conversation.chat_template import ChatTemplate
 from rollout.conversation.conversation import Conversation
 
@@ -291,67 +287,6 @@ def test_order_of_calls_is_held() -> None:
             await conversation.append([{"role": "user", "content": "y"}])
 
     asyncio.run(talk())
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_every_token_is_trained_once_or_counted_over_random_trees(seed: int) -> None:
-    """Turns, forks, compactions, branches that nothing answers and turns that are left out."""
-    choose = random.Random(seed)
-    tokenizer = make_tokenizer()
-    model = ScriptedModel(tokenizer, lambda *_: "abcdef"[: choose.randint(0, 6)])
-
-    async def grow() -> Conversation:
-        root = begin(model, max_new_tokens=5)
-        branches = [root]
-        for _ in range(choose.randint(1, 14)):
-            branch = choose.choice(branches)
-            if branch._answered() or choose.random() < 0.2:
-                branch = branch.fork() if choose.random() < 0.4 else branch
-                if choose.random() < 0.2:
-                    branch = branch.fork([{"role": "user", "content": "in short"}])
-                elif branch._answered():
-                    await branch.append([{"role": "user", "content": choose.choice("xyz")}])
-                branches.append(branch)
-            if not branch._answered() and choose.random() < 0.8:
-                before = model.made
-                await branch.generate()
-                if choose.random() < 0.2:
-                    reason = choose.choice(("superseded", "lost"))
-                    branch.discard(reason)
-                    discarded.update(dict.fromkeys(range(before, model.made), reason))
-        return root
-
-    discarded: dict[int, str] = {}
-    root = asyncio.run(grow())
-    left = set(range(model.made)) - {*discarded}
-    if not any(node.turn is not None and not node.untrained for node in root._shared.tree.nodes):
-        with pytest.raises(RolloutFailed, match="no turn of the model to train on"):
-            root.samples()
-        return
-    samples = root.samples()
-    trained = np.concatenate([np.zeros(0, np.float32), *(s.rollout_logprobs for s in samples)])
-    assert sorted((-trained).tolist()) == sorted(left)
-    if samples:
-        (measured,) = [s.measured for s in samples if s.measured]
-        assert measured["generated_tokens"] == model.made
-        assert measured["trained_tokens"] == len(left)
-        reasons = Counter(f"untrained_{reason}" for reason in discarded.values())
-        counted = {k: v for k, v in measured.items() if k.startswith("untrained_") and v}
-        assert counted == reasons
-    for sample in samples:
-        turns = [r.turn for r in model.requests]
-        assert {s.turn for s in sample.turn_spans} <= set(turns)
-        own = sample.tokens[sample.loss_mask == 1]
-        for span in sample.turn_spans:
-            request = next(r for r in model.requests if r.turn == span.turn)
-            place = (
-                int(np.flatnonzero(sample.loss_mask)[span.start]) if span.end > span.start else 0
-            )
-            if span.end > span.start:  # it stands behind exactly what the model was sent
-                assert np.array_equal(sample.tokens[:place], request.prompt)
-                text = tokenizer.decode(own[span.start : span.end].tolist())
-                assert text.removesuffix(STOP) in "abcdef"
 
 
 def test_results_of_tools_are_rendered_together() -> None:
