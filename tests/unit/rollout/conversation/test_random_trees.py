@@ -10,6 +10,7 @@ import asyncio
 import random
 import string
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,10 +131,8 @@ class Grower:
             act = self.choose.choice((self.go_on, self.go_on, self.side_by_side, self.split))
             await act(self.choose.choice(self.all))
         samples = []
-        try:
+        with suppress(RolloutFailed):  # where no turn is kept; that is asserted of all
             samples = self.root.samples(1.0)
-        except RolloutFailed:
-            pass  # where no turn is kept; that is asserted of all
         return Rollout(self.engine, self.root, samples, self.max_turns)
 
     async def answer(self, branch: Conversation) -> None:
