@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from rlcore.errors import RlcoreError
@@ -19,6 +20,7 @@ HOMES = 1 << 16  # conversations whose engine is remembered
 # an engine with a cached prefix may have so many requests more than the least loaded one
 SLACK = 4
 RATIO = 1.25
+AHEAD = 128  # callers that wait, among whom an engine looks for one whose prefix it has
 
 
 @dataclass(eq=False)
@@ -133,7 +135,8 @@ class Router:
                 self._waiting.popleft()
                 continue
             if self._pick(first.keys, first.room) is not None:
-                first = next(filter(self._can_stay, self._waiting), first)
+                near = islice(self._waiting, AHEAD)
+                first = next(filter(self._can_stay, near), first)
                 member = self._pick(first.keys, first.room)
                 assert member is not None, "there is room"
                 first.granted.set_result(self._give(member, first.keys))
