@@ -1,6 +1,6 @@
 """Routing of requests: to the least loaded engine that serves, or to the one that knows the prefix.
 
-Requests that find no room wait in their order. Everything here happens on one event loop.
+Requests that find no room wait. Everything here happens on one event loop.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from rlcore.errors import RlcoreError
@@ -19,6 +20,7 @@ HOMES = 1 << 16  # conversations whose engine is remembered
 # an engine with a cached prefix may have so many requests more than the least loaded one
 SLACK = 4
 RATIO = 1.25
+AHEAD = 128  # callers that wait, among whom an engine looks for one whose prefix it has
 
 
 @dataclass(eq=False)
@@ -37,6 +39,10 @@ class Member:
     @property
     def name(self) -> str:
         return self.engine.name
+
+    def has_room(self, room: int) -> bool:
+        """Whether it serves and has fewer than `room` calls."""
+        return self.health.state is State.SERVING and len(self.leases) < room
 
 
 @dataclass(eq=False)
@@ -118,21 +124,37 @@ class Router:
         self.grant()
 
     def grant(self) -> None:
-        """Lease engines to waiting callers, in their order, as far as there is room."""
+        """Lease engines to waiting callers as far as there is room.
+
+        They are served in their order, except that an engine takes callers whose prefix it has
+        first: where all are full, conversations would else go on anywhere.
+        """
         while self._waiting:
             first = self._waiting[0]
             if first.granted.done():  # cancelled
                 self._waiting.popleft()
                 continue
-            member = self._pick(first.keys, first.room)
-            if member is not None:
+            if self._pick(first.keys, first.room) is not None:
+                near = islice(self._waiting, AHEAD)
+                first = next(filter(self._can_stay, near), first)
+                member = self._pick(first.keys, first.room)
+                assert member is not None, "there is room"
                 first.granted.set_result(self._give(member, first.keys))
             elif (error := self._no_engine_error()) is not None:
                 first.granted.set_exception(error)
             else:
                 break
-            self._waiting.popleft()
+            self._waiting.remove(first)
         self.on_room()
+
+    def _can_stay(self, waiting: _Waiting) -> bool:
+        """Whether the engine with the caller's prefix has room; any, if none has the prefix."""
+        if waiting.granted.done():
+            return False
+        home = self._home_of(waiting.keys)
+        if home is not None:
+            return home.has_room(waiting.room)
+        return any(member.has_room(waiting.room) for member in self._members)
 
     @property
     def waiting(self) -> int:
@@ -162,15 +184,18 @@ class Router:
         return lease
 
     def _pick(self, keys: Sequence[Hashable], room: int) -> Member | None:
-        free = [
-            m for m in self._members if m.health.state is State.SERVING and len(m.leases) < room
-        ]
+        free = [member for member in self._members if member.has_room(room)]
         if not free:
             return None
         least = min(free, key=lambda member: len(member.leases))
-        home = next((self._homes[key] for key in keys if key in self._homes), None)
+        home = self._home_of(keys)
         return (
             home
             if home in free and len(home.leases) <= RATIO * len(least.leases) + SLACK
             else least
         )
+
+    def _home_of(self, keys: Sequence[Hashable]) -> Member | None:
+        """Return the engine that serves and has the longest prefix of a call."""
+        home = next((self._homes[key] for key in keys if key in self._homes), None)
+        return home if home is not None and home.health.state is State.SERVING else None

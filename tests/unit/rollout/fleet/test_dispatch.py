@@ -65,6 +65,29 @@ def test_the_conversations_of_a_prompt_stay_each_where_it_was(on_site, request_o
     on_site("ab", use)
 
 
+def test_conversations_stay_where_they_were_while_all_engines_are_full(on_site, request_of):
+    """An engine with room takes a caller whose prefix it has before the others that wait."""
+
+    async def use(site):
+        for number, engine in enumerate(site.engines):
+            engine.delay_s = 0.004 + 0.003 * number
+
+        async def talk(draw):
+            for turn in range(6):
+                await site.dispatcher.one(request_of(draw, turn=turn))
+
+        await asyncio.gather(*(talk(draw) for draw in range(24)))
+        seen = {}
+        for engine in site.engines:
+            for [request] in engine.calls:
+                seen.setdefault(request.draw, {})[request.turn] = engine.name
+        assert {len(turns) for turns in seen.values()} == {6}
+        moves = sum(turns[i] != turns[i + 1] for turns in seen.values() for i in range(5))
+        assert moves < 12, f"{moves} of 120 turns began anew elsewhere"
+
+    on_site("ab", use, max_in_flight=3)
+
+
 def test_no_engine_gets_more_than_max_in_flight(on_site, request_of):
     async def use(site):
         running: Counter[str] = Counter()
