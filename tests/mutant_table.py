@@ -9,11 +9,15 @@ rewritten for the new text; a row is deleted only with the formula that it break
 A = "rlcore/algorithms/"
 E = A + "estimators/"
 L = A + "losses/"
+S = "rollout/conversation/"
 
 BY_HAND = "test_estimators_by_hand.py"
 LOSSES = "test_losses_reference.py::test_values_and_gradients"
 EXTREME = "test_losses_reference.py::test_extreme_log_ratios_in_float32"
 CONTRACT = "test_check_estimator.py::test_our_estimators_keep_the_contract"
+CUT_ESTIMATORS = "test_cut_estimators.py"
+CONVERSATION = "tests/unit/rollout/conversation/test_conversation.py"
+TREES = "tests/unit/rollout/conversation/test_random_trees.py"
 WRONG_ESTIMATORS = "test_check_estimator.py::test_a_wrong_estimator_is_caught"
 WRONG_LOSSES = "test_check_policy_loss.py::test_a_wrong_loss_is_caught"
 
@@ -43,6 +47,35 @@ MUTANTS = [
     ("later segments earn nothing for earlier ones", A + "reward_shaping.py",
      "outcomes = outcomes + rollouts.later(segment_sum(shaped, inputs.cu_seqlens))", "pass",
      "test_rollouts.py::test_gae_puts_the_outcome_and_later_rewards_at_the_end_of_each_segment"),
+    ("a segment earns its own rewards twice", A + "rollouts.py", "discounted_suffix_sum(along, borders, 1.0) - along",
+     "discounted_suffix_sum(along, borders, 1.0)", CUT_ESTIMATORS),
+    ("opo weighs by the length of a segment", E + "groups.py", "lengths = rollouts.total(lengths)", "lengths = lengths[rollouts.first]",
+     "test_rollouts.py::test_statistics_of_a_group_by_hand"),
+    ("gdpo whitens over segments", E + "gdpo.py", "batch = GroupedReturns(inputs, total, counted)",
+     "from dataclasses import replace\n        batch = GroupedReturns(replace(inputs, rollout_ids=None), total, counted)", CUT_ESTIMATORS),
+    ("a rollout ends as its first segment did", A + "metrics.py", "self.rollouts.last.tolist()", "self.rollouts.first.tolist()",
+     "test_rollouts.py::test_cutting_changes_no_metric"),
+    ("segments without a verdict differ", A + "rollouts.py", "same |= per_sequence.isnan() & values[self.index].isnan()", "pass",
+     "test_rollouts.py::test_cutting_changes_no_metric"),
+    ("optimizer steps even in segments", "rlcore/data/packing.py", "balance([float(len(rollouts[g])) for g in order], minibatches)",
+     "balance([float(len(groups[g])) for g in order], minibatches)", "tests/unit/data/test_balance.py"),
+    # the tree of a conversation, and what is measured of it
+    ("a shared turn trained in each of its samples", S + "samples.py", "not node.untrained} - trained", "not node.untrained}", TREES),
+    ("a turn that is left out makes a sample", S + "tree.py", "return node.turn is not None and not node.untrained", "return node.turn is not None",
+     CONVERSATION + "::test_a_rollout_is_measured_once"),
+    ("of a path every turn makes a sample", S + "tree.py", "return _is_trained(node) or any(_has_trained(child) for child in node.children)",
+     "return _is_trained(node)", CONVERSATION + "::test_tokens_are_those_of_full_rendering"),
+    ("the last turn of a reason hides the others", S + "samples.py", "found[name] = found.get(name, 0.0) + len(node.tokens)",
+     "found[name] = float(len(node.tokens))", TREES),
+    ("each sample counts the tokens of its rollout", S + "samples.py", "        found[0].measured = {**measured, **_counts(tree, trained)}",
+     "        for one in found:\n            one.measured = {**measured, **_counts(tree, trained)}", TREES),
+    ("the last turn alone decides about an abort", S + "conversation.py", 'self._shared.aborted |= reason == "abort"',
+     'self._shared.aborted = reason == "abort"', TREES),
+    ("tokens of a rollout uncounted", S + "conversation.py", "shared.made += len(completion.tokens)", "pass", CONVERSATION + "::test_budgets"),
+    ("the past of a request unchecked", S + "conversation.py", "if not np.array_equal(self._tokens[:size], self._sent):", "if False:", CONVERSATION + "::test_a_request_begins_with_what_was_sent_and_answered"),
+    ("a mark hears what is said later", S + "conversation.py", "marked._messages = list(self._messages)", "pass", CONVERSATION + "::test_a_mark_stays_where_it_was_set"),
+    ("untrained tokens over the rollouts that have some", A + "conversations.py", "len(rows) if name.startswith(UNTRAINED) else len(values)",
+     "len(values)", "test_conversation_metrics.py"),
     # the guard
     ("KL scaled in place", A + "reward_shaping.py", 'require(inputs.kl, "kl"), -kl_coef)',
      'require(inputs.kl, "kl").mul_(-kl_coef))', "test_estimators.py::test_the_kl_stays_raw test_metrics.py::test_the_logged_kl_is_the_raw_kl"),

@@ -1,4 +1,4 @@
-"""Named defects in the maths, each of which must turn a test red.
+"""Named defects in the maths and in conversations, each of which must turn a test red.
 
     python tests/mutants.py                    all of tests/mutant_table.py; 1 unless all are caught
     python tests/mutants.py NAME ...          these
@@ -114,7 +114,7 @@ def stale(mutant: Mutant, root: Path) -> str:
 def copy_tree(folder: Path) -> None:
     """Copy what the tests import and read."""
     skip = shutil.ignore_patterns("__pycache__", ".*")
-    for name in ("rlcore", "backends", "tests/unit", "tests/parity"):
+    for name in ("rlcore", "backends", "rollout", "tests/unit", "tests/parity"):
         shutil.copytree(ROOT / name, folder / name, ignore=skip)
     for name in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy2(ROOT / name, folder / name)

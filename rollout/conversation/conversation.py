@@ -34,7 +34,8 @@ class Rules:
     Attributes:
         context: tokens that the engine can hold, prompt and answers together.
         reads_sent: whether `parse` needs the end of what the model was sent.
-        max_tokens: the model's tokens in a rollout, all its branches together.
+        max_tokens: the model's tokens in a rollout, all its branches together; of turns that run
+            side by side, each may write what was left when it began.
         max_turns: turns of the model in a rollout, all its branches together.
         history: what to do where the template would change earlier turns: `keep` them as they were
             written, or `branch`, and render all messages anew; None refuses.

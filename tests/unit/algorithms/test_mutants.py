@@ -99,6 +99,7 @@ def test_every_algorithm_has_a_defect(mutants: ModuleType) -> None:
         folder / f"{name}.py"
         for name in (
             "aggregation",
+            "conversations",
             "corrections",
             "guard",
             "kl",
@@ -108,6 +109,7 @@ def test_every_algorithm_has_a_defect(mutants: ModuleType) -> None:
             "ragged",
             "scan",
             "reward_shaping",
+            "rollouts",
             "token_hash",
             "wide",
         )

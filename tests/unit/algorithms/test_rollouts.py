@@ -144,13 +144,14 @@ def test_cutting_changes_no_metric(layout: Layout, seed: int) -> None:
     segments, rows = cut_at_random(whole, torch.Generator().manual_seed(seed))
     ends = ["stop" if b % 3 else "length" for b in range(whole.num_sequences)]
     correct = (torch.arange(whole.num_sequences) % 2).double()
+    correct[2::3] = torch.nan  # no verifier was asked
     entropy = whole.logprobs
     assert entropy is not None
     shared: dict[str, Any] = {"entropy": entropy, "reward_coef": 0.1, "version": 6}
     expected = rollout_metrics(whole, finish_reasons=ends, correct=correct, **shared)
-    got = rollout_metrics(
-        segments, finish_reasons=[ends[b] for b in rows], correct=correct[rows], **shared
-    )
+    # three segments each, of which the last one tells how the rollout ended
+    cut_ends = [ends[b] if place % 3 == 2 else "turns" for place, b in enumerate(rows)]
+    got = rollout_metrics(segments, finish_reasons=cut_ends, correct=correct[rows], **shared)
     assert got == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 

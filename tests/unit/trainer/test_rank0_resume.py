@@ -155,6 +155,17 @@ def test_the_segments_of_a_rollout_are_one_episode(
     assert (batch.num_sequences, rank0.episodes, rank0.metrics["episode"]) == (3, 2, 2)
 
 
+def test_optimizer_steps_are_even_in_rollouts(
+    open_rank0: Open, make_sample: Callable[..., Sample]
+) -> None:
+    rank0 = open_rank0(None, algorithm={"minibatches": 2})
+    samples = [make_sample(draw, index=index) for draw in range(4) for index in range(3)]
+    cast(Source, rank0.source).samples = [s for s in samples if s.draw == 0 or s.index == 0]
+    rank0.generate(1)
+    groups = rank0.build_batch(1, 6).vectors["group_ids"]
+    assert [len(set(groups[rows].tolist())) for rows in rank0.minibatches] == [2, 2]
+
+
 # --- the best checkpoint --------------------------------------------------------------------------
 
 

@@ -134,7 +134,10 @@ def test_budgets(settings: dict[str, Any], given: dict[str, int], reason: str, m
 
     async def talk() -> Conversation:
         conversation = begin(model, settings, max_new_tokens=6, **given)
-        while (reply := await conversation.generate()).finish_reason == "stop":
+        for _ in range(9):  # a budget that nobody counts would have no end
+            reply = await conversation.generate()
+            if reply.finish_reason != "stop":
+                break
             assert reply.tokens_left == conversation.tokens_left
             await conversation.append([{"role": "user", "content": "x"}])
         assert reply.finish_reason == reason
@@ -147,6 +150,23 @@ def test_budgets(settings: dict[str, Any], given: dict[str, int], reason: str, m
         assert len(sample.tokens) <= made
     else:
         assert sample.num_trainable == made
+
+
+def test_a_turn_may_lower_its_limit_and_add_stops() -> None:
+    tokenizer = make_tokenizer()
+    model = ScriptedModel(tokenizer, lambda *_: "hello")
+    context = make_context(tokenizer)
+    context = replace(context, sampling=replace(context.sampling, stop=("END",)))
+    conversation = context.conversation(make_prompt(tokenizer, "1+2?"), 3, 1, model)
+
+    async def talk() -> None:
+        for limit in (4, 900):
+            await conversation.generate(limit, stop=["!"])
+            await conversation.append([{"role": "user", "content": "x"}])
+
+    asyncio.run(talk())
+    asked = [r.sampling for r in model.requests]
+    assert [(s.max_new_tokens, s.stop) for s in asked] == [(4, ("END", "!")), (400, ("END", "!"))]
 
 
 def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
@@ -211,7 +231,31 @@ def test_branches_are_counted_however_they_begin() -> None:
 
     conversation = asyncio.run(talk())
     assert conversation.branches == 2
-    assert len(conversation.samples()) == 3
+    first, *others = conversation.samples()
+    assert len(others) == 2
+    first.metadata["correct"] = True
+    assert [other.metadata for other in others] == [{}, {}]
+
+
+def test_a_fork_stays_where_it_began() -> None:
+    model = ScriptedModel(make_tokenizer(), answers("a", "b", "c"))
+
+    async def talk() -> Conversation:
+        conversation = begin(model)
+        await conversation.generate()
+        fork = conversation.fork()
+        said = fork.messages
+        await conversation.append([{"role": "user", "content": "x"}])
+        await conversation.generate()
+        assert fork.messages == said
+        await fork.append([{"role": "user", "content": "y"}])
+        await fork.generate()
+        assert [m["content"] for m in fork.messages] == ["1+2?", "a", "y", "c"]
+        return conversation
+
+    conversation = asyncio.run(talk())
+    assert conversation.branches == 1
+    assert [s.num_trainable for s in conversation.samples()] == [4, 2]
 
 
 def test_a_rollout_is_measured_once() -> None:
@@ -228,6 +272,7 @@ def test_a_rollout_is_measured_once() -> None:
         )
         await conversation.generate()
         branch = conversation.fork()
+        await conversation.mark().append([{"role": "user", "content": "never sent"}])
         for one in (conversation, branch):
             await one.append([{"role": "user", "content": "x"}])
             await one.generate()
@@ -272,6 +317,7 @@ def test_a_turn_that_is_left_out_in_the_middle_is_context() -> None:
     (sample,) = asyncio.run(talk()).samples()
     assert tokenizer.decode(sample.tokens[sample.loss_mask == 1].tolist()) == "cd" + STOP
     assert [span.turn for span in sample.turn_spans] == [1]
+    assert sample.turns == 2
 
 
 def test_order_of_calls_is_held() -> None:
@@ -287,6 +333,21 @@ def test_order_of_calls_is_held() -> None:
             await conversation.append([{"role": "user", "content": "y"}])
 
     asyncio.run(talk())
+
+
+def test_a_request_begins_with_what_was_sent_and_answered() -> None:
+    model = ScriptedModel(make_tokenizer(), lambda *_: "a")
+
+    async def talk() -> None:
+        conversation = begin(model)
+        await conversation.generate()
+        await conversation.append([{"role": "user", "content": "x"}])
+        conversation.tokens[0] += 1
+        with pytest.raises(RunFailed, match="does not begin with what the model was sent"):
+            await conversation.generate()
+
+    asyncio.run(talk())
+    assert len(model.requests) == 1
 
 
 def test_results_of_tools_are_rendered_together() -> None:

@@ -120,6 +120,27 @@ def test_masks_stand_at_trained_tokens_and_experts_at_all_that_were_fed() -> Non
     assert batch.sampling_mask.offsets.tolist() == list(range(len(trained) + 1))
 
 
+def test_a_shared_turn_keeps_the_experts_that_it_was_made_with() -> None:
+    tokenizer = make_tokenizer()
+    engine = PublishingEngine(ScriptedModel(tokenizer, lambda *_: "word"))
+
+    async def converse() -> Conversation:
+        context = make_context(tokenizer)
+        conversation = context.conversation(make_prompt(tokenizer, "1+2?"), 3, 1, engine)
+        await conversation.generate()
+        fork = conversation.fork()
+        for branch in (conversation, fork):
+            await branch.append([{"role": "user", "content": "x"}])
+            await branch.generate()
+        return conversation
+
+    _, second = asyncio.run(converse()).samples()
+    first_fed = len(engine.passes[0].prompt) + len("word")
+    assert second.routed_experts is not None
+    expected = [0] * first_fed + [2] * (len(second.tokens) - 1 - first_fed)
+    assert second.routed_experts[:, 0, 0].tolist() == expected
+
+
 def test_a_recorded_conversation_is_replayed_as_it_was(tmp_path: Path) -> None:
     sample, _ = talk()
     path = tmp_path / "step_000001.jsonl.zst"
