@@ -272,7 +272,7 @@ def test_a_rollout_is_measured_once() -> None:
         )
         await conversation.generate()
         branch = conversation.fork()
-        await conversation.mark().append([{"role": "user", "content": "never sent"}])
+        await conversation.fork().append([{"role": "user", "content": "never sent"}])
         for one in (conversation, branch):
             await one.append([{"role": "user", "content": "x"}])
             await one.generate()
