@@ -50,19 +50,26 @@ def check_async_run(folder: Path, *, steps: int, staleness: int) -> list[int]:
     return everything
 
 
+def of_two_versions(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with a turn that several versions made."""
+    return [
+        sample
+        for sample in samples
+        for versions in [sample.token_versions()]
+        if any(len({*versions[t.start : t.end]}) > 1 for t in sample.turn_spans)
+    ]
+
+
 def check_versions_of_turns(workspace: Workspace, run: Run, samples: Sequence[Sample]) -> None:
     """Assert that some turns of conversations were made by two versions, and are recorded so.
 
     Every token has the log-prob that transformers gives it with the weights of its version, and
     those in such turns have another one with the weights that began the turn.
     """
-    mixed = []
     for sample in samples:
-        versions = sample.token_versions()
-        assert all(before <= version for before, version in pairwise(versions))
+        assert all(a <= b for a, b in pairwise(sample.token_versions()))
         assert {turn.start for turn in sample.turn_spans} <= {s.start for s in sample.versions}
-        if any(len({*versions[t.start : t.end]}) > 1 for t in sample.turn_spans):
-            mixed.append(sample)
+    mixed = of_two_versions(samples)
     assert mixed, "no publication came in the middle of a turn"
     gaps = gaps_by_version(workspace, run, samples)
     assert max(gaps.values()) < 1e-4, gaps

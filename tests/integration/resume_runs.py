@@ -23,6 +23,7 @@ ANSWER_S = 240.0
 STEPS = 5
 UPDATES = 4  # optimizer steps a step
 NOT_COMPARED = ("time/", "perf/")
+CLOCKS = ("engine_s", "tool_s")  # measurements of conversations that the clock writes
 
 # PPO with everything that has a state: critic, reference, schedules, a filter, groups that go back
 # to the stream, and ten prompts of which a step takes three to four.
@@ -208,7 +209,11 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
     """The rows of metrics.jsonl without what the clock writes."""
     rows = read_metrics(run / "metrics.jsonl")
     return [
-        {key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)}
+        {
+            key: value
+            for key, value in row.items()
+            if not key.startswith(NOT_COMPARED) and not key.endswith(CLOCKS)
+        }
         for row in rows
     ]
 
@@ -296,9 +301,11 @@ def _samples(run: Path) -> dict[str, list[dict[str, Any]]]:
     Versions count publications, of which a resumed run makes more.
     """
     return {
-        path.name: [
-            {k: v for k, v in record.items() if "version" not in k}
-            for record in read_rollouts(path)
-        ]
+        path.name: [_unchanging(record) for record in read_rollouts(path)]
         for path in sorted((run / "rollouts").glob("*.zst"))
     }
+
+
+def _unchanging(record: dict[str, Any]) -> dict[str, Any]:
+    measured = {k: v for k, v in record["measured"].items() if k not in CLOCKS}
+    return {k: v for k, v in record.items() if "version" not in k} | {"measured": measured}

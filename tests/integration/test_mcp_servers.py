@@ -105,7 +105,7 @@ def test_the_policy_calls_tools_of_a_server_and_no_process_is_left() -> None:
     assert own == "4"
     assert unknown.startswith("error: there is no tool 'multiply'; there is subtract, add, fail")
     assert sample.outcome == {"reward": 1.0}
-    assert (sample.metadata["tool_calls"], sample.metadata["tool_errors"]) == (6, 3)
+    assert (sample.measured["tool_calls"], sample.measured["tool_errors"]) == (6, 3)
     seen = model.tokenizer.decode(model.requests[0].prompt.tolist())
     assert '"description": "Add two numbers."' in seen
     assert '"integer"' in seen

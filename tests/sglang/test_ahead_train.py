@@ -14,6 +14,7 @@ from tests.integration.accounting_checks import samples_of
 from tests.integration.async_checks import (
     check_async_run,
     check_versions_of_turns,
+    of_two_versions,
     sample_staleness,
 )
 from tests.integration.workspace import LEARNING, Run, Workspace
@@ -75,17 +76,24 @@ def test_a_run_two_steps_ahead(
 def test_a_publication_in_the_middle_of_a_turn(
     workspace: Workspace, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each token is of the version that made it, and has the log-prob of that version's weights."""
-    run = train(
-        workspace,
-        served,
-        monkeypatch,
-        "conversations",
-        "rollout.on_update=abort",
-        "checkpoint.every=1",
-        f"checkpoint.keep={STEPS}",
-        "rollout.workflow={name: 'tests.integration.failing_environments:Faulty', how: never}",
-    )
-    check_async_run(run.folder, steps=STEPS, staleness=2)
-    samples = [sample for step in range(1, STEPS + 1) for sample in samples_of(run, step)]
+    """Each token is of the version that made it, and has the log-prob of that version's weights.
+
+    Turns are short and the server is quick: a run may have no publication in the middle of one.
+    """
+    for attempt in range(5):
+        run = train(
+            workspace,
+            served,
+            monkeypatch,
+            f"conversations{attempt}",
+            "rollout.on_update=abort",
+            "checkpoint.every=1",
+            f"checkpoint.keep={STEPS}",
+            f"run.seed={attempt}",
+            "rollout.workflow={name: 'tests.integration.failing_environments:Faulty', how: never}",
+        )
+        check_async_run(run.folder, steps=STEPS, staleness=2)
+        samples = [sample for step in range(1, STEPS + 1) for sample in samples_of(run, step)]
+        if of_two_versions(samples):
+            break
     check_versions_of_turns(workspace, run, samples)
