@@ -1,0 +1,113 @@
+"""Where the tokens of sequences stand in a pack that holds each common prefix once.
+
+    prompt a b c        slots 0 1 2 3
+    prompt a b d        slots 0 1 2 4        shares three tokens with the one before it
+    prompt e            slots 0 5            shares one
+
+Behind the same tokens a causal model computes the same, so a token that several sequences begin
+with is computed once, at one slot. `slots`, many tokens to one slot, is all that a pack needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlcore.data.packing import padded_length
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The places of B sequences with N tokens.
+
+    Attributes:
+        slots: int64 [N], of every token.
+        shared: int64 [B], how many tokens at a sequence's start stand at slots of another one.
+        order: int64 [B], the sequences in the order in which their own tokens stand.
+        size: of the pack so far, in slots; each sequence's own tokens are padded at their end.
+    """
+
+    slots: Tensor
+    shared: Tensor
+    order: Tensor
+    size: int
+
+
+def share_nothing(lengths: Tensor, *, multiple: int = 1) -> Sharing:
+    """Give every token a slot of its own, sequence behind sequence.
+
+    Args:
+        lengths: int64 [B].
+        multiple: of the slots of a sequence.
+    """
+    padded = -(-lengths // multiple) * multiple
+    begins = padded.cumsum(0) - padded
+    shift = begins - (lengths.cumsum(0) - lengths)
+    total = int(lengths.sum())
+    return Sharing(
+        slots=torch.arange(total) + shift.repeat_interleave(lengths, output_size=total),
+        shared=torch.zeros_like(lengths),
+        order=torch.arange(len(lengths)),
+        size=int(padded.sum()),
+    )
+
+
+def share_prefixes(
+    tokens: Tensor, lengths: Tensor, *, multiple: int = 1, alike: Tensor | None = None
+) -> Sharing:
+    """Give tokens behind the same tokens the same slot.
+
+    Of sequences in the order of their tokens, what one shares with any before it is what it shares
+    with the one right before it. So one pass finds all of a tree of prefixes.
+
+    Args:
+        tokens: int [N], sequence behind sequence.
+        lengths: int64 [B].
+        multiple: of the slots of a sequence's own tokens.
+        alike: int [N, ...], which must be equal too.
+    """
+    columns = [tokens[:, None]]
+    if alike is not None:
+        columns.append(alike.reshape(len(tokens), -1))
+    rows = torch.cat([part.to(torch.int32) for part in columns], dim=1).numpy()
+    ends = np.cumsum(lengths.numpy())
+    begins = ends - lengths.numpy()
+    sequences = [rows[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    order = in_order(sequences)
+    slots = np.empty(len(rows), dtype=np.int64)
+    shared = np.zeros(len(sequences), dtype=np.int64)
+    size = 0
+    for before, i in zip([None, *order], order):
+        begin = begins[i]
+        common = 0
+        if before is not None:
+            common = common_prefix(sequences[before], sequences[i])
+            slots[begin : begin + common] = slots[begins[before] : begins[before] + common]
+        own = len(sequences[i]) - common
+        slots[begin + common : ends[i]] = np.arange(size, size + own)
+        shared[i] = common
+        size += padded_length(own, multiple)
+    return Sharing(
+        torch.from_numpy(slots),
+        torch.from_numpy(shared),
+        torch.tensor(order, dtype=torch.int64),
+        size,
+    )
+
+
+def in_order(sequences: Sequence[NDArray[np.int32]]) -> list[int]:
+    """Return the indices of sequences in the order of their rows; equal ones as they came."""
+    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
+    return sorted(range(len(sequences)), key=keys.__getitem__)
+
+
+def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """Return how many rows [n, k] two arrays have in common from their start on."""
+    size = min(len(one), len(other))
+    differ = (one[:size] != other[:size]).any(axis=1)
+    return int(differ.argmax()) if differ.any() else size
