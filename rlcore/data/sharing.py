@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from rlcore.data.packing import padded_length
 
 
 @dataclass(frozen=True)
@@ -91,13 +90,62 @@ def share_prefixes(
         own = len(sequences[i]) - common
         slots[begin + common : ends[i]] = np.arange(size, size + own)
         shared[i] = common
-        size += padded_length(own, multiple)
+        size += -(-own // multiple) * multiple
     return Sharing(
         torch.from_numpy(slots),
         torch.from_numpy(shared),
         torch.tensor(order, dtype=torch.int64),
         size,
     )
+
+
+@dataclass(frozen=True)
+class Beginnings:
+    """How sequences begin alike, for a plan that keeps such sequences together.
+
+    Attributes:
+        order: int64 [B], the sequences such that those that begin alike stand side by side.
+        shared: int64 [B], how many tokens the sequence `order[k]` shares with `order[k - 1]`; 0
+            where a group begins.
+    """
+
+    order: NDArray[np.int64]
+    shared: NDArray[np.int64]
+
+    def among(self, sequences: Sequence[int]) -> Beginnings:
+        """Return the same of some of the sequences."""
+        chosen = np.zeros(len(self.order), dtype=bool)
+        chosen[np.asarray(sequences, dtype=np.int64)] = True
+        places = np.flatnonzero(chosen[self.order])
+        if not len(places):
+            return Beginnings(self.order[:0], self.shared[:0])
+        # what two have in common is the least that any two between them have
+        borders = np.concatenate([[0], places[:-1] + 1])
+        return Beginnings(self.order[places], np.minimum.reduceat(self.shared, borders))
+
+
+def beginnings_of(tokens: Tensor, cu_tokens: Tensor, group_ids: Tensor) -> Beginnings:
+    """Find how the sequences of each group begin alike.
+
+    Args:
+        tokens: int [T], sequence behind sequence.
+        cu_tokens: int64 [B+1].
+        group_ids: int64 [B]; what sequences of different groups share is not looked for.
+    """
+    rows = tokens.to(torch.int32)[:, None].numpy()
+    borders = cu_tokens.tolist()
+    groups: dict[int, list[int]] = {}
+    for i, group in enumerate(group_ids.tolist()):
+        groups.setdefault(group, []).append(i)
+    order: list[int] = []
+    shared: list[int] = []
+    for members in groups.values():
+        sequences = [rows[borders[i] : borders[i + 1]] for i in members]
+        places = in_order(sequences)
+        order += [members[place] for place in places]
+        shared.append(0)
+        shared += [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(places)]
+    return Beginnings(np.array(order, dtype=np.int64), np.array(shared, dtype=np.int64))
 
 
 def in_order(sequences: Sequence[NDArray[np.int32]]) -> list[int]:
