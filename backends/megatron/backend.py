@@ -69,6 +69,7 @@ from rlcore.config import Config
 from rlcore.config.derived import pack_multiple
 from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.data.packing import MinibatchPlan
+from rlcore.data.sharing import beginnings_of
 from rlcore.weights import DTYPES, Bucket
 
 
@@ -158,12 +159,18 @@ class MegatronBackend:
 
         Not collective; rank 0 calls it.
         """
+        beginnings = None
+        if self._prefixes().on:
+            beginnings = beginnings_of(
+                batch.tokens, batch.cu_tokens, batch.vectors["group_ids"], batch.routed_experts
+            )
         return plan_minibatches(
             self.config,
             self.parallel,
             self.policy.arch.shape.cost,
             batch.lengths.tolist(),
             minibatches,
+            beginnings,
         )
 
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:

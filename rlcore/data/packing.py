@@ -9,13 +9,13 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlcore.data.sharing import Beginnings
 from rlcore.planning.shape import CostModel
-
 
 EVEN = 1.01  # the heaviest rank by the mean, at which clusters are not cut any smaller
 
@@ -173,11 +173,11 @@ class Clusters:
         self, beginnings: Beginnings, lengths: Sequence[int], cost: CostModel, pad: int
     ) -> None:
         self.order = beginnings.order
-        size = np.asarray(lengths, dtype=np.int64)[self.order]
+        size: Any = np.asarray(lengths, dtype=np.int64)[self.order]  # Any: `cost` takes arrays too
         shared = beginnings.shared
         self.whole_tokens = -(-size // pad) * pad
         self.own_tokens = -(-(size - shared) // pad) * pad
-        self.whole_costs = cost(size)
+        self.whole_costs: Any = cost(size)
         self.own_costs = self.whole_costs - cost(shared)
         self.starts = np.flatnonzero(shared == 0)
 

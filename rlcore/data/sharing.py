@@ -70,10 +70,7 @@ def share_prefixes(
         multiple: of the slots of a sequence's own tokens.
         alike: int [N, ...], which must be equal too.
     """
-    columns = [tokens[:, None]]
-    if alike is not None:
-        columns.append(alike.reshape(len(tokens), -1))
-    rows = torch.cat([part.to(torch.int32) for part in columns], dim=1).numpy()
+    rows = _rows(tokens, alike)
     ends = np.cumsum(lengths.numpy())
     begins = ends - lengths.numpy()
     sequences = [rows[begin:end] for begin, end in zip(begins, ends, strict=True)]
@@ -124,15 +121,18 @@ class Beginnings:
         return Beginnings(self.order[places], np.minimum.reduceat(self.shared, borders))
 
 
-def beginnings_of(tokens: Tensor, cu_tokens: Tensor, group_ids: Tensor) -> Beginnings:
+def beginnings_of(
+    tokens: Tensor, cu_tokens: Tensor, group_ids: Tensor, alike: Tensor | None = None
+) -> Beginnings:
     """Find how the sequences of each group begin alike.
 
     Args:
         tokens: int [T], sequence behind sequence.
         cu_tokens: int64 [B+1].
         group_ids: int64 [B]; what sequences of different groups share is not looked for.
+        alike: int [T, ...], which must be equal too.
     """
-    rows = tokens.to(torch.int32)[:, None].numpy()
+    rows = _rows(tokens, alike)
     borders = cu_tokens.tolist()
     groups: dict[int, list[int]] = {}
     for i, group in enumerate(group_ids.tolist()):
@@ -146,6 +146,15 @@ def beginnings_of(tokens: Tensor, cu_tokens: Tensor, group_ids: Tensor) -> Begin
         shared.append(0)
         shared += [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(places)]
     return Beginnings(np.array(order, dtype=np.int64), np.array(shared, dtype=np.int64))
+
+
+def _rows(tokens: Tensor, alike: Tensor | None) -> NDArray[np.int32]:
+    """Return all that must be equal of each token, [T, columns]."""
+    columns = [tokens[:, None]]
+    if alike is not None:
+        columns.append(alike.reshape(len(tokens), -1))
+    rows: NDArray[np.int32] = torch.cat([part.int() for part in columns], dim=1).numpy()
+    return rows
 
 
 def in_order(sequences: Sequence[NDArray[np.int32]]) -> list[int]:
