@@ -304,7 +304,7 @@ class Conversation:
             finish_reasons=shared.finish_reasons,
             measured={**shared.measured, **counts},
         )
-        if not found and not shared.aborted:
+        if not found:
             raise RolloutFailed("result", self._why_empty())
         for sample in found if shared.aborted else ():
             sample.finish_reason = "abort"
