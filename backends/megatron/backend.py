@@ -38,10 +38,11 @@ with importing_megatron():
     )
     from backends.megatron.checkpoint.shards import HostCopies, PendingCheckpoint
     from backends.megatron.checks.layout import check_layout
+    from backends.megatron.checks.prefixes import PrefixSharing, choose_prefix_sharing
     from backends.megatron.convert.read import read_architecture
     from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.head import HeadOptions
-    from backends.megatron.model.layers import layers_of
+    from backends.megatron.model.layers import Layers, layers_of
     from backends.megatron.model.moe import mean_losses
     from backends.megatron.model.routing_replay import (
         Routing,
@@ -68,6 +69,7 @@ from rlcore.config import Config
 from rlcore.config.derived import pack_multiple
 from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.data.packing import MinibatchPlan
+from rlcore.data.sharing import beginnings_of
 from rlcore.weights import DTYPES, Bucket
 
 
@@ -157,12 +159,18 @@ class MegatronBackend:
 
         Not collective; rank 0 calls it.
         """
+        beginnings = None
+        if self._prefixes().on:
+            beginnings = beginnings_of(
+                batch.tokens, batch.cu_tokens, batch.vectors["group_ids"], batch.routed_experts
+            )
         return plan_minibatches(
             self.config,
             self.parallel,
             self.policy.arch.shape.cost,
             batch.lengths.tolist(),
             minibatches,
+            beginnings,
         )
 
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
@@ -175,7 +183,12 @@ class MegatronBackend:
             check_records(batch, self.policy.arch)
         multiple = pack_multiple(self.config)
         self._local_batch = LocalBatch(
-            batch, plans, self.parallel, self.device, pad_multiple=multiple
+            batch,
+            plans,
+            self.parallel,
+            self.device,
+            pad_multiple=multiple,
+            share_prefixes=self._prefixes().on,
         )
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
@@ -225,6 +238,9 @@ class MegatronBackend:
                 loss = critic_loss(self.config.critic, self._batch, moments)
                 with self.critic.on_device(training=True) as critic:
                     reports["critic"] = self._train(critic, minibatch, loss)
+        if self._prefixes().on and self.parallel.is_last_stage:
+            for micro in self._batch.micro_batches(minibatch):
+                moments.add("perf/shared_tokens", micro.repeated)
         moments = shared_moments(moments, self.parallel)
         metrics = moments.reduce()
         if "policy" in reports:
@@ -377,7 +393,7 @@ class MegatronBackend:
             weights = f"{checkpoint}, saved at {saved_layout(Path(checkpoint))}"
         dtype = DTYPES[self.config.model.dtype]
         optimizer = self.config.policy.optimizer
-        layers = layers_of(self.config, self.device.type, latent=self.policy.arch.latent_attention)
+        layers = self._layers()
         attention = "variable-length flash" if uses_varlen(self.device, dtype) else "bucketed SDPA"
         if p.cp_size > 1:
             attention += ", keys and values gathered over CP"
@@ -391,12 +407,19 @@ class MegatronBackend:
                 f"on {p.world_size} {self.device.type} ranks"
             ),
             "attention": "Transformer Engine" if layers.transformer_engine else attention,
+            "shared prefixes": str(self._prefixes()),
             "layers": str(layers),
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
             "models": " + ".join(models),
             "weights": weights,
             "dtype": self.config.model.dtype,
         }
+
+    def _layers(self) -> Layers:
+        return layers_of(self.config, self.device.type, latent=self.policy.arch.latent_attention)
+
+    def _prefixes(self) -> PrefixSharing:
+        return choose_prefix_sharing(self.config, self._layers())
 
     def close(self) -> None:
         """Give up the models and Megatron's groups, and the process group if it was made here."""

@@ -128,9 +128,16 @@ _ROWS = (
      "the row before", "-", "s"),
     ("perf/tokens_per_second", "model tokens trained, prompts included, by the time of the step",
      "seconds", "tokens/s"),
+    ("perf/shared_tokens", "model tokens that a micro-batch had at the same place behind the same "
+     "tokens already, and that were not computed again (policy.share_prefixes)",
+     "model tokens", "share"),
+    ("perf/computed_tokens_per_second", "model tokens trained and not shared, by the time of the "
+     "step", "seconds", "tokens/s"),
     ("perf/mfu", "model FLOPs of the policy's passes, an update as three forward ones, by what the "
      "trainer's GPUs could have done in the time of the step; only where their peak is known" ,
      "seconds x peak FLOP/s", "share"),
+    ("perf/computed_mfu", "the same without what the plan shares", "seconds x peak FLOP/s",
+     "share"),
     ("perf/trainer_idle_fraction", "time that the trainer waited", "time of the step", "share"),
     ("perf/engine_idle_fraction", "time that the engines had no request",
      "time of the step, or between two hand-overs (rollout.max_staleness above 0)", "share"),

@@ -1,6 +1,6 @@
 """The plan of a step: which sequence goes to which optimizer step, rank and micro-batch.
 
-Pure functions of the lengths.
+Pure functions of the lengths, and of how sequences begin alike.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from rlcore.data.clusters import Clusters, Pieces, balance
+from rlcore.data.sharing import Beginnings
 from rlcore.planning.shape import CostModel
 
 
@@ -20,9 +23,16 @@ class MinibatchPlan:
 
     `microbatches[d][k]` holds the sequences of micro-batch k on data-parallel rank d. Every rank
     has the same number of micro-batches.
+
+    Attributes:
+        shared_tokens: the tokens that packs hold for several sequences at once, not counting the
+            first of each.
+        shared_squares: the sum over sequences of the squares of their number.
     """
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
+    shared_tokens: int = 0
+    shared_squares: int = 0
 
     def sequences(self, rank: int) -> tuple[int, ...]:
         """Return all sequences of a rank."""
@@ -34,35 +44,21 @@ def padded_length(num_tokens: int, multiple: int) -> int:
     return -(-num_tokens // multiple) * multiple
 
 
-def balance(costs: Sequence[float], bins: int) -> list[list[int]]:
-    """Put every item onto the lightest bin, the longest first (LPT, Graham 1969).
+def fill(sizes: Sequence[int], items: Sequence[int], limit: int, bins: int) -> list[list[int]]:
+    """Fill at least `bins` micro-batches of at most `limit` tokens, the largest item first.
 
-    Bins may stay empty.
+    The lightest bin first keeps them even; a new one is opened only when none has room.
     """
-    order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
-    placed = [[item] for item in order[:bins]] + [[] for _ in range(bins - len(costs))]
-    heap = [(costs[item], b) for b, item in enumerate(order[:bins])]
-    heapq.heapify(heap)
-    for item in order[bins:]:
-        load, lightest = heap[0]
-        placed[lightest].append(item)
-        heapq.heapreplace(heap, (load + costs[item], lightest))
-    return placed
-
-
-def fill(lengths: Sequence[int], items: Sequence[int], limit: int, bins: int) -> list[list[int]]:
-    """Fill at least `bins` micro-batches of at most `limit` tokens, the longest sequence first."""
-    loads: list[int] = [0] * bins
     out: list[list[int]] = [[] for _ in range(bins)]
-    for i in sorted(items, key=lambda i: (-lengths[i], i)):
-        # The lightest bin first keeps them even; a new one is opened only when none has room.
-        k = min(range(len(loads)), key=lambda b: (loads[b], b))
-        if loads[k] and loads[k] + lengths[i] > limit:
-            loads.append(0)
-            out.append([])
-            k = len(loads) - 1
-        loads[k] += lengths[i]
-        out[k].append(i)
+    lightest = [(0, k) for k in range(bins)]
+    for i in sorted(items, key=lambda i: (-sizes[i], i)):
+        load, k = lightest[0]
+        if load and load + sizes[i] > limit:
+            heapq.heappush(lightest, (sizes[i], len(out)))
+            out.append([i])
+        else:
+            heapq.heapreplace(lightest, (load + sizes[i], k))
+            out[k].append(i)
     return out
 
 
@@ -99,25 +95,41 @@ def plan_minibatch(
     max_tokens: int,
     cost: CostModel,
     multiple: int = 1,
+    pad: int = 1,
+    beginnings: Beginnings | None = None,
 ) -> MinibatchPlan:
     """Balance one optimizer step over data-parallel ranks, and cut each share into micro-batches.
 
     Args:
         sequences: indices into `lengths`.
-        lengths: tokens of every sequence as it stands in a pack, padding inside the pack included.
+        lengths: tokens of every sequence.
         max_tokens: budget of a micro-batch; a single longer sequence gets one of its own.
         multiple: the number of micro-batches is rounded up to a multiple of this (the interleaved
             schedule needs a multiple of PP).
+        pad: the own tokens of a sequence are padded to a multiple of this in a pack.
+        beginnings: of all sequences, where packs hold a shared prefix once.
     """
-    shares = [
-        [sequences[i] for i in part]
-        for part in balance([cost(lengths[i]) for i in sequences], ranks)
-    ]
+    if beginnings is None:
+        padded = [padded_length(lengths[i], pad) for i in sequences]
+        pieces = Pieces([[i] for i in sequences], padded, [cost(n) for n in padded], np.arange(0))
+        shares = balance(pieces.costs, ranks)
+        shared = np.zeros(0, dtype=np.int64)
+    else:
+        clusters = Clusters(beginnings.among(sequences), lengths, cost, pad)
+        pieces, shares = clusters.balanced(ranks, max_tokens)
+        shared = clusters.shared_in(pieces)
     bins = 1
     while True:
-        packed = [fill(lengths, share, max_tokens, bins) for share in shares]
+        packed = [fill(pieces.tokens, share, max_tokens, bins) for share in shares]
         needed = max(len(p) for p in packed)
         needed += -needed % multiple
         if all(len(p) == needed for p in packed):
-            return MinibatchPlan(tuple(tuple(tuple(micro) for micro in rank) for rank in packed))
+            return MinibatchPlan(
+                tuple(
+                    tuple(tuple(i for piece in micro for i in pieces.members[piece]) for micro in p)
+                    for p in packed
+                ),
+                shared_tokens=int(shared.sum()),
+                shared_squares=int((shared * shared).sum()),
+            )
         bins = max(needed, bins + 1) if needed == bins else needed

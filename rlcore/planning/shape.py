@@ -151,10 +151,16 @@ class ModelShape:
         for length in lengths:
             tokens += length
             squares += length * length
-        return (
-            2.0 * (tokens * self.layer_matrices + trainable * self.vocab * self.hidden)
-            + self.cost.quadratic * squares
-        )
+        return self.layer_flops(tokens, squares) + 2.0 * trainable * self.vocab * self.hidden
+
+    def layer_flops(self, tokens: int, squares: int) -> float:
+        """Count the forward FLOPs of the layers alone.
+
+        Args:
+            tokens: of all sequences.
+            squares: the sum of the squares of their lengths.
+        """
+        return 2.0 * tokens * self.layer_matrices + self.cost.quadratic * squares
 
     @property
     def cost(self) -> CostModel:

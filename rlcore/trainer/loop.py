@@ -118,7 +118,8 @@ class Trainer:
             )
             plans = None
             if batch is not None:
-                plans = self.backend.plan(batch, on_rank0(self.rank0).minibatches)
+                rank0 = on_rank0(self.rank0)
+                plans = rank0.plans = self.backend.plan(batch, rank0.minibatches)
             self.backend.load_batch(batch, plans)
         return batch
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlcore.config import Config
 from rlcore.config.evaluation_sets import SET_KEY, set_of
 from rlcore.config.sections.training import TrainingConfig
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
-from rlcore.data.packing import split_minibatches
+from rlcore.data.packing import MinibatchPlan, split_minibatches
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, EngineFailed, RunFailed
 from rlcore.interfaces import RolloutSource, Tracker
@@ -133,6 +134,7 @@ class RankZero:
         self.step = 0
         self.episodes = 0
         self.minibatches: list[list[int]] = []
+        self.plans: Sequence[MinibatchPlan] = ()
         self.metrics: dict[str, float] = {}  # of the current step
         self.reason: dict[str, Any] = {}  # why an early stop happened, for result.json
         self._compared: dict[str, float] = {}  # engine against trainer, if this step was compared
@@ -248,9 +250,12 @@ class RankZero:
         )
         self.metrics = self._compared | measured
         if self.utilization is not None:
-            self.metrics["perf/mfu"] = self.utilization.mfu(
-                batch, self.minibatches, updates, seconds=seconds["step"]
+            measure = partial(
+                self.utilization.mfu, batch, self.minibatches, updates, seconds=seconds["step"]
             )
+            self.metrics["perf/mfu"] = measure()
+            if "perf/shared_tokens" in self.metrics:
+                self.metrics["perf/computed_mfu"] = measure(plans=self.plans)
         try:
             status = self._status(self.metrics.get("objective/kl"))
         except RunFailed:

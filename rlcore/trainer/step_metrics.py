@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from rlcore.algorithms import EstimatorInputs, Moments, conversation_metrics, ro
 from rlcore.config import Config
 from rlcore.config.derived import updates_per_step
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
+from rlcore.data.packing import MinibatchPlan
 from rlcore.planning.shape import ModelShape
 from rlcore.trainer.credit import fields_of
 
@@ -39,6 +40,10 @@ def step_metrics(
         **_batch_metrics(config, rollouts, batch),
         "perf/tokens_per_second": len(batch.tokens) / seconds["step"],
     }
+    if "perf/shared_tokens" in metrics:
+        metrics["perf/computed_tokens_per_second"] = metrics["perf/tokens_per_second"] * (
+            1.0 - metrics["perf/shared_tokens"]
+        )
     if not config.is_sft:
         metrics["perf/trainer_idle_fraction"] = seconds["generation"] / seconds["step"]
     if "time/engine" in metrics and config.rollout.max_staleness == 0:  # else the source knows
@@ -111,6 +116,7 @@ class Utilization:
         batch: RolloutBatch,
         minibatches: Sequence[Sequence[int]],
         updates: Sequence[UpdateResult],
+        plans: Sequence[MinibatchPlan] | None = None,
     ) -> float:
         """Count model FLOPs: a scoring pass, and forward and backward of each policy update.
 
@@ -119,22 +125,24 @@ class Utilization:
         Args:
             minibatches: the sequences of each optimizer step; `updates` went through them in order,
                 again and again.
+            plans: of each optimizer step; where given, a prefix that sequences of a micro-batch
+                share counts once.
         """
         lengths = batch.lengths.tolist()
         trainable = batch.num_trainable_each
 
-        def forward(rows: Iterable[int]) -> float:
-            chosen = list(rows)
-            return self.shape.forward_flops(
+        def forward(k: int) -> float:
+            chosen = minibatches[k]
+            flops = self.shape.forward_flops(
                 (lengths[i] for i in chosen), sum(trainable[i] for i in chosen)
             )
+            if plans is None:
+                return flops
+            return flops - self.shape.layer_flops(plans[k].shared_tokens, plans[k].shared_squares)
 
-        scored = forward(range(batch.num_sequences)) if self.scores_policy else 0.0
-        trained = (
-            forward(minibatches[k % len(minibatches)])
-            for k, done in enumerate(updates)
-            if "lr" in done.metrics
-        )
+        once = [forward(k) for k in range(len(minibatches))]
+        scored = sum(once) if self.scores_policy else 0.0
+        trained = (once[k % len(once)] for k, done in enumerate(updates) if "lr" in done.metrics)
         return scored + 3.0 * sum(trained)
 
     def mfu(
@@ -144,6 +152,7 @@ class Utilization:
         updates: Sequence[UpdateResult],
         *,
         seconds: float,
+        plans: Sequence[MinibatchPlan] | None = None,
     ) -> float:
         """Divide `flops` by what the GPUs could do at their peak in `seconds`."""
-        return self.flops(batch, minibatches, updates) / (seconds * self.peak)
+        return self.flops(batch, minibatches, updates, plans) / (seconds * self.peak)

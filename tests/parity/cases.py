@@ -85,6 +85,7 @@ def make_batch() -> RolloutBatch:
     for start, positions in zip(cu.tolist(), TRAINABLE):
         mask[[start + p for p in positions]] = True
     tokens = torch.randint(0, VOCAB, (int(cu[-1]),), generator=generator, dtype=torch.int32)
+    share_beginnings(list(tokens.split(LENGTHS)))
     count = int(mask.sum())
     vectors = {
         "rollout_logprobs": torch.randn(count, generator=generator) * 0.1 - 3.4,
@@ -96,6 +97,18 @@ def make_batch() -> RolloutBatch:
         "sequence_ids": torch.arange(len(LENGTHS)) * 7 + 100,
     }
     return RolloutBatch(tokens, cu, mask, vectors)
+
+
+def share_beginnings(sequences: list[Tensor]) -> None:
+    """Let sequences begin alike, as those of groups and of trees do.
+
+    One is the beginning of another, one begins with tokens that are trainable in the other alone,
+    and some share nothing where a plan puts them into other micro-batches.
+    """
+    for sequence, other, size in (
+        (4, 7, 6), (0, 4, 4), (1, 7, 3), (5, 1, 8), (3, 1, 5), (6, 5, 3), (8, 0, 2),
+    ):  # fmt: skip
+        sequences[sequence][:size] = sequences[other][:size]
 
 
 def make_vectors(count: int) -> dict[str, Tensor]:
@@ -144,6 +157,7 @@ def make_config(case: dict[str, Any], model: Path) -> Config:
                 "parallel": case.get("parallel", {}),
                 "optimizer": optimizer,
                 "megatron": case.get("megatron", {}),
+                "share_prefixes": case.get("share", "auto"),
                 "logprobs": {"chunk_elements": case.get("chunk_elements", 1 << 22)},
             },
             "reference": {

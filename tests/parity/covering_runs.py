@@ -75,7 +75,7 @@ def payload(case: Case, *, dtype: str = "fp32") -> dict[str, Any]:
 
 
 def reference_of(case: Case) -> dict[str, Any]:
-    """The same optimizer step in one process, in one micro-batch."""
+    """The same optimizer step in one process, in one micro-batch, with nothing computed once."""
     alone = Case(
         case.family,
         tied=case.tied,
@@ -83,7 +83,8 @@ def reference_of(case: Case) -> dict[str, Any]:
         budget=1000,
         algorithm=case.algorithm,
     )
-    return {**payload(alone), "update": updated(case), "name": f"{alone.name}-{updated(case)}"}
+    name = f"{alone.name}-{updated(case)}"
+    return {**payload(alone), "update": updated(case), "share": "off", "name": name}
 
 
 @dataclass(frozen=True)

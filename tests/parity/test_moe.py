@@ -166,7 +166,7 @@ def test_every_layout_equals_one_process(name: str, results: Results) -> None:
         )
     for model, gradients in got["gradients"].items():
         check_gradients(gradients, expected["gradients"][model])
-    for metric in got["metrics"]:
+    for metric in got["metrics"].keys() - {"perf/shared_tokens"}:  # packs differ in what they share
         assert got["metrics"][metric] == pytest.approx(
             expected["metrics"][metric], rel=1e-4, abs=1e-6
         ), metric

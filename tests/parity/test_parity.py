@@ -7,13 +7,14 @@ per world size runs all its cases.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from cases import CLIP_COV, CORRECTED, KL_COV, TRAINED
+from cases import CLIP_COV, CORRECTED, KL_COV, LENGTHS, TRAINED, make_batch
 from covering_runs import unequal
 from spawn import Results
 from torch import Tensor
@@ -30,7 +31,8 @@ CP2 = {"context": 2}
 # "full": run by `scripts/test.sh --full` alone, in a launch of their own.
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
-        {"name": "qwen3", "model": "qwen3", "plan": "one", "critic": True},
+        {"name": "qwen3", "model": "qwen3", "plan": "one", "critic": True, "share": "off"},
+        {"name": "shared", "model": "qwen3", "plan": "one", "critic": True},
         {"name": "qwen3_tied", "model": "qwen3_tied", "plan": "one"},
         {"name": "qwen2_tied", "model": "qwen2_tied", "plan": "one"},
         {"name": "llama", "model": "llama", "plan": "one"},
@@ -307,12 +309,25 @@ def test_every_layout_equals_one_process(name: str, results: Results) -> None:
         )
     for model, gradients in got["gradients"].items():
         check_gradients(gradients, expected["gradients"][model], TIGHT)
-    for metric in got["metrics"]:
+    for metric in got["metrics"].keys() - {"perf/shared_tokens"}:  # packs differ in what they share
         assert got["metrics"][metric] == pytest.approx(
             expected["metrics"][metric], rel=1e-4, abs=1e-6
         ), metric
     assert got["padding_is_zero"]
     assert not got["skipped"]
+
+
+def test_a_pack_holds_each_prefix_once(results: Results) -> None:
+    """Of sequences that follow each other in the order of their tokens, what both begin with."""
+    sequences = sorted(tokens.tolist() for tokens in make_batch().tokens.split(LENGTHS))
+    shared = sum(
+        next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+        for a, b in pairwise(sequences)
+    )
+    assert shared > 20
+    metrics = results["shared"]["metrics"]
+    assert metrics["perf/shared_tokens"] == pytest.approx(shared / sum(LENGTHS))
+    assert "perf/shared_tokens" not in results["qwen3"]["metrics"], "policy.share_prefixes: off"
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,23 @@
 A sequence of n tokens, padded at its end to a multiple of 2 * CP, is split into 2 * CP chunks; rank
 r holds chunks r and 2 * CP - 1 - r. So every rank has an early and a late part of each sequence,
 and causal attention costs all of them the same.
+
+Sequences may share a prefix, whose tokens stand in the pack once (`rlcore.data.sharing`). Then what
+stands in the pack of a sequence is the rest, and the keys of its queries are the prefix and that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from backends.megatron.batch.prefix_parts import PrefixPart, prefix_parts
+from backends.megatron.batch.ragged import borders, by_length, ranges, rectangle
 from backends.megatron.parallel.state import ALONE, CPRank
-
-_SMALLEST_BUCKET = 16
 
 
 def own_slots(lengths: Sequence[int], cp: CPRank) -> Tensor:
@@ -28,7 +31,7 @@ def own_slots(lengths: Sequence[int], cp: CPRank) -> Tensor:
     starts = sizes.cumsum(0) - sizes
     chunk = sizes // cp.chunks
     runs = torch.stack([starts + own * chunk for own in cp.own_chunks], dim=1).view(-1)
-    return _ranges(runs, chunk.repeat_interleave(len(cp.own_chunks)))
+    return ranges(runs, chunk.repeat_interleave(len(cp.own_chunks)))
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,15 @@ class Chunks:
 
 
 @dataclass(frozen=True)
+class Prefixes:
+    """What the sequences of a pack see before their own tokens, which other sequences brought."""
+
+    counts: Tensor  # int64 [n]: tokens before the own ones of each sequence
+    slots: Tensor  # int64 [sum of counts]: in the whole pack, sequence behind sequence
+    longest: int  # tokens of the longest sequence, prefix included
+
+
+@dataclass(frozen=True)
 class PackLayout:
     """The layout of a pack for attention and rotary positions, computed once for all layers.
 
@@ -88,30 +100,46 @@ class PackLayout:
     the other, [CP * T].
     """
 
-    lengths: tuple[int, ...]  # of every sequence of the pack, over all ranks, none of them 0
+    # own tokens of every sequence of the pack, over all ranks, none of them 0
+    lengths: tuple[int, ...]
     cp: CPRank
     device: torch.device
     positions: Tensor  # int64 [T]: inside the own sequence
+    prefixes: Prefixes | None = None  # None: nothing is shared
 
     @classmethod
     def of_lengths(
-        cls, lengths: Sequence[int], device: torch.device, cp: CPRank = ALONE
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        cp: CPRank = ALONE,
+        prefixes: Prefixes | None = None,
     ) -> PackLayout:
-        """Lay out sequences of these lengths, multiples of `cp.chunks`; drop those of length 0."""
+        """Lay out sequences of these lengths, multiples of `cp.chunks`; drop those of length 0.
+
+        Args:
+            prefixes: of those that are left.
+        """
         present = tuple(n for n in lengths if n)
         sizes = torch.tensor(present, dtype=torch.int64)
-        whole = _ranges(torch.zeros_like(sizes), sizes)
-        return cls(present, cp, device, whole[own_slots(present, cp)].to(device))
+        starts = torch.zeros_like(sizes) if prefixes is None else prefixes.counts
+        whole = ranges(starts, sizes)
+        return cls(present, cp, device, whole[own_slots(present, cp)].to(device), prefixes)
 
     @property
     def longest(self) -> int:
         """The length of the longest sequence."""
-        return max(self.lengths)
+        return max(self.lengths) if self.prefixes is None else self.prefixes.longest
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """The borders of the sequences over all ranks: int32 [n+1], on the device."""
-        return _borders(torch.tensor(self.lengths, dtype=torch.int64)).int().to(self.device)
+        """The borders of the sequences over all ranks: int32 [n+1], on the device.
+
+        Raises ValueError where sequences share a prefix: one range does not hold all of their keys.
+        """
+        if self.prefixes is not None:
+            raise ValueError("sequences that share a prefix have no borders")
+        return borders(torch.tensor(self.lengths, dtype=torch.int64)).int().to(self.device)
 
     @cached_property
     def buckets(self) -> LengthBuckets:
@@ -121,9 +149,9 @@ class PackLayout:
         restore = torch.empty(total, dtype=torch.int64)
         filled = 0
         for runs in self._runs:
-            for bucket in _by_length(runs.num_queries.tolist()):
-                queries, real = _rectangle(runs.queries, runs.num_queries, bucket)
-                keys, _ = _rectangle(runs.keys, runs.num_keys, bucket)
+            for bucket in self._alike(runs):
+                queries, real = rectangle(runs.queries, runs.num_queries, bucket)
+                keys, _ = rectangle(runs.keys, runs.num_keys, bucket)
                 before = (runs.num_keys - runs.num_queries)[bucket].view(-1, 1, 1, 1)
                 restore[queries[real]] = filled + torch.arange(real.numel()).view_as(real)[real]
                 filled += real.numel()
@@ -146,9 +174,9 @@ class PackLayout:
         parts = tuple(
             Chunk(
                 queries=None if alone else runs.queries.to(self.device),
-                keys=None if alone else runs.keys.to(self.device),
-                cu_queries=_borders(runs.num_queries).int().to(self.device),
-                cu_keys=_borders(runs.num_keys).int().to(self.device),
+                keys=None if alone and self.prefixes is None else runs.keys.to(self.device),
+                cu_queries=borders(runs.num_queries).int().to(self.device),
+                cu_keys=borders(runs.num_keys).int().to(self.device),
                 longest_queries=int(runs.num_queries.max()),
                 longest_keys=int(runs.num_keys.max()),
             )
@@ -159,9 +187,46 @@ class PackLayout:
         slots = torch.cat([runs.queries for runs in self._runs])
         return Chunks(parts, slots.argsort().to(self.device))
 
+    @cached_property
+    def parts(self) -> tuple[PrefixPart, ...]:
+        """The own tokens of each sequence, then those behind each prefix, for `merged_attention`.
+
+        Raises ValueError under context parallelism, where a run sees tokens of its own sequence
+        before its first one.
+        """
+        if self.cp.size > 1:
+            raise ValueError("merged attention takes packs of one context-parallel rank")
+        (runs,) = self._runs
+        return prefix_parts(runs.queries, runs.num_queries, runs.keys, runs.num_keys)
+
     @property
     def _runs(self) -> list[_Runs]:
-        return [_Runs.of(self.lengths, self.cp, index) for index in range(len(self.cp.own_chunks))]
+        chunks = range(len(self.cp.own_chunks))
+        own = [_Runs.of(self.lengths, self.cp, index) for index in chunks]
+        if self.prefixes is None:
+            return own
+        rows = torch.empty(sum(self.lengths), dtype=torch.int64)
+        ranks = [CPRank(self.cp.size, rank) for rank in range(self.cp.size)]
+        rows[torch.cat([own_slots(self.lengths, rank) for rank in ranks])] = torch.arange(len(rows))
+        return [runs.behind(self.prefixes.counts, rows[self.prefixes.slots]) for runs in own]
+
+    def _alike(self, runs: _Runs) -> list[list[int]]:
+        """Group the runs whose queries, and whose keys, are alike in number.
+
+        Those without keys before their queries stay apart, as they need no mask.
+        """
+        queries = runs.num_queries.tolist()
+        if self.prefixes is None:  # the number of keys follows from that of the queries
+            return by_length(queries)
+        keys = runs.num_keys.tolist()
+        found = []
+        for before in (False, True):
+            some = [i for i, n in enumerate(queries) if (keys[i] > n) is before]
+            for by_keys in by_length([keys[i] for i in some]):
+                members = [some[i] for i in by_keys]
+                parts = by_length([queries[i] for i in members])
+                found += [[members[i] for i in part] for part in parts]
+        return found
 
 
 @dataclass(frozen=True)
@@ -189,9 +254,18 @@ class _Runs:
         return cls(
             num_queries=chunk,
             num_keys=chunk * len(seen),
-            queries=_ranges(starts + index * chunk, chunk),
-            keys=_ranges(torch.stack(rows, dim=1).view(-1), chunk.repeat_interleave(len(seen))),
+            queries=ranges(starts + index * chunk, chunk),
+            keys=ranges(torch.stack(rows, dim=1).view(-1), chunk.repeat_interleave(len(seen))),
         )
+
+    def behind(self, counts: Tensor, rows: Tensor) -> _Runs:
+        """Return the same runs with keys before each: `counts` of them, in `rows`."""
+        num_keys = counts + self.num_keys
+        starts = borders(num_keys)[:-1]
+        keys = torch.empty(int(num_keys.sum()), dtype=torch.int64)
+        keys[ranges(starts, counts)] = rows
+        keys[ranges(starts + counts, self.num_keys)] = self.keys
+        return replace(self, num_keys=num_keys, keys=keys)
 
 
 def _holders(cp: CPRank) -> tuple[list[int], list[int]]:
@@ -203,42 +277,3 @@ def _holders(cp: CPRank) -> tuple[list[int], list[int]]:
             rank_of[chunk] = rank
             index_of[chunk] = index
     return rank_of, index_of
-
-
-def _rectangle(flat: Tensor, counts: Tensor, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Some runs of `flat`, padded with their last element: [b, longest], and a mask of the pads.
-
-    The mask is True at elements that are no pads.
-    """
-    rows = torch.tensor(runs, dtype=torch.int64)
-    sizes = counts[rows, None]
-    column = torch.arange(int(counts[rows].max()))
-    index = _borders(counts)[rows, None] + torch.minimum(column, sizes - 1)
-    return flat[index], column < sizes
-
-
-def _borders(counts: Tensor) -> Tensor:
-    """[n] -> [n+1] running sums from 0."""
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-
-
-def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
-    """The integers from each start on, `counts` of them, one range behind the other."""
-    total = int(counts.sum())
-    return torch.arange(total) + (starts - _borders(counts)[:-1]).repeat_interleave(
-        counts, output_size=total
-    )
-
-
-def _by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Group the indices of lengths that round up to the same of 16, 24, 32, 48, 64, ...
-
-    So at most a third of a bucket is padding.
-    """
-    buckets: dict[int, list[int]] = {}
-    for i, n in enumerate(lengths):
-        ceiling = _SMALLEST_BUCKET
-        while ceiling < n:
-            ceiling = ceiling * 3 // 2 if ceiling & (ceiling - 1) == 0 else ceiling * 4 // 3
-        buckets.setdefault(ceiling, []).append(i)
-    return [buckets[ceiling] for ceiling in sorted(buckets)]

@@ -19,7 +19,8 @@ from backends.megatron.batch.pack import MicroBatch, make_micro_batch, pack_size
 from backends.megatron.parallel.agreement import broadcast_json
 from backends.megatron.parallel.state import ParallelState
 from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch, ragged_index
-from rlcore.data.packing import MinibatchPlan, padded_length
+from rlcore.data.packing import MinibatchPlan
+from rlcore.data.sharing import Sharing, share_nothing, share_prefixes
 
 ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}  # vectors that estimators read and losses do not
 # a vector whose name begins so belongs to no token: all of it goes to every rank
@@ -80,11 +81,13 @@ class LocalBatch:
         device: torch.device,
         *,
         pad_multiple: int,
+        share_prefixes: bool = False,
     ) -> None:
         self.stats: dict[str, Tensor] = {}
         self._parallel = parallel
         self._device = device
         self._pad_multiple = pad_multiple
+        self._share_prefixes = share_prefixes
         self._shard_map: ShardMap | None = None  # on rank 0
         self._packs: dict[int, list[MicroBatch]] = {}
         steps = None
@@ -153,17 +156,31 @@ class LocalBatch:
         """The packs of one optimizer step; every pass and epoch uses the same."""
         if minibatch not in self._packs:
             borders = self.minibatches[minibatch].borders
-            cp = self._parallel.cp
-            padded = [padded_length(n, cp.chunks) for n in self.batch.lengths.tolist()]
-            sizes = [pack_size(sum(padded[a:b]), self._pad_multiple) for a, b in pairwise(borders)]
+            places = [self._sharing(a, b) for a, b in pairwise(borders)]
+            sizes = [pack_size(one.size, self._pad_multiple) for one in places]
             # pipeline stages exchange activations of one shape
             if self._parallel.pp_size > 1:
                 sizes = [max(sizes)] * len(sizes)
             self._packs[minibatch] = [
-                make_micro_batch(self.batch, a, b, size, self._device, cp)
-                for a, b, size in zip(borders, borders[1:], sizes)
+                make_micro_batch(self.batch, a, b, size, self._device, self._parallel.cp, sharing)
+                for (a, b), size, sharing in zip(pairwise(borders), sizes, places)
             ]
         return self._packs[minibatch]
+
+    def _sharing(self, first: int, last: int) -> Sharing:
+        """Where the tokens of the sequences [first, last) stand in their pack."""
+        lengths = self.batch.lengths[first:last]
+        multiple = self._parallel.cp.chunks
+        if not self._share_prefixes:
+            return share_nothing(lengths, multiple=multiple)
+        model = slice(int(self.batch.cu_tokens[first]), int(self.batch.cu_tokens[last]))
+        routed = self.batch.routed_experts
+        return share_prefixes(
+            self.batch.tokens[model],
+            lengths,
+            multiple=multiple,
+            alike=None if routed is None else routed[model],
+        )
 
     def vector(self, name: str) -> Tensor:
         """The vector over this rank's trainable tokens, [m]. Raises ValueError if unassigned."""

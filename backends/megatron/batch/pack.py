@@ -15,10 +15,12 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from backends.megatron.batch.cp_layout import PackLayout, own_slots
+from backends.megatron.batch.cp_layout import PackLayout, Prefixes, own_slots
+from backends.megatron.batch.ragged import ranges
 from backends.megatron.parallel.state import ALONE, CPRank
 from rlcore.data.batch import BatchSamplingMasks, RolloutBatch
 from rlcore.data.packing import padded_length
+from rlcore.data.sharing import Sharing, share_nothing
 
 
 @dataclass
@@ -38,6 +40,8 @@ class PackedSequences(PackedSeqParams):
 class MicroBatch:
     """One pack of T slots: B consecutive sequences with M trainable tokens, then pads.
 
+    Sequences that begin with the same tokens may have them at the same slots.
+
     Under context parallelism these are the rank's slots of a pack of CP * T, which hold m of the M
     predictions, and every sequence has pads of its own, at its end. A target is shifted here,
     before anything splits the pack: the token at slot t is predicted from slot t - 1.
@@ -51,8 +55,9 @@ class MicroBatch:
     cu_seqlens: Tensor  # int64 [B+1], over trainable tokens
     rows: slice  # of the batch's compact vectors
     sequences: slice  # of its vectors with one value a sequence
-    num_tokens: int  # model tokens of this rank without pads
-    padding: Tensor  # bool [1, T]: True at a pad
+    num_tokens: int  # model tokens of this rank, a shared one as often as sequences have it
+    repeated: Tensor  # bool [model tokens of all ranks]: whether the pack had the token already
+    counts: Tensor  # int64 [1, T]: how many sequences have the token at a slot; 0 at a pad
     # of the m targets; None: all were sampled from the whole vocabulary
     sampling_mask: BatchSamplingMasks | None = None
     # int16 [T, layers with experts, topk] from the engine, -1 where it recorded none
@@ -60,6 +65,11 @@ class MicroBatch:
     # Layer -> int16 [t, topk]: the experts that training replays, for the t slots of this rank's
     # routers.
     experts: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def padding(self) -> Tensor:
+        """bool [1, T]: True at a pad."""
+        return self.counts == 0
 
     @property
     def num_slots(self) -> int:
@@ -94,30 +104,27 @@ def make_micro_batch(
     num_slots: int,
     device: torch.device,
     cp: CPRank = ALONE,
+    sharing: Sharing | None = None,
 ) -> MicroBatch:
     """Pack the sequences [first, last) of `batch`, which may be empty or none, on `device`.
 
     Args:
-        num_slots: of the pack over all ranks, a multiple of `cp.chunks`; at least the sum of the
-            padded lengths.
+        num_slots: of the pack over all ranks, a multiple of `cp.chunks`; at least the size of
+            `sharing`.
         cp: this rank among the ranks that share the pack.
+        sharing: where their tokens stand; default: each at a slot of its own.
     """
     model = slice(int(batch.cu_tokens[first]), int(batch.cu_tokens[last]))
     rows = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last]))
     lengths = batch.lengths[first:last]
-    padded = [padded_length(n, cp.chunks) for n in lengths.tolist()]
-    pads = pad_lengths(num_slots - sum(padded), max(padded, default=0), cp.chunks)
-
-    layout = PackLayout.of_lengths(padded + pads, device, cp)
-    starts = torch.tensor([0, *padded], dtype=torch.int64).cumsum(0)[:-1]
-    shift = starts - (batch.cu_tokens[first:last] - model.start)
-    # slots of the tokens in the whole pack
-    slots = torch.arange(model.stop - model.start) + shift.repeat_interleave(lengths)
-    ids = torch.zeros(num_slots, dtype=torch.int64)
-    ids[slots] = batch.tokens[model].long()
-    padding = torch.ones(num_slots, dtype=torch.bool)
-    padding[slots] = False
-    local = own_slots(padded + pads, cp)
+    if sharing is None:
+        sharing = share_nothing(lengths, multiple=cp.chunks)
+    slots = sharing.slots
+    tokens = batch.tokens[model].long()
+    layout, local = lay_out(sharing, lengths, num_slots, device, cp)
+    ids = tokens.new_zeros(num_slots)
+    ids[slots] = tokens
+    counts = slots.bincount(minlength=num_slots)
     where = torch.full((num_slots,), -1)
     where[local] = torch.arange(len(local))
 
@@ -127,8 +134,9 @@ def make_micro_batch(
         routed[slots] = batch.routed_experts[model]
         routed = routed[local].to(device)
 
-    trainable = slots[batch.loss_mask[model]]
-    index = where[trainable - 1]  # a trainable token is never the first of its sequence
+    trainable = batch.loss_mask[model].nonzero()[:, 0]
+    # of the token before it in its own sequence; a trainable token is never the first
+    index = where[slots[trainable - 1]]
     own = (index >= 0).nonzero()[:, 0]
     return MicroBatch(
         input_ids=ids[local][None].to(device),
@@ -139,13 +147,14 @@ def make_micro_batch(
             layout=layout,
         ),
         target_index=index[own].to(device),
-        target_tokens=ids[trainable[own]].to(device),
+        target_tokens=tokens[trainable[own]].to(device),
         target_own=own.to(device),
         cu_seqlens=(batch.cu_seqlens[first : last + 1] - batch.cu_seqlens[first]).to(device),
         rows=rows,
         sequences=slice(first, last),
         num_tokens=int((where[slots] >= 0).sum()),
-        padding=padding[local][None].to(device),
+        repeated=(torch.arange(len(slots)) < sharing.num_shared).to(device),
+        counts=counts[local][None].to(device),
         sampling_mask=(
             None
             if batch.sampling_mask is None
@@ -153,6 +162,32 @@ def make_micro_batch(
         ),
         routed_experts=routed,
     )
+
+
+def lay_out(
+    sharing: Sharing, lengths: Tensor, num_slots: int, device: torch.device, cp: CPRank
+) -> tuple[PackLayout, Tensor]:
+    """Lay a pack out for attention. Returns the layout, and the slots that this rank holds.
+
+    Args:
+        lengths: int64 [B], of the sequences.
+    """
+    own = lengths - sharing.shared
+    # one without tokens of its own is the beginning of another
+    runs = sharing.order[own[sharing.order] > 0]
+    sizes = [padded_length(n, cp.chunks) for n in own[runs].tolist()]
+    sizes += pad_lengths(num_slots - sum(sizes), max(sizes, default=0), cp.chunks)
+    counts = torch.zeros(len(sizes), dtype=torch.int64)
+    counts[: len(runs)] = sharing.shared[runs]
+    prefixes = None
+    if counts.any():
+        begins = (lengths.cumsum(0) - lengths)[runs]
+        prefixes = Prefixes(
+            counts,
+            sharing.slots[ranges(begins, sharing.shared[runs])],
+            longest=int((counts + torch.tensor(sizes)).max()),
+        )
+    return PackLayout.of_lengths(sizes, device, cp, prefixes), own_slots(sizes, cp)
 
 
 # --- the exchange between context-parallel ranks --------------------------------------------------

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from backends.megatron.parallel.state import ParallelState
 from rlcore.config import Config
 from rlcore.config.derived import micro_batch_tokens
-from rlcore.data.packing import MinibatchPlan, padded_length, plan_minibatch
+from rlcore.data.packing import MinibatchPlan, plan_minibatch
+from rlcore.data.sharing import Beginnings
 from rlcore.planning.shape import CostModel
 
 
@@ -17,6 +18,7 @@ def plan_minibatches(
     cost: CostModel,
     lengths: Sequence[int],
     minibatches: Sequence[Sequence[int]],
+    beginnings: Beginnings | None = None,
 ) -> list[MinibatchPlan]:
     """Divide each optimizer step into micro-batches, balanced over the replicas by FLOPs.
 
@@ -25,17 +27,19 @@ def plan_minibatches(
     Args:
         lengths: tokens of every sequence.
         minibatches: the sequences of each optimizer step.
+        beginnings: of all sequences, where packs hold a shared prefix once.
     """
     layout = config.policy.parallel
-    padded = [padded_length(n, parallel.cp.chunks) for n in lengths]
     return [
         plan_minibatch(
             sequences,
-            padded,
+            lengths,
             ranks=parallel.dp_size,
             max_tokens=micro_batch_tokens(config),
             cost=cost,
             multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
+            pad=parallel.cp.chunks,
+            beginnings=beginnings,
         )
         for sequences in minibatches
     ]

@@ -22,6 +22,11 @@ from backends.megatron.batch.cp_layout import PackLayout
 from backends.megatron.batch.pack import PackedSequences, gather_keys_values
 from backends.megatron.cpu.kernels import kernel_type
 from backends.megatron.model.elementwise import rotate
+from backends.megatron.model.merged_attention import merged_attention, varlen_merges
+
+# copies of keys for each token of the pack, from which on merging is the faster way: see
+# benchmarks/prefixes.py
+MERGED_FROM = 2.0
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
@@ -86,8 +91,12 @@ class CoreAttention(MegatronModule):
         if packed_seq_params is None or packed_seq_params.layout is None:
             raise TypeError(f"{type(self).__name__} takes packed sequences only")
         key, value = gather_keys_values(key, value, self.cp_group)
-        attend = varlen_attention if uses_varlen(query.device, query.dtype) else bucketed_attention
-        return attend(query, key, value, packed_seq_params.layout, self.scale)
+        layout = packed_seq_params.layout
+        varlen = uses_varlen(query.device, query.dtype)
+        if merges(layout, same_heads=query.size(-1) == value.size(-1), varlen=varlen):
+            return merged_attention(query, key, value, layout, self.scale, varlen=varlen)
+        attend = varlen_attention if varlen else bucketed_attention
+        return attend(query, key, value, layout, self.scale)
 
 
 class PackedAttention(CoreAttention):
@@ -100,6 +109,20 @@ class PackedAttention(CoreAttention):
             raise TypeError("PackedAttention takes packed sequences only, with their rotary angles")
         query, key = (rotate(x, packed.cos, packed.sin) for x in (query, key))
         return super().forward(query, key, *args, **kwargs)
+
+
+def merges(layout: PackLayout, *, same_heads: bool, varlen: bool) -> bool:
+    """Whether a pack's prefixes are attended to apart: where copying their keys would cost more.
+
+    Args:
+        same_heads: queries and values have heads of one size, which the kernels ask for.
+        varlen: by the variable-length kernel of CUDA.
+    """
+    if layout.prefixes is None or layout.cp.size > 1 or not same_heads:
+        return False
+    if varlen and not varlen_merges():
+        return False
+    return len(layout.prefixes.slots) >= MERGED_FROM * sum(layout.lengths)
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:

@@ -38,7 +38,8 @@ class ExpertChoice:
         self.given: Tensor | None = None
         # whether the backward may run a forward without gradients once more
         self.recomputed = True
-        self.hidden: Tensor | None = None  # bool [t]: pads, which no metric counts
+        # int64 [t]: how often metrics count a token: 0 is a pad, more than 1 a shared one
+        self.counts: Tensor | None = None
         # int64 [t, k]: the choice of the last forward without `given`
         self.made: Tensor | None = None
         # number of tokens whose own choice differs from the given one
@@ -74,8 +75,8 @@ class ExpertChoice:
         if self.recomputed and not torch.is_grad_enabled():
             self.again.append(given.to(torch.int16))
         differs = (own.sort(dim=1).values != given.sort(dim=1).values).any(dim=1)
-        if self.hidden is not None:
-            differs &= ~self.hidden
+        if self.counts is not None:
+            differs = differs * self.counts
         self.changed = differs.sum() + (0 if self.changed is None else self.changed)
         return scores.gather(1, given), given
 
@@ -131,13 +132,13 @@ def replaying(chunk: GPTModel, micro: MicroBatch) -> Iterator[None]:
                 " before update"
             )
         choice.given = micro.experts[layer]
-        choice.hidden = _own_share(micro.padding[0], chunk)
+        choice.counts = _own_share(micro.counts[0], chunk)
         choice.recomputed = chunk.training
     try:
         yield
     finally:
         for _, choice in choices:
-            choice.given = choice.hidden = None
+            choice.given = choice.counts = None
 
 
 def check_records(batch: RolloutBatch, arch: Architecture) -> None:

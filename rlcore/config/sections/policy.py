@@ -113,6 +113,8 @@ class PolicyConfig(Section):
     """`auto`: Transformer Engine's layers where it is installed, on CUDA."""
     fp8: Fp8Config | None = None
     """FP8 matmuls; default: none."""
+    share_prefixes: Literal["auto", "on", "off"] = "auto"
+    """Compute what sequences of a micro-batch begin with alike once; `auto`: where it can be."""
     routing_replay: Literal["none", "logprobs", "engine"] = "none"
     """Whose choice of experts training repeats: the log-prob pass's or the engine's."""
     megatron: dict[str, Any] = Field(default_factory=dict)

@@ -13,6 +13,7 @@ import transformers
 from backends.megatron.convert.read import read_architecture
 from rlcore.algorithms import Moments
 from rlcore.data.batch import RolloutBatch, UpdateResult
+from rlcore.data.packing import MinibatchPlan
 from rlcore.planning.devices import GPUS, peak_flops
 from rlcore.planning.shape import ModelShape
 from rlcore.trainer.step_metrics import Utilization
@@ -93,6 +94,14 @@ def test_mfu_counts_the_passes_that_the_policy_made() -> None:
         "a second epoch that ended early"
     )
     assert meter.flops(batch, minibatches, updates(2, policy=False)) == 0, "the critic warms up"
+    plans = [
+        MinibatchPlan((((2, 1),),), shared_tokens=2, shared_squares=4),
+        MinibatchPlan((((0,),),)),
+    ]
+    once = TINY.forward_flops([5, 3], 5) - TINY.forward_flops([2], 0)
+    assert meter.flops(batch, minibatches, updates(2), plans) == 3 * (once + second), (
+        "the second sequence begins with two tokens of the first"
+    )
     scoring = Utilization(TINY, 1e6, scores_policy=True)
     assert scoring.flops(batch, minibatches, []) == first + second
     assert scoring.mfu(batch, minibatches, updates(2), seconds=0.5) == pytest.approx(

@@ -1,0 +1,45 @@
+"""Whether a run computes prefixes that sequences share once, and if not, why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.megatron.model.layers import Layers
+from rlcore.config import Config
+from rlcore.errors import ConfigError
+
+_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+
+
+@dataclass(frozen=True)
+class PrefixSharing:
+    """The choice and its reason, which are printed when a run starts."""
+
+    on: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'once' if self.on else 'in every sequence'} ({self.reason})"
+
+
+def choose_prefix_sharing(config: Config, layers: Layers) -> PrefixSharing:
+    """Choose whether shared prefixes are computed once.
+
+    Raises:
+        ConfigError: `policy.share_prefixes` is `on`, and it cannot be.
+    """
+    wanted = config.policy.share_prefixes
+    if wanted == "off":
+        return PrefixSharing(False, "policy.share_prefixes: off")
+    why_not = None
+    if layers.transformer_engine:
+        why_not = "the attention of Transformer Engine's layers has no mask for it"
+    elif losses := [name for name in _LOSSES if config.policy.megatron.get(name)]:
+        why_not = f"policy.megatron.{losses[0]}: a router's loss would count a shared token once"
+    if why_not is None:
+        return PrefixSharing(True, f"policy.share_prefixes: {wanted}")
+    if wanted == "on":
+        raise ConfigError(
+            f"policy.share_prefixes: on, but {why_not}; set it to auto or off, or change that"
+        )
+    return PrefixSharing(False, why_not)

@@ -1,0 +1,272 @@
+"""Attention over a pack with shared prefixes, in two parts merged by their log-sum-exps.
+
+The own tokens of each sequence attend to each other. All queries behind a prefix attend to it as
+one run, so that its keys are read once and never copied for each sequence.
+
+In the backward pass each part is given the merged output and log-sum-exp. Then exp(score - lse) are
+the probabilities of the whole softmax, sum(output * its gradient) is that of the whole, and the
+gradients of the parts add up: no gradient passes through a log-sum-exp, as in ring attention (Liu
+et al. 2023, arXiv 2310.01889). Autograd would need one, and torch's `varlen_attn` drops it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from backends.megatron.batch.cp_layout import PackLayout
+from backends.megatron.batch.prefix_parts import PrefixPart
+from backends.megatron.batch.ragged import borders, by_length, rectangle
+
+
+class Kernel(Protocol):
+    """Computes one part.
+
+    q, k and v are the whole pack's [T, heads, d] each; what is returned is of the part's queries.
+    """
+
+    slots: Tensor  # int64 [n]: the part's queries
+    keys: Tensor  # int64 [m]: the rows of the gradients of keys and values
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return the output [n, heads, d] and the log-sum-exp, fp32 [n, heads]."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q [n, heads, d], and of k and v [m, groups, d]."""
+
+
+@dataclass(frozen=True)
+class RectangleKernel:
+    """Runs of about one length as one batch, through torch's flash attention of the CPU.
+
+    Runs are padded on the right; without `causal`, all have as many keys.
+    """
+
+    queries: Tensor  # int64 [b, longest]
+    key_rows: Tensor  # int64 [b, longest]
+    real: Tensor | None  # int64: which of the queries are no pads; None: all
+    slots: Tensor
+    causal: bool
+
+    @classmethod
+    def of_part(cls, part: PrefixPart) -> list[RectangleKernel]:
+        """Divide a part into batches."""
+        counts = part.num_queries.tolist()
+        lengths = part.num_keys.tolist()
+        alike: dict[int, list[int]] = {}
+        for run, length in enumerate(lengths):
+            alike.setdefault(0 if part.causal else length, []).append(run)
+        kernels = []
+        for runs in alike.values():
+            for places in by_length([counts[run] for run in runs]):
+                batch = [runs[place] for place in places]
+                queries, real = rectangle(part.queries, part.num_queries, batch)
+                rows, _ = rectangle(part.keys, part.num_keys, batch)
+                own = None if bool(real.all()) else real.reshape(-1).nonzero()[:, 0]
+                kernels.append(cls(queries, rows, own, queries[real], part.causal))
+        return kernels
+
+    @property
+    def keys(self) -> Tensor:
+        """The rows of the gradients of keys and values."""
+        return self.key_rows.view(-1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Compute the part."""
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            _heads_first(q, self.queries),
+            _heads_first(k, self.key_rows),
+            _heads_first(v, self.key_rows),
+            is_causal=self.causal,
+            scale=scale,
+        )
+        return self._flat(out), self._flat(lse)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the part's gradients."""
+        padded = grad[self.queries]
+        if self.real is not None:  # a pad repeats a query, whose gradient counts once
+            keep = padded.new_zeros(self.queries.numel())
+            keep[self.real] = 1
+            padded *= keep.view(*self.queries.shape, 1, 1)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            padded.transpose(1, 2),
+            _heads_first(q, self.queries),
+            _heads_first(k, self.key_rows),
+            _heads_first(v, self.key_rows),
+            _heads_first(out, self.queries),
+            _heads_first(lse, self.queries),
+            0.0,
+            self.causal,
+            scale=scale,
+        )
+        return self._flat(dq), dk.transpose(1, 2).flatten(0, 1), dv.transpose(1, 2).flatten(0, 1)
+
+    def _flat(self, rows: Tensor) -> Tensor:
+        flat = rows.transpose(1, 2).flatten(0, 1)
+        return flat if self.real is None else flat[self.real]
+
+
+def _heads_first(rows: Tensor, index: Tensor) -> Tensor:
+    """[T, heads, ...] -> [b, heads, longest, ...]."""
+    return rows.index_select(0, index.view(-1)).view(*index.shape, *rows.shape[1:]).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class VarlenKernel:
+    """A part through torch's variable-length flash attention."""
+
+    slots: Tensor
+    keys: Tensor
+    cu_queries: Tensor  # int32 [n+1]
+    cu_keys: Tensor
+    longest_queries: int
+    longest_keys: int
+    causal: bool
+
+    @classmethod
+    def of_part(cls, part: PrefixPart, device: torch.device) -> VarlenKernel:
+        """Lay a part out on `device`."""
+        return cls(
+            part.queries.to(device),
+            part.keys.to(device),
+            borders(part.num_queries).int().to(device),
+            borders(part.num_keys).int().to(device),
+            int(part.num_queries.max()),
+            int(part.num_keys.max()),
+            part.causal,
+        )
+
+    @property
+    def _window(self) -> list[int]:
+        return [-1, 0] if self.causal else [-1, -1]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Compute the part."""
+        out, lse, _ = torch.ops.torch_attn._varlen_attn(
+            q[self.slots],
+            k[self.keys],
+            v[self.keys],
+            self.cu_queries,
+            self.cu_keys,
+            self.longest_queries,
+            self.longest_keys,
+            is_causal=self.causal,
+            scale=scale,
+            window_size=self._window,
+            enable_gqa=True,
+        )
+        return out, lse.t()
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the part's gradients."""
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+            grad[self.slots],
+            q[self.slots],
+            k[self.keys],
+            v[self.keys],
+            out[self.slots],
+            lse[self.slots].t().contiguous(),
+            self.cu_queries,
+            self.cu_keys,
+            self.longest_queries,
+            self.longest_keys,
+            self.causal,
+            torch.zeros(2, dtype=torch.uint64, device=q.device),  # of dropout, which there is none
+            scale=scale,
+            window_size=self._window,
+        )
+        return gradients
+
+
+@cache
+def varlen_merges() -> bool:
+    """Whether this torch's variable-length attention has what the parts need."""
+    try:
+        import torch.nn.attention.varlen  # defines the operators
+    except ImportError:
+        return False
+    operators = torch.ops.torch_attn
+    if not hasattr(operators, "_varlen_attn_backward"):
+        return False
+    known = {argument.name for argument in operators._varlen_attn.default._schema.arguments}
+    return {"scale", "window_size", "enable_gqa"} <= known
+
+
+def kernels_of(layout: PackLayout, *, varlen: bool) -> tuple[Kernel, ...]:
+    """Return what computes the parts of a pack; made once for all layers."""
+    key = f"_merged_{varlen}"
+    kernels: tuple[Kernel, ...] | None = layout.__dict__.get(key)
+    if kernels is None:
+        if varlen:
+            kernels = tuple(VarlenKernel.of_part(part, layout.device) for part in layout.parts)
+        else:
+            kernels = tuple(k for part in layout.parts for k in RectangleKernel.of_part(part))
+        layout.__dict__[key] = kernels
+    return kernels
+
+
+def merged_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float, *, varlen: bool
+) -> Tensor:
+    """Causal attention inside each sequence of a pack; returns [T, heads * d].
+
+    Args:
+        query: [T, heads, d].
+        key, value: [T, groups, d].
+        varlen: by the variable-length kernel of CUDA, else by the CPU's.
+    """
+    kernels = kernels_of(layout, varlen=varlen)
+    out: Tensor = _Merged.apply(query, key, value, kernels, scale)
+    return out.flatten(1)
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kernels: tuple[Kernel, ...],
+        scale: float,
+    ) -> Tensor:
+        shape = query.shape[:2]
+        lse = query.new_full(shape, float("-inf"), dtype=torch.float32)
+        merged = query.new_zeros(*shape, value.size(-1), dtype=torch.float32)
+        for kernel in kernels:
+            out, own = kernel.forward(query, key, value, scale)
+            before = lse[kernel.slots]
+            both = torch.logaddexp(before, own)
+            weighted = out * (own - both).exp()[..., None]
+            merged[kernel.slots] = (
+                weighted + merged[kernel.slots] * (before - both).exp()[..., None]
+            )
+            lse[kernel.slots] = both
+        result = merged.to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, lse)
+        ctx.kernels = kernels
+        ctx.scale = scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, out, lse = ctx.saved_tensors
+        gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
+        for kernel in ctx.kernels:
+            parts = kernel.backward(grad, query, key, value, out, lse, ctx.scale)
+            rows = (kernel.slots, kernel.keys, kernel.keys)
+            for total, index, part in zip(gradients, rows, parts):
+                total.index_add_(0, index, part.float())
+        dq, dk, dv = (total.to(x.dtype) for total, x in zip(gradients, (query, key, value)))
+        return dq, dk, dv, None, None
