@@ -33,7 +33,7 @@ def without_step(name: str) -> str:
 
 MUTANTS = [
     # targets and token counts
-    ("targets not shifted", B + "batch/pack.py", "index = where[trainable - 1] ", "index = where[trainable] ", on("dp2")),
+    ("targets not shifted", B + "batch/pack.py", "index = where[slots[trainable - 1]]", "index = where[slots[trainable]]", on("dp2")),
     ("pads count as tokens", B + "batch/pack.py", "num_tokens=int((where[slots] >= 0).sum())", "num_tokens=len(local)", on("pp2_tied")),
     ("tokens of the step without the other replicas", B + "batch/local_batch.py", "int(lengths[everyone].sum())",
      "int(lengths[list(plan.sequences(d))].sum())", on("dp2")),
@@ -41,6 +41,15 @@ MUTANTS = [
      "whole(micro, output)) * step_tokens / len(micro_batches)", on("tp2")),
     ("every micro-batch scales itself", B + "training/passes.py", "whole(micro, output)) * step_tokens",
      "whole(micro, output)) * micro.num_tokens", on("tp2")),
+    # prefixes that sequences share
+    ("a target predicted from the slot before its own", B + "batch/pack.py", "index = where[slots[trainable - 1]]",
+     "index = where[slots[trainable] - 1]", on("tp2")),
+    ("positions of own tokens from 0", B + "batch/cp_layout.py", "torch.zeros_like(sizes) if prefixes is None else prefixes.counts",
+     "torch.zeros_like(sizes)", on("tp2")),
+    ("a shared token counts once in the step", B + "batch/pack.py", "num_tokens=int((where[slots] >= 0).sum())",
+     "num_tokens=int((counts[local] > 0).sum())", on("dp2")),
+    ("keys of a prefix by slot, not by row", B + "batch/cp_layout.py", "rows[self.prefixes.slots]", "self.prefixes.slots", on("cp2")),
+    ("keys of a prefix left out", B + "batch/cp_layout.py", "keys[ranges(starts, counts)] = rows", "keys[ranges(starts, counts)] = 0", on("tp2")),
     # the head
     ("padding in the softmax", B + "model/fused_head.py", "live = min(max(vocab_size - first, 0), weight.size(0))", "live = weight.size(0)",
      on("tp2")),
@@ -65,7 +74,7 @@ MUTANTS = [
      '"overlap_p2p_comm": False,\n        "batch_p2p_comm": True,', on("vpp2")),
     ("layers numbered from their own stage", B + "convert/layout.py", "{int(layer.layer_number) - 1}", "{match[1]}", on("pp2_uneven")),
     # context parallelism
-    ("targets shifted after the split", B + "batch/pack.py", "target_tokens=ids[trainable[own]].to(device)",
+    ("targets shifted after the split", B + "batch/pack.py", "target_tokens=tokens[trainable[own]].to(device)",
      "target_tokens=ids[local].roll(-1)[index[own]].to(device)", on("cp2")),
     ("keys of a chunk taken from the rank's first", B + "batch/cp_layout.py", "+ index_of[k] * chunk for k in seen", "for k in seen", on("cp2")),
     ("positions of the pack, not of the rank's slots", B + "batch/cp_layout.py", "whole[own_slots(present, cp)].to(device)",

@@ -116,8 +116,8 @@ def copy_tree(folder: Path) -> None:
     skip = shutil.ignore_patterns("__pycache__", ".*")
     for name in ("rlcore", "backends", "rollout", "tests/unit", "tests/parity"):
         shutil.copytree(ROOT / name, folder / name, ignore=skip)
-    for name in ("pyproject.toml", "tests/conftest.py"):
-        shutil.copy2(ROOT / name, folder / name)
+    for path in (ROOT / "pyproject.toml", *(ROOT / "tests").glob("*.py")):
+        shutil.copy2(path, folder / path.relative_to(ROOT))
 
 
 def judge(mutant: Mutant, folder: Path) -> Verdict:

@@ -122,11 +122,12 @@ class Clusters:
 
     def _parts(self, limit: float, most: int) -> list[int]:
         """The beginnings of parts of at most `limit`; no more than `most` of them."""
+        ends = self.costs.ends(limit)
         found: list[int] = []
         start = 0
         while start < len(self.order) and len(found) < most:
             found.append(start)
-            start = self.costs.end(start, limit)
+            start = int(ends[start])
         return found
 
     def cut(
@@ -145,15 +146,15 @@ class Clusters:
         large = (self.tokens.of(starts, ends) > max_tokens) | (
             self.costs.of(starts, ends) > max_cost
         )
+        following = np.minimum(self.tokens.ends(max_tokens), self.costs.ends(max_cost)).tolist()
         begins: list[int] = []
         for start, end, cut in zip(starts.tolist(), ends.tolist(), large.tolist(), strict=True):
-            begin = start
-            begins.append(begin)
-            while cut:
-                begin = min(self.tokens.end(begin, max_tokens), self.costs.end(begin, max_cost))
-                cut = begin < end
-                if cut:
+            begins.append(start)
+            if cut:
+                begin = following[start]
+                while begin < end:
                     begins.append(begin)
+                    begin = following[begin]
         firsts = np.array(begins, dtype=np.int64)
         lasts = np.concatenate([firsts[1:], [len(self.order)]])
         members = self.order.tolist()
@@ -183,7 +184,8 @@ class _Ranges:
         """Return the sums of the ranges [start, end)."""
         return self.base[starts] + self.to[ends]
 
-    def end(self, start: int, limit: float) -> int:
-        """Return the end of the longest range from `start` on within `limit`, or of one item."""
-        found = int(np.searchsorted(self.to, limit - self.base[start], "right")) - 1
-        return max(found, start + 1)
+    def ends(self, limit: float) -> NDArray[np.int64]:
+        """Return, for each start, the end of the longest range within `limit`, or of one item."""
+        found = np.searchsorted(self.to, limit - self.base, "right") - 1
+        ends: NDArray[np.int64] = np.maximum(found, np.arange(1, len(self.base) + 1))
+        return ends

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def fill(sizes: Sequence[int], items: Sequence[int], limit: int, bins: int) -> l
     """
     out: list[list[int]] = [[] for _ in range(bins)]
     lightest = [(0, k) for k in range(bins)]
-    for i in sorted(items, key=lambda i: (-sizes[i], i)):
+    for i in sorted(sorted(items), key=sizes.__getitem__, reverse=True):  # ties in their order
         load, k = lightest[0]
         if load and load + sizes[i] > limit:
             heapq.heappush(lightest, (sizes[i], len(out)))
@@ -118,6 +119,7 @@ def plan_minibatch(
         clusters = Clusters(beginnings.among(sequences), lengths, cost, pad)
         pieces, shares = clusters.balanced(ranks, max_tokens)
         shared = clusters.shared_in(pieces)
+    members = pieces.members.__getitem__
     bins = 1
     while True:
         packed = [fill(pieces.tokens, share, max_tokens, bins) for share in shares]
@@ -126,8 +128,8 @@ def plan_minibatch(
         if all(len(p) == needed for p in packed):
             return MinibatchPlan(
                 tuple(
-                    tuple(tuple(i for piece in micro for i in pieces.members[piece]) for micro in p)
-                    for p in packed
+                    tuple(tuple(chain.from_iterable(map(members, micro))) for micro in rank)
+                    for rank in packed
                 ),
                 shared_tokens=int(shared.sum()),
                 shared_squares=int((shared * shared).sum()),

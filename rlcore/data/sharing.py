@@ -19,6 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_KEY_ROWS = 64
+# of a sequence: to share less is not worth what it costs attention
+LEAST_SHARED = 1 / 16
+
 
 @dataclass(frozen=True)
 class Sharing:
@@ -87,7 +91,7 @@ def share_prefixes(
         begin = begins[i]
         common = 0
         if before is not None:
-            common = common_prefix(sequences[before], sequences[i])
+            common = worth_sharing(sequences[before], sequences[i])
             slots[begin : begin + common] = slots[begins[before] : begins[before] + common]
         own = len(sequences[i]) - common
         slots[begin + common : ends[i]] = np.arange(size, size + own)
@@ -149,27 +153,50 @@ def beginnings_of(
         places = in_order(sequences)
         order += [members[place] for place in places]
         shared.append(0)
-        shared += [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(places)]
+        shared += [worth_sharing(sequences[a], sequences[b]) for a, b in pairwise(places)]
     return Beginnings(np.array(order, dtype=np.int64), np.array(shared, dtype=np.int64))
 
 
 def _rows(tokens: Tensor, alike: Tensor | None) -> NDArray[np.int32]:
     """Return all that must be equal of each token, [T, columns]."""
-    columns = [tokens[:, None]]
-    if alike is not None:
-        columns.append(alike.reshape(len(tokens), -1))
-    rows: NDArray[np.int32] = torch.cat([part.int() for part in columns], dim=1).numpy()
+    rows: NDArray[np.int32]
+    if alike is None:
+        rows = tokens.int().numpy()[:, None]
+    else:
+        rows = torch.cat([tokens.int()[:, None], alike.int().flatten(1)], dim=1).numpy()
     return rows
 
 
 def in_order(sequences: Sequence[NDArray[np.int32]]) -> list[int]:
-    """Return the indices of sequences in the order of their rows; equal ones as they came."""
-    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
+    """Return the indices of sequences in the order of their rows; equal ones as they came.
+
+    Of long sequences only what tells them apart is read.
+    """
+    depth = min((common_prefix(sequences[0], other) for other in sequences[1:]), default=0)
+    keys = [_key(sequence[depth : depth + _KEY_ROWS]) for sequence in sequences]
+    if len(set(keys)) < len(keys):
+        keys = [_key(sequence[depth:]) for sequence in sequences]
     return sorted(range(len(sequences)), key=keys.__getitem__)
+
+
+def _key(rows: NDArray[np.int32]) -> bytes:
+    return rows.astype(">u4").tobytes()
+
+
+def worth_sharing(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """Return how many of its rows [n, k] `other` shares with `one`: enough of them, or 0."""
+    common = common_prefix(one, other)
+    return common if common >= LEAST_SHARED * len(other) else 0
 
 
 def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     """Return how many rows [n, k] two arrays have in common from their start on."""
     size = min(len(one), len(other))
-    differ = (one[:size] != other[:size]).any(axis=1)
-    return int(differ.argmax()) if differ.any() else size
+    begin = 0
+    while begin < size:
+        end = min(4 * begin + _KEY_ROWS, size)
+        differ = (one[begin:end] != other[begin:end]).any(axis=1)
+        if differ.any():
+            return begin + int(differ.argmax())
+        begin = end
+    return size

@@ -60,6 +60,8 @@ def report(
         f"a step: {job.sequences} sequences of {job.length} tokens, packs of {job.pack_tokens},"
         f" {job.scoring_passes} scoring passes"
     )
+    if job.siblings > 1:
+        yield f"a pack holds the prompt of {job.siblings} sequences once (policy.share_prefixes)"
     yield ""
     yield "The configuration's layout:"
     if isinstance(own, str):

@@ -26,6 +26,7 @@ class Job:
     dtype_bytes: int
     vocab_multiple: int
     chunk_elements: int
+    siblings: int = 1  # sequences whose prompt, all but `trainable`, a pack holds once
 
     def load(self, layout: Layout) -> Load:
         """Return the size of a micro-batch under `layout`."""
@@ -33,7 +34,7 @@ class Job:
         return Load(
             tokens=tokens,
             micro_batches=self.micro_batches(layout),
-            trainable=max(1, tokens * self.trainable // self.length),
+            trainable=max(1, tokens * self.in_pack * self.trainable // self.micro_tokens),
             dtype_bytes=self.dtype_bytes,
             vocab_multiple=self.vocab_multiple,
             chunk_elements=self.chunk_elements,
@@ -42,12 +43,27 @@ class Job:
     @property
     def in_pack(self) -> int:
         """The number of whole sequences in a pack."""
-        return max(1, self.pack_tokens // self.length)
+        groups, behind = self._groups
+        return max(1, groups * self.siblings + behind)
+
+    @property
+    def prompts_in_pack(self) -> int:
+        """The number of prompts in a pack."""
+        groups, behind = self._groups
+        return max(1, groups + (behind > 0))
 
     @property
     def micro_tokens(self) -> int:
-        """The number of tokens in a pack."""
-        return self.in_pack * self.length
+        """The number of tokens in a pack, each once."""
+        prompt = self.length - self.trainable
+        return self.prompts_in_pack * prompt + self.in_pack * self.trainable
+
+    @property
+    def _groups(self) -> tuple[int, int]:
+        """The whole groups of a pack, and the sequences of one more that is cut."""
+        prompt = self.length - self.trainable
+        groups, rest = divmod(self.pack_tokens, prompt + self.siblings * self.trainable)
+        return groups, max(0, (rest - prompt) // self.trainable)
 
     def micro_batches(self, layout: Layout) -> int:
         """Return the number of micro-batches of each replica, with sequences of one length."""
@@ -81,6 +97,7 @@ def judge(layout: Layout, job: Job, gpu: Gpu) -> Option:
     work = Work(
         sequences=job.sequences,
         length=job.length,
+        repeated=1 - job.prompts_in_pack / job.in_pack,
         trainable=job.trainable,
         scoring_passes=job.scoring_passes,
         micro_batches=load.micro_batches,

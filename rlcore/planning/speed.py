@@ -30,11 +30,17 @@ class Work:
     micro_batches: int  # on each replica
     micro_tokens: int  # of each, over all context-parallel ranks
     dtype_bytes: int = 2
+    repeated: float = 0.0  # share of sequences whose prompt stands in their pack already
 
     @property
-    def tokens(self) -> int:
-        """All tokens of the step."""
-        return self.sequences * self.length
+    def prompt(self) -> int:
+        """The tokens of a sequence that may be another's too."""
+        return self.length - self.trainable
+
+    @property
+    def tokens(self) -> float:
+        """All tokens of the step that are computed."""
+        return self.sequences * (self.length - self.repeated * self.prompt)
 
 
 @dataclass(frozen=True)
@@ -113,14 +119,16 @@ def rank_flops(
     trainable: int,
     *,
     training: bool,
+    shared: Sequence[int] = (),
 ) -> float:
     """Count the FLOPs of one rank of a stage for some sequences of its replica.
 
     Args:
+        shared: lengths of the prefixes that are computed for another sequence already.
         training: count the backward pass and what it computes again.
     """
     here = layout.of_stage(shape, stage)
-    of_layers = here.forward_flops(lengths, 0)
+    of_layers = here.forward_flops(lengths, 0) - here.forward_flops(shared, 0)
     head = 2.0 * trainable * shape.vocab * shape.hidden * (stage == layout.pipeline - 1)
     if training:
         of_layers *= 3.0 + _again(here, layout, max(lengths))
@@ -134,7 +142,9 @@ def _arithmetic(shape: ModelShape, layout: Layout, work: Work, gpu: Gpu) -> floa
     The head recomputes its logits in the backward pass, whatever the layers recompute.
     """
     head = 2.0 * work.sequences * work.trainable * shape.vocab * shape.hidden
-    of_layers = shape.forward_flops([work.length], 0) * work.sequences / shape.layers
+    whole = shape.forward_flops([work.length], 0)
+    again = work.repeated * shape.forward_flops([work.prompt], 0)
+    of_layers = (whole - again) * work.sequences / shape.layers
     scoring = work.scoring_passes
     layer = (
         of_layers

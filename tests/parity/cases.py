@@ -111,6 +111,12 @@ def share_beginnings(sequences: list[Tensor]) -> None:
         sequences[sequence][:size] = sequences[other][:size]
 
 
+def relative(got: Tensor, expected: Tensor) -> float:
+    """The error by the norm; where that is 0, as of an expert without tokens, the error itself."""
+    error = float((got.double() - expected.double()).norm())
+    return error / (float(expected.double().norm()) or 1.0)
+
+
 def make_vectors(count: int) -> dict[str, Tensor]:
     """The vectors [M] that rank 0 assigns."""
     generator = torch.Generator().manual_seed(6)

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def in_children(functions: list[Callable[[], None]]) -> None:
 
 def rank_of(rank: int, size: int, folder: Path) -> Callable[[], None]:
     def run() -> None:
+        warnings.resetwarnings()  # pytest's, which make errors of Megatron's
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
         sys.argv = ["parity_ranks.py", str(folder)]
         rank_main.main(parity_ranks.run)

@@ -26,7 +26,7 @@ from rlcore.trainer.loop import put
 from rlcore.trainer.objective import Objective
 
 with importing_megatron():
-    from backends.megatron.model import grouped_experts
+    from backends.megatron.model import attention, grouped_experts
 
 
 def weights(backend: MegatronBackend, model: Any, head: str) -> dict[str, Tensor]:
@@ -79,7 +79,12 @@ def read_batch(case: dict[str, Any], folder: Path) -> RolloutBatch:
 def run(case: dict[str, Any], folder: Path) -> None:
     # what a GPU has: torch's grouped matmul, which has a kernel for the CPU too
     grouped = patch.object(grouped_experts, "groups_matmuls", lambda experts, hidden: True)
-    with grouped if case.get("grouped") else nullcontext():
+    # what long prefixes have
+    merged = patch.object(attention, "merges", lambda layout, **how: layout.prefixes is not None)
+    with (
+        grouped if case.get("grouped") else nullcontext(),
+        merged if case.get("merged") else nullcontext(),
+    ):
         run_case(case, folder)
 
 

@@ -27,12 +27,25 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.files[0].split('/')[-1].removesuffix('.yaml')}-{self.model}"
+        name = f"{self.files[0].split('/')[-1].removesuffix('.yaml')}-{self.model}"
+        return f"{name}-shared" if "policy.share_prefixes=on" in self.overrides else name
 
 
 CASES = [
     Case(("recipes/llama-3.1-8b-ppo.yaml",), "Llama-3.1-8B", 4),
     Case(("recipes/qwen2.5-7b-grpo-1node.yaml",), "Qwen2.5-7B", 4),
+    Case(
+        ("recipes/qwen2.5-7b-grpo-1node.yaml",),
+        "Qwen2.5-7B",
+        4,
+        (
+            "policy.transformer_engine=off",
+            "policy.share_prefixes=on",
+            "policy.parallel={tensor: 2, sequence: true}",
+            "data.max_prompt_tokens=4096",
+            "rollout.sampling.max_new_tokens=512",
+        ),
+    ),
     Case(("recipes/qwen2.5-7b-grpo-2nodes.yaml",), "Qwen2.5-7B", 4),
     Case(("recipes/dapo/qwen2.5-math-7b.yaml",), "Qwen2.5-Math-7B", 4),
     Case(("recipes/gsm8k/qwen2.5-0.5b-grpo.yaml",), "Qwen2.5-0.5B", 4),

@@ -8,6 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from cases import relative
 from safetensors.torch import load_file
 from spawn import Results
 from torch import Tensor
@@ -108,9 +109,7 @@ def check_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     far = {
         name: d
         for name, want in expected.items()
-        if name not in biases
-        and not (d := float((got[name].double() - want.double()).norm() / want.double().norm()))
-        <= TIGHT
+        if name not in biases and not (d := relative(got[name], want)) <= TIGHT
     }
     assert not far, f"relative distance of gradients above {TIGHT}: {far}"
 

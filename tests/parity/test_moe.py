@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from cases import TRAINED
+from cases import TRAINED, relative
 from spawn import Results
 from torch import Tensor
 
@@ -132,10 +132,7 @@ def check_gradients(
 ) -> None:
     assert got.keys() == expected.keys()
     far = {
-        name: d
-        for name, want in expected.items()
-        if not (d := float((got[name].double() - want.double()).norm() / want.double().norm()))
-        <= bound
+        name: d for name, want in expected.items() if not (d := relative(got[name], want)) <= bound
     }
     assert not far, f"relative distance of gradients above {bound}: {far}"
 

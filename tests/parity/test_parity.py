@@ -33,6 +33,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "qwen3", "model": "qwen3", "plan": "one", "critic": True, "share": "off"},
         {"name": "shared", "model": "qwen3", "plan": "one", "critic": True},
+        {"name": "merged", "model": "qwen3", "plan": "one", "critic": True, "merged": True},
         {"name": "qwen3_tied", "model": "qwen3_tied", "plan": "one"},
         {"name": "qwen2_tied", "model": "qwen2_tied", "plan": "one"},
         {"name": "llama", "model": "llama", "plan": "one"},
@@ -73,6 +74,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "tp2_sp_tied", "model": "qwen3_tied", "plan": "uneven", "parallel": SP2},
         {"name": "pp2", "model": "qwen3", "plan": "uneven", "parallel": PP2, "critic": True,
          "offload": True},
+        {"name": "cp2_merged", "model": "qwen3", "plan": "uneven", "parallel": CP2, "critic": True,
+         "merged": True},
         {"name": "pp2_tied", "model": "qwen3_tied", "plan": "uneven", "parallel": PP2},
         {"name": "vpp2", "model": "qwen3", "plan": "pairs",
          "parallel": {"pipeline": 2, "virtual_pipeline": 2}},
@@ -318,12 +321,16 @@ def test_every_layout_equals_one_process(name: str, results: Results) -> None:
 
 
 def test_a_pack_holds_each_prefix_once(results: Results) -> None:
-    """Of sequences that follow each other in the order of their tokens, what both begin with."""
+    """Of sequences that follow each other in the order of their tokens, what both begin with.
+
+    A sixteenth of a sequence is the least.
+    """
     sequences = sorted(tokens.tolist() for tokens in make_batch().tokens.split(LENGTHS))
-    shared = sum(
+    both = [
         next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
         for a, b in pairwise(sequences)
-    )
+    ]
+    shared = sum(n for n, sequence in zip(both, sequences[1:]) if n >= len(sequence) / 16)
     assert shared > 20
     metrics = results["shared"]["metrics"]
     assert metrics["perf/shared_tokens"] == pytest.approx(shared / sum(LENGTHS))
@@ -353,7 +360,7 @@ def test_what_is_known_of_the_whole_step_is_the_same_in_every_split(
     assert 0 < expected["metrics"][acts] < 1
     check_gradients(got["gradients"]["policy"], expected["gradients"]["policy"], TIGHT)
     assert got["metrics"].keys() == expected["metrics"].keys()
-    for metric in got["metrics"]:
+    for metric in got["metrics"].keys() - {"perf/shared_tokens"}:
         assert got["metrics"][metric] == pytest.approx(
             expected["metrics"][metric], rel=1e-4, abs=1e-6
         ), metric
@@ -401,7 +408,7 @@ def test_the_token_budget_decides_the_micro_batches(results: Results) -> None:
     counts = [results[name]["micro_batches"] for name in ("qwen3", "tokens_64", "tokens_20")]
     assert counts == sorted(counts)
     assert counts[0] == 1
-    assert counts[2] > 4
+    assert counts[2] > 3
 
 
 @pytest.mark.parametrize("name", ["offloaded", "other_reference"])

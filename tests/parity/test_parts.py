@@ -235,6 +235,7 @@ def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
         config=config,
         parallel=SimpleNamespace(cp=CPRank(2, 0), dp_size=1),
         policy=SimpleNamespace(arch=ARCH),
+        _prefixes=lambda: SimpleNamespace(on=False),
     )
     (plan,) = MegatronBackend.plan(backend, make_batch(), [range(len(LENGTHS))])
     packs = [

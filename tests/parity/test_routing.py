@@ -232,14 +232,14 @@ def test_recomputations_get_the_experts_of_their_forwards_oldest_first() -> None
     assert choice.get_replay_topk(scores, 2, default_compute_topk=top2)[1].tolist() == [[0, 1]]
 
 
-def test_pads_are_not_counted_and_the_order_of_a_choice_is_no_change() -> None:
+def test_pads_and_the_order_of_a_choice_count_nothing_and_shared_tokens_several_times() -> None:
     choice = ExpertChoice()
-    scores = torch.tensor([[4.0, 3.0, 2.0]]).repeat(3, 1).requires_grad_()
-    choice.given = torch.tensor([[1, 0], [2, 0], [2, 1]], dtype=torch.int16)
-    choice.hidden = torch.tensor([False, False, True])
+    scores = torch.tensor([[4.0, 3.0, 2.0]]).repeat(4, 1).requires_grad_()
+    choice.given = torch.tensor([[1, 0], [2, 0], [2, 1], [2, 0]], dtype=torch.int16)
+    choice.counts = torch.tensor([5, 1, 0, 3])
     choice.get_replay_topk(scores, 2, default_compute_topk=top2)
     assert choice.changed is not None
-    assert int(choice.changed) == 1
+    assert int(choice.changed) == 1 + 3
 
 
 def test_tokens_without_a_record_keep_their_routers_choice_in_the_recomputation_too() -> None:

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from backends.megatron.batch.prefix_parts import PrefixPart, prefix_parts
+from backends.megatron.batch.prefix_parts import PrefixPart, prefix_part
 from backends.megatron.batch.ragged import borders, by_length, ranges, rectangle
 from backends.megatron.parallel.state import ALONE, CPRank
 
@@ -189,26 +189,35 @@ class PackLayout:
 
     @cached_property
     def parts(self) -> tuple[PrefixPart, ...]:
-        """The own tokens of each sequence, then those behind each prefix, for `merged_attention`.
-
-        Raises ValueError under context parallelism, where a run sees tokens of its own sequence
-        before its first one.
-        """
-        if self.cp.size > 1:
-            raise ValueError("merged attention takes packs of one context-parallel rank")
-        (runs,) = self._runs
-        return prefix_parts(runs.queries, runs.num_queries, runs.keys, runs.num_keys)
+        """For each chunk the own tokens of the sequences, and what is behind each prefix."""
+        assert self.prefixes is not None
+        counts = self.prefixes.counts
+        rows = self._prefix_rows(self.prefixes)
+        found: list[PrefixPart] = []
+        for runs in self._own_runs:
+            found.append(
+                PrefixPart(runs.queries, runs.keys, runs.num_queries, runs.num_keys, causal=True)
+            )
+            found.append(prefix_part(runs.queries, runs.num_queries, rows, counts))
+        return tuple(found)
 
     @property
     def _runs(self) -> list[_Runs]:
-        chunks = range(len(self.cp.own_chunks))
-        own = [_Runs.of(self.lengths, self.cp, index) for index in chunks]
         if self.prefixes is None:
-            return own
+            return self._own_runs
+        rows = self._prefix_rows(self.prefixes)
+        return [runs.behind(self.prefixes.counts, rows) for runs in self._own_runs]
+
+    @property
+    def _own_runs(self) -> list[_Runs]:
+        return [_Runs.of(self.lengths, self.cp, index) for index in range(len(self.cp.own_chunks))]
+
+    def _prefix_rows(self, prefixes: Prefixes) -> Tensor:
+        """The rows of the gathered keys at which the prefixes' tokens are."""
         rows = torch.empty(sum(self.lengths), dtype=torch.int64)
         ranks = [CPRank(self.cp.size, rank) for rank in range(self.cp.size)]
         rows[torch.cat([own_slots(self.lengths, rank) for rank in ranks])] = torch.arange(len(rows))
-        return [runs.behind(self.prefixes.counts, rows[self.prefixes.slots]) for runs in own]
+        return rows[prefixes.slots]
 
     def _alike(self, runs: _Runs) -> list[list[int]]:
         """Group the runs whose queries, and whose keys, are alike in number.

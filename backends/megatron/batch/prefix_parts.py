@@ -19,11 +19,11 @@ class PrefixPart:
     """Runs of queries with the keys of each.
 
     Attributes:
-        queries: int64, slots, run behind run.
-        keys: int64, slots, likewise.
+        queries: int64, slots of this rank, run behind run.
+        keys: int64, rows of the gathered keys, likewise.
         num_queries, num_keys: int64 [n], of each run.
-        causal: whether a run's queries are its keys, and see those up to themselves; else they see
-            all keys of their run.
+        causal: whether the last keys of a run are its queries, which see those up to themselves;
+            else they see all keys of their run.
     """
 
     queries: Tensor
@@ -33,37 +33,32 @@ class PrefixPart:
     causal: bool
 
 
-def prefix_parts(
-    queries: Tensor, num_queries: Tensor, keys: Tensor, num_keys: Tensor
-) -> tuple[PrefixPart, ...]:
-    """Divide runs of queries, whose last keys are themselves, into their two parts.
+def prefix_part(queries: Tensor, num_queries: Tensor, keys: Tensor, num_keys: Tensor) -> PrefixPart:
+    """Join the runs behind one prefix, for every prefix.
 
     Args:
-        queries: int64, slots, run behind run; likewise `keys`, which end with the run's queries.
-        num_queries, num_keys: int64 [n].
+        queries: int64, slots, run behind run.
+        keys: int64, rows, the prefixes of the runs; of the same prefix the same ones.
+        num_queries, num_keys: int64 [n], some of which are 0.
     """
-    own = PrefixPart(queries, queries, num_queries, num_queries, causal=True)
-    before = num_keys - num_queries
-    if not before.any():
-        return (own,)
-    key_borders = borders(num_keys)[:-1]
-    query_borders = borders(num_queries).tolist()
-    # the last slot of a path and its length name the path
+    begins = borders(num_queries).tolist()
+    starts = borders(num_keys)[:-1]
+    behind = num_keys.nonzero()[:, 0]
+    last = keys[starts[behind] + num_keys[behind] - 1]
+    # the last row of a prefix and its length name it
     runs_of: dict[tuple[int, int], list[int]] = {}
-    behind = before.nonzero()[:, 0]
-    last = keys[key_borders[behind] + before[behind] - 1]
-    for run, slot, length in zip(behind.tolist(), last.tolist(), before[behind].tolist()):
-        runs_of.setdefault((slot, length), []).append(run)
-    begins = key_borders.tolist()
+    for run, row, length in zip(behind.tolist(), last.tolist(), num_keys[behind].tolist()):
+        runs_of.setdefault((row, length), []).append(run)
     rows: list[Tensor] = []
-    paths: list[Tensor] = []
-    counts: list[int] = []
-    lengths: list[int] = []
+    prefixes: list[Tensor] = []
     for (_, length), runs in runs_of.items():
-        rows += [queries[query_borders[run] : query_borders[run + 1]] for run in runs]
-        counts.append(int(num_queries[runs].sum()))
-        paths.append(keys[begins[runs[0]] : begins[runs[0]] + length])
-        lengths.append(length)
-    return own, PrefixPart(
-        torch.cat(rows), torch.cat(paths), torch.tensor(counts), torch.tensor(lengths), causal=False
+        rows += [queries[begins[run] : begins[run + 1]] for run in runs]
+        start = int(starts[runs[0]])
+        prefixes.append(keys[start : start + length])
+    return PrefixPart(
+        torch.cat(rows),
+        torch.cat(prefixes),
+        torch.stack([num_queries[runs].sum() for runs in runs_of.values()]),
+        torch.tensor([length for _, length in runs_of]),
+        causal=False,
     )

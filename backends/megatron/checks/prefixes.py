@@ -33,7 +33,10 @@ def choose_prefix_sharing(config: Config, layers: Layers) -> PrefixSharing:
         return PrefixSharing(False, "policy.share_prefixes: off")
     why_not = None
     if layers.transformer_engine:
-        why_not = "the attention of Transformer Engine's layers has no mask for it"
+        why_not = (
+            "the attention of Transformer Engine's layers has no mask for it"
+            " (policy.transformer_engine: off takes megatron-core's own layers)"
+        )
     elif losses := [name for name in _LOSSES if config.policy.megatron.get(name)]:
         why_not = f"policy.megatron.{losses[0]}: a router's loss would count a shared token once"
     if why_not is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -26,12 +26,45 @@ class Work:
     pack_tokens: int  # over all context-parallel ranks
     length: int  # tokens of a sequence; the last of a pack is shorter where it must be
     trainable: int  # of those
+    siblings: int = 1  # sequences that share all tokens but those
+
+    @property
+    def sequences(self) -> list[tuple[list[int], int]]:
+        """The tokens of each sequence of one pack, all different ones, and how many are trainable.
+
+        What the last whole ones leave belongs to a shorter one, as large a share of it trainable.
+        """
+        found: list[tuple[list[int], int]] = []
+        own = self._trainable(self.length)
+        start = 0
+        while (left := self.pack_tokens - start) > 1:
+            prompt = self.length - own if left >= self.length else left - self._trainable(left)
+            shared = list(range(start, start + prompt))
+            start += prompt
+            for _ in range(self.siblings):
+                count = min(own, self.pack_tokens - start)
+                if count:
+                    found.append(([*shared, *range(start, start + count)], count))
+                start += count
+        return found
 
     @property
     def lengths(self) -> list[int]:
         """The lengths of the sequences of one pack."""
-        whole, rest = divmod(self.pack_tokens, self.length)
-        return [self.length] * whole + ([rest] if rest > 1 else [])
+        return [len(tokens) for tokens, _ in self.sequences]
+
+    @property
+    def shared(self) -> list[int]:
+        """The lengths of the prompts that the pack holds for a sequence before, too."""
+        sequences = self.sequences
+        return [
+            len(tokens) - count
+            for (before, _), (tokens, count) in pairwise(sequences)
+            if before[0] == tokens[0]
+        ]
+
+    def _trainable(self, length: int) -> int:
+        return min(max(1, length * self.trainable // self.length), length - 1)
 
 
 class RankBatch(LocalBatch):
@@ -50,13 +83,13 @@ class RankBatch(LocalBatch):
         Args:
             routed: (layers with experts, experts of a token) of the engine's records, if there are.
         """
-        lengths = work.lengths
-        own = lengths * work.micro_batches
-        mask = torch.cat([_trainable(n, work) for n in own])
+        sequences = work.sequences * work.micro_batches
+        own = [len(tokens) for tokens, _ in sequences]
+        mask = torch.cat([torch.arange(n) >= n - count for n, (_, count) in zip(own, sequences)])
         trainable = int(mask.sum())
         vectors = dict.fromkeys(_PER_TOKEN, torch.full((trainable,), 0.1))
         self.batch = RolloutBatch(
-            tokens=torch.zeros(len(mask), dtype=torch.int32),
+            tokens=torch.tensor([t for tokens, _ in sequences for t in tokens], dtype=torch.int32),
             cu_tokens=torch.tensor([0, *accumulate(own)]),
             loss_mask=mask,
             vectors=vectors | {"sequence_ids": torch.arange(len(own))},
@@ -66,16 +99,11 @@ class RankBatch(LocalBatch):
         )
         self.vectors = dict(self.batch.vectors)
         self.stats = {}
-        borders = range(0, len(own) + 1, len(lengths))
+        borders = range(0, len(own) + 1, len(own) // work.micro_batches)
         self.minibatches = [LocalMinibatch(borders, len(mask) * parallel.dp_size)]
         self._parallel = parallel
         self._device = torch.device("meta")  # integers stay where they are
         self._pad_multiple = pad_multiple
+        self._share_prefixes = work.siblings > 1
         self._shard_map = None
         self._packs = {}
-
-
-def _trainable(length: int, work: Work) -> torch.Tensor:
-    """The last tokens of a sequence, as large a share as of a whole one: bool [length]."""
-    count = min(max(1, length * work.trainable // work.length), length - 1)
-    return torch.arange(length) >= length - count

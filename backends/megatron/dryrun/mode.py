@@ -231,7 +231,7 @@ def _grouped_flops(a: Tensor, b: Tensor) -> int:
 
 
 def _attention_flops(name: str, args: Any) -> int:
-    """FLOPs of causal attention over a pack's sequences; 0 for another operation.
+    """FLOPs of attention over a pack's sequences, causal or not; 0 for another operation.
 
     The backward pass counts twice the forward one, as everywhere.
     """
@@ -240,5 +240,7 @@ def _attention_flops(name: str, args: Any) -> int:
         return 0
     query = args[at]
     queries, keys = (part.long().diff() for part in (args[3:5] if at == 0 else args[6:8]))
-    pairs = int((queries * keys - queries * (queries - 1) // 2).sum())
+    pairs = int((queries * keys).sum())
+    if args[(7, 10)[at]]:  # each query but the last of a run sees fewer
+        pairs -= int((queries * (queries - 1) // 2).sum())
     return (1 + at) * 4 * query.size(1) * query.size(2) * pairs

@@ -24,9 +24,12 @@ from backends.megatron.cpu.kernels import kernel_type
 from backends.megatron.model.elementwise import rotate
 from backends.megatron.model.merged_attention import merged_attention, varlen_merges
 
-# copies of keys for each token of the pack, from which on merging is the faster way: see
-# benchmarks/prefixes.py
-MERGED_FROM = 2.0
+# From so many copies of keys for each token of the pack on, and so many tokens in a prefix, merging
+# is the faster way (benchmarks/prefixes.py).
+MERGED_FROM = 3.0
+LONG_PREFIX = 256
+# The variable-length kernel takes a part in one call, and copies are memory until the backward.
+MERGED_FROM_VARLEN = 1.0
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
@@ -118,11 +121,13 @@ def merges(layout: PackLayout, *, same_heads: bool, varlen: bool) -> bool:
         same_heads: queries and values have heads of one size, which the kernels ask for.
         varlen: by the variable-length kernel of CUDA.
     """
-    if layout.prefixes is None or layout.cp.size > 1 or not same_heads:
+    if layout.prefixes is None or not same_heads:
         return False
-    if varlen and not varlen_merges():
-        return False
-    return len(layout.prefixes.slots) >= MERGED_FROM * sum(layout.lengths)
+    copies = len(layout.prefixes.slots)
+    if varlen:
+        return copies >= MERGED_FROM_VARLEN * sum(layout.lengths) and varlen_merges()
+    behind = int(layout.prefixes.counts.count_nonzero())
+    return copies >= MERGED_FROM * sum(layout.lengths) and copies >= LONG_PREFIX * behind
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:

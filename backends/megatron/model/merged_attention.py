@@ -26,7 +26,7 @@ from backends.megatron.batch.ragged import borders, by_length, rectangle
 class Kernel(Protocol):
     """Computes one part.
 
-    q, k and v are the whole pack's [T, heads, d] each; what is returned is of the part's queries.
+    q [T, heads, d] are this rank's; k and v [CP * T, groups, d] are gathered.
     """
 
     slots: Tensor  # int64 [n]: the part's queries
@@ -50,6 +50,8 @@ class RectangleKernel:
 
     queries: Tensor  # int64 [b, longest]
     key_rows: Tensor  # int64 [b, longest]
+    # int64 [b, 1, 1, 1]: keys before the first query of each run; None: none before any
+    before: Tensor | None
     real: Tensor | None  # int64: which of the queries are no pads; None: all
     slots: Tensor
     causal: bool
@@ -62,6 +64,8 @@ class RectangleKernel:
         alike: dict[int, list[int]] = {}
         for run, length in enumerate(lengths):
             alike.setdefault(0 if part.causal else length, []).append(run)
+        before = (part.num_keys - part.num_queries).view(-1, 1, 1, 1)
+        aligned = part.causal and bool(before.any())
         kernels = []
         for runs in alike.values():
             for places in by_length([counts[run] for run in runs]):
@@ -69,7 +73,8 @@ class RectangleKernel:
                 queries, real = rectangle(part.queries, part.num_queries, batch)
                 rows, _ = rectangle(part.keys, part.num_keys, batch)
                 own = None if bool(real.all()) else real.reshape(-1).nonzero()[:, 0]
-                kernels.append(cls(queries, rows, own, queries[real], part.causal))
+                skipped = before[batch] if aligned else None
+                kernels.append(cls(queries, rows, skipped, own, queries[real], part.causal))
         return kernels
 
     @property
@@ -83,7 +88,8 @@ class RectangleKernel:
             _heads_first(q, self.queries),
             _heads_first(k, self.key_rows),
             _heads_first(v, self.key_rows),
-            is_causal=self.causal,
+            is_causal=self.causal and self.before is None,
+            attn_mask=self._mask(q.dtype),
             scale=scale,
         )
         return self._flat(out), self._flat(lse)
@@ -105,10 +111,19 @@ class RectangleKernel:
             _heads_first(out, self.queries),
             _heads_first(lse, self.queries),
             0.0,
-            self.causal,
+            self.causal and self.before is None,
+            attn_mask=self._mask(q.dtype),
             scale=scale,
         )
         return self._flat(dq), dk.transpose(1, 2).flatten(0, 1), dv.transpose(1, 2).flatten(0, 1)
+
+    def _mask(self, dtype: torch.dtype) -> Tensor | None:
+        """[b, 1, queries, keys]: 0 where a query sees a key; None where no mask is needed."""
+        if self.before is None:
+            return None
+        last = self.before + torch.arange(self.queries.size(1))[:, None]
+        hidden = torch.arange(self.key_rows.size(1)) > last
+        return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, float("-inf"))
 
     def _flat(self, rows: Tensor) -> Tensor:
         flat = rows.transpose(1, 2).flatten(0, 1)
@@ -159,7 +174,7 @@ class VarlenKernel:
             self.cu_keys,
             self.longest_queries,
             self.longest_keys,
-            is_causal=self.causal,
+            self.causal,
             scale=scale,
             window_size=self._window,
             enable_gqa=True,
@@ -223,7 +238,7 @@ def merged_attention(
 
     Args:
         query: [T, heads, d].
-        key, value: [T, groups, d].
+        key, value: [CP * T, groups, d], gathered.
         varlen: by the variable-length kernel of CUDA, else by the CPU's.
     """
     kernels = kernels_of(layout, varlen=varlen)

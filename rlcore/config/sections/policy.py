@@ -120,11 +120,11 @@ class PolicyConfig(Section):
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Any field of megatron.core's TransformerConfig."""
 
-    @field_validator("transformer_engine", mode="before")
+    @field_validator("transformer_engine", "share_prefixes", mode="before")
     @classmethod
-    def _false_is_off(cls, value: Any) -> Any:
-        """YAML reads an unquoted `off` as false."""
-        return "off" if value is False else value
+    def _yaml_switch(cls, value: Any) -> Any:
+        """YAML reads a bare on and off as booleans."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class ReferenceConfig(Section):

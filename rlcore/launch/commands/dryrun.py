@@ -59,7 +59,9 @@ def dry_run(
     for rank in chosen:
         stage = rank // (world // layout.pipeline)
         in_flight = replace(load, micro_batches=micro_batches_in_flight(layout, load, stage))
-        work = Work(in_flight.micro_batches, in_flight.tokens, job.length, job.trainable)
+        work = Work(
+            in_flight.micro_batches, in_flight.tokens, job.length, job.trainable, job.siblings
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Megatron and torch, on advice for real ranks
             report = rehearse(
@@ -191,6 +193,7 @@ def _flops(report: RankReport, layout: Layout, load: Load, job: Job) -> Iterator
                 lengths,
                 0 if model == "critic" else trainable,
                 training=name.endswith("backward"),
+                shared=report.work.shared * load.micro_batches,
             )
             yield f"  {'TFLOP, ' + name:42}{own / 1e12:>16.2f}{expected / 1e12:>16.2f}"
 

@@ -116,7 +116,20 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         dtype_bytes=2 if config.model.dtype == "bf16" else 4,
         vocab_multiple=config.model.vocab_divisible_by,
         chunk_elements=policy.logprobs.chunk_elements or default_chunk_elements("cuda"),
+        siblings=_siblings(config),
     )
+
+
+def _siblings(config: Config) -> int:
+    """The samples of a group, whose prompt a pack holds once; 1 where that is not sure.
+
+    With Transformer Engine's layers, which a GPU may have, nothing is shared.
+    """
+    policy = config.policy
+    sure = policy.share_prefixes == "on" or (
+        policy.share_prefixes == "auto" and policy.transformer_engine == "off"
+    )
+    return config.rollout.samples_per_prompt if sure and not config.is_sft else 1
 
 
 def job_passes(config: Config) -> Passes:

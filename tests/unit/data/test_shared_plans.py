@@ -108,7 +108,6 @@ def test_ranks_are_as_even_as_the_best_known_split(prompts: int, n: int, ranks: 
             range(len(sequences)), [len(one) for one in sequences], cost=COST, ranks=ranks,
             max_tokens=budget,
         ).microbatches,
-        *([whole] for whole in ()),
     ]  # fmt: skip
     order = alike(sequences, groups).order.tolist()
     for shift in range(0, len(order), max(1, n // 2)):  # in order, from somewhere on

@@ -13,6 +13,8 @@ from rlcore.data.sharing import (
     Beginnings,
     Sharing,
     beginnings_of,
+    common_prefix,
+    in_order,
     share_nothing,
     share_prefixes,
 )
@@ -123,3 +125,30 @@ def check(
         (groups[i], *sequences[i][:k]) for i in members for k in range(1, len(sequences[i]) + 1)
     }
     assert own == len(distinct)
+
+
+def test_a_token_of_a_hundred_is_not_shared() -> None:
+    """All chats of a model begin alike, which is not worth a mask."""
+    sequences = [[1, *range(2 + k, 98 + k)] for k in range(3)]
+    tokens, lengths = flat(sequences)
+    assert share_prefixes(tokens, lengths).num_shared == 0
+    assert share_prefixes(*flat([one[:15] for one in sequences])).num_shared == 2
+
+
+@given(
+    draws=st.lists(
+        st.tuples(st.integers(0, 400), st.integers(0, 70), st.integers(0, 1)), max_size=6
+    )
+)
+def test_long_sequences_are_told_apart_where_they_differ(
+    draws: list[tuple[int, int, int]],
+) -> None:
+    sequences = [
+        np.array([7] * same + [0] * zeros + [9] * last, dtype=np.int32)[:, None]
+        for same, zeros, last in draws
+    ]
+    plain = [one[:, 0].tolist() for one in sequences]
+    assert in_order(sequences) == sorted(range(len(plain)), key=plain.__getitem__)
+    for one, a in zip(sequences, plain, strict=True):
+        for other, b in zip(sequences, plain, strict=True):
+            assert common_prefix(one, other) == in_common(a, b)
