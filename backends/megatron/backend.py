@@ -419,7 +419,9 @@ class MegatronBackend:
         return layers_of(self.config, self.device.type, latent=self.policy.arch.latent_attention)
 
     def _prefixes(self) -> PrefixSharing:
-        return choose_prefix_sharing(self.config, self._layers())
+        return choose_prefix_sharing(
+            self.config, transformer_engine=self._layers().transformer_engine
+        )
 
     def close(self) -> None:
         """Give up the models and Megatron's groups, and the process group if it was made here."""

@@ -15,8 +15,10 @@ with importing_megatron():
     from backends.megatron.batch.local_batch import LocalBatch
     from backends.megatron.batch.plan import plan_minibatches
     from backends.megatron.build import BuildContext
+    from backends.megatron.checks.prefixes import choose_prefix_sharing
     from backends.megatron.convert.read import read_architecture
     from backends.megatron.model.head import HeadOptions
+    from backends.megatron.model.layers import layers_of
     from backends.megatron.parallel.agreement import broadcast_json
     from backends.megatron.parallel.state import destroy_parallel, init_parallel, init_process_group
     from backends.megatron.training.passes import score_pass
@@ -24,6 +26,7 @@ from backends.megatron.policy_checks import check_reward_model
 from rlcore.config import Config
 from rlcore.config.derived import micro_batch_tokens, pack_multiple
 from rlcore.data.batch import RolloutBatch
+from rlcore.data.sharing import beginnings_of
 
 _HEAD = HeadOptions(temperature=1.0, chunk_elements=None)  # a value head reads neither
 
@@ -53,6 +56,10 @@ class RewardModel:
         except BaseException:
             self.close()
             raise
+        layers = layers_of(config, device.type, latent=arch.latent_attention)
+        self._shares_prefixes = choose_prefix_sharing(
+            config, transformer_engine=layers.transformer_engine
+        ).on
         for module in self._model.modules:
             module.eval()
 
@@ -87,11 +94,21 @@ class RewardModel:
             batch = as_batch(sequences)
             cost = self._model.arch.shape.cost
             lengths = batch.lengths.tolist()
+            beginnings = None
+            if self._shares_prefixes:  # answers to one question may come together
+                together = torch.zeros(len(lengths), dtype=torch.int64)
+                beginnings = beginnings_of(batch.tokens, batch.cu_tokens, together)
             plans = plan_minibatches(
-                self.config, self.parallel, cost, lengths, [range(len(sequences))]
+                self.config, self.parallel, cost, lengths, [range(len(sequences))], beginnings
             )
-        multiple = pack_multiple(self.config)
-        local = LocalBatch(batch, plans, self.parallel, self.device, pad_multiple=multiple)
+        local = LocalBatch(
+            batch,
+            plans,
+            self.parallel,
+            self.device,
+            pad_multiple=pack_multiple(self.config),
+            share_prefixes=self._shares_prefixes,
+        )
         with megatron_device(self.device):
             outputs = score_pass(self._model, local.micro_batches(0), _HEAD)
         own = [torch.cat(outputs)] if self.parallel.is_last_stage else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.megatron.model.layers import Layers
 from rlcore.config import Config
 from rlcore.errors import ConfigError
 
@@ -22,8 +21,11 @@ class PrefixSharing:
         return f"{'once' if self.on else 'in every sequence'} ({self.reason})"
 
 
-def choose_prefix_sharing(config: Config, layers: Layers) -> PrefixSharing:
+def choose_prefix_sharing(config: Config, *, transformer_engine: bool) -> PrefixSharing:
     """Choose whether shared prefixes are computed once.
+
+    Args:
+        transformer_engine: the layers are Transformer Engine's.
 
     Raises:
         ConfigError: `policy.share_prefixes` is `on`, and it cannot be.
@@ -32,7 +34,7 @@ def choose_prefix_sharing(config: Config, layers: Layers) -> PrefixSharing:
     if wanted == "off":
         return PrefixSharing(False, "policy.share_prefixes: off")
     why_not = None
-    if layers.transformer_engine:
+    if transformer_engine:
         why_not = (
             "the attention of Transformer Engine's layers has no mask for it"
             " (policy.transformer_engine: off takes megatron-core's own layers)"

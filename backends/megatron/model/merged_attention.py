@@ -29,8 +29,13 @@ class Kernel(Protocol):
     q [T, heads, d] are this rank's; k and v [CP * T, groups, d] are gathered.
     """
 
-    slots: Tensor  # int64 [n]: the part's queries
-    keys: Tensor  # int64 [m]: the rows of the gradients of keys and values
+    @property
+    def slots(self) -> Tensor:
+        """The part's queries: int64 [n]."""
+
+    @property
+    def keys(self) -> Tensor:
+        """The rows of the gradients of keys and values: int64 [m]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return the output [n, heads, d] and the log-sum-exp, fp32 [n, heads]."""

@@ -1,0 +1,51 @@
+"""Whether packs hold shared prefixes once, and what is said where they do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends.megatron.checks.prefixes import choose_prefix_sharing
+from rlcore.config import Config
+from rlcore.config.load import load_config
+from rlcore.errors import ConfigError
+
+KEYS = ["run.name=x", "data.paths=x", "model.path=x", "training.steps=1"]
+ROUTER = "policy.megatron.moe_aux_loss_coeff=0.01"
+
+
+def config(*overrides: str) -> Config:
+    return load_config([], [*KEYS, *overrides]).config
+
+
+@pytest.mark.parametrize("written", ["on", "true", "'on'"])
+def test_yaml_reads_on_and_off_as_booleans(written: str) -> None:
+    assert config(f"policy.share_prefixes={written}").policy.share_prefixes == "on"
+    assert config("policy.share_prefixes=off").policy.share_prefixes == "off"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engine", "on", "said"),
+    [
+        ((), False, True, "once (policy.share_prefixes: auto)"),
+        (("policy.share_prefixes=off",), False, False, "in every sequence (policy.share_prefixes"),
+        ((), True, False, "Transformer Engine's layers has no mask for it (policy.transformer_eng"),
+        ((ROUTER,), False, False, "policy.megatron.moe_aux_loss_coeff: a router's loss would"),
+        (("policy.megatron.moe_aux_loss_coeff=0.0",), False, True, "auto"),
+    ],
+)
+def test_the_choice_and_its_reason(
+    overrides: tuple[str, ...], engine: bool, on: bool, said: str
+) -> None:
+    choice = choose_prefix_sharing(config(*overrides), transformer_engine=engine)
+    assert choice.on is on
+    assert said in str(choice)
+
+
+@pytest.mark.parametrize(("overrides", "engine"), [((), True), ((ROUTER,), False)])
+def test_what_cannot_share_refuses_on(overrides: tuple[str, ...], engine: bool) -> None:
+    with pytest.raises(
+        ConfigError, match="policy.share_prefixes: on, but .*; set it to auto or of"
+    ):
+        choose_prefix_sharing(
+            config("policy.share_prefixes=on", *overrides), transformer_engine=engine
+        )
