@@ -44,7 +44,7 @@ def test_the_choice_and_its_reason(
 @pytest.mark.parametrize(("overrides", "engine"), [((), True), ((ROUTER,), False)])
 def test_what_cannot_share_refuses_on(overrides: tuple[str, ...], engine: bool) -> None:
     with pytest.raises(
-        ConfigError, match="policy.share_prefixes: on, but .*; set it to auto or of"
+        ConfigError, match=r"policy.share_prefixes: on, but .*; set it to auto or of"
     ):
         choose_prefix_sharing(
             config("policy.share_prefixes=on", *overrides), transformer_engine=engine
