@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlcore.runs.rollouts import read_rollouts
 from tests.integration import calculator_kit
+from tests.integration.accounting_checks import read_samples
 from tests.integration.calculator_kit import AGENT, AGENT_RUN, CALCULATOR, ENV_RUN, WARM
+from tests.integration.hf_logprobs import gaps_by_version
 from tests.integration.workspace import Run, Workspace
 from tests.ray.ray_runs import balance, weights
 
@@ -63,4 +67,24 @@ def test_conversations_on_a_cluster_equal_local_ones(
     assert weights(run) == weights(local)
     assert max(sample["turns"] for sample in samples) > 1, "the warm-up was too short for calls"
     assert any(m["role"] == "tool" for sample in samples for m in sample["messages"])
+    assert balance(run, STEPS)["consumed"] == 4 * STEPS
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("_in_a_calculator")
+def test_an_agent_command_over_sglang_on_a_cluster(workspace: Workspace, cluster: Any) -> None:
+    """Each rollout is a process beside the service's actor, and talks to its gateway."""
+    command = f"[{sys.executable}, {AGENT / 'calculator_agent.py'}]"
+    run = calculator_kit.train(
+        workspace, "command", *RUNS["agent"], *GIVEN, "cluster.launcher=ray",
+        f"cluster.ray.address={cluster.address}", "cluster.ray.engine_cpus=1",
+        "rollout.workflow.run=null", f"rollout.workflow.command={command}",
+        "rollout.engine={kind: sglang, threads: 1, device: cpu, start_timeout_s: 500}",
+    )  # fmt: skip
+    samples = [sample for step in (1, STEPS) for sample in read_samples(run.folder, step)]
+    assert max(sample.turns for sample in samples) > 1, "the warm-up was too short for calls"
+    assert any(m["role"] == "tool" for sample in samples for m in sample.messages or ())
+    gaps = gaps_by_version(workspace, run, samples, start=Path(WARM) / "hf")
+    assert len(gaps) == STEPS
+    assert max(gaps.values()) < 1e-4, gaps
     assert balance(run, STEPS)["consumed"] == 4 * STEPS
