@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.generation import Completion, Generate, GenerateRequest, MemoryTag, PauseMode
-from rlcore.data.packing import MinibatchPlan
+from rlcore.data.packing.plan import MinibatchPlan
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.weights import Bucket

@@ -57,8 +57,8 @@ MUTANTS = [
      "test_rollouts.py::test_cutting_changes_no_metric"),
     ("segments without a verdict differ", A + "rollouts.py", "same |= per_sequence.isnan() & values[self.index].isnan()", "pass",
      "test_rollouts.py::test_cutting_changes_no_metric"),
-    ("optimizer steps even in segments", "rlcore/data/packing.py", "balance([float(len(rollouts[g])) for g in order], minibatches)",
-     "balance([float(len(groups[g])) for g in order], minibatches)", "tests/unit/data/test_balance.py"),
+    ("optimizer steps even in segments", "rlcore/data/packing/plan.py", "balance([float(len(rollouts[g])) for g in order], minibatches)",
+     "balance([float(len(groups[g])) for g in order], minibatches)", "tests/unit/data/packing/test_balance.py"),
     # the tree of a conversation, and what is measured of it
     ("a shared turn trained in each of its samples", S + "samples.py", "not node.untrained} - trained", "not node.untrained}", TREES),
     ("a turn that is left out makes a sample", S + "tree.py", "node.turn is not None and not node.untrained)", "node.turn is not None)",

@@ -68,8 +68,8 @@ from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.config.derived import pack_multiple
 from rlcore.data.batch import RolloutBatch, UpdateResult
-from rlcore.data.packing import MinibatchPlan
-from rlcore.data.sharing import beginnings_of
+from rlcore.data.packing.plan import MinibatchPlan
+from rlcore.data.packing.sharing import beginnings_of
 from rlcore.weights import DTYPES, Bucket
 
 

@@ -26,7 +26,7 @@ from backends.megatron.policy_checks import check_reward_model
 from rlcore.config import Config
 from rlcore.config.derived import micro_batch_tokens, pack_multiple
 from rlcore.data.batch import RolloutBatch
-from rlcore.data.sharing import beginnings_of
+from rlcore.data.packing.sharing import beginnings_of
 
 _HEAD = HeadOptions(temperature=1.0, chunk_elements=None)  # a value head reads neither
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
-from rlcore.data.packing import MinibatchPlan
+from rlcore.data.packing.plan import MinibatchPlan
 from rlcore.planning.shape import ModelShape
 
 

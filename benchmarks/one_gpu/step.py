@@ -16,7 +16,7 @@ from torch import Tensor
 from backends.megatron import MegatronBackend
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch, UpdateResult
-from rlcore.data.packing import MinibatchPlan
+from rlcore.data.packing.plan import MinibatchPlan
 from rlcore.launch.process import cuda_environment
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.loop import put

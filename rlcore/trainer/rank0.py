@@ -17,7 +17,7 @@ from rlcore.config import Config
 from rlcore.config.evaluation_sets import SET_KEY, set_of
 from rlcore.config.sections.training import TrainingConfig
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
-from rlcore.data.packing import MinibatchPlan, split_minibatches
+from rlcore.data.packing.plan import MinibatchPlan, split_minibatches
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, EngineFailed, RunFailed
 from rlcore.interfaces import RolloutSource, Tracker

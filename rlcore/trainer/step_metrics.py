@@ -12,7 +12,7 @@ from rlcore.algorithms import EstimatorInputs, Moments, conversation_metrics, ro
 from rlcore.config import Config
 from rlcore.config.derived import updates_per_step
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
-from rlcore.data.packing import MinibatchPlan
+from rlcore.data.packing.plan import MinibatchPlan
 from rlcore.planning.shape import ModelShape
 from rlcore.trainer.credit import fields_of
 

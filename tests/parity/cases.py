@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
-from rlcore.data.packing import MinibatchPlan
+from rlcore.data.packing.plan import MinibatchPlan
 
 VOCAB = 31  # odd, so that TP 2 pads it
 KL_COEF = 0.1

@@ -13,7 +13,7 @@ from covering import Case
 from spawn import run_ranks
 from torch import Tensor
 
-from rlcore.data.packing import fill
+from rlcore.data.packing.plan import fill
 from tests import nccl_rules
 
 RANKS = Path(__file__).with_name("parity_ranks.py")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from backends.megatron import MegatronBackend
 from rlcore.data.batch import RolloutBatch
-from rlcore.data.packing import MinibatchPlan
+from rlcore.data.packing.plan import MinibatchPlan
 from rlcore.trainer.objective import Objective
 
 

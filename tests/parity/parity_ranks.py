@@ -18,7 +18,7 @@ from backends.megatron import MegatronBackend
 from backends.megatron.cpu.shim import importing_megatron
 from backends.megatron.weights.export import WeightExporter
 from rlcore.data.batch import RolloutBatch
-from rlcore.data.packing import MinibatchPlan
+from rlcore.data.packing.plan import MinibatchPlan
 from rlcore.data.sample import Sample
 from rlcore.runs.rollouts import read_rollouts
 from rlcore.trainer.credit import CreditAssignment

@@ -14,7 +14,7 @@ with importing_megatron():
 from backends.megatron.batch.cp_layout import Chunk, PackLayout, own_slots
 from backends.megatron.batch.pack import make_micro_batch, pack_size, pad_lengths
 from backends.megatron.parallel.state import CPRank
-from rlcore.data.packing import padded_length
+from rlcore.data.packing.plan import padded_length
 
 CPU = torch.device("cpu")
 SCALE = 0.3

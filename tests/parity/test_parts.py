@@ -45,7 +45,7 @@ from backends.megatron.checks.layout import check_layout, layers_of_stages
 from backends.megatron.model.layers import FUSIONS
 from backends.megatron.parallel.state import CPRank
 from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
-from rlcore.data.packing import MinibatchPlan, padded_length
+from rlcore.data.packing.plan import MinibatchPlan, padded_length
 from rlcore.errors import ConfigError
 
 CPU = torch.device("cpu")

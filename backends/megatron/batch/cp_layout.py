@@ -4,8 +4,9 @@ A sequence of n tokens, padded at its end to a multiple of 2 * CP, is split into
 r holds chunks r and 2 * CP - 1 - r. So every rank has an early and a late part of each sequence,
 and causal attention costs all of them the same.
 
-Sequences may share a prefix, whose tokens stand in the pack once (`rlcore.data.sharing`). Then what
-stands in the pack of a sequence is the rest, and the keys of its queries are the prefix and that.
+Sequences may share a prefix, whose tokens stand in the pack once
+(`rlcore.data.packing.sharing`). Then what stands in the pack of a sequence is the rest, and the
+keys of its queries are the prefix and that.
 """
 
 from __future__ import annotations

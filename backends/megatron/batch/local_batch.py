@@ -19,8 +19,8 @@ from backends.megatron.batch.pack import MicroBatch, make_micro_batch, pack_size
 from backends.megatron.parallel.agreement import broadcast_json
 from backends.megatron.parallel.state import ParallelState
 from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch, ragged_index
-from rlcore.data.packing import MinibatchPlan
-from rlcore.data.sharing import Sharing, share_nothing, share_prefixes
+from rlcore.data.packing.plan import MinibatchPlan
+from rlcore.data.packing.sharing import Sharing, share_nothing, share_prefixes
 
 ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}  # vectors that estimators read and losses do not
 # a vector whose name begins so belongs to no token: all of it goes to every rank

@@ -19,8 +19,8 @@ from backends.megatron.batch.cp_layout import PackLayout, Prefixes, own_slots
 from backends.megatron.batch.ragged import ranges
 from backends.megatron.parallel.state import ALONE, CPRank
 from rlcore.data.batch import BatchSamplingMasks, RolloutBatch
-from rlcore.data.packing import padded_length
-from rlcore.data.sharing import Sharing, share_nothing
+from rlcore.data.packing.plan import padded_length
+from rlcore.data.packing.sharing import Sharing, share_nothing
 
 
 @dataclass

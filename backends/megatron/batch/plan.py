@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from backends.megatron.parallel.state import ParallelState
 from rlcore.config import Config
 from rlcore.config.derived import micro_batch_tokens
-from rlcore.data.packing import MinibatchPlan, plan_minibatch
-from rlcore.data.sharing import Beginnings
+from rlcore.data.packing.plan import MinibatchPlan, plan_minibatch
+from rlcore.data.packing.sharing import Beginnings
 from rlcore.planning.shape import CostModel
 
 

@@ -13,7 +13,7 @@ import transformers
 from backends.megatron.convert.read import read_architecture
 from rlcore.algorithms import Moments
 from rlcore.data.batch import RolloutBatch, UpdateResult
-from rlcore.data.packing import MinibatchPlan
+from rlcore.data.packing.plan import MinibatchPlan
 from rlcore.planning.devices import GPUS, peak_flops
 from rlcore.planning.shape import ModelShape
 from rlcore.trainer.step_metrics import Utilization

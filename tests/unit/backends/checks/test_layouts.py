@@ -155,7 +155,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
      "policy.routing_replay=none"),
     # Transformer Engine
     ("dense", "policy.transformer_engine=on",
-     "policy.transformer_engine (override): got true, expected one of 'auto' or 'off'",
+     "policy.transformer_engine (override): got 'on', expected one of 'auto' or 'off'",
      "policy.transformer_engine=auto"),
     ("dense", "policy.fp8.recipe=tensorwise policy.transformer_engine=off",
      "policy.fp8 (override): needs Transformer Engine's layers: set policy.transformer_engine to "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backends.megatron.cpu.shim import importing_megatron
-from rlcore.data.sharing import share_prefixes
+from rlcore.data.packing.sharing import share_prefixes
 
 with importing_megatron():
     from backends.megatron.batch.cp_layout import PackLayout

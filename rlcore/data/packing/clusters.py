@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.sharing import Beginnings
+from rlcore.data.packing.sharing import Beginnings
 from rlcore.planning.shape import CostModel
 
 EVEN = 1.01  # the heaviest rank by the mean, at which clusters are not cut any smaller

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.data.sharing import (
+from rlcore.data.packing.sharing import (
     Beginnings,
     Sharing,
     beginnings_of,

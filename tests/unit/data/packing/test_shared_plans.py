@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.data.packing import MinibatchPlan, plan_minibatch
-from rlcore.data.sharing import Beginnings, beginnings_of, share_prefixes
+from rlcore.data.packing.plan import MinibatchPlan, plan_minibatch
+from rlcore.data.packing.sharing import Beginnings, beginnings_of, share_prefixes
 from rlcore.planning.shape import CostModel
 
 COST = CostModel(1.0, 0.002)

@@ -13,8 +13,8 @@ from itertools import chain
 import numpy as np
 import torch
 
-from rlcore.data.clusters import Clusters, Pieces, balance
-from rlcore.data.sharing import Beginnings
+from rlcore.data.packing.clusters import Clusters, Pieces, balance
+from rlcore.data.packing.sharing import Beginnings
 from rlcore.planning.shape import CostModel
 
 
