@@ -407,7 +407,7 @@ class MegatronBackend:
                 f"on {p.world_size} {self.device.type} ranks"
             ),
             "attention": "Transformer Engine" if layers.transformer_engine else attention,
-            "shared prefixes": str(self._prefixes()),
+            "prefixes": str(self._prefixes()),
             "layers": str(layers),
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
             "models": " + ".join(models),

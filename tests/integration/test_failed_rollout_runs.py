@@ -94,7 +94,7 @@ def test_a_retry_in_the_middle_of_a_conversation_changes_no_bit(
 
 @pytest.fixture(scope="module")
 def calm(workspace: Workspace) -> bytes:
-    run = workspace.train("calm", *SHORT, *OUTCOME, environment("never"))
+    run = workspace.train("calm environment", *SHORT, *OUTCOME, environment("never"))
     check(run)
     return weights(run)
 

@@ -18,7 +18,7 @@ class PrefixSharing:
     reason: str
 
     def __str__(self) -> str:
-        return f"{'once' if self.on else 'in every sequence'} ({self.reason})"
+        return f"{'computed once' if self.on else 'in every sequence'} ({self.reason})"
 
 
 def choose_prefix_sharing(config: Config, *, transformer_engine: bool) -> PrefixSharing:

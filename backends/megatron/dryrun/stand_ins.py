@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, UntypedStorage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -63,6 +64,8 @@ def _replacements(usage: Usage, peers: Peers, skew: float) -> list[tuple[Any, st
     return [
         (dist, "new_group", _fake_group(dist.new_group)),
         (MoELayer, "route", _routed(MoELayer.route, skew)),
+        # Megatron keeps it in the class, without memory here, where a later run would find it
+        (MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
         (OffloadedTensors, "_acquire", _measured(OffloadedTensors._acquire, usage)),
         (OffloadedTensors, "_release", _measured(OffloadedTensors._release, usage)),
         # in this thread, where the modes are
