@@ -80,7 +80,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
     # what a GPU has: torch's grouped matmul, which has a kernel for the CPU too
     grouped = patch.object(grouped_experts, "groups_matmuls", lambda experts, hidden: True)
     # what long prefixes have
-    merged = patch.object(attention, "merges", lambda layout, **how: layout.prefixes is not None)
+    merged = patch.object(attention, "merges", lambda layout, *_, **__: layout.prefixes is not None)
     with (
         grouped if case.get("grouped") else nullcontext(),
         merged if case.get("merged") else nullcontext(),

@@ -44,7 +44,8 @@ class MicroBatch:
 
     Under context parallelism these are the rank's slots of a pack of CP * T, which hold m of the M
     predictions, and every sequence has pads of its own, at its end. A target is shifted here,
-    before anything splits the pack: the token at slot t is predicted from slot t - 1.
+    before anything splits the pack: a token is predicted from the slot of the one before it in its
+    sequence.
     """
 
     input_ids: Tensor  # int64 [1, T]

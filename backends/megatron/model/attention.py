@@ -96,7 +96,8 @@ class CoreAttention(MegatronModule):
         key, value = gather_keys_values(key, value, self.cp_group)
         layout = packed_seq_params.layout
         varlen = uses_varlen(query.device, query.dtype)
-        if merges(layout, same_heads=query.size(-1) == value.size(-1), varlen=varlen):
+        same_heads = query.size(-1) == value.size(-1)
+        if merges(layout, query.device, same_heads=same_heads, varlen=varlen):
             return merged_attention(query, key, value, layout, self.scale, varlen=varlen)
         attend = varlen_attention if varlen else bucketed_attention
         return attend(query, key, value, layout, self.scale)
@@ -114,7 +115,7 @@ class PackedAttention(CoreAttention):
         return super().forward(query, key, *args, **kwargs)
 
 
-def merges(layout: PackLayout, *, same_heads: bool, varlen: bool) -> bool:
+def merges(layout: PackLayout, device: torch.device, *, same_heads: bool, varlen: bool) -> bool:
     """Whether a pack's prefixes are attended to apart: where copying their keys would cost more.
 
     Args:
@@ -126,6 +127,8 @@ def merges(layout: PackLayout, *, same_heads: bool, varlen: bool) -> bool:
     copies = len(layout.prefixes.slots)
     if varlen:
         return copies >= MERGED_FROM_VARLEN * sum(layout.lengths) and varlen_merges()
+    if kernel_type(device) != "cpu":  # single precision on CUDA: torch has no kernel for the parts
+        return False
     behind = int(layout.prefixes.counts.count_nonzero())
     return copies >= MERGED_FROM * sum(layout.lengths) and copies >= LONG_PREFIX * behind
 

@@ -8,6 +8,7 @@ import pytest
 
 from rlcore.planning.devices import GPUS
 from rlcore.planning.memory import Layout, Weights
+from rlcore.planning.search import Job
 from rlcore.planning.shape import ModelShape
 from rlcore.planning.speed import StepTime, Work, fullness, step_time
 
@@ -48,6 +49,36 @@ def test_full_recomputation_repeats_the_layers_alone() -> None:
     layers = 8 * (2 * LAYER * TOKENS + 64 * 2 * 1024 * 4096**2)
     more = times(Layout(recompute="full")).arithmetic - times(Layout()).arithmetic
     assert more == pytest.approx(layers / (989e12 * 0.5))
+
+
+def test_a_prompt_that_a_pack_has_already_is_not_computed() -> None:
+    """Three of four prompts of 1024 tokens, with the attention inside them."""
+    layers = 8 * (2 * LAYER * 64 * 1024 + 64 * 2 * 1024 * 1024**2)
+    once = replace(WORK, repeated=0.75)
+    less = times(Layout()).arithmetic - times(Layout(), once).arithmetic
+    assert less == pytest.approx(0.75 * (3 + 1) * layers / (989e12 * 0.5))
+    ratio = times(Layout(tensor=4), once).tensor / times(Layout(tensor=4)).tensor
+    assert ratio == pytest.approx(1 - 0.75 * 1024 / 4096)
+
+
+@pytest.mark.parametrize(
+    ("pack", "sequences", "prompts", "tokens"),
+    [
+        (14, 4, 1, 14),  # a group
+        (20, 4, 1, 14),  # what is left has room for another prompt alone
+        (24, 6, 2, 24),  # a group, and two of another
+        (9, 1, 1, 8),
+        (5, 1, 1, 8),  # a sequence that is longer than a pack has one of its own
+    ],
+)
+def test_a_pack_holds_the_prompt_of_a_group_once(
+    pack: int, sequences: int, prompts: int, tokens: int
+) -> None:
+    job = Job(
+        trained=(), frozen=(), sequences=64, length=8, trainable=2, scoring_passes=0,
+        pack_tokens=pack, dtype_bytes=2, vocab_multiple=1, chunk_elements=1, siblings=4,
+    )  # fmt: skip
+    assert (job.in_pack, job.prompts_in_pack, job.micro_tokens) == (sequences, prompts, tokens)
 
 
 def test_small_products_leave_multiprocessors_idle() -> None:

@@ -242,13 +242,14 @@ def test_autograd_through_its_log_sum_exp_is_wrong(
 
 
 def test_merging_is_chosen_where_copies_of_keys_would_be_many() -> None:
-    def chosen(prompt: int, response: int, n: int, **how: Any) -> bool:
+    def chosen(prompt: int, response: int, n: int, device: str = "cpu", **how: Any) -> bool:
         begin = torch.arange(prompt)
         each = [torch.cat([begin, torch.full((response,), 10_000 + k)]) for k in range(n)]
         lengths = torch.tensor([len(tokens) for tokens in each])
         sharing = share_prefixes(torch.cat(each).int(), lengths)
         layout, _ = lay_out(sharing, lengths, sharing.size, CPU, ALONE)
-        return attention.merges(layout, **({"same_heads": True, "varlen": False} | how))
+        given: Any = {"same_heads": True, "varlen": False} | how
+        return attention.merges(layout, torch.device(device), **given)
 
     assert chosen(1024, 100, 16)
     assert chosen(64, 10, 64, varlen=True)
@@ -257,3 +258,5 @@ def test_merging_is_chosen_where_copies_of_keys_would_be_many() -> None:
     assert not chosen(64, 10, 64), "short ones: many small calls"
     assert not chosen(1024, 100, 16, same_heads=False)
     assert not chosen(0, 100, 4)
+    assert chosen(1024, 100, 16, "cuda", varlen=True)
+    assert not chosen(1024, 100, 16, "cuda"), "in single precision the CPU alone has a kernel"
