@@ -66,9 +66,10 @@ def accounting_faults(folder: Path, *, steps: int, max_staleness: int = 0) -> li
             list(group)
             for _, group in groupby(read_samples(folder, step), key=lambda sample: sample.draw)
         ]
-        if [[sample.index for sample in group] for group in groups] != [
-            list(range(SAMPLES))
-        ] * PROMPTS:
+        # A rollout may have several segments.
+        rollouts = [len({sample.rollout_id for sample in group}) for group in groups]
+        whole = all([s.index for s in group] == list(range(len(group))) for group in groups)
+        if rollouts != [SAMPLES] * PROMPTS or not whole:
             faults.append(f"step {step} was not trained on {PROMPTS} whole groups of {SAMPLES}")
         for group in groups:
             if (state := ledger.state(group[0].draw)) != f"consumed by step {step}":

@@ -154,6 +154,28 @@ def test_a_replayed_step_is_the_step(
     ]
 
 
+@pytest.mark.parametrize(
+    ("source", "step"), [("trained", 2), ("with_critic", 2), ("conversations", 2)]
+)
+def test_a_replay_without_sharing_is_the_step_but_for_round_off(
+    workspace: Workspace, source: str, step: int, request: pytest.FixtureRequest
+) -> None:
+    """The same samples from the same checkpoint, each prompt computed for every sample."""
+    run: Run = request.getfixturevalue(source)
+    name = f"unshared replay of {source} {step}"
+    replay = workspace.command(
+        "train", str(run.folder / "config.yaml"), f"run.name={name}", "training.debug=train_only",
+        "training.steps=1", f"training.replay={run.rollouts(step)}",
+        f"training.replay_from={run.checkpoint(step - 1)}", "policy.share_prefixes=off", name=name,
+    )  # fmt: skip
+    assert replay.code == 0, replay.err
+    assert run.rows[step]["perf/shared_tokens"] > 0
+    assert "perf/shared_tokens" not in replay.rows[1]
+    assert training_metrics(replay.rows[1]) == pytest.approx(
+        training_metrics(run.rows[step]), rel=1e-3, abs=1e-6
+    )
+
+
 def test_a_set_of_an_evaluation_may_have_another_workflow(
     workspace: Workspace, conversations: Run
 ) -> None:

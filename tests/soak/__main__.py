@@ -38,6 +38,11 @@ def main() -> int:
         help="whose undisturbed run all are compared with (default: its own)",
     )
     parser.add_argument(
+        "--conversations",
+        action="store_true",
+        help="rollouts of several turns, with branches and tries that fail",
+    )
+    parser.add_argument(
         "--limit",
         type=float,
         default=LIMIT_S,
@@ -66,6 +71,7 @@ def main() -> int:
         arguments.folder.resolve(),
         limit_s=arguments.limit,
         reference=LAUNCHERS.get(arguments.reference),
+        conversations=arguments.conversations,
     )
     print(
         f"{arguments.runs} runs of {STEPS} steps\n\n| {' | '.join(COLUMNS)}"

@@ -62,15 +62,21 @@ class Soak:
     Args:
         limit_s: for one life of a run.
         reference: its undisturbed run serves every launcher; None: each has its own.
+        conversations: of several turns, with branches and tries that fail, in place of one turn.
 
     Raises RuntimeError where the undisturbed run fails: there is nothing to compare with then.
     """
 
     def __init__(
-        self, folder: Path, *, limit_s: float = LIMIT_S, reference: Launcher | None = None
+        self,
+        folder: Path,
+        *,
+        limit_s: float = LIMIT_S,
+        reference: Launcher | None = None,
+        conversations: bool = False,
     ) -> None:
         self.folder = folder
-        self.config = prepare(folder)
+        self.config = prepare(folder, conversations=conversations)
         self._limit_s = limit_s
         self._reference = reference
         self._timelines: dict[str, Timeline] = {}

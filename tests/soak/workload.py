@@ -11,6 +11,7 @@ import yaml
 from tests.integration.accounting_checks import PROMPTS, SAMPLES
 
 STEPS = 10
+CONVERSATIONS = {"workflow": {"name": "tests.soak.conversations:FailingBranches"}}
 CONFIG: dict[str, Any] = {
     "run": {"threads": 1},
     "model": {"dtype": "fp32"},
@@ -44,7 +45,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def prepare(folder: Path) -> Path:
+def prepare(folder: Path, *, conversations: bool) -> Path:
     """Make a model, problems, and the configuration of every run in `folder`; return its path."""
     from transformers.utils import logging
 
@@ -61,6 +62,8 @@ def prepare(folder: Path) -> Path:
         "model": {"path": str(folder / "model")},
         "data": {"paths": [str(folder / "train.jsonl")], "label_key": None},
     }
+    if conversations:
+        places["rollout"] = CONVERSATIONS
     merged = {
         section: {**CONFIG.get(section, {}), **places.get(section, {})}
         for section in {**CONFIG, **places}
