@@ -48,7 +48,7 @@ MUTANTS = [
      "torch.zeros_like(sizes)", on("tp2")),
     ("a shared token counts once in the step", B + "batch/pack.py", "num_tokens=int((where[slots] >= 0).sum())",
      "num_tokens=int((counts[local] > 0).sum())", on("dp2")),
-    ("keys of a prefix by slot, not by row", B + "batch/cp_layout.py", "rows[self.prefixes.slots]", "self.prefixes.slots", on("cp2")),
+    ("keys of a prefix by slot, not by row", B + "batch/cp_layout.py", "return rows[prefixes.slots]", "return prefixes.slots", on("cp2")),
     ("keys of a prefix left out", B + "batch/cp_layout.py", "keys[ranges(starts, counts)] = rows", "keys[ranges(starts, counts)] = 0", on("tp2")),
     # the head
     ("padding in the softmax", B + "model/fused_head.py", "live = min(max(vocab_size - first, 0), weight.size(0))", "live = weight.size(0)",

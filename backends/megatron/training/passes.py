@@ -206,6 +206,8 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    for chunk in model.chunks:  # else a later stage keeps the last hidden states that it was sent
+        chunk.set_input_tensor([None])
     return outputs
 
 
