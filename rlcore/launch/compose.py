@@ -243,6 +243,7 @@ def build_weight_publisher(
         journal=journal,
         timeout_s=all_engines_timeout_s(config),
         exchange=build_exchange(process),
+        quantised=config.rollout.engine.quantization is not None,
     )
     if handles is not None:
         publisher.published = handles.source.published

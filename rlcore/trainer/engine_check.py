@@ -16,7 +16,7 @@ from rlcore.data.sample import Sample
 
 PASS = "checked_"  # prefix of what a pass computed for this check alone
 # nats, mean over tokens: well above rounding, well below what the causes below produce
-LIMITS = {"fp32": 1e-3, "bf16": 0.1}
+LIMITS = {"fp32": 1e-3, "bf16": 0.1, "fp8": 0.2}
 
 CAUSES = (
     "its logits are not divided by rollout.sampling.temperature, its dtype is another"
@@ -118,5 +118,7 @@ class EngineCheck:
 
 
 def _coarser(config: Config) -> str:
+    if config.rollout.engine.quantization is not None:
+        return "fp8"
     dtypes = {config.model.dtype, config.rollout.engine.dtype or config.model.dtype}
     return "bf16" if "bf16" in dtypes else "fp32"

@@ -12,12 +12,13 @@ between gets the current version in a transaction of its own, while the others g
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from rlcore.errors import PartLost, PublicationFailed, RlcoreError, RunFailed
 from rlcore.interfaces import PolicyBackend, WeightSink
+from rlcore.quantised_weights import quantise_bucket, quantised_bucket
 from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.handle_exchange import HandleExchange
 from rlcore.trainer.rank_sync import RankSync, on_rank0
@@ -36,6 +37,7 @@ class WeightPublisher:
     Args:
         exchange: brings handles of all ranks' GPUs to rank 0; None on the CPU.
         timeout_s: how long a rank waits for rank 0 to open or close a publication.
+        quantised: weights are sent in FP8 (rlcore/quantised_weights.py).
         published: called with step, version and incarnation once all engines that are left have
             the version.
     """
@@ -49,6 +51,7 @@ class WeightPublisher:
         journal: VersionJournal | None,
         timeout_s: float,
         exchange: HandleExchange | None = None,
+        quantised: bool = False,
         published: Callable[[int, int, int], None] = lambda step, version, incarnation: None,
     ) -> None:
         self.backend = backend
@@ -56,6 +59,7 @@ class WeightPublisher:
         self.sink = sink
         self.journal = journal
         self.exchange = exchange
+        self.quantised = quantised
         self.published = published
         self.timeout_s = timeout_s
         self.version = 0  # of the newest publication, which the engines hold (rank 0)
@@ -88,6 +92,8 @@ class WeightPublisher:
         """
         failure: RlcoreError | None = None
         buckets = self.backend.buckets()
+        if self.quantised:
+            buckets = tuple(quantised_bucket(bucket) for bucket in buckets)
         opened = self.sync.broadcast(
             "opening a publication", lambda: self._open(step, buckets), timeout_s=self.timeout_s
         )
@@ -96,7 +102,7 @@ class WeightPublisher:
         owners = json.loads(opened.removeprefix(OPEN))
         if self.exchange is not None:
             self.exchange.open(owners)
-        for bucket, flat in self.backend.export_buckets(everywhere=bool(owners)):
+        for bucket, flat in self._exported(everywhere=bool(owners)):
             handles = self.exchange.collect(bucket, flat) if owners and self.exchange else None
             if self.sink is not None and flat is not None:
                 failure = self._send(bucket, flat, handles, failure)
@@ -106,6 +112,15 @@ class WeightPublisher:
         if self.exchange is not None:
             self.exchange.close()
         return outcome
+
+    def _exported(self, *, everywhere: bool) -> Iterator[tuple[Bucket, Tensor | None]]:
+        """Yield the buckets in the form in which they are sent."""
+        for bucket, flat in self.backend.export_buckets(everywhere=everywhere):
+            if not self.quantised:
+                yield bucket, flat
+            else:
+                small = None if flat is None else quantise_bucket(bucket, flat)
+                yield quantised_bucket(bucket), small
 
     def _send(
         self,

@@ -200,13 +200,19 @@ def _quantised(engine: EngineConfig) -> Iterator[Problem]:
         if argument not in QUANTISING or value in QUANTISING[argument]:
             continue
         load_format = server_argument(engine, "load_format")
-        if (argument, value, load_format) != ("quantization", "fp8", FLASH_RL):
+        if engine.quantization is not None:
+            yield Problem(
+                f"{SERVER}.{name}",
+                f"got {value!r}, but {ENGINE}.quantization: {engine.quantization} says how the"
+                " servers are quantised: leave one of them out",
+            )
+        elif (argument, value, load_format) != ("quantization", "fp8", FLASH_RL):
             yield Problem(
                 f"{SERVER}.{name}",
                 f"got {value!r}, but weights are published in fp32 or bf16, and SGLang loads those"
                 " into quantised layers only with quantization: fp8 and load_format: flash_rl"
-                f" (dense Qwen2 and Qwen3; got load_format {load_format!r}): leave it out, or set"
-                " both",
+                f" (dense Qwen2 and Qwen3; got load_format {load_format!r}): leave it out and set"
+                f" {ENGINE}.quantization: fp8, which publishes in FP8, or set both",
             )
         elif engine.verify_every:
             yield Problem(
@@ -226,6 +232,18 @@ def engine_transport(config: Config) -> Iterator[Problem]:
             f"only transports disk and delta write there: set {ENGINE}.transport to one of these"
         )
         yield Problem(f"{ENGINE}.weights_dir", f"{message}, got {engine.transport!r}")
+    if engine.quantization is not None and engine.transport in ("disk", "delta"):
+        message = (
+            f"got {engine.transport!r}, but a folder of weights is not quantised: leave it out, or"
+            f" {ENGINE}.quantization"
+        )
+        yield Problem(f"{ENGINE}.transport", message)
+    if engine.quantization is not None and engine.verify_every:
+        message = (
+            f"got {engine.verify_every}, but the weights of a quantised engine are not those of"
+            f" the trainer: set it to 0, or leave {ENGINE}.quantization out"
+        )
+        yield Problem(f"{ENGINE}.verify_every", message)
     if engine.transport == "delta" and engine.urls and engine.weights_dir is None:
         message = (
             "not given; engines elsewhere follow the changes there: name a folder that they share"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from rlcore.errors import ModelError
+from rlcore.quantised_weights import dequantised, unquantised
 from rlcore.weights import Bucket, TensorSpec, digest, saved_buffers
 from rollout.weight_sync.version_state import SHOWN, WeightState, shorten
 
@@ -39,7 +40,7 @@ class ModelWeights(WeightState):
         """
         super().begin(buckets)
         self._buckets = None
-        self._check_layout([spec for bucket in buckets for spec in bucket.tensors])
+        self._check_layout([spec for bucket in buckets for spec in unquantised(bucket)])
         self._buckets = tuple(buckets)
 
     def landing(self, index: int) -> Tensor | None:
@@ -67,11 +68,11 @@ class ModelWeights(WeightState):
 
     def copy(self, index: int, flat: Tensor) -> None:
         """Take bucket `index`, uint8 [num_bytes] on any device, casting where the engine's dtype
-        differs.
+        differs. Quantised matrices are turned back into the engine's dtype.
         """
         if flat is not self._landings.get(index):
             with torch.no_grad():
-                for name, tensor in self.bucket(index).views(flat):
+                for name, tensor in dequantised(self.bucket(index).views(flat)):
                     self.tensors[name].copy_(tensor)
         self.received(index)
 
@@ -99,7 +100,9 @@ class ModelWeights(WeightState):
     def _can_land(self, bucket: Bucket) -> bool:
         starts = itertools.accumulate(spec.num_bytes for spec in bucket.tensors[:-1])
         return all(start % ALIGNMENT == 0 for start in starts) and all(
-            spec.name not in self._views and spec.torch_dtype == self.tensors[spec.name].dtype
+            spec.name in self.tensors
+            and spec.name not in self._views
+            and spec.torch_dtype == self.tensors[spec.name].dtype
             for spec in bucket.tensors
         )
 

@@ -128,6 +128,9 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
         return init_tokenizer_manager(*of)
 
     args.resolve_once()
+    others: dict[str, Any] = {}
+    if args.device == "cpu" and args.quantization == "fp8":
+        others["run_scheduler_process_func"] = run_scheduler_without_amx
     launch_server(
         args,
         init_tokenizer_manager_func=init_with_keys,
@@ -135,7 +138,16 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
             args.url(), told.get("api_key"), generates=not args.is_embedding
         ),
         launch_callback=lambda: report(told, {"port": args.port}),
+        **others,
     )
+
+
+def run_scheduler_without_amx(*arguments: Any, **named: Any) -> None:
+    """Run a scheduler's process on a CPU for whose FP8 layers SGLang has no kernels."""
+    importlib.import_module("stand_ins").install_fp8()
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    run_scheduler_process(*arguments, **named)
 
 
 def warm_up(url: str, key: str | None, *, generates: bool = True) -> bool:

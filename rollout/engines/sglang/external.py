@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from rlcore.config.checks.engine import FLASH_RL, QUANTISING
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, DeadlineExceeded, EngineFailed, UserError
+from rlcore.quantised_weights import QUANTIZATION_CONFIG
 from rollout.engines.checks import folder_config, folder_vocab_size
 from rollout.engines.factories import ADMIN_KEY, Keys
 from rollout.engines.sglang.entry import VERSION
@@ -97,11 +100,27 @@ class ExternalServer:
                 )
 
         quantization = info.get("quantization")
-        if quantization not in QUANTISING["quantization"] and info.get("load_format") != FLASH_RL:
+        if self.config.quantization is not None:
+            self._check_blocks(info)
+        elif quantization not in QUANTISING["quantization"] and info.get("load_format") != FLASH_RL:
             raise self._other(
                 f"has quantization {quantization} and load_format {info.get('load_format')}",
                 "none, or fp8 with load_format flash_rl: weights are published in fp32 or bf16,"
-                " which SGLang does not load into other quantised layers",
+                " which SGLang does not load into other quantised layers; rollout.engine."
+                "quantization: fp8 publishes in FP8",
+            )
+
+    def _check_blocks(self, info: Mapping[str, Any]) -> None:
+        """Check that the server takes FP8 by blocks, as `server_process` starts it."""
+        override = info.get("json_model_override_args") or "{}"
+        found = json.loads(override).get("quantization_config", {})
+        wanted = QUANTIZATION_CONFIG["weight_block_size"]
+        if (info.get("quantization"), found.get("weight_block_size")) != ("fp8", wanted):
+            raise self._other(
+                f"has quantization {info.get('quantization')} with json_model_override_args"
+                f" {override}",
+                f"fp8 with a quantization_config of {dict(QUANTIZATION_CONFIG)}, as `rlcore engine`"
+                " starts it (rollout.engine.quantization)",
             )
 
     def _check_model(self, info: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from rlcore.config.checks.engine import FLASH_RL, argument_name, cannot_start, server_argument
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
+from rlcore.quantised_weights import QUANTIZATION_CONFIG
 from rollout.engines.checks import folder_config, folder_vocab_size
 from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
@@ -142,6 +143,8 @@ class ManagedServer(ChildServer):
         """
         given = {argument_name(name): value for name, value in self.config.server.items()}
         values = DEFAULTS | (CPU_DEFAULTS if self.device == "cpu" else {}) | given | self._arguments
+        if self.config.quantization is not None:
+            values |= quantised_arguments(given.get("json_model_override_args"))
         values |= {
             "model_path": self.model_path,
             "tokenizer_path": self._tokenizer,
@@ -200,6 +203,22 @@ def option(name: str, value: Any) -> list[str]:
     if isinstance(value, list | tuple):
         return [flag, *(str(one) for one in value)]
     return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def quantised_arguments(override: Any) -> dict[str, Any]:
+    """The arguments of a server whose weights come in FP8.
+
+    The folder's own weights have no scales, and are not read.
+
+    Args:
+        override: what the user gave for `json_model_override_args`, or None.
+    """
+    given = json.loads(override) if isinstance(override, str) else override or {}
+    return {
+        "quantization": "fp8",
+        "load_format": "dummy",
+        "json_model_override_args": {**given, "quantization_config": dict(QUANTIZATION_CONFIG)},
+    }
 
 
 def check_quantised(config: EngineConfig, model_path: str) -> None:

@@ -23,6 +23,29 @@ def install() -> None:
         torch.cuda.cudart = NoCudart  # type: ignore[assignment]
 
 
+def install_fp8() -> None:
+    """Have SGLang's FP8 linear layers multiply by what their blocks stand for.
+
+    On the CPU it has kernels for AMX alone, and refuses. Activations are not quantised here.
+    """
+    from sglang.srt.layers.quantization import fp8
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+
+    def linear(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        block_size: list[int],
+        weight_scale: torch.Tensor,
+        input_scale: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        whole = block_quant_dequant(weight, weight_scale, block_size, input.dtype)
+        return torch.nn.functional.linear(input, whole, bias)
+
+    fp8._is_cpu = False
+    fp8.dispatch_w8a8_block_fp8_linear = lambda **_: linear
+
+
 class NoCudart:
     """`cudaHostRegister` and its like succeed: SGLang pins the buffer of routed experts without
     asking for the device.

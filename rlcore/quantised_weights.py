@@ -1,0 +1,148 @@
+"""Weights in FP8 by blocks, as engines with `rollout.engine.quantization: fp8` take them.
+
+A projection `x.weight` [n, k] travels as float8_e4m3fn, with `x.weight_scale_inv` in fp32, one
+number for each block of 128 x 128: weight = float8 * scale. This is the form in which DeepSeek-V3
+was published (DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3), and which SGLang
+loads. Embeddings, the head, norms, routers and biases stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlcore.errors import ModelError
+from rlcore.weights import Bucket, TensorSpec
+
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of float8_e4m3fn
+SCALE = "_scale_inv"
+# the entry of a model's `config.json` that tells of this form
+QUANTIZATION_CONFIG: Mapping[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+_SMALLEST = 1e-12  # a block of zeros has a scale too
+_AT_ONCE = 1 << 24  # elements, which are in fp32 for a moment
+# `kv_a_proj_with_mqa` is latent attention's, `w1` to `w3` are Mixtral's
+_PROJECTION = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
+_FP8_NAME = str(FP8).removeprefix("torch.")
+
+
+def is_projection(spec: TensorSpec) -> bool:
+    """Whether a weight is quantised: the matrices of attention and MLPs, and those of experts."""
+    return len(spec.shape) == 2 and _PROJECTION.search(spec.name) is not None
+
+
+def quantised_bucket(bucket: Bucket) -> Bucket:
+    """The layout of a bucket once it is quantised: scales, what stays, then the FP8 matrices.
+
+    In this order each view is aligned, whatever the sizes are.
+    """
+    projections = [spec for spec in bucket.tensors if is_projection(spec)]
+    scales = (
+        TensorSpec(spec.name + SCALE, scale_shape(spec.shape), "float32") for spec in projections
+    )
+    others = [spec for spec in bucket.tensors if not is_projection(spec)]
+    small = (TensorSpec(spec.name, spec.shape, _FP8_NAME) for spec in projections)
+    return Bucket(bucket.index, (*scales, *others, *small))
+
+
+@torch.no_grad()
+def quantise_bucket(bucket: Bucket, flat: Tensor) -> Tensor:
+    """The bytes of `quantised_bucket(bucket)`, on the device of `flat`.
+
+    Args:
+        flat: the bytes of `bucket`, uint8 [num_bytes].
+    """
+    layout = quantised_bucket(bucket)
+    out = torch.empty(layout.num_bytes, dtype=torch.uint8, device=flat.device)
+    places = dict(layout.views(out))
+    for spec, (name, weight) in zip(bucket.tensors, bucket.views(flat), strict=True):
+        if is_projection(spec):
+            quantise(weight, places[name], places[name + SCALE])
+        else:
+            places[name].copy_(weight)
+    return out
+
+
+def quantise(weight: Tensor, small: Tensor, scale: Tensor) -> None:
+    """Round a matrix [n, k] to FP8, the largest of each block to 448.
+
+    Args:
+        small: where the matrix goes, float8_e4m3fn [n, k].
+        scale: where its scales go, fp32 [ceil(n / 128), ceil(k / 128)].
+    """
+    high = max(1, _AT_ONCE // (BLOCK * max(1, weight.size(1))))  # rows of blocks at a time
+    for first in range(0, scale.size(0), high):
+        rows = slice(first * BLOCK, (first + high) * BLOCK)
+        blocks, here = _blocks(weight[rows].float())
+        largest = blocks.abs().amax(dim=(1, 3)).clamp(min=_SMALLEST)
+        scale[first : first + high] = largest / LARGEST
+        blocks /= scale[first : first + high, None, :, None]
+        whole = blocks.clamp(-LARGEST, LARGEST).to(FP8).view(here)
+        small[rows] = whole[: small[rows].size(0), : weight.size(1)]
+
+
+def _blocks(matrix: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """A matrix padded with zeros: [high, 128, wide, 128], and the shape of the whole."""
+    rows, columns = matrix.shape
+    high, wide = scale_shape(matrix.shape)
+    padded = pad(matrix, (0, wide * BLOCK - columns, 0, high * BLOCK - rows))
+    return padded.reshape(high, BLOCK, wide, BLOCK), (high * BLOCK, wide * BLOCK)
+
+
+def dequantise(small: Tensor, scale: Tensor) -> Tensor:
+    """The fp32 matrix [n, k] that a quantised one stands for."""
+    rows, columns = small.shape
+    whole = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return small.float() * whole
+
+
+def dequantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a bucket, quantised or not, under the model's own names.
+
+    Quantised ones come as fp32.
+    """
+    found = dict(tensors)
+    for name, tensor in found.items():
+        if tensor.dtype == FP8:
+            yield name, dequantise(tensor, found[name + SCALE])
+        elif not _is_scale(name, found):
+            yield name, tensor
+
+
+def unquantised(bucket: Bucket) -> list[TensorSpec]:
+    """The specs of a bucket without the scales that belong to one of them.
+
+    Raises ModelError for a quantised matrix without its scales.
+    """
+    specs = {spec.name: spec for spec in bucket.tensors}
+    for name, spec in specs.items():
+        if spec.dtype != _FP8_NAME:
+            continue
+        scale = specs.get(name + SCALE)
+        if scale is None or (scale.shape, scale.dtype) != (scale_shape(spec.shape), "float32"):
+            raise ModelError(
+                f"{name} is quantised: expected {name + SCALE} in the same bucket, float32"
+                f" {scale_shape(spec.shape)}, got {scale}"
+            )
+    return [spec for name, spec in specs.items() if not _is_scale(name, specs)]
+
+
+def scale_shape(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
+    """The shape of a matrix's scales."""
+    rows, columns = shape
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+def _is_scale(name: str, names: Mapping[str, Any]) -> bool:
+    return name.endswith(SCALE) and name.removesuffix(SCALE) in names

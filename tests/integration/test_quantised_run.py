@@ -1,0 +1,81 @@
+"""Whole runs whose engine gets its weights in FP8, while the trainer keeps its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hf_logprobs import logprobs, policy_before
+from safetensors.torch import load_file, save_file
+from workspace import LEARNING, Run, Workspace
+
+from rlcore.data.sample import Sample
+from rlcore.quantised_weights import FP8, dequantise, is_projection, quantise, scale_shape
+from rlcore.runs.rollouts import read_rollouts
+from rlcore.weights import TensorSpec
+
+GAP = "rollout/train_rollout_logprob_diff"
+
+
+def rounded(folder: Path, out: Path) -> Path:
+    """Make a copy of a model's folder whose matrices are what their FP8 form stands for."""
+    out.mkdir(parents=True)
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors":
+            (out / path.name).write_bytes(path.read_bytes())
+            continue
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if is_projection(TensorSpec(name, tuple(tensor.shape), "float32")):
+                small = torch.empty(tensor.shape, dtype=FP8)
+                scale = torch.empty(scale_shape(tensor.shape))
+                quantise(tensor, small, scale)
+                tensors[name] = dequantise(small, scale)
+        save_file(tensors, out / path.name, metadata={"format": "pt"})
+    return out
+
+
+def samples_of(run: Run, step: int) -> list[Sample]:
+    return [Sample.from_record(record) for record in read_rollouts(run.rollouts(step))]
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_an_engine_in_fp8_samples_from_the_rounded_policy(
+    workspace: Workspace, tmp_path: Path, in_process: bool
+) -> None:
+    """At every step, to 1e-4; the difference from the policy itself is what the run reports."""
+    run = workspace.train(
+        f"fp8 {in_process}", *LEARNING, "checkpoint.every=1", "checkpoint.keep=9",
+        f"rollout.engine={{quantization: fp8, in_process: {in_process}, logprobs_every: 1}}",
+        "algorithm.correction={name: tis}",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    for step in (1, 2, 3):
+        samples = samples_of(run, step)
+        folder = policy_before(workspace, run, step)
+        exact = logprobs(folder, samples)
+        small = logprobs(rounded(folder, tmp_path / str(step)), samples)
+        engine = [torch.from_numpy(sample.rollout_logprobs) for sample in samples]
+        error = max((a - b).abs().max() for a, b in zip(engine, small, strict=True))
+        assert error < 1e-4
+        gap = torch.cat([(a - b).abs() for a, b in zip(engine, exact, strict=True)])
+        assert gap.max() > 1e-3
+        assert run.rows[step][GAP] == pytest.approx(float(gap.mean()), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{quantization: fp8, transport: delta}", "a folder of weights is not quantised"),
+        ("{quantization: fp8, verify_every: 2}", "are not those of the trainer: set it to 0"),
+        (
+            "{kind: sglang, quantization: fp8, server: {quantization: fp8}}",
+            "says how the servers are quantised: leave one of them out",
+        ),
+    ],
+)
+def test_what_does_not_go_with_fp8_is_refused(workspace: Workspace, given: str, said: str) -> None:
+    run = workspace.train("refused", f"rollout.engine={given}")
+    assert run.code == 2
+    assert said in run.err

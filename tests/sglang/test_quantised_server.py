@@ -1,0 +1,76 @@
+"""A real server that is started for FP8, and gets every weight in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import server_kit
+from publication_kit import (
+    PROMPT,
+    Oracle,
+    connect,
+    flatten,
+    layout,
+    random_weights,
+    request,
+    run_config,
+    sink_over,
+)
+from server_kit import Served
+
+from rlcore.data.sample import VersionSpan
+from rlcore.errors import ConfigError
+from rlcore.launch.commands.init_model import ModelSpec, init_model
+from rlcore.quantised_weights import dequantised, quantise_bucket, quantised_bucket
+
+
+@pytest.fixture(scope="module")
+def served_fp8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Each projection has whole blocks of 128 x 128, as SGLang asks."""
+    folder = tmp_path_factory.mktemp("fp8")
+    init_model(folder / "model", ModelSpec(layers=2, kv_heads=4))
+    served = server_kit.launch(
+        server_kit.managed(folder / "model", folder / "fp8.log", quantization="fp8", dtype="bf16")
+    )
+    yield served
+    server_kit.close(served)
+
+
+@pytest.mark.parametrize("transport", ["distributed", "tensor"])
+def test_the_server_generates_with_what_the_blocks_stand_for(
+    served_fp8: Served, tmp_path: Path, transport: str
+) -> None:
+    changes = {"transport": transport, "verify_every": 0}
+    config = run_config(str(served_fp8.model), tmp_path, served_fp8.config, **changes)
+    engine = connect(config, served_fp8.url, served_fp8.keys, served_fp8.loop)
+    sink, participants = sink_over(config, [engine], served_fp8.loop)
+    for version, seed in ((5, 1), (6, 2)):
+        weights = random_weights(served_fp8.model, seed)
+        buckets = layout(weights)
+        sink.prepare([quantised_bucket(bucket) for bucket in buckets])
+        held = {}
+        for bucket in buckets:
+            small = quantise_bucket(bucket, flatten(bucket, weights))
+            held.update(dequantised(quantised_bucket(bucket).views(small)))
+            sink.send(quantised_bucket(bucket), small)
+        sink.finish(version)
+        [[completion]] = served_fp8.call(engine.generate([request(draw=version)]))
+        assert completion.versions == (VersionSpan(version, 0, 12),)
+        # it computes in bf16
+        of_blocks = Oracle(served_fp8.model, held).errors(PROMPT, completion).mean()
+        of_weights = Oracle(served_fp8.model, weights).errors(PROMPT, completion).mean()
+        assert of_blocks < 0.1
+        assert of_blocks < of_weights / 2
+    assert not participants.dropped
+    sink.close()
+    served_fp8.call(engine.close())
+
+
+def test_a_server_of_other_blocks_is_refused(served: Served, tmp_path: Path) -> None:
+    config = run_config(
+        str(served.model), tmp_path, served.config, quantization="fp8", verify_every=0
+    )
+    with pytest.raises(ConfigError, match=r"weight_block_size.*rollout.engine.quantization"):
+        connect(config, served.url, served.keys, served.loop)
