@@ -10,10 +10,19 @@ from pathlib import Path
 BLOCK = 1 << 16  # bytes that are read at a time
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one rename; a kill leaves either the old or the new file."""
+def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Replace `path` by `content` in one rename; a kill leaves either the old or the new file.
+
+    Args:
+        mode: of the new file, less the process's umask.
+
+    Raises:
+        FileExistsError: another process makes the file that is written aside; it is not touched.
+    """
     aside = path.with_name(f".{path.name}.tmp")
-    with open(aside, "wb") as file:
+    aside.unlink(missing_ok=True)  # which a kill left; of a link, the link
+    # O_EXCL follows no link that another user has put there, as into a file of ours in /tmp
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

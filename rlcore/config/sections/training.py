@@ -121,6 +121,8 @@ class RayConfig(Section):
     """CPUs of the rollout service."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
     """Ray's runtime environment of all actors: env_vars, working_dir, ..."""
+    env_from_shell: list[str] = Field(default_factory=list)
+    """Variables that all actors get as they are where the run is started: WANDB_API_KEY, ..."""
 
 
 class ClusterConfig(Section):
