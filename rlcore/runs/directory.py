@@ -25,6 +25,7 @@ from typing import Any, Literal
 from rlcore.config.secrets import mask_urls, masked
 from rlcore.config.yaml_settings import render_config
 from rlcore.errors import UserError
+from rlcore.runs.checkpoints import committed_steps
 from rlcore.runs.files import write_atomic
 from rlcore.runs.lock import LOCK, OWNER, RunLock
 
@@ -34,6 +35,7 @@ ResultMark = tuple[int, int, int]  # inode, time of change (ns), bytes
 Status = Literal["completed", "early_stopped", "failed", "interrupted"]
 
 CONFIG = "config.yaml"
+PRUNED = "pruned"  # in rollouts/: the newest step that may be missing there
 HEADER = "# Written by rlcore: the resolved configuration of this run. Secrets are masked.\n"
 # A folder that holds only these was made by a launcher before the run began.
 _NOT_A_RUN = frozenset({LOCK, OWNER, "logs"})
@@ -111,6 +113,29 @@ class RunDirectory:
             return []
         found = (_ROLLOUT.fullmatch(path.name) for path in self.rollouts.iterdir())
         return sorted(int(match[1]) for match in found if match)
+
+    def prune_rollouts(self, step: int, *, keep: int) -> None:
+        """Delete the samples of all but the `keep` newest steps up to `step`.
+
+        Those of the step after each checkpoint stay: a replay from it trains on them. Which steps
+        may be missing is written down first, for `rlcore ledger`.
+        """
+        through = step - keep
+        spared = {saved + 1 for saved in committed_steps(self.checkpoints)}
+        doomed = [old for old in self.recorded_steps() if old <= through and old not in spared]
+        if not doomed:
+            return
+        if through > self.pruned_through():
+            write_atomic(self.rollouts / PRUNED, f"{through}\n".encode())
+        for old in doomed:
+            self.rollouts_path(old).unlink(missing_ok=True)
+
+    def pruned_through(self) -> int:
+        """Return the newest step whose samples `prune_rollouts` may have deleted, 0 for none."""
+        try:
+            return int((self.rollouts / PRUNED).read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
 
     def write_config(
         self, values: Mapping[str, Any], origins: Mapping[str, object] | None = None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 BLOCK = 1 << 16  # bytes that are read at a time
+LOG_BYTES = 100 << 20  # of a log; there are at most two of a process
 
 
 def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
@@ -47,6 +51,22 @@ def cut_torn_line(path: Path) -> None:
                 break
         if whole < size:
             file.truncate(whole)
+
+
+def rotate_logs(folder: Path) -> None:
+    """Move the content of each log that has grown too large to NAME.log.1, over the one before.
+
+    Its process goes on writing to the same file, at the end, which is then its beginning. Lines
+    that it writes during the copy are lost.
+    """
+    for path in folder.glob("*.log"):
+        if path.stat().st_size <= LOG_BYTES:
+            continue
+        try:
+            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+            os.truncate(path, 0)
+        except OSError as error:  # a log is no reason to end a run
+            logger.warning("the log %s could not be moved aside: %s", path, error)
 
 
 def sync(path: Path) -> None:

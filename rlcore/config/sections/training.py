@@ -100,6 +100,8 @@ class TrackingConfig(Section):
     """Steps from one report of samples to the next."""
     save_rollouts: bool = True
     """Write the samples of each step to rollouts/."""
+    keep_rollouts: PositiveInt | None = None
+    """Newest steps whose samples are kept, and those a kept checkpoint goes on with; null: all."""
     peak_tflops: PositiveFloat | None = None
     """Peak of one GPU, for perf/mfu; default: its data sheet's, where rlcore knows it."""
 
