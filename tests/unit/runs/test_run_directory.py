@@ -259,3 +259,26 @@ def test_rewind_removes_what_later_steps_left(tmp_path: Path, make_sample: MakeS
         "step_000002.jsonl.zst",
     ]
     assert run.read_result() is None
+
+
+def test_the_newest_rollouts_are_kept_and_those_a_checkpoint_goes_on_with(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    (run.checkpoints / "step_000002").mkdir()
+    for step in range(1, 8):
+        run.rollouts_path(step).write_bytes(b"x")
+        run.prune_rollouts(step, keep=2)
+    assert run.recorded_steps() == [3, 6, 7], "a replay from step 2 trains on step 3"
+    assert run.pruned_through() == 5
+    run.rewind(6)
+    assert run.recorded_steps() == [3, 6]
+    run.prune_rollouts(6, keep=2)
+    assert run.pruned_through() == 5, "what was deleted stays deleted"
+
+
+def test_nothing_is_pruned_that_need_not_be(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    run.rollouts_path(1).write_bytes(b"x")
+    run.prune_rollouts(1, keep=1)
+    assert run.recorded_steps() == [1]
+    assert run.pruned_through() == 0
+    assert [path.name for path in run.rollouts.iterdir()] == ["step_000001.jsonl.zst"]
