@@ -390,7 +390,8 @@ def _add_configured(commands: Commands) -> None:
     sub.add_argument("settings", nargs="*", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
     sub = _configured(commands, "eval", evaluate, "score a model on the evaluation prompts")
     text = (
-        "a Hugging Face folder, a checkpoint or a RUN[@STEP|@best], instead of the configured one"
+        "a Hugging Face folder, a checkpoint or a RUN[@STEP|@best], instead of the configured one;"
+        " load only checkpoints that you trust"
     )
     sub.add_argument("--checkpoint", "--model", dest="model", type=Path, help=text)
     text = "score this one of evaluation.sets alone; may be repeated"
@@ -440,7 +441,10 @@ def _add_others(commands: Commands) -> None:
     """Add the commands that take no configuration."""
     text = "write a training checkpoint as a Hugging Face folder"
     sub = _command(commands, "export", export, text)
-    text = "a run (its last checkpoint), RUN@STEP, RUN@best or a checkpoint folder"
+    text = (
+        "a run (its last checkpoint), RUN@STEP, RUN@best or a checkpoint folder; load only"
+        " checkpoints that you trust"
+    )
     sub.add_argument("source", type=Path, help=text)
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
     sub.add_argument("--best", action="store_true", help="the run's best checkpoint: RUN@best")
