@@ -2,9 +2,9 @@
 
     python benchmarks/growth.py [--steps 10000] [--out runs/growth] [--plot docs/images/growth.png]
 
-It trains a tiny model on additions, in one process, the embedded
-engine in it, the smallest steps that there are. Writes growth.csv beside the run, and its curves.
-The last lines compare the last tenth of the run with the tenth after its first quarter.
+It trains a tiny model on additions in one process, with the embedded engine in it: the smallest
+steps that there are. It writes growth.csv beside the run, and the curves. The last lines that it
+prints compare the last tenth of the run with the tenth after its first quarter.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def plot(looks: Sequence[Look], path: Path) -> None:
         axes.set_title(title, loc="left", fontsize=10)
         if len(names) > 1:
             axes.legend(names, fontsize=8, frameon=False)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.15 * max(getattr(each, name) for each in looks for name in names))
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("step")
     figure.savefig(path)
