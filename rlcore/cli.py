@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from rlcore import __version__
-from rlcore.config.load import Loaded, load_config, split_arguments
+from rlcore.config.load import Loaded, load_config, refuse_masked, split_arguments
+from rlcore.config.secrets import mask_urls, masked
 from rlcore.errors import BAD_INPUT, FAILED, INTERRUPTED, EmptyBatch, RunFailed, UserError
 from rlcore.launch.arguments import (
     MODEL_OPTIONS,
@@ -28,6 +29,7 @@ from rlcore.launch.arguments import (
 from rlcore.launch.environment import (
     first_on_node,
     is_rank,
+    own_arguments,
     started_by_torchrun,
     wait_for_reporter,
 )
@@ -43,8 +45,9 @@ _ADDRESS = "of the cluster; default: the one that Ray knows of on this machine"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. The exit code is 0 if done, 1 failed, 2 bad input, 130 interrupted."""
-    arguments = _parse(argv)
-    arguments.given = list(sys.argv[1:] if argv is None else argv)
+    given = own_arguments() if argv is None else list(argv)
+    arguments = _parse(given)
+    arguments.given = given
     code = _run(arguments)
     if argv is None:  # the process ends here
         leave_in_time(code)
@@ -57,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return command(arguments)
     except (UserError, RunFailed) as error:
         if first_on_node():  # ranks that meet the same error print it once
-            print(f"rlcore: {error}", file=sys.stderr)
+            print(f"rlcore: {mask_urls(str(error))}", file=sys.stderr)
         else:
             wait_for_reporter()
         return BAD_INPUT if isinstance(error, UserError | EmptyBatch) else FAILED
@@ -130,7 +133,7 @@ def validate(arguments: argparse.Namespace) -> int:
             made.append("Responses leave room for a prompt in the model's context")
         else:
             left_out.append(f"The layout fits the model: there is no folder {model} here")
-    print(render_config(loaded.config.model_dump(), loaded.origins), end="")
+    print(render_config(masked(loaded.config.model_dump()), loaded.origins), end="")
     for title, lines in (("notes", notes), ("checks made", made), ("checks left out", left_out)):
         if lines:
             print(f"\n# {title}:", *(f"#   {line}" for line in lines), sep="\n")
@@ -314,7 +317,9 @@ def algorithms(arguments: argparse.Namespace) -> int:
 
 
 def _load(settings: Sequence[str]) -> Loaded:
-    return load_config(*split_arguments(settings))
+    loaded = load_config(*split_arguments(settings))
+    refuse_masked(loaded)
+    return loaded
 
 
 def _print_lines(lines: Iterable[str]) -> int:
@@ -385,7 +390,8 @@ def _add_configured(commands: Commands) -> None:
     sub.add_argument("settings", nargs="*", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
     sub = _configured(commands, "eval", evaluate, "score a model on the evaluation prompts")
     text = (
-        "a Hugging Face folder, a checkpoint or a RUN[@STEP|@best], instead of the configured one"
+        "a Hugging Face folder, a checkpoint or a RUN[@STEP|@best], instead of the configured one;"
+        " load only checkpoints that you trust"
     )
     sub.add_argument("--checkpoint", "--model", dest="model", type=Path, help=text)
     text = "score this one of evaluation.sets alone; may be repeated"
@@ -435,7 +441,10 @@ def _add_others(commands: Commands) -> None:
     """Add the commands that take no configuration."""
     text = "write a training checkpoint as a Hugging Face folder"
     sub = _command(commands, "export", export, text)
-    text = "a run (its last checkpoint), RUN@STEP, RUN@best or a checkpoint folder"
+    text = (
+        "a run (its last checkpoint), RUN@STEP, RUN@best or a checkpoint folder; load only"
+        " checkpoints that you trust"
+    )
     sub.add_argument("source", type=Path, help=text)
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
     sub.add_argument("--best", action="store_true", help="the run's best checkpoint: RUN@best")

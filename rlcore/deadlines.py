@@ -86,6 +86,11 @@ STACKS_S = 1.0  # a stuck process to write its stacks
 EXIT_S = 15.0  # a process to end once its command has, whatever a plugin left behind
 SPEAKER_S = 10.0  # the rank that tells the user to do so before another one leaves
 
+# --- the run's folder -----------------------------------------------------------------------------
+
+OWNER_BEAT_S = 10.0  # from one sign of life in an owner file to the next, where there are no locks
+OWNER_LOST_S = 45.0  # more than four beats: without one the owner of a folder counts as gone
+
 # --- Ray ------------------------------------------------------------------------------------------
 
 SERVICE_GRACE_S = 60.0  # the service actor keeps its own limits; rank 0's come later

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rlcore.config.checks.all_checks import check, notes_on
 from rlcore.config.messages import Problem, config_error, invalid_values
 from rlcore.config.schema import may_be_null, section_at
+from rlcore.config.secrets import MASK, masked_keys
 from rlcore.config.sections.base import Plugin
 from rlcore.config.sections.root import Config
 from rlcore.config.yaml_settings import (
@@ -97,6 +98,22 @@ def load_config(
         raise config_error(problems, tree)
     notes += notes_on(config)
     return Loaded(config, _origins(config, tree), tuple(str(note) for note in notes))
+
+
+def refuse_masked(loaded: Loaded) -> None:
+    """Refuse values that were masked: those of the config.yaml of a run, given as a file.
+
+    Raises:
+        ConfigError: names every such key.
+    """
+    found = list(masked_keys(loaded.config.model_dump()))
+    if found:
+        more = f"; the same for {', '.join(found[1:])}" if found[1:] else ""
+        raise loaded.error(
+            found[0],
+            f"got {MASK}, which stands for a secret in the config.yaml of a run: give the value"
+            f" again{more}",
+        )
 
 
 def _tree_of(overrides: Sequence[str]) -> Tree:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +16,18 @@ MOST_THREADS = 16
 
 # The process id of our own supervisor, which tells the user how its ranks ended.
 SUPERVISED = "RLCORE_SUPERVISOR"
+
+# The whole command line of a rank, as JSON, where the one that `ps` shows is masked.
+ARGUMENTS = "RLCORE_ARGUMENTS"
+
+
+def own_arguments() -> list[str]:
+    """Return this process's command line after `rlcore`, with the secrets that `ps` must not show.
+
+    The variable goes, so that no process which this one starts inherits it.
+    """
+    whole = os.environ.pop(ARGUMENTS, None)
+    return sys.argv[1:] if whole is None else list(json.loads(whole))
 
 
 def torchrun_environment(

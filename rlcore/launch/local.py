@@ -10,6 +10,7 @@ exit code 130 for a failure.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -21,9 +22,16 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rlcore.config import Config
+from rlcore.config.secrets import mask_arguments
 from rlcore.deadlines import END_RANK_S, LEAVE_S, NOTICE_S, STACKS_S
 from rlcore.errors import BAD_INPUT, INTERRUPTED, RunFailed
-from rlcore.launch.environment import SUPERVISED, THREADS, store_prefix, torchrun_environment
+from rlcore.launch.environment import (
+    ARGUMENTS,
+    SUPERVISED,
+    THREADS,
+    store_prefix,
+    torchrun_environment,
+)
 from rlcore.launch.heartbeat import HeartbeatMonitor, raise_if_stuck
 from rlcore.launch.logs import (
     LAST_LINES,
@@ -32,7 +40,7 @@ from rlcore.launch.logs import (
     log_folder,
     rank_log_path,
 )
-from rlcore.launch.run_folder import conclude_if_opened, was_opened
+from rlcore.launch.run_folder import conclude_if_opened, result_mark, was_opened
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
@@ -66,7 +74,7 @@ class _LocalRanks:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.count = config.cluster.processes_per_node
-        self._began = time.time()
+        self._earlier = result_mark(config)
         self._host = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
@@ -135,7 +143,7 @@ class _LocalRanks:
             and not was_opened(self.store)
         ):
             return INTERRUPTED  # a rank that does not handle signals yet dies of them
-        conclude_if_opened(self.config, self.store, failure, began=self._began)
+        conclude_if_opened(self.config, self.store, failure, earlier=self._earlier)
         raise_if_stuck(self.store, failure, self.config.run)
         if failure.rank == 0 and code_of_rank0 is not None and code_of_rank0 > 0:
             return code_of_rank0
@@ -188,9 +196,12 @@ def _start(
         rank, count, local_rank=rank, local_world_size=count, host="127.0.0.1", port=port
     )
     ours |= {SUPERVISED: str(os.getpid()), THREADS: str(threads)}
+    shown = mask_arguments(arguments)
+    if shown != list(arguments):
+        ours[ARGUMENTS] = json.dumps(list(arguments))
     # A session of its own: only this process gets a Ctrl-C, and passes it on once.
     return subprocess.Popen(
-        [sys.executable, "-m", "rlcore", *arguments],
+        [sys.executable, "-m", "rlcore", *shown],
         env=os.environ | ours,
         start_new_session=True,
     )

@@ -13,6 +13,7 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TextIO
 
+from rlcore.config.secrets import mask_urls
 from rlcore.config.sections.run import RunConfig
 from rlcore.errors import RlcoreError
 from rlcore.trainer.rank_sync import Failure
@@ -88,7 +89,7 @@ def open_log(path: Path) -> logging.StreamHandler[TextIO]:
     file = path.open("a", buffering=1)
     _kept_open.append(file)
     handler: logging.StreamHandler[TextIO] = logging.StreamHandler(file)
-    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.setFormatter(MaskingFormatter(FORMAT))
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file)
     return handler
@@ -102,6 +103,14 @@ def log_output(file: TextIO) -> None:
     os.dup2(file.fileno(), 2)
 
 
+class MaskingFormatter(logging.Formatter):
+    """Formats a record without the passwords of its URLs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return mask_urls(super().format(record))
+
+
 class Terminal(logging.Handler):
     """Prints our warnings on the current `sys.stderr`, which a progress display may replace."""
 
@@ -111,7 +120,8 @@ class Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the level and the message."""
-        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr, flush=True)
+        message = mask_urls(record.getMessage())
+        print(f"{record.levelname.lower()}: {message}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from rlcore.runs.checkpoints import (
     read_checkpoint,
     step_name,
 )
-from rlcore.runs.directory import RunDirectory, Status
+from rlcore.runs.directory import ResultMark, RunDirectory, Status
 from rlcore.runs.files import remove_tree
 from rlcore.runs.metrics import read_metrics
 from rlcore.runs.versions import VersionJournal
@@ -54,7 +54,7 @@ class OpenRun:
             status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             conclude(directory, status, in_one_line(error))
         elif not directory.resumed and not directory.metrics_path.exists():
-            remove_tree(directory.path)
+            remove_tree(directory.path.resolve())
 
 
 def conclude(directory: RunDirectory, status: Status, reason: str) -> None:
@@ -66,25 +66,34 @@ def conclude(directory: RunDirectory, status: Status, reason: str) -> None:
         logger.error("result.json could not be written: %s", second)
 
 
-def conclude_if_opened(config: Config, store: Store, failure: Failure, *, began: float) -> None:
+def result_mark(config: Config) -> ResultMark | None:
+    """Return the mark of the result of an earlier start of this run, if there is one."""
+    return RunDirectory(Path(config.run.dir) / config.run.name).result_mark()
+
+
+def conclude_if_opened(
+    config: Config, store: Store, failure: Failure, *, earlier: ResultMark | None
+) -> None:
     """Write the result of a run whose ranks have ended, if they had taken its folder.
 
     Args:
         store: the ranks' store.
-        began: see `conclude_unless_written`.
+        earlier: see `conclude_unless_written`.
     """
     if was_opened(store):
-        conclude_unless_written(config, "failed", str(failure), began=began)
+        conclude_unless_written(config, "failed", str(failure), earlier=earlier)
 
 
-def conclude_unless_written(config: Config, status: Status, reason: str, *, began: float) -> None:
+def conclude_unless_written(
+    config: Config, status: Status, reason: str, *, earlier: ResultMark | None
+) -> None:
     """Write a result unless rank 0 has written one, which it does unless it is killed.
 
     Args:
-        began: when the ranks were started, in seconds since the epoch.
+        earlier: the mark of the result that was there before the ranks were started.
     """
     directory = RunDirectory(Path(config.run.dir) / config.run.name)
-    if directory.read_result(since=began) is None:
+    if directory.read_result(but=earlier) is None:
         conclude(directory, status, reason)
 
 

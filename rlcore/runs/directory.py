@@ -12,28 +12,44 @@ runs/<name>/config.yaml                        resolved, with the origin of each
 
 from __future__ import annotations
 
-import fcntl
 import json
+import logging
 import os
 import re
-import socket
-import time
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rlcore.config.secrets import mask_urls, masked
 from rlcore.config.yaml_settings import render_config
-from rlcore.errors import DeadlineExceeded, UserError
-from rlcore.runs.files import remove_tree, write_atomic
+from rlcore.errors import UserError
+from rlcore.runs.checkpoints import committed_steps
+from rlcore.runs.files import write_atomic
+from rlcore.runs.lock import LOCK, OWNER, RunLock
 
+logger = logging.getLogger(__name__)
+
+ResultMark = tuple[int, int, int]  # inode, time of change (ns), bytes
 Status = Literal["completed", "early_stopped", "failed", "interrupted"]
 
-LOCK = ".lock"
-LOCK_POLL_S = 0.5
+CONFIG = "config.yaml"
+PRUNED = "pruned"  # in rollouts/: the newest step that may be missing there
+HEADER = "# Written by rlcore: the resolved configuration of this run. Secrets are masked.\n"
 # A folder that holds only these was made by a launcher before the run began.
-_NOT_A_RUN = frozenset({LOCK, "logs"})
-_MARKS_OF_A_RUN = frozenset({"config.yaml", "metrics.jsonl", "result.json", "checkpoints"})
+_NOT_A_RUN = frozenset({LOCK, OWNER, "logs"})
+# A run that ended before it wrote anything leaves these empty.
+_EMPTY_AT_FIRST = ("rollouts", "checkpoints")
+# All that a run writes, config.yaml last.
+_OF_A_RUN = (
+    *("metrics.jsonl", "result.json", "versions.jsonl", "ledger.jsonl", "rollouts", "checkpoints"),
+    *("logs", "hf", "hf_best", "weights", "tensorboard", "wandb", "wandb_run_id", CONFIG),
+)
+# of a config.yaml before there was a header
+_SECTIONS = frozenset({"run", "model", "data", "policy", "algorithm", "rollout", "training"})
+_FEWEST_DEFAULTS = 20
+_LONGEST_NAME = 200  # bytes; file systems take 255, of which `.NAME.trash` needs some
 _ROLLOUT = re.compile(r"step_(\d+)\.jsonl\.zst")
 
 
@@ -44,10 +60,10 @@ class RunDirectory:
     path: Path
     resumed: bool = False  # whether `create` found an earlier part of the run
     has_ended: bool = False  # whether this process has written the result
-    _lock: int | None = field(default=None, repr=False, compare=False)
+    _lock: RunLock | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.config_path = self.path / "config.yaml"
+        self.config_path = self.path / CONFIG
         self.metrics_path = self.path / "metrics.jsonl"
         self.versions_path = self.path / "versions.jsonl"
         self.ledger_path = self.path / "ledger.jsonl"
@@ -65,21 +81,18 @@ class RunDirectory:
         Args:
             resume: enter an existing run. A new name is accepted too, so that one command serves a
                 first start and every restart.
-            overwrite: delete what is there.
+            overwrite: delete the run that is there. What no run writes stays, and is named.
 
         Raises:
-            UserError: the name exists (without either flag) or is no plain name, or another process
-                holds the run.
+            UserError: the name exists (without either flag), is no plain name or, to be
+                overwritten, not that of a run; or another process holds the run.
         """
         existing = check_run_name(root, name, resume=resume, overwrite=overwrite)
         path = Path(root) / name
         path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
+        lock = RunLock.take(path)
         if existing and overwrite:
-            remove_tree(path)
-            os.close(lock)
-            path.mkdir()
-            lock = _lock(path)
+            _clear(path)
         run = cls(path, resumed=existing and resume, _lock=lock)
         for folder in (run.logs, run.rollouts, run.checkpoints):
             folder.mkdir(exist_ok=True)
@@ -101,28 +114,65 @@ class RunDirectory:
         found = (_ROLLOUT.fullmatch(path.name) for path in self.rollouts.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
+    def prune_rollouts(self, step: int, *, keep: int) -> None:
+        """Delete the samples of all but the `keep` newest steps up to `step`.
+
+        Those of the step after each checkpoint stay: a replay from it trains on them. Which steps
+        may be missing is written down first, for `rlcore ledger`.
+        """
+        through = step - keep
+        spared = {saved + 1 for saved in committed_steps(self.checkpoints)}
+        doomed = [old for old in self.recorded_steps() if old <= through and old not in spared]
+        if not doomed:
+            return
+        if through > self.pruned_through():
+            write_atomic(self.rollouts / PRUNED, f"{through}\n".encode())
+        for old in doomed:
+            self.rollouts_path(old).unlink(missing_ok=True)
+
+    def pruned_through(self) -> int:
+        """Return the newest step whose samples `prune_rollouts` may have deleted, 0 for none."""
+        try:
+            return int((self.rollouts / PRUNED).read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
+
     def write_config(
         self, values: Mapping[str, Any], origins: Mapping[str, object] | None = None
     ) -> None:
-        """Write the resolved configuration.
+        """Write the resolved configuration with its secrets masked, for its owner's eyes alone.
 
         Args:
             origins: where each value came from, by dotted key.
         """
-        write_atomic(self.config_path, render_config(values, origins or {}).encode())
+        text = HEADER + render_config(masked(values), origins or {})
+        write_atomic(self.config_path, text.encode(), mode=0o600)
 
     def write_result(self, status: Status, steps: int, reason: str = "", **details: Any) -> None:
         """Write how the run ended. `details` are JSON-able: `objective_kl`, `target_kl`, ..."""
-        result = {"status": status, "steps": steps, "reason": reason, **details}
+        result = {"status": status, "steps": steps, "reason": mask_urls(reason), **details}
         write_atomic(self.result_path, json.dumps(result, indent=2).encode() + b"\n")
         self.has_ended = True
 
-    def read_result(self, *, since: float = 0.0) -> dict[str, Any] | None:
-        """Read what `write_result` wrote, `since` seconds from the epoch or later.
+    def result_mark(self) -> ResultMark | None:
+        """Return a mark of the result that is there, which `read_result` can leave out."""
+        try:
+            found = self.result_path.stat()
+        except (OSError, ValueError):  # none, or no name of a file, which `check_run_name` refuses
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
 
-        Returns None while the run goes on, or if it was killed.
+    def read_result(self, *, but: ResultMark | None = None) -> dict[str, Any] | None:
+        """Read what `write_result` wrote.
+
+        Args:
+            but: a mark of an earlier result, which counts for nothing. No clock is asked: that of
+                the file server may differ from ours.
+
+        Returns:
+            None while the run goes on, or if it was killed.
         """
-        if not (self.result_path.exists() and self.result_path.stat().st_mtime >= since):
+        if self.result_mark() in (None, but):
             return None
         result: dict[str, Any] = json.loads(self.result_path.read_bytes())
         return result
@@ -141,7 +191,7 @@ class RunDirectory:
     def close(self) -> None:
         """Release the lock."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
 
@@ -153,14 +203,16 @@ def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool
     """
     if resume and overwrite:
         raise UserError("--resume and --overwrite contradict each other: keep the run or delete it")
-    if not name or name.startswith(".") or os.sep in name:
+    is_plain = name and not name.startswith(".") and os.sep not in name and name.isprintable()
+    if not is_plain or len(os.fsencode(name)) > _LONGEST_NAME:
         raise UserError(
-            f"run.name must be a plain folder name that does not start with a dot, got {name!r}"
+            f"run.name must be a plain folder name of at most {_LONGEST_NAME} bytes that does not"
+            f" start with a dot, got {name!r}"
         )
     path = Path(root) / name
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; a run needs a folder there: choose another run.name")
-    existing = path.is_dir() and any(entry.name not in _NOT_A_RUN for entry in path.iterdir())
+    existing = path.is_dir() and any(_is_of_use(entry) for entry in path.iterdir())
     if existing and not (resume or overwrite):
         raise UserError(
             f"run {name!r} exists ({path}): continue it with --resume, replace it with --overwrite,"
@@ -171,73 +223,49 @@ def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool
     return existing
 
 
+def _is_of_use(entry: Path) -> bool:
+    """Whether a folder with this entry may be more than a run that ended before it began."""
+    if entry.name in _EMPTY_AT_FIRST and entry.is_dir():
+        return any(entry.iterdir())
+    return entry.name not in _NOT_A_RUN
+
+
 def _check_is_run(path: Path) -> None:
-    if not any((path / name).exists() for name in _MARKS_OF_A_RUN):
-        marks = ", ".join(sorted(_MARKS_OF_A_RUN))
+    """Refuse a folder that rlcore did not make."""
+    if not ((path / LOCK).is_file() and _is_our_config(path / CONFIG)):
         raise UserError(
-            f"--overwrite: {path} does not look like a run (it has none of {marks}); delete it"
-            " yourself"
+            f"--overwrite: {path} does not look like a run (one has {LOCK}, and a {CONFIG} that"
+            " rlcore wrote); delete it yourself, or choose another run.name"
         )
 
 
-def _lock(path: Path) -> int:
-    """Take the lock, which the operating system releases however this process ends.
+def _is_our_config(path: Path) -> bool:
+    """Whether rlcore wrote the file: by its header, before 0.2 by its sections and origins."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    sections = set(re.findall(r"^(\w+):", text, re.MULTILINE))
+    has_origins = text.count("  # default") > _FEWEST_DEFAULTS
+    return text.startswith(HEADER) or (sections >= _SECTIONS and has_origins)
 
-    It is a record lock, not flock: forked children do not inherit it, so a worker that outlives its
-    run blocks nobody.
+
+def _clear(path: Path) -> None:
+    """Delete what a run writes, the lock apart, and leave everything else.
+
+    It is moved to `.<name>.trash` beside the folder first. config.yaml goes last: by it a folder
+    that a kill left half empty is still known for a run.
     """
-    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    if (holder := _taken_by_another(descriptor)) is not None:
-        os.close(descriptor)
-        raise UserError(
-            f"{path} is in use by {holder}: stop that first, or choose another run.name"
+    path = path.resolve()  # behind a link
+    trash = path.with_name(f".{path.name}.trash")
+    shutil.rmtree(trash, ignore_errors=True)
+    trash.mkdir()
+    for name in _OF_A_RUN:
+        if os.path.lexists(path / name):
+            os.rename(path / name, trash / name)
+    shutil.rmtree(trash)
+    kept = sorted(entry.name for entry in path.iterdir() if entry.name not in (LOCK, OWNER))
+    if kept:
+        logger.warning(
+            "--overwrite left what no run of rlcore writes in %s: %s", path, ", ".join(kept)
         )
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-    return descriptor
-
-
-def wait_until_free(
-    path: Path, *, limit_s: float, key: str, tick: Callable[[], None] = lambda: None
-) -> None:
-    """Wait until no process holds the run in `path`; not for a process that holds it itself.
-
-    A network file system keeps the lock of a lost machine until its lease has run out.
-
-    Args:
-        key: the configuration's key that sets the limit.
-        tick: called while we wait.
-
-    Raises:
-        DeadlineExceeded: it is still held after `limit_s`; names the holder.
-    """
-    deadline = time.monotonic() + limit_s
-    while (holder := _holder(path)) is not None:
-        tick()
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(
-                f"{path} was to be taken over and is still in use by {holder} after {limit_s:g} s"
-                f" ({key}): stop that, or where its machine is lost wait until the file system"
-                " gives its lock back; then continue with --resume"
-            )
-        time.sleep(LOCK_POLL_S)
-
-
-def _holder(path: Path) -> str | None:
-    """Return the holder of the run, None if it is free."""
-    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        return _taken_by_another(descriptor)
-    finally:
-        os.close(descriptor)  # with the lock
-
-
-def _taken_by_another(descriptor: int) -> str | None:
-    """Take the lock. Returns the holder if another process has it."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return os.read(descriptor, 200).decode(errors="replace").strip()
-    except OSError:
-        return None  # a file system without locks: go on without
-    return None

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 BLOCK = 1 << 16  # bytes that are read at a time
+LOG_BYTES = 100 << 20  # of a log; there are at most two of a process
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one rename; a kill leaves either the old or the new file."""
+def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Replace `path` by `content` in one rename; a kill leaves either the old or the new file.
+
+    Args:
+        mode: of the new file, less the process's umask.
+
+    Raises:
+        FileExistsError: another process makes the file that is written aside; it is not touched.
+    """
     aside = path.with_name(f".{path.name}.tmp")
-    with open(aside, "wb") as file:
+    aside.unlink(missing_ok=True)  # which a kill left; of a link, the link
+    # O_EXCL follows no link that another user has put there, as into a file of ours in /tmp
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -38,6 +51,22 @@ def cut_torn_line(path: Path) -> None:
                 break
         if whole < size:
             file.truncate(whole)
+
+
+def rotate_logs(folder: Path) -> None:
+    """Move the content of each log that has grown too large to NAME.log.1, over the one before.
+
+    Its process goes on writing to the same file, at the end, which is then its beginning. Lines
+    that it writes during the copy are lost.
+    """
+    for path in folder.glob("*.log"):
+        if path.stat().st_size <= LOG_BYTES:
+            continue
+        try:
+            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+            os.truncate(path, 0)
+        except OSError as error:  # a log is no reason to end a run
+            logger.warning("the log %s could not be moved aside: %s", path, error)
 
 
 def sync(path: Path) -> None:

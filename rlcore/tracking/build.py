@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.config import Config
+from rlcore.config.secrets import masked
 from rlcore.data.sample import Sample
 from rlcore.runs.directory import RunDirectory
 from rlcore.tracking.base import BaseTracker, JsonlTracker
@@ -105,12 +106,11 @@ def build_trackers(
         "progress": open_progress(config.run.name, total_steps, stream or sys.stdout),
     }
     optional: dict[str, BaseTracker] = {}
+    settings = masked(config.model_dump(mode="json"))
     if config.tracking.tensorboard:
         from rlcore.tracking.tensorboard import TensorboardTracker
 
-        optional["tensorboard"] = TensorboardTracker(
-            directory.path / "tensorboard", config.model_dump(mode="json")
-        )
+        optional["tensorboard"] = TensorboardTracker(directory.path / "tensorboard", settings)
     if config.tracking.wandb.enabled:
         from rlcore.tracking.wandb import WandbTracker
 
@@ -118,7 +118,7 @@ def build_trackers(
             config.tracking.wandb,
             name=config.run.name,
             folder=directory.path,
-            settings=config.model_dump(mode="json"),
+            settings=settings,
             state=(resume_state or {}).get("wandb"),
         )
     return Trackers(required, optional)

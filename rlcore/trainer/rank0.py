@@ -23,6 +23,7 @@ from rlcore.errors import ConfigError, EngineFailed, RunFailed
 from rlcore.interfaces import RolloutSource, Tracker
 from rlcore.runs.checkpoints import Best, Checkpoint, CheckpointStore, best_of
 from rlcore.runs.directory import RunDirectory, Status
+from rlcore.runs.files import rotate_logs
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.runs.rollouts import write_rollouts
 from rlcore.runs.state import restore_rng, rng_state
@@ -286,6 +287,7 @@ class RankZero:
         self._evaluated = []
         if step > 0 and not self.config.is_sft:
             self._log_samples(step)
+        rotate_logs(self.directory.logs)
 
     def _log_samples(self, step: int) -> None:
         """Record the samples of `step` with their advantages, and show some."""
@@ -301,6 +303,8 @@ class RankZero:
                 version=self._version,
                 policy_steps=self._rollouts.policy_steps,
             )
+            if self.config.tracking.keep_rollouts is not None:
+                self.directory.prune_rollouts(step, keep=self.config.tracking.keep_rollouts)
         if step % self.config.tracking.show_every == 0:
             self._show(step, self._rollouts.samples, TRAINING)
 

@@ -25,6 +25,7 @@ from rlcore.deadlines import BLAME_S
 from rlcore.errors import DeadlineExceeded, FailedElsewhere, RlcoreError, RunFailed, UserError
 
 T = TypeVar("T")
+TIDY_EVERY = 256  # keys, some 25 steps
 POLL_S = 0.002
 POLL_MAX_S = 0.05
 _FAILED = "failed"
@@ -82,6 +83,7 @@ class RankSync:
         self.timeout_s = timeout_s
         self.doing = "starting"  # reported with each heartbeat: shows where a rank is stuck
         self._count = 0
+        self._tidied = 0  # rank 0: the newest key that was deleted
         self._interrupted = threading.Event()
 
     # --- agreement --------------------------------------------------------------------------------
@@ -159,7 +161,25 @@ class RankSync:
     def _next_key(self, what: str) -> str:
         self.doing = what
         self._count += 1
+        if self._count % TIDY_EVERY == 0:
+            self._tidy()
         return f"sync/{self._count}"
+
+    def _tidy(self) -> None:
+        """Delete the keys that every rank has passed: the store lives as long as the run.
+
+        Ranks come to the keys in one order, so who asks for this one is done with all before.
+        """
+        if self.rank != 0:
+            self.store.set(f"passed/{self.rank}", str(self._count - 1))
+            return
+        words = [f"passed/{rank}" for rank in range(1, self.world_size)]
+        if words and not self.store.check(words):
+            return
+        through = min([self._count - 1, *(int(self.store.get(word)) for word in words)])
+        for count in range(self._tidied + 1, through + 1):
+            self.store.delete_key(f"sync/{count}")
+        self._tidied = through
 
     def _post_failure_of(self, work: Callable[[], T]) -> T:
         try:

@@ -221,7 +221,8 @@ def _compare_recordings(
     saved = found.checkpoint or 0
     prompts = PromptsOfRows(history)
     if config.tracking.save_rollouts:
-        missing = sorted(step for step in set(consumed) - set(recorded) if step <= saved)
+        pruned = run.pruned_through()
+        missing = sorted(s for s in set(consumed) - set(recorded) if pruned < s <= saved)
         found.contradictions += [
             f"{run.rollouts_path(step).name} is missing, tracking.save_rollouts is on"
             for step in missing

@@ -350,3 +350,17 @@ def test_python_m_rlcore(tmp_path):
         "",
         "rlcore: missing.yaml: no such file\n",
     )
+
+
+def test_validate_shows_no_secret(capsys, tmp_path):
+    values = ["run.name=a", "model.path=none", "data.paths=d.jsonl", "training.steps=1"]
+    secret = "cluster.ray.runtime_env.env_vars.WANDB_API_KEY=hidden"
+    assert cli.main(["validate", *values, secret]) == 0
+    shown = capsys.readouterr().out
+    assert "hidden" not in shown
+    assert "WANDB_API_KEY: (masked)" in shown
+    written = tmp_path / "config.yaml"
+    written.write_text(shown)
+    assert cli.main(["validate", str(written)]) == 2
+    assert "stands for a secret" in capsys.readouterr().err
+    assert cli.main(["validate", str(written), secret]) == 0

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
+from backends.megatron.checkpoint.pickles import check_metadata, checking_objects
 from rlcore.deadlines import CHECKPOINT_TENSOR_S
 from rlcore.errors import FailedElsewhere, ModelError, RunFailed
 
@@ -70,12 +71,15 @@ def plan_sharded(state: dict[str, Any], folder: Path, host: HostCopies) -> Plann
 
 def read_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Load a checkpoint of `write_sharded`, resharded to `state`; every rank calls it."""
-    loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    check_metadata(folder)
+    with checking_objects(folder):
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     return loaded
 
 
 def saved_names(folder: Path) -> list[str]:
     """The names of all tensors that `write_sharded` saved."""
+    check_metadata(folder)
     return list(dist_checkpointing.load_tensors_metadata(str(folder)))
 
 

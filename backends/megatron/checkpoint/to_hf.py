@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from backends.megatron.checkpoint.pickles import check_metadata
 from backends.megatron.checkpoint.save_load import check_architecture, read_manifest
 from backends.megatron.checkpoint.shards import read_errors
 from backends.megatron.convert.architecture import Architecture
@@ -77,6 +78,7 @@ class _Parameters:
         self._folder = folder
         self._reader = FileSystemReader(folder)
         with read_errors(folder):
+            check_metadata(folder)
             metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._stored = {

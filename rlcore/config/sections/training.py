@@ -100,6 +100,8 @@ class TrackingConfig(Section):
     """Steps from one report of samples to the next."""
     save_rollouts: bool = True
     """Write the samples of each step to rollouts/."""
+    keep_rollouts: PositiveInt | None = None
+    """Newest steps whose samples are kept, and those a kept checkpoint goes on with; null: all."""
     peak_tflops: PositiveFloat | None = None
     """Peak of one GPU, for perf/mfu; default: its data sheet's, where rlcore knows it."""
 
@@ -121,6 +123,8 @@ class RayConfig(Section):
     """CPUs of the rollout service."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
     """Ray's runtime environment of all actors: env_vars, working_dir, ..."""
+    env_from_shell: list[str] = Field(default_factory=list)
+    """Variables that all actors get as they are where the run is started: WANDB_API_KEY, ..."""
 
 
 class ClusterConfig(Section):

@@ -18,7 +18,7 @@ import orjson
 import torch
 
 from rlcore.config import Config
-from rlcore.config.load import Loaded, load_config, split_arguments
+from rlcore.config.load import Loaded, load_config, refuse_masked, split_arguments
 from rlcore.data.tokenizer import encode, load_tokenizer
 from rlcore.deadlines import SCORE_IDLE_S
 from rlcore.errors import ConfigError, RunFailed
@@ -71,6 +71,7 @@ class Address:
 def read_settings(settings: Sequence[str]) -> Loaded:
     """Load a configuration of which only `SECTIONS` count. Raises ConfigError for any other key."""
     loaded = load_config(*split_arguments(settings), presets=PRESETS)
+    refuse_masked(loaded)
     ours = {preset.partition("=")[0] for preset in PRESETS}
     for key, origin in loaded.origins.items():
         if origin != "default" and key not in ours and key.partition(".")[0] not in SECTIONS:

@@ -63,7 +63,9 @@ def connected(config: Config) -> Iterator[Cluster]:
 def _connect(address: str | None, config: Config) -> None:
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
-        "runtime_env": runtime_env(config.cluster.ray.runtime_env),
+        "runtime_env": runtime_env(
+            config.cluster.ray.runtime_env, config.cluster.ray.env_from_shell
+        ),
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
@@ -109,11 +111,24 @@ def _connect(address: str | None, config: Config) -> None:
         ) from error
 
 
-def runtime_env(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the user's `runtime_env`, with this checkout on PYTHONPATH unless it sets that."""
+def runtime_env(given: dict[str, Any], from_shell: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the user's `runtime_env`, with this checkout on PYTHONPATH unless it sets that.
+
+    Args:
+        from_shell: names of variables to take from this process (cluster.ray.env_from_shell).
+
+    Raises:
+        UserError: one of them is not set.
+    """
+    missing = [name for name in from_shell if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"cluster.ray.env_from_shell: {', '.join(missing)} is not set where the run is started:"
+            " export it, or leave it out"
+        )
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    }
+    } | {name: os.environ[name] for name in from_shell}
     own = given.get("env_vars", {})
     # Where `env_vars` is no mapping, Ray words the error.
     return given | {"env_vars": variables | own} if isinstance(own, dict) else given

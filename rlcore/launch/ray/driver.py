@@ -38,8 +38,9 @@ from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.ranks import Ranks
 from rlcore.launch.ray.service_actor import ServiceActor
 from rlcore.launch.ray.status import RunStatus, StopRequests
-from rlcore.launch.run_folder import conclude_unless_written
-from rlcore.runs.directory import RunDirectory, wait_until_free
+from rlcore.launch.run_folder import conclude_unless_written, result_mark
+from rlcore.runs.directory import RunDirectory
+from rlcore.runs.lock import wait_until_free
 from rlcore.trainer.rank0 import FINISHED
 from rlcore.trainer.rank_sync import Failure
 from rollout.engines.factories import Keys, engine_name
@@ -108,6 +109,7 @@ class Driver:
         self._opened = False  # the ranks have taken the run's folder
         self._resumes = False  # ... and this attempt resumes it
         self._began = time.time()  # of this attempt
+        self._earlier = result_mark(self.config)
 
     def run(self, *, resume: bool, overwrite: bool) -> int:
         """Place all parts, start the ranks until they end well, and return the exit code."""
@@ -155,7 +157,7 @@ class Driver:
             if failure is None:
                 return max(ranks.codes.values())
             is_loss = ranks.is_loss(failure)
-            result = RunDirectory(self._folder).read_result(since=self._began)
+            result = RunDirectory(self._folder).read_result(but=self._earlier)
             status = None if result is None or not is_loss else result["status"]
             if status in FINISHED or (status == "interrupted" and self._stopping):
                 _warn(
@@ -175,6 +177,7 @@ class Driver:
             self._write_run_status([])
         self._restarts += 1
         self._began = time.time()
+        self._earlier = result_mark(self.config)
         again = (
             f"restart {self._restarts} of {self.config.cluster.max_restarts} (cluster.max_restarts)"
         )
@@ -321,10 +324,10 @@ class Driver:
         except KeyboardInterrupt:
             if self._opened:
                 conclude_unless_written(
-                    self.config, "interrupted", "it was ended at once", began=self._began
+                    self.config, "interrupted", "it was ended at once", earlier=self._earlier
                 )
             raise
         except RlcoreError as error:
             if self._resumes:
-                conclude_unless_written(self.config, "failed", str(error), began=self._began)
+                conclude_unless_written(self.config, "failed", str(error), earlier=self._earlier)
             raise

@@ -37,7 +37,7 @@ from rlcore.launch.ray.calls import ActorLost, first_line, get, translate_error
 from rlcore.launch.ray.cluster import Cluster
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.rank_actor import RankActor
-from rlcore.launch.run_folder import conclude_if_opened, was_opened
+from rlcore.launch.run_folder import conclude_if_opened, result_mark, was_opened
 from rlcore.launch.torchrun_attempts import has_ended
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
@@ -66,7 +66,7 @@ class Ranks:
         self._actor_env = actor_env
         self._tick = tick
         self.config = loaded.config
-        self._began = time.time()
+        self._earlier = result_mark(self.config)
         self._host = dist.TCPStore(
             cluster.address, 0, None, True, timedelta(seconds=STORE_S), wait_for_workers=False
         )
@@ -204,7 +204,7 @@ class Ranks:
             raise error
         if self.codes.get(0) == INTERRUPTED:
             return INTERRUPTED
-        conclude_if_opened(self.config, self.store, failure, began=self._began)
+        conclude_if_opened(self.config, self.store, failure, earlier=self._earlier)
         raise_if_stuck(self.store, failure, self.config.run)
         if failure.rank == 0 and error is not None:
             raise error

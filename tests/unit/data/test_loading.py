@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import tracemalloc
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rlcore.data.loading import check_context, load_prompts, prompt_notes, prompt_stream
 from rlcore.data.mixture import MixtureStream, Share
+from rlcore.data.rows import open_rows
 from rlcore.errors import ConfigError, DataError
 
 ROWS = [{"prompt": "1" * n, "label": "1"} for n in (3, 7, 5, 9)]
@@ -218,3 +221,21 @@ def test_the_order_of_a_mixture_is_pinned():
 
 
 PINNED = [37, 2, 17, 43, 25, 4, 39, 15]
+
+
+def test_rows_are_not_held_in_memory(tmp_path: Path) -> None:
+    """The places of the lines are: 8 bytes a row."""
+    path = tmp_path / "large.jsonl"
+    row = b'{"prompt": "' + b"x" * 16_000 + b'"}\n'
+    with path.open("wb") as file:
+        for _ in range(2000):
+            file.write(row)
+    tracemalloc.start()
+    try:
+        rows = open_rows(path)
+        count = sum(1 for _ in rows)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count == 2000
+    assert peak < path.stat().st_size / 20

@@ -16,6 +16,7 @@ import pytest
 from rlcore.config import Config
 from rlcore.errors import INTERRUPTED, RunFailed
 from rlcore.launch import local
+from rlcore.launch.environment import ARGUMENTS, own_arguments
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -99,3 +100,27 @@ def test_a_rank_that_others_kill_has_failed(
     monkeypatch.setattr(local, "_start", start)
     with pytest.raises(RunFailed, match="rank 1 failed: it was killed by SIGTERM"):
         local.launch_ranks(config, [])
+
+
+def test_secrets_are_not_on_the_command_lines_of_ranks(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user of the machine sees those; a rank gets the whole line by its environment."""
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def start(command: list[str], env: dict[str, str], **_: object) -> None:
+        started.append((command, env))
+
+    monkeypatch.setattr(local.subprocess, "Popen", start)
+    secret = "rollout.engine.urls=['http://user:hidden@host:1']"
+    local._start(0, 2, 1, config, ["train", "a.yaml", secret])
+    local._start(0, 2, 1, config, ["train", "a.yaml", "run.name=x"])
+    (command, env), (plain, env_of_plain) = started
+    assert "hidden" not in " ".join(command)
+    assert command[-3:-1] == ["train", "a.yaml"]
+    assert plain[-1] == "run.name=x"
+    assert ARGUMENTS not in env_of_plain
+    monkeypatch.setenv(ARGUMENTS, env[ARGUMENTS])
+    assert own_arguments() == ["train", "a.yaml", secret]
+    assert ARGUMENTS not in os.environ, "no process that a rank starts inherits it"
+    assert own_arguments() == sys.argv[1:]

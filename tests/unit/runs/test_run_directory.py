@@ -1,18 +1,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rlcore.config.load import load_config
+from rlcore.config.yaml_settings import render_config
 from rlcore.data.sample import Sample
-from rlcore.errors import DataError, DeadlineExceeded, UserError
-from rlcore.runs.directory import RunDirectory, wait_until_free
+from rlcore.errors import DataError, UserError
+from rlcore.runs.directory import HEADER, RunDirectory
 from rlcore.runs.rollouts import read_rollouts, write_rollouts
 
 MakeSample = Callable[..., Sample]
@@ -59,7 +58,96 @@ def test_overwrite_spares_a_folder_that_is_no_run(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter1.tex").exists()
 
 
-@pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "/etc"])
+def test_overwrite_spares_a_project_with_a_config(tmp_path: Path) -> None:
+    """Neither a file of the name config.yaml nor a lock beside it makes a run."""
+    project = tmp_path / "project"
+    project.mkdir()
+    for name in ("config.yaml", "metrics.jsonl", "result.json", "thesis.tex", ".lock"):
+        (project / name).write_text("run: {name: project}\npolicy: {}\n")
+    with pytest.raises(UserError, match="does not look like a run"):
+        RunDirectory.create(tmp_path, "project", overwrite=True)
+    assert len(list(project.iterdir())) == 5
+
+
+def test_overwrite_needs_the_lock_of_a_run(tmp_path: Path) -> None:
+    (used(tmp_path).path / ".lock").unlink()
+    with pytest.raises(UserError, match="does not look like a run"):
+        RunDirectory.create(tmp_path, "a", overwrite=True)
+    assert (tmp_path / "a" / "metrics.jsonl").exists()
+
+
+def test_overwrite_takes_a_run_of_before_the_header(tmp_path: Path) -> None:
+    """Its config.yaml has every section, and says of each value where it came from."""
+    run = used(tmp_path)
+    settings = ["run.name=a", "model.path=m", "data.paths=d", "training.steps=1"]
+    loaded = load_config([], settings)
+    text = render_config(loaded.config.model_dump(), loaded.origins)
+    assert not text.startswith("#")
+    run.config_path.write_text(text)
+    assert not RunDirectory.create(tmp_path, "a", overwrite=True).config_path.exists()
+
+
+def test_overwrite_leaves_and_names_what_no_run_writes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = used(tmp_path).path
+    (path / "notes.md").write_text("mine")
+    (path / "plots").mkdir()
+    (path / "hf").mkdir()
+    RunDirectory.create(tmp_path, "a", overwrite=True)
+    left = {entry.name for entry in path.iterdir()}
+    assert left == {".lock", "logs", "rollouts", "checkpoints", "notes.md", "plots"}
+    assert (path / "notes.md").read_text() == "mine"
+    assert "notes.md, plots" in caplog.text
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def test_overwrite_of_a_link_to_a_run_deletes_behind_it(tmp_path: Path) -> None:
+    """Behind a link inside the run it deletes nothing: only the link goes."""
+    (tmp_path / "runs").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    path = used(tmp_path / "disk").path
+    elsewhere.mkdir()
+    (elsewhere / "shard").write_text("x")
+    (path / "hf").symlink_to(elsewhere)
+    (tmp_path / "runs" / "linked").symlink_to(path)
+    run = RunDirectory.create(tmp_path / "runs", "linked", overwrite=True)
+    assert run.path.is_symlink()
+    assert not (path / "metrics.jsonl").exists()
+    assert not (path / "hf").is_symlink()
+    assert (elsewhere / "shard").exists()
+    assert [entry.name for entry in (tmp_path / "runs").iterdir()] == ["linked"]
+    assert [entry.name for entry in (tmp_path / "disk").iterdir()] == ["a"]
+
+
+def test_overwrite_that_a_kill_interrupted_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """config.yaml, by which a run is known, is deleted last."""
+    run = used(tmp_path)
+    rename = os.rename
+
+    def killed_at_the_configuration(source: Path, target: Path) -> None:
+        if Path(source).name == "config.yaml":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", killed_at_the_configuration)
+    with pytest.raises(KeyboardInterrupt):
+        RunDirectory.create(tmp_path, "a", overwrite=True)
+    monkeypatch.undo()
+    assert run.config_path.exists()
+    assert not run.metrics_path.exists()
+    assert not RunDirectory.create(tmp_path, "a", overwrite=True).resumed
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_run_that_was_killed_before_it_wrote_is_none(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path, "a").close()
+    assert not RunDirectory.create(tmp_path, "a").resumed
+
+
+@pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "/etc", "a\0b", "a\nb", "x" * 300])
 def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="plain folder name"):
         RunDirectory.create(tmp_path, name, overwrite=True)
@@ -68,51 +156,6 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> Non
 def test_resume_and_overwrite_contradict(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="contradict"):
         RunDirectory.create(tmp_path, "a", resume=True, overwrite=True)
-
-
-HOLDER = """
-import sys
-from rlcore.runs.directory import RunDirectory
-run = RunDirectory.create(sys.argv[1], "a", resume=True)
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def held_elsewhere(root: Path) -> Iterator[int]:
-    """Run `a` is held by a process, whose id it is; that is killed in the end."""
-    command = [sys.executable, "-c", HOLDER, str(root)]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    assert holder.stdin is not None
-    try:
-        assert holder.stdout.readline() == "held\n"
-        yield holder.pid
-    finally:
-        holder.kill()
-        holder.wait(timeout=10)
-        holder.stdin.close()
-        holder.stdout.close()
-
-
-def test_a_run_that_is_written_by_a_living_process_is_refused(tmp_path: Path) -> None:
-    """A process that takes over from a lost one waits for a while."""
-    used(tmp_path)
-    ticks: list[None] = []
-    with held_elsewhere(tmp_path) as pid:
-        for flags in ({"resume": True}, {"overwrite": True}):
-            with pytest.raises(UserError, match=f"in use by pid {pid}"):
-                RunDirectory.create(tmp_path, "a", **flags)
-        with pytest.raises(
-            DeadlineExceeded, match=rf"still in use by pid {pid} on .* after 0\.1 s \(a\.key\)"
-        ):
-            wait_until_free(
-                tmp_path / "a", limit_s=0.1, key="a.key", tick=lambda: ticks.append(None)
-            )
-    assert ticks
-    wait_until_free(tmp_path / "a", limit_s=0.1, key="a.key")
-    assert RunDirectory.create(tmp_path, "a", resume=True).resumed, "a killed process holds nothing"
 
 
 def test_result_is_absent_until_written(tmp_path: Path) -> None:
@@ -131,19 +174,28 @@ def test_result_is_absent_until_written(tmp_path: Path) -> None:
 
 
 def test_a_result_of_before_is_none_of_now(tmp_path: Path) -> None:
+    """Whatever the file server's clock says: here it is years behind."""
     run = RunDirectory.create(tmp_path, "a")
+    assert run.result_mark() is None
+    run.write_result("failed", 3)
+    earlier = run.result_mark()
+    assert run.read_result(but=earlier) is None
     run.write_result("completed", 3)
     os.utime(run.result_path, (1000.0, 1000.0))
-    assert run.read_result(since=1001.0) is None
-    assert (
-        run.read_result(since=1000.0)
-        == run.read_result()
-        == {
-            "status": "completed",
-            "steps": 3,
-            "reason": "",
-        }
-    )
+    expected = {"status": "completed", "steps": 3, "reason": ""}
+    assert run.read_result(but=earlier) == run.read_result() == expected
+
+
+def test_the_configuration_is_its_owners_and_holds_no_secret(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    run.config_path.write_text("an older one")
+    run.config_path.chmod(0o644)
+    run.write_config({"rollout": {"engine": {"urls": ["http://user:hidden@host"]}}})
+    assert run.config_path.stat().st_mode & 0o777 == 0o600
+    assert run.config_path.read_text().startswith(HEADER)
+    assert "hidden" not in run.config_path.read_text()
+    run.write_result("failed", 0, "no answer from http://user:hidden@host/x")
+    assert "hidden" not in run.result_path.read_text()
 
 
 def test_rollouts_come_back_whole(tmp_path: Path, make_sample: MakeSample) -> None:
@@ -207,3 +259,26 @@ def test_rewind_removes_what_later_steps_left(tmp_path: Path, make_sample: MakeS
         "step_000002.jsonl.zst",
     ]
     assert run.read_result() is None
+
+
+def test_the_newest_rollouts_are_kept_and_those_a_checkpoint_goes_on_with(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    (run.checkpoints / "step_000002").mkdir()
+    for step in range(1, 8):
+        run.rollouts_path(step).write_bytes(b"x")
+        run.prune_rollouts(step, keep=2)
+    assert run.recorded_steps() == [3, 6, 7], "a replay from step 2 trains on step 3"
+    assert run.pruned_through() == 5
+    run.rewind(6)
+    assert run.recorded_steps() == [3, 6]
+    run.prune_rollouts(6, keep=2)
+    assert run.pruned_through() == 5, "what was deleted stays deleted"
+
+
+def test_nothing_is_pruned_that_need_not_be(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    run.rollouts_path(1).write_bytes(b"x")
+    run.prune_rollouts(1, keep=1)
+    assert run.recorded_steps() == [1]
+    assert run.pruned_through() == 0
+    assert [path.name for path in run.rollouts.iterdir()] == ["step_000001.jsonl.zst"]

@@ -266,3 +266,23 @@ def _records(folder: Path) -> list[Any]:
             records.append(record)
             parts = b""
     return records
+
+
+@pytest.mark.parametrize("which", ["tensorboard", "wandb"])
+def test_trackers_get_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """wandb's server is not ours; TensorBoard's files are for every user to read."""
+    given: dict[str, Any] = {}
+
+    class Tracker(BaseTracker):
+        def __init__(self, *_: object, settings: Any = None, **__: object) -> None:
+            given["settings"] = settings or _[-1]
+
+    name = {"tensorboard": "TensorboardTracker", "wandb": "WandbTracker"}[which]
+    monkeypatch.setattr(f"rlcore.tracking.{which}.{name}", Tracker)
+    config = configured(**{which: True if which == "tensorboard" else {"enabled": True}})
+    config.cluster.ray.runtime_env = {"env_vars": {"WANDB_API_KEY": "hidden"}}
+    build_trackers(config, RunDirectory.create(tmp_path, "a"), total_steps=1, stream=io.StringIO())
+    assert given["settings"]["run"]["name"] == "a"
+    assert "hidden" not in json.dumps(given["settings"])

@@ -9,6 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from rlcore.errors import ConfigError, DeadlineExceeded, FailedElsewhere, RunFailed, UserError
+from rlcore.trainer import rank_sync
 from rlcore.trainer.rank_sync import (
     Failure,
     PeerFailed,
@@ -158,3 +159,34 @@ def test_an_interrupt_of_any_rank_reaches_rank_0(pair):
     assert not pair[0].interrupt_requested
     pair[1].announce_interrupt()
     assert pair[0].interrupt_requested
+
+
+def test_old_keys_are_deleted_once_every_rank_has_passed_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store lives as long as the run."""
+    monkeypatch.setattr(rank_sync, "TIDY_EVERY", 4)
+    store = HashStore()
+    first = RankSync(store, 0, 2, timeout_s=5)
+    second = RankSync(store, 1, 2, timeout_s=5)
+
+    def go(sync: RankSync, steps: int) -> list[str]:
+        return [sync.broadcast("a word", lambda: "go") for _ in range(steps)]
+
+    assert run_ranks(lambda: go(first, 40)) == [["go"] * 40]
+    assert store.check(["sync/1"]), "rank 1 has not read it"
+    assert run_ranks(lambda: go(second, 40)) == [["go"] * 40]
+    both = run_ranks(lambda: go(first, 40), lambda: go(second, 40))
+    assert both == [["go"] * 40] * 2
+    run_ranks(lambda: go(first, 8), lambda: go(second, 8))
+    assert not store.check(["sync/1"])
+    assert store.num_keys() < 60, "of 88 that were set"
+
+
+def test_one_process_alone_keeps_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_sync, "TIDY_EVERY", 4)
+    store = HashStore()
+    sync = RankSync(store, 0, 1, timeout_s=5)
+    for _ in range(100):
+        sync.run_on_rank0("a word", lambda: "go")
+    assert store.num_keys() <= 5

@@ -11,6 +11,7 @@ import pytest
 from rlcore.config import Config
 from rlcore.config.checks.all_checks import check
 from rlcore.config.checks.all_checks import notes_on as notes
+from rlcore.errors import UserError
 from rlcore.launch.ray.placement import NodeSlot, Placement, bundles, lacking, place
 
 
@@ -224,3 +225,17 @@ def test_placement_needs_neither_ray_nor_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_variables_of_the_shell_reach_the_actors_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no secret stands in a file or a command line."""
+    from rlcore.launch.ray.cluster import runtime_env
+
+    monkeypatch.setenv("A_KEY", "hidden")
+    given = {"env_vars": {"NCCL_DEBUG": "INFO"}}
+    found = runtime_env(given, ["A_KEY"])["env_vars"]
+    assert (found["A_KEY"], found["NCCL_DEBUG"]) == ("hidden", "INFO")
+    assert given == {"env_vars": {"NCCL_DEBUG": "INFO"}}, "which is written to config.yaml"
+    monkeypatch.delenv("A_KEY")
+    with pytest.raises(UserError, match=r"env_from_shell: A_KEY is not set"):
+        runtime_env(given, ["A_KEY"])

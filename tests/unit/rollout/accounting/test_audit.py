@@ -384,3 +384,24 @@ def test_nothing_is_compared_for_the_life_of_a_draw(
     assert capsys.readouterr().out.startswith("draw 0: consumed by step 1\n")
     assert show_ledger(tmp_path, draw=None, as_json=False, recordings=True) == 1
     assert "NOT balanced" in capsys.readouterr().out
+
+
+def test_recordings_that_retention_has_deleted_are_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those up to the step that `rollouts/pruned` names."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    written(tmp_path, WHOLE)
+    checkpoint = Checkpoint(step=2, folder=tmp_path, state={})
+    monkeypatch.setattr("rollout.accounting.audit.latest_checkpoint", lambda _: checkpoint)
+    monkeypatch.setattr("rollout.accounting.audit.check_checkpoint", lambda *_: [])
+    missing = "is missing, tracking.save_rollouts is on"
+    run = RunDirectory(tmp_path)
+    run.rollouts.mkdir(exist_ok=True)
+
+    def said() -> list[str]:
+        return [line for line in audit(run).contradictions if missing in line]
+
+    assert [line[:11] for line in said()] == ["step_000001", "step_000002"]
+    (run.rollouts / "pruned").write_text("1\n")
+    assert [line[:11] for line in said()] == ["step_000002"]

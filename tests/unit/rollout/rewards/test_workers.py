@@ -13,7 +13,7 @@ import pytest
 
 from rlcore.config.sections.reward import RewardConfig
 from rollout.rewards.base import RewardFailure, Score, Verdict
-from rollout.rewards.pool import RewardPool, WorkerLimits
+from rollout.rewards.pool import RewardPool, Worker, WorkerLimits
 
 TIMEOUT_S = 30.0
 USUAL = WorkerLimits()
@@ -155,3 +155,35 @@ def test_a_socket_that_outlives_the_worker_is_no_wait(sample, tmp_path: Path):
     (found,) = scores("dies_but_a_child_keeps_the_socket", sample("x"))
     assert failure(found).reason == "its worker process died with exit code 9"
     assert time.monotonic() - start < TIMEOUT_S
+
+
+def test_a_killed_worker_that_does_not_end_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that hangs in the kernel, on a dead file server."""
+
+    class Stuck:
+        pid = 2**22 + 1  # beyond the largest: no such process
+        returncode = None
+
+        async def wait(self) -> int:
+            await asyncio.Event().wait()
+            return 0
+
+    class Closed:
+        def close(self) -> None:
+            pass
+
+        async def wait_closed(self) -> None:
+            pass
+
+    monkeypatch.setattr("rollout.rewards.pool.REAP_S", 0.05)
+    monkeypatch.setattr("rollout.rewards.pool.kill_tree", lambda *_, **__: None)
+    stuck: Any = Stuck()
+    closed: Any = Closed()
+
+    async def scenario() -> int | None:
+        return await asyncio.wait_for(Worker(stuck, closed, closed).kill(), TIMEOUT_S)
+
+    assert asyncio.run(scenario()) is None
+    assert f"the reward worker {Stuck.pid} cannot be ended" in caplog.text

@@ -1,0 +1,100 @@
+"""Refuses pickles in checkpoints that would run code.
+
+torch reads `.metadata`, and objects in shards, with a bare unpickler, which calls whatever the file
+names. Here each is read first by an unpickler that knows the few classes that checkpoints need.
+Whoever can replace files between the two readings is not kept out: load checkpoints that you trust.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+
+from rlcore.errors import ModelError
+
+METADATA = ".metadata"
+_OF_CHECKPOINTS = "torch.distributed.checkpoint"
+_ALLOWED = frozenset(
+    {
+        *((f"{_OF_CHECKPOINTS}.metadata", name) for name in (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+            "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        )),
+        *((f"{_OF_CHECKPOINTS}.planner", name) for name in (
+            "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
+        )),
+        (f"{_OF_CHECKPOINTS}.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+    }
+)  # fmt: skip
+_REFUSED_BY_TORCH = re.compile(r"GLOBAL (\S+)")
+
+
+def check_metadata(folder: Path) -> None:
+    """Read the metadata of the shards in `folder` without running any code.
+
+    Raises:
+        ModelError: it names something that no checkpoint needs.
+        OSError, UnpicklingError, EOFError: it cannot be read.
+    """
+    with open(folder / METADATA, "rb") as file:
+        _AllowListed(file, folder / METADATA).load()
+
+
+@contextmanager
+def checking_objects(folder: Path) -> Iterator[None]:
+    """Inside, Megatron's loader reads from shards what torch's `weights_only` allows."""
+    stock = MCoreLoadPlanner.load_bytes
+
+    def load_bytes(self: MCoreLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+        _check_object(value, read_item.dest_index.fqn, folder)
+        stock(self, read_item, value)
+
+    MCoreLoadPlanner.load_bytes = load_bytes
+    try:
+        yield
+    finally:
+        MCoreLoadPlanner.load_bytes = stock
+
+
+class _AllowListed(pickle.Unpickler):
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class or function of the list; see `pickle.Unpickler`."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _ALLOWED:
+            raise _refusal(str(self._path), f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def _check_object(value: io.BytesIO, name: str, folder: Path) -> None:
+    try:
+        with torch.serialization.safe_globals([io.BytesIO]):
+            torch.load(value, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        found = _REFUSED_BY_TORCH.search(str(error))
+        if found is None:
+            raise
+        raise _refusal(f"{folder}: the object {name}", found[1]) from None
+    value.seek(0)
+
+
+def _refusal(where: str, what: str) -> ModelError:
+    return ModelError(
+        f"{where} is refused: it would load {what}, which no checkpoint of rlcore holds and which"
+        " may run code; load only checkpoints that you trust"
+    )

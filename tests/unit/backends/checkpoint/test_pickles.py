@@ -1,0 +1,107 @@
+"""A checkpoint cannot run code: not by its metadata, and not by an object in its shards."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from backends.megatron.cpu.shim import importing_megatron
+
+with importing_megatron():
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    from backends.megatron.checkpoint.pickles import METADATA
+    from backends.megatron.checkpoint.shards import (
+        read_errors,
+        read_sharded,
+        saved_names,
+        write_sharded,
+    )
+    from backends.megatron.checkpoint.to_hf import _Parameters
+    from backends.megatron.cpu.shim import megatron_device
+from rlcore.errors import ModelError
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with megatron_device(torch.device("cpu")):
+        yield
+    dist.destroy_process_group()
+
+
+def state(held: object) -> dict[str, Any]:
+    return {
+        "weight": ShardedTensor.from_rank_offsets("weight", torch.arange(4.0)),
+        "extra": ShardedObject("extra", held, (1,), (0,)),
+    }
+
+
+def saved(folder: Path, held: object) -> Path:
+    folder.mkdir()
+    write_sharded(state(held), folder)
+    return folder
+
+
+def test_what_rlcore_writes_is_read(tmp_path: Path) -> None:
+    """Transformer Engine keeps its state in a BytesIO."""
+    for index, held in enumerate((None, io.BytesIO(b"scales"), torch.ones(2), {"a": [1, "b"]})):
+        folder = saved(tmp_path / str(index), held)
+        found = read_sharded(state(None), folder)
+        assert torch.equal(found["weight"], torch.arange(4.0))
+        if isinstance(held, io.BytesIO):
+            assert found["extra"].getvalue() == b"scales"
+        elif isinstance(held, torch.Tensor):
+            assert torch.equal(found["extra"], held)
+        else:
+            assert found["extra"] == held
+        assert saved_names(folder) == ["weight"]
+
+
+@pytest.mark.parametrize(
+    "read", [lambda folder: read_sharded(state(None), folder), saved_names, _Parameters],
+    ids=["resume", "names", "export"],
+)  # fmt: skip
+def test_metadata_that_would_run_code_is_refused(tmp_path: Path, read: Any) -> None:
+    folder = saved(tmp_path / "a", None)
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    metadata.planner_data = Planted(tmp_path / "ran")
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ModelError, match=r"\.metadata is refused: it would load posix\.mkdir"):
+        read(folder)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads((folder / METADATA).read_bytes())
+    assert (tmp_path / "ran").exists(), "it would have"
+
+
+def test_an_object_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a", Planted(tmp_path / "ran"))
+    with pytest.raises(ModelError, match=r"posix\.mkdir"), read_errors(folder):
+        read_sharded(state(None), folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damaged_metadata_is_still_said_to_be_damaged(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a", None)
+    (folder / METADATA).write_bytes(b"\x80\x04junk")
+    expected = pytest.raises(ModelError, match="holds other bytes than were written")
+    with expected, read_errors(folder):
+        saved_names(folder)
