@@ -11,21 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
 
-from rlcore import __version__
+from rlcore.arguments import MODEL_OPTIONS, parse
 from rlcore.config.load import Loaded, load_config, refuse_masked, split_arguments
 from rlcore.config.secrets import mask_urls, masked
 from rlcore.errors import BAD_INPUT, FAILED, INTERRUPTED, EmptyBatch, RunFailed, UserError
-from rlcore.launch.arguments import (
-    MODEL_OPTIONS,
-    add_dry_run_options,
-    add_model_options,
-    add_server_options,
-    add_show_options,
-    gibibytes,
-    positive,
-)
 from rlcore.launch.environment import (
     first_on_node,
     is_rank,
@@ -35,18 +25,11 @@ from rlcore.launch.environment import (
 )
 from rlcore.launch.signals import handling_stop_signals, leave_in_time
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-_SETTINGS = (
-    "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
-)
-
-_ADDRESS = "of the cluster; default: the one that Ray knows of on this machine"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. The exit code is 0 if done, 1 failed, 2 bad input, 130 interrupted."""
     given = own_arguments() if argv is None else list(argv)
-    arguments = _parse(given)
+    arguments = parse(given)
     arguments.given = given
     code = _run(arguments)
     if argv is None:  # the process ends here
@@ -55,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    command: Callable[[argparse.Namespace], int] = arguments.command
+    command = COMMANDS[arguments.command]
     try:
         return command(arguments)
     except (UserError, RunFailed) as error:
@@ -329,155 +312,23 @@ def _print_lines(lines: Iterable[str]) -> int:
     return 0
 
 
-# --- their arguments ------------------------------------------------------------------------------
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse; argparse collects files and overrides only up to the next flag, so we add the rest."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and (any(argument.startswith("-") for argument in rest) or "settings" not in arguments):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        arguments.settings += rest
-    return arguments
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlcore", description="Reinforcement learning for language models."
-    )
-    parser.add_argument("--version", action="version", version=f"rlcore {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_configured(commands)
-    _add_servers(commands)
-    _add_others(commands)
-    return parser
-
-
-def _command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str
-) -> argparse.ArgumentParser:
-    sub = commands.add_parser(name, help=text, description=text)
-    sub.set_defaults(command=run)
-    return sub
-
-
-def _configured(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str
-) -> argparse.ArgumentParser:
-    sub = _command(commands, name, run, text)
-    sub.add_argument("settings", nargs="+", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
-    return sub
-
-
-def _add_configured(commands: Commands) -> None:
-    """Add the commands that take a configuration."""
-    text = "train a model by reinforcement learning or supervised fine-tuning"
-    sub = _configured(commands, "train", train, text)
-    how = sub.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
-    how.add_argument(
-        "--overwrite", action="store_true", help="delete what an earlier run of this name left"
-    )
-    text = "check a configuration and print it with the origin of each value"
-    _configured(commands, "validate", validate, text)
-    text = "print rows as the model will see them, what the reward says, and how long they are"
-    sub = _configured(commands, "data", data, text)
-    sub.add_argument("--rows", type=positive, default=3, metavar="N", help="how many rows (3)")
-    text = "look at this machine and its environments; exit code 1 if a run would fail"
-    sub = _command(commands, "doctor", doctor, text)
-    sub.add_argument("settings", nargs="*", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
-    sub = _configured(commands, "eval", evaluate, "score a model on the evaluation prompts")
-    text = (
-        "a Hugging Face folder, a checkpoint or a RUN[@STEP|@best], instead of the configured one;"
-        " load only checkpoints that you trust"
-    )
-    sub.add_argument("--checkpoint", "--model", dest="model", type=Path, help=text)
-    text = "score this one of evaluation.sets alone; may be repeated"
-    sub.add_argument("--set", action="append", default=[], metavar="NAME", help=text)
-    sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
-    sub.add_argument(
-        "--all-ranks",
-        action="store_true",
-        help="hold the model in the configured layout, on the ranks that would train",
-    )
-    text = "which layouts fit on so many GPUs, and about how fast; needs no weights"
-    sub = _configured(commands, "plan", plan_layouts, text)
-    sub.add_argument("--gpus", type=positive, required=True, metavar="N")
-    sub.add_argument(
-        "--gpu-memory",
-        type=gibibytes,
-        default=80 << 30,
-        metavar="SIZE",
-        help="of one GPU, as 80G (the default)",
-    )
-    sub.add_argument(
-        "--gpu",
-        choices=("A100", "H100", "H200", "B200"),
-        default="H100",
-        help="whose speed to assume",
-    )
-    _add_dry_run(commands)
-
-
-def _add_servers(commands: Commands) -> None:
-    """Add the commands that serve a run, beside it."""
-    text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
-    sub = _configured(commands, "engine", engine, text)
-    sub.add_argument(
-        "--urls-file", type=Path, help="a JSON file with their URLs, there while they are ready"
-    )
-    text = "serve a reward model on Megatron, in any layout, to the reward services of runs"
-    add_server_options(_configured(commands, "reward-model", reward_model, text))
-
-
-def _add_dry_run(commands: Commands) -> None:
-    text = "run single ranks at the real sizes, on a CPU, without memory, weights or peers"
-    add_dry_run_options(_configured(commands, "dryrun", dry_run, text))
-
-
-def _add_others(commands: Commands) -> None:
-    """Add the commands that take no configuration."""
-    text = "write a training checkpoint as a Hugging Face folder"
-    sub = _command(commands, "export", export, text)
-    text = (
-        "a run (its last checkpoint), RUN@STEP, RUN@best or a checkpoint folder; load only"
-        " checkpoints that you trust"
-    )
-    sub.add_argument("source", type=Path, help=text)
-    sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
-    sub.add_argument("--best", action="store_true", help="the run's best checkpoint: RUN@best")
-    text = "what became of every prompt that a run has drawn; exit code 1 unless it balances"
-    sub = _command(commands, "ledger", ledger, text)
-    sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")
-    how = sub.add_mutually_exclusive_group()
-    how.add_argument("--draw", type=int, metavar="N", help="everything that happened to this draw")
-    how.add_argument("--json", action="store_true", help="as one JSON object")
-    sub.add_argument("--quick", action="store_true", help="do not read the recorded samples")
-    add_show_options(_command(commands, "show", show, "samples of a step as text"))
-    text = "the runs on a Ray cluster: their step, processes and engines"
-    sub = _command(commands, "status", status, text)
-    sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
-    text = "end a run on a Ray cluster cleanly, after its step at hand"
-    sub = _command(commands, "stop", stop, text)
-    sub.add_argument("run", metavar="RUN", help="its run.name")
-    sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
-    sub.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="how long to wait for its end (600)",
-    )
-    text = "write a small, randomly initialised Hugging Face folder"
-    add_model_options(_command(commands, "init-model", init_model, text))
-    sub = _command(commands, "metrics", metrics, "define every metric that a run writes")
-    sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
-    text = "list every key of a configuration with its default"
-    sub = _command(commands, "config", config, text)
-    sub.add_argument(
-        "--markdown", action="store_true", help="as the page docs/configuration-reference.md"
-    )
-    text = "list estimators and losses with their keywords"
-    _command(commands, "algorithms", algorithms, text)
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "train": train,
+    "validate": validate,
+    "data": data,
+    "doctor": doctor,
+    "eval": evaluate,
+    "plan": plan_layouts,
+    "dryrun": dry_run,
+    "engine": engine,
+    "reward-model": reward_model,
+    "export": export,
+    "ledger": ledger,
+    "show": show,
+    "status": status,
+    "stop": stop,
+    "init-model": init_model,
+    "metrics": metrics,
+    "config": config,
+    "algorithms": algorithms,
+}

@@ -334,7 +334,7 @@ def build_rank0(
         interrupted=lambda: process.sync.interrupt_requested,
         newest_version=lambda: journal.last,
         resume_from=found,
-        replay_from=_replay_from(config),
+        replay_from=replay_from(config),
         origins=loaded.origins,
         utilization=build_utilization(config, process, credit),
     )
@@ -347,6 +347,7 @@ def build_rank0(
     return rank0
 
 
-def _replay_from(config: Config) -> Path | None:
+def replay_from(config: Config) -> Path | None:
+    """The shards that a replay starts from, if they are given."""
     path = config.training.replay_from
     return None if path is None else find_checkpoint(Path(path), "training.replay_from")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -14,11 +15,17 @@ THREADS = "OMP_NUM_THREADS"
 # Beyond so many threads the passes over a step's tokens on rank 0 are no faster.
 MOST_THREADS = 16
 
+# The network interface that gloo listens on.
+INTERFACE = "GLOO_SOCKET_IFNAME"
+
 # The process id of our own supervisor, which tells the user how its ranks ended.
 SUPERVISED = "RLCORE_SUPERVISOR"
 
 # The whole command line of a rank, as JSON, where the one that `ps` shows is masked.
 ARGUMENTS = "RLCORE_ARGUMENTS"
+
+# The folder of the ranks' store, where they all run on this machine (rlcore/stores.py).
+STORE_FOLDER = "RLCORE_STORE_FOLDER"
 
 
 def own_arguments() -> list[str]:
@@ -30,20 +37,32 @@ def own_arguments() -> list[str]:
     return sys.argv[1:] if whole is None else list(json.loads(whole))
 
 
-def torchrun_environment(
-    rank: int, world_size: int, *, local_rank: int, local_world_size: int, host: str, port: int
+def rank_environment(
+    rank: int, world_size: int, *, local_rank: int, local_world_size: int
 ) -> dict[str, str]:
-    """The variables that torchrun would set, for a rank whose store our supervisor has."""
+    """The variables that torchrun would set, but for the place of the ranks' store."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(local_world_size),
+    }
+
+
+def store_environment(host: str, port: int) -> dict[str, str]:
+    """The variables of torchrun for ranks whose store is at an address of our supervisor's."""
+    # The store is the supervisor's, so no rank chooses a port.
+    return {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        # The store is the supervisor's, so no rank chooses a port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+
+
+def loopback_interface() -> str:
+    """The name of the interface that only this machine reaches: lo, on macOS lo0."""
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    return min(names, default="lo")
 
 
 def is_rank() -> bool:

@@ -20,9 +20,10 @@ from rlcore.config.sections.run import RunConfig
 from rlcore.config.sections.training import ClusterConfig
 from rlcore.deadlines import LEAVE_S, NOTICE_S, SIGNALLED_S, STALL_S
 from rlcore.errors import RunFailed
-from rlcore.launch.environment import here_key
+from rlcore.launch.environment import here_key, orphaned
 from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe_failure
-from rlcore.trainer.rank_sync import Failure, RankSync, Store, post_failure, read_failure
+from rlcore.stores import Store
+from rlcore.trainer.rank_sync import Failure, RankSync, post_failure, read_failure
 
 BEAT_S = 1.0
 _LEFT = "left"
@@ -173,6 +174,8 @@ class Heartbeat:
 
     def _beat(self, number: int) -> Failure | None:
         """Beat, and return the failure of the run: a posted one, or a silent peer."""
+        if orphaned():  # a store in a folder outlives the process that made it
+            return Failure(self._sync.rank, "the process that started this rank is gone")
         try:
             self._store.set(beat_key(self._sync.rank), f"{number} {self._sync.doing}")
             known = read_failure(self._store)

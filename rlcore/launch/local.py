@@ -17,9 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
-
-import torch.distributed as dist
+from pathlib import Path
 
 from rlcore.config import Config
 from rlcore.config.secrets import mask_arguments
@@ -27,10 +25,13 @@ from rlcore.deadlines import END_RANK_S, LEAVE_S, NOTICE_S, STACKS_S
 from rlcore.errors import BAD_INPUT, INTERRUPTED, RunFailed
 from rlcore.launch.environment import (
     ARGUMENTS,
+    INTERFACE,
+    STORE_FOLDER,
     SUPERVISED,
     THREADS,
+    loopback_interface,
+    rank_environment,
     store_prefix,
-    torchrun_environment,
 )
 from rlcore.launch.heartbeat import HeartbeatMonitor, raise_if_stuck
 from rlcore.launch.logs import (
@@ -42,6 +43,7 @@ from rlcore.launch.logs import (
 )
 from rlcore.launch.run_folder import conclude_if_opened, result_mark, was_opened
 from rlcore.launch.signals import handling_stop_signals
+from rlcore.stores import FolderStore
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
@@ -53,32 +55,32 @@ def launch_ranks(config: Config, arguments: Sequence[str]) -> int:
     Raises:
         RunFailed: a process died or hung; names its rank and shows its log's last lines.
     """
-    ranks = _LocalRanks(config)
-    # Signals are handled until all ranks have ended, so that a second one leaves no process behind.
-    with handling_stop_signals(ranks.pass_on):
-        try:
-            ranks.start(arguments)
-            failure = ranks.wait()
-            if failure is not None:
-                ranks.wait_for_peers(failure)
-        finally:
-            ranks.end()
-    if failure is None:
-        return INTERRUPTED if INTERRUPTED in ranks.codes else 0
-    return ranks.report(failure)
+    with FolderStore.made() as store:
+        ranks = _LocalRanks(config, store)
+        # Signals are handled until all ranks have ended, so that a second one leaves no process
+        # behind.
+        with handling_stop_signals(ranks.pass_on):
+            try:
+                ranks.start(arguments)
+                failure = ranks.wait()
+                if failure is not None:
+                    ranks.wait_for_peers(failure)
+            finally:
+                ranks.end()
+        if failure is None:
+            return INTERRUPTED if INTERRUPTED in ranks.codes else 0
+        return ranks.report(failure)
 
 
 class _LocalRanks:
     """The processes of all ranks, and the store in which they meet."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, store: FolderStore) -> None:
         self.config = config
         self.count = config.cluster.processes_per_node
         self._earlier = result_mark(config)
-        self._host = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
-        self.store = dist.PrefixStore(store_prefix(), self._host)
+        self._shared = store
+        self.store = self._shared.under(store_prefix())
         self._monitor = HeartbeatMonitor(self.store, range(self.count), config.cluster)
         self.lines = LAST_LINES
         self.workers: list[subprocess.Popen[bytes]] = []
@@ -86,7 +88,7 @@ class _LocalRanks:
 
     def start(self, arguments: Sequence[str]) -> None:
         for rank in range(self.count):
-            worker = _start(rank, self.count, self._host.port, self.config, arguments)
+            worker = _start(rank, self.count, self._shared.folder, self.config, arguments)
             self.workers.append(worker)
             if self._signal:  # which came before this rank was started
                 worker.send_signal(self._signal)
@@ -188,14 +190,17 @@ class _LocalRanks:
 
 
 def _start(
-    rank: int, count: int, port: int, config: Config, arguments: Sequence[str]
+    rank: int, count: int, store: Path, config: Config, arguments: Sequence[str]
 ) -> subprocess.Popen[bytes]:
     given = config.run.threads or os.environ.get(THREADS)
     threads = given or max(1, (os.cpu_count() or 1) // count)
-    ours = torchrun_environment(
-        rank, count, local_rank=rank, local_world_size=count, host="127.0.0.1", port=port
-    )
-    ours |= {SUPERVISED: str(os.getpid()), THREADS: str(threads)}
+    ours = rank_environment(rank, count, local_rank=rank, local_world_size=count)
+    ours |= {
+        STORE_FOLDER: str(store),
+        SUPERVISED: str(os.getpid()),
+        THREADS: str(threads),
+        INTERFACE: os.environ.get(INTERFACE, loopback_interface()),
+    }
     shown = mask_arguments(arguments)
     if shown != list(arguments):
         ours[ARGUMENTS] = json.dumps(list(arguments))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from rlcore.config import Config
 from rlcore.deadlines import STORE_S
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.launch.environment import (
+    STORE_FOLDER,
     first_on_node,
     is_rank,
     orphaned,
@@ -30,6 +32,7 @@ from rlcore.launch.logs import RankLog, describe_failure, rank_log
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.launch.torchrun_attempts import FIRST, Attempt, join_attempt
 from rlcore.runs.state import seed_rng
+from rlcore.stores import FolderStore, Store, keys_under
 from rlcore.trainer.rank_sync import Failure, RankSync
 
 # Libraries read these when they are first used on a GPU, so they are set before that.
@@ -146,7 +149,7 @@ def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
     launcher, rank, world_size, attempt = _rendezvous(
         device, cluster.start_timeout_s, cluster.collective_timeout_s
     )
-    store = dist.PrefixStore(attempt.prefix, launcher)
+    store = keys_under(attempt.prefix, launcher)
     sync = RankSync(store, rank, world_size, timeout_s=cluster.collective_timeout_s)
     peers = [0] if rank else range(1, world_size)
     on_failure: list[Callable[[Failure], None]] = [log.dump_stacks]
@@ -157,7 +160,7 @@ def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
             )
         )
     # A connection of its own: one that the main thread waits on would delay the beats.
-    beats = store.clone()  # type: ignore[attr-defined]  # torch's type stub lacks it
+    beats = store.clone()  # type: ignore[union-attr]  # torch's type stub lacks it
     heartbeat = Heartbeat(beats, sync, HeartbeatMonitor(beats, peers, cluster), on_failure)
     process = Process(
         rank, world_size, local_rank, device, sync, log, on_failure, heartbeat, attempt
@@ -177,7 +180,7 @@ def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
 
 def _rendezvous(
     device: torch.device, start_timeout_s: float, collective_timeout_s: float
-) -> tuple[dist.Store, int, int, Attempt]:
+) -> tuple[Store, int, int, Attempt]:
     """Join the default process group.
 
     Returns:
@@ -186,20 +189,18 @@ def _rendezvous(
     Raises:
         RunFailed: the other ranks cannot be reached, or do not come.
     """
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    place = _store_place()
     if orphaned():
         raise RunFailed(
             f"rank {os.environ['RANK']} has lost its supervisor before it met the other ranks"
         )
     store_s = min(start_timeout_s, STORE_S) if supervised() else start_timeout_s
     try:
-        store, rank, world_size = next(
-            dist.rendezvous("env://", timeout=timedelta(seconds=store_s))
-        )
+        store, rank, world_size = _launchers_store(store_s)
         attempt = join_attempt(store, rank, world_size, timeout_s=start_timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(f"{attempt.prefix}/ranks", store),
+            store=_of_groups(store, f"{attempt.prefix}/ranks", world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=collective_timeout_s),
@@ -207,9 +208,29 @@ def _rendezvous(
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         raise RunFailed(
-            f"rank {os.environ['RANK']} cannot meet the other ranks at {address}: {reason}"
+            f"rank {os.environ['RANK']} cannot meet the other ranks at {place}: {reason}"
         ) from error
     return store, rank, world_size, attempt
+
+
+def _store_place() -> str:
+    folder = os.environ.get(STORE_FOLDER)
+    return folder or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def _launchers_store(timeout_s: float) -> tuple[Store, int, int]:
+    """The launcher's store, this rank, and the world size."""
+    if STORE_FOLDER in os.environ:
+        rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        return FolderStore(Path(os.environ[STORE_FOLDER])), rank, world_size
+    return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+
+
+def _of_groups(store: Store, prefix: str, world_size: int) -> dist.Store:
+    """The store in which torch's own process groups meet."""
+    if isinstance(store, FolderStore):
+        return dist.FileStore(str(store.under(prefix).folder / "groups"), world_size)
+    return dist.PrefixStore(prefix, store)
 
 
 def _translate_error(error: BaseException, process: Process) -> BaseException:

@@ -21,6 +21,7 @@ from rlcore.launch.compose import (
     check_input,
     export_policy,
     open_handles,
+    replay_from,
 )
 from rlcore.launch.environment import supervised, wait_for_reporter
 from rlcore.launch.logs import describe_failure, log_folder
@@ -130,7 +131,10 @@ def run_rank(
             )
         publisher = build_weight_publisher(config, process, backend, handles, journal)
         return finish(
-            Trainer(config, sync, backend, credit, steps, publisher, rank0, sharing), process
+            Trainer(
+                config, sync, backend, credit, steps, publisher, rank0, sharing, replay_from(config)
+            ),
+            process,
         )
 
 

@@ -25,8 +25,9 @@ from rlcore.runs.directory import ResultMark, RunDirectory, Status
 from rlcore.runs.files import remove_tree
 from rlcore.runs.metrics import read_metrics
 from rlcore.runs.versions import VersionJournal
+from rlcore.stores import Store
 from rlcore.trainer.rank0 import FINISHED, EarlyStopping
-from rlcore.trainer.rank_sync import Failure, Store, in_one_line
+from rlcore.trainer.rank_sync import Failure, in_one_line
 
 _OPENED = "opened"
 logger = logging.getLogger(__name__)

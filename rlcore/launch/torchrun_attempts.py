@@ -15,12 +15,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from rlcore.errors import DeadlineExceeded
 from rlcore.launch.environment import here_key, store_prefix
 from rlcore.launch.run_folder import was_opened
-from rlcore.trainer.rank_sync import Store
+from rlcore.stores import Store, keys_under
 
 POLL_S = 0.1
 # Keys of the launcher's store ...
@@ -66,7 +64,7 @@ def has_ended(store: Store) -> bool:
     return store.check([_ENDED])
 
 
-def join_attempt(store: dist.Store, rank: int, world_size: int, *, timeout_s: float) -> Attempt:
+def join_attempt(store: Store, rank: int, world_size: int, *, timeout_s: float) -> Attempt:
     """Join the newest attempt, which rank 0 announces and begins when all ranks have registered.
 
     Raises:
@@ -76,7 +74,7 @@ def join_attempt(store: dist.Store, rank: int, world_size: int, *, timeout_s: fl
     return _announce(store, world_size, timeout_s) if rank == 0 else _follow(store, rank, timeout_s)
 
 
-def _announce(store: dist.Store, world_size: int, timeout_s: float) -> Attempt:
+def _announce(store: Store, world_size: int, timeout_s: float) -> Attempt:
     _raise_if_ended(store)
     number = store.add(_COUNT, 1) - 1
     resumes = any(was_opened(_keys_of(before, store)) for before in range(number))
@@ -98,7 +96,7 @@ def _announce(store: dist.Store, world_size: int, timeout_s: float) -> Attempt:
     return Attempt(number, resumes)
 
 
-def _follow(store: dist.Store, rank: int, timeout_s: float) -> Attempt:
+def _follow(store: Store, rank: int, timeout_s: float) -> Attempt:
     deadline = time.monotonic() + timeout_s
     registered: int | None = None
     while time.monotonic() < deadline:
@@ -119,12 +117,12 @@ def _follow(store: dist.Store, rank: int, timeout_s: float) -> Attempt:
     )
 
 
-def _raise_if_ended(store: dist.Store) -> None:
+def _raise_if_ended(store: Store) -> None:
     if store.check([_NEWEST]):
         attempt = _keys_of(int(store.get(_NEWEST)), store)
         if has_ended(attempt):
             raise RunHasEnded(int(attempt.get(_ENDED)))
 
 
-def _keys_of(number: int, store: dist.Store) -> dist.Store:
-    return dist.PrefixStore(store_prefix(number), store)
+def _keys_of(number: int, store: Store) -> Store:
+    return keys_under(store_prefix(number), store)

@@ -9,6 +9,7 @@ earlier checkpoint is the newest.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,22 @@ WAIT = "wait"
 STILL_WRITING = json.dumps({"seconds": None})  # a rank's report until it has written everything
 
 
+def folder_inside(allowed: Sequence[Path], folder: str) -> Path:
+    """The folder that another process has named, if it is one of `allowed` or inside of one.
+
+    Whoever reaches the store could name any other, whose pickles would be loaded.
+
+    Raises RunFailed else.
+    """
+    there = Path(os.path.abspath(folder))  # without "..", links as they are
+    if not any(there.is_relative_to(os.path.abspath(one)) for one in allowed):
+        raise RunFailed(
+            f"rank 0's answer names the folder {folder!r}, expected one inside"
+            f" {' or '.join(map(str, allowed))}: another process writes to this run's store"
+        )
+    return there
+
+
 class Checkpointer:
     """Saves checkpoints. All ranks call every method in the same order.
 
@@ -31,12 +48,16 @@ class Checkpointer:
 
     Args:
         rank0: on rank 0.
+        checkpoints: the run's folder of checkpoints; no other one is written to.
     """
 
-    def __init__(self, sync: RankSync, backend: PolicyBackend, rank0: RankZero | None) -> None:
+    def __init__(
+        self, sync: RankSync, backend: PolicyBackend, rank0: RankZero | None, checkpoints: Path
+    ) -> None:
         self._sync = sync
         self._backend = backend
         self._rank0 = rank0
+        self._checkpoints = checkpoints
         self.newest = 0  # step of the newest checkpoint, whole or being written; 0: there is none
         self._step: int | None = None  # of the checkpoint that is being written
         self._folder = Path()  # of the newest shards: checkpoints/<step>/model
@@ -54,12 +75,10 @@ class Checkpointer:
             The seconds that this earlier one took, as `poll` does.
         """
         seconds = self._wait()
-        self._folder = Path(
-            self._sync.broadcast(
-                "opening a checkpoint",
-                lambda: str(on_rank0(self._rank0).begin_checkpoint(step)),
-            )
+        folder = self._sync.broadcast(
+            "opening a checkpoint", lambda: str(on_rank0(self._rank0).begin_checkpoint(step))
         )
+        self._folder = folder_inside([self._checkpoints], folder)
         with self._naming_what_is_intact(step):
             if in_background:
                 self._backend.start_save(self._folder)

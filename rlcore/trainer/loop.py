@@ -21,8 +21,8 @@ from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.deadlines import STEP_GRACE_S
 from rlcore.errors import RunFailed
 from rlcore.interfaces import PolicyBackend
-from rlcore.runs.directory import Status
-from rlcore.trainer.checkpointer import Checkpointer
+from rlcore.runs.directory import RunDirectory, Status
+from rlcore.trainer.checkpointer import Checkpointer, folder_inside
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.engine_check import PASS, EngineCheck
 from rlcore.trainer.gpu_sharing import GpuPhase, GpuSharing
@@ -45,15 +45,19 @@ class Trainer:
     publisher: WeightPublisher | None  # None: nothing generates (sft, replay)
     rank0: RankZero | None  # rank 0 only
     sharing: GpuSharing | None = None  # None: the engines, if any, have GPUs of their own
+    replay_from: Path | None = None  # the shards that a replay starts from
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, since the last log row
     # Why no engine can go on, the same on every rank; "" while engines run.
     no_engines_reason: str = ""
+    checkpoints: Path = field(init=False)
     checkpointer: Checkpointer = field(init=False)
     engine_check: EngineCheck | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.engine_check = EngineCheck.of(self.config)
-        self.checkpointer = Checkpointer(self.sync, self.backend, self.rank0)
+        run = self.config.run
+        self.checkpoints = RunDirectory(Path(run.dir) / run.name).checkpoints
+        self.checkpointer = Checkpointer(self.sync, self.backend, self.rank0, self.checkpoints)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -272,7 +276,8 @@ class Trainer:
             "looking for a checkpoint", lambda: on_rank0(self.rank0).restore()
         )
         if folder:
-            self.backend.load(Path(folder))
+            given = [] if self.replay_from is None else [self.replay_from]
+            self.backend.load(folder_inside([self.checkpoints, *given], folder))
         # Records of later steps are deleted only now, when nothing can be refused any more.
         step, status = self.sync.broadcast("going on", lambda: on_rank0(self.rank0).begin()).split()
         self.checkpointer.newest = int(step)

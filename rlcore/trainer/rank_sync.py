@@ -19,10 +19,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from torch.distributed import DistError, Store
+from torch.distributed import DistError
 
 from rlcore.deadlines import BLAME_S
 from rlcore.errors import DeadlineExceeded, FailedElsewhere, RlcoreError, RunFailed, UserError
+from rlcore.stores import Store
 
 T = TypeVar("T")
 TIDY_EVERY = 256  # keys, some 25 steps

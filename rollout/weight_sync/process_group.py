@@ -31,6 +31,7 @@ from torch import Tensor
 
 from rlcore.deadlines import GROUP_JOIN_S
 from rlcore.errors import DeadlineExceeded, EngineFailed, RunFailed
+from rlcore.stores import bound_store
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
 
@@ -143,13 +144,13 @@ class Link:
         limit = min(self._timeout_s, GROUP_JOIN_S)
         try:
             host = await asyncio.to_thread(own_address, self.engine.url)
-            store, port = await asyncio.to_thread(open_store, host, self._timeout_s)
+            store = await asyncio.to_thread(bound_store, host, self._timeout_s)
         # recovery: without this engine, by the caller
         except (EngineFailed, OSError, dist.DistError) as error:
             return f"engine {self.engine.name} cannot be met: {error}"
         size = 1 + self.engine.group_ranks
         address = GroupAddress(
-            host, port, size, self.backend, self._timeout_s, f"weights-{secrets.token_hex(8)}"
+            host, store.port, size, self.backend, self._timeout_s, f"weights-{secrets.token_hex(8)}"
         )
         meeting = in_thread(lambda: WeightGroup(address, 0, device=self._device, store=store))
         why = await self._asked("join_group", lambda e: e.join_group(address, 1), limit)
@@ -337,12 +338,6 @@ class WeightGroup:
             f"{what} ({where}, limit {self.address.timeout_s:.0f} s,"
             f" rollout.engine.update_timeout_s): {error}"
         )
-
-
-def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """Open a store on a free port of this machine, for rank 0. Returns it and its port."""
-    store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
-    return store, store.port
 
 
 def make_group(address: GroupAddress, rank: int, store: dist.Store, device: torch.device) -> Any:

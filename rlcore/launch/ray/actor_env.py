@@ -94,11 +94,9 @@ class LogRelay:
     """Prints, in the driver, the lines that actors send through a store."""
 
     def __init__(self, host: str) -> None:
-        import torch.distributed as dist
+        from rlcore.stores import bound_store
 
-        self._store = dist.TCPStore(
-            host, 0, None, True, timedelta(seconds=STORE_S), wait_for_workers=False
-        )
+        self._store = bound_store(host, STORE_S)
         self.port = self._store.port
         self._next = 1
         self._missed_at: float | None = None  # when the next line was counted but missing

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import ray
@@ -29,7 +28,12 @@ from rlcore.errors import (
     RunFailed,
     UserError,
 )
-from rlcore.launch.environment import THREADS, store_prefix, torchrun_environment
+from rlcore.launch.environment import (
+    THREADS,
+    rank_environment,
+    store_environment,
+    store_prefix,
+)
 from rlcore.launch.heartbeat import HeartbeatMonitor, raise_if_stuck, read_stuck
 from rlcore.launch.logs import describe_failure
 from rlcore.launch.ray.actor_env import ActorEnv
@@ -39,6 +43,7 @@ from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.rank_actor import RankActor
 from rlcore.launch.run_folder import conclude_if_opened, result_mark, was_opened
 from rlcore.launch.torchrun_attempts import has_ended
+from rlcore.stores import bound_store
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
@@ -67,9 +72,7 @@ class Ranks:
         self._tick = tick
         self.config = loaded.config
         self._earlier = result_mark(self.config)
-        self._host = dist.TCPStore(
-            cluster.address, 0, None, True, timedelta(seconds=STORE_S), wait_for_workers=False
-        )
+        self._host = bound_store(cluster.address, STORE_S)
         self.store = dist.PrefixStore(store_prefix(), self._host)
         ranks = range(len(cluster.placement.ranks))
         self._monitor = HeartbeatMonitor(self.store, ranks, self.config.cluster)
@@ -131,14 +134,12 @@ class Ranks:
         """Run all ranks to their end; return a failure, which ends the run, at once."""
         places = self._cluster.placement.ranks
         for place, actor in zip(places, self.actors, strict=True):
-            environment = torchrun_environment(
+            environment = rank_environment(
                 place.rank,
                 len(places),
                 local_rank=place.local_rank,
                 local_world_size=sum(other.node == place.node for other in places),
-                host=self._cluster.address,
-                port=self._host.port,
-            )
+            ) | store_environment(self._cluster.address, self._host.port)
             if THREADS in os.environ:
                 environment[THREADS] = os.environ[THREADS]
             ref = actor.run.remote(

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from backends.megatron.cpu.shim import importing_megatron
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.interfaces import PolicyBackend
-from rlcore.trainer.checkpointer import Checkpointer
+from rlcore.trainer.checkpointer import Checkpointer, folder_inside
 from rlcore.trainer.rank0 import RankZero
 from rlcore.trainer.rank_sync import RankSync
 
@@ -62,7 +62,7 @@ def parts() -> tuple[Checkpointer, Writing, RecordingRankZero]:
     backend = Writing()
     rank0 = RecordingRankZero()
     sync = RankSync(HashStore(), 0, 1, timeout_s=0.2)
-    checkpointer = Checkpointer(sync, cast(PolicyBackend, backend), cast(RankZero, rank0))
+    checkpointer = Checkpointer(sync, cast(PolicyBackend, backend), cast(RankZero, rank0), Path())
     return checkpointer, backend, rank0
 
 
@@ -149,7 +149,7 @@ def test_any_rank_says_what_is_intact(tmp_path: Path) -> None:
             raise RunFailed(f"writing {folder}: No space left on device")
 
     checkpointer = Checkpointer(
-        RankSync(store, 1, 2, timeout_s=0.2), cast(PolicyBackend, FullDisk()), None
+        RankSync(store, 1, 2, timeout_s=0.2), cast(PolicyBackend, FullDisk()), None, checkpoints
     )
     with pytest.raises(RunFailed) as caught:
         checkpointer.save(4, in_background=False)
@@ -190,3 +190,28 @@ def test_the_error_of_the_thread_is_told_in_one_line() -> None:
     pending.cancel()
     with pytest.raises(RunFailed, match=r"^writing /runs/x/model: .*No space left on device$"):
         pending.written()
+
+
+@pytest.mark.parametrize("folder", ["run/checkpoints/step_000003/model", "given/model", "given"])
+def test_a_folder_of_the_run_may_be_loaded(tmp_path: Path, folder: str) -> None:
+    allowed = [tmp_path / "run" / "checkpoints", tmp_path / "given"]
+    assert folder_inside(allowed, str(tmp_path / folder)) == tmp_path / folder
+
+
+@pytest.mark.parametrize(
+    "folder", ["elsewhere", "run/checkpoints/../../elsewhere", "run/checkpoints-2", "run"]
+)
+def test_a_folder_that_a_stranger_names_is_refused(tmp_path: Path, folder: str) -> None:
+    with pytest.raises(RunFailed, match="another process writes to this run's store"):
+        folder_inside([tmp_path / "run" / "checkpoints"], str(tmp_path / folder))
+
+
+def test_a_stranger_in_the_store_does_not_choose_where_a_rank_writes(tmp_path: Path) -> None:
+    store = HashStore()
+    store.set("sync/1", str(tmp_path / "elsewhere"))  # before rank 0 has spoken
+    sync = RankSync(store, 1, 2, timeout_s=5)
+    backend = Writing()
+    checkpointer = Checkpointer(sync, cast(PolicyBackend, backend), None, tmp_path / "checkpoints")
+    with pytest.raises(RunFailed, match="elsewhere"):
+        checkpointer.save(3, in_background=False)
+    assert backend.calls == []

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 from torch.distributed import HashStore
 
 import rlcore.launch.rank
-from rlcore.launch.environment import torchrun_environment
+from rlcore.launch.environment import rank_environment, store_environment
 from rlcore.launch.ray import rank_actor as rank_module
 from rlcore.launch.ray import ranks as ranks_module
 from rlcore.launch.ray.actor_env import ActorEnv
@@ -19,8 +19,8 @@ from rlcore.launch.ray.rank_actor import RankActor
 from rlcore.launch.ray.ranks import Ranks
 from rlcore.launch.torchrun_attempts import mark_ended
 
-ENVIRONMENT = torchrun_environment(
-    7, 8, local_rank=3, local_world_size=4, host="10.0.0.1", port=2345
+ENVIRONMENT = rank_environment(7, 8, local_rank=3, local_world_size=4) | store_environment(
+    "10.0.0.1", 2345
 )
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.stores import bound_store
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.weight_sync import process_group as distributed
 from rollout.weight_sync import process_group as weight_group
@@ -119,7 +120,8 @@ def test_an_nccl_group_is_nccl_with_a_watchdog_beyond_our_deadline(
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
     monkeypatch.setenv(weight_group.NONBLOCKING_TIMEOUT, "")
     monkeypatch.delenv(weight_group.NONBLOCKING_TIMEOUT)
-    store, port = weight_group.open_store("127.0.0.1", 5.0)
+    store = bound_store("127.0.0.1", 5.0)
+    port = store.port
     address = GroupAddress("127.0.0.1", port, 2, "nccl", 4.5, "weights-1")
     group = make_group(address, 0, store, CUDA)
     assert group.given == (0, 2, 4.5 * weight_group.WATCHDOG_FACTOR)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlcore.errors import EngineFailed
+from rlcore.stores import bound_store
 from rlcore.weights import Bucket
 from rollout.weight_sync import process_group
 from rollout.weight_sync.process_group import (
@@ -19,7 +20,6 @@ from rollout.weight_sync.process_group import (
     Link,
     WeightGroup,
     in_thread,
-    open_store,
     own_address,
 )
 
@@ -46,8 +46,8 @@ def test_engines_on_loopback_meet_us_there(url: str) -> None:
 def test_engines_elsewhere_meet_us_at_the_address_that_faces_them() -> None:
     host = other_addresses()[0]
     assert own_address(f"http://{host}:30000") == host
-    store, port = open_store(host, 10.0)
-    address = GroupAddress(host, port, 2, "gloo", 10.0)
+    store = bound_store(host, 10.0)
+    address = GroupAddress(host, store.port, 2, "gloo", 10.0)
     got: list[torch.Tensor] = []
     place = torch.zeros(3, dtype=torch.uint8)
 

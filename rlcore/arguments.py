@@ -1,0 +1,246 @@
+"""The arguments of each command of `rlcore`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from rlcore import __version__
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_SETTINGS = (
+    "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
+)
+_ADDRESS = "of the cluster; default: the one that Ray knows of on this machine"
+
+_MODEL_SIZES = (
+    *("hidden", "layers", "heads", "kv_heads", "intermediate"),
+    *("experts", "experts_per_token", "max_positions", "seed"),
+)
+MODEL_OPTIONS = ("family", "alphabet", "tied", "chat", *_MODEL_SIZES)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse; argparse collects files and overrides only up to the next flag, so we add the rest."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (any(argument.startswith("-") for argument in rest) or "settings" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.settings += rest
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlcore", description="Reinforcement learning for language models."
+    )
+    parser.add_argument("--version", action="version", version=f"rlcore {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_configured(commands)
+    _add_servers(commands)
+    _add_others(commands)
+    return parser
+
+
+def _command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
+    sub = commands.add_parser(name, help=text, description=text)
+    sub.set_defaults(command=name)
+    return sub
+
+
+def _configured(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
+    sub = _command(commands, name, text)
+    sub.add_argument("settings", nargs="+", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
+    return sub
+
+
+def _add_configured(commands: Commands) -> None:
+    """Add the commands that take a configuration."""
+    text = "train a model by reinforcement learning or supervised fine-tuning"
+    sub = _configured(commands, "train", text)
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    how.add_argument(
+        "--overwrite", action="store_true", help="delete what an earlier run of this name left"
+    )
+    text = "check a configuration and print it with the origin of each value"
+    _configured(commands, "validate", text)
+    text = "print rows as the model will see them, what the reward says, and how long they are"
+    sub = _configured(commands, "data", text)
+    sub.add_argument("--rows", type=_positive, default=3, metavar="N", help="how many rows (3)")
+    text = "look at this machine and its environments; exit code 1 if a run would fail"
+    sub = _command(commands, "doctor", text)
+    sub.add_argument("settings", nargs="*", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
+    sub = _configured(commands, "eval", "score a model on the evaluation prompts")
+    text = (
+        "a Hugging Face folder, a checkpoint or a RUN[@STEP|@best], instead of the configured one;"
+        " load only checkpoints that you trust"
+    )
+    sub.add_argument("--checkpoint", "--model", dest="model", type=Path, help=text)
+    text = "score this one of evaluation.sets alone; may be repeated"
+    sub.add_argument("--set", action="append", default=[], metavar="NAME", help=text)
+    sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
+    sub.add_argument(
+        "--all-ranks",
+        action="store_true",
+        help="hold the model in the configured layout, on the ranks that would train",
+    )
+    text = "which layouts fit on so many GPUs, and about how fast; needs no weights"
+    sub = _configured(commands, "plan", text)
+    sub.add_argument("--gpus", type=_positive, required=True, metavar="N")
+    sub.add_argument(
+        "--gpu-memory",
+        type=_gibibytes,
+        default=80 << 30,
+        metavar="SIZE",
+        help="of one GPU, as 80G (the default)",
+    )
+    sub.add_argument(
+        "--gpu",
+        choices=("A100", "H100", "H200", "B200"),
+        default="H100",
+        help="whose speed to assume",
+    )
+    text = "run single ranks at the real sizes, on a CPU, without memory, weights or peers"
+    _add_dry_run_options(_configured(commands, "dryrun", text))
+
+
+def _add_servers(commands: Commands) -> None:
+    """Add the commands that serve a run, beside it."""
+    text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
+    sub = _configured(commands, "engine", text)
+    sub.add_argument(
+        "--urls-file", type=Path, help="a JSON file with their URLs, there while they are ready"
+    )
+    text = "serve a reward model on Megatron, in any layout, to the reward services of runs"
+    _add_server_options(_configured(commands, "reward-model", text))
+
+
+def _add_others(commands: Commands) -> None:
+    """Add the commands that take no configuration."""
+    text = "write a training checkpoint as a Hugging Face folder"
+    sub = _command(commands, "export", text)
+    text = (
+        "a run (its last checkpoint), RUN@STEP, RUN@best or a checkpoint folder; load only"
+        " checkpoints that you trust"
+    )
+    sub.add_argument("source", type=Path, help=text)
+    sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
+    sub.add_argument("--best", action="store_true", help="the run's best checkpoint: RUN@best")
+    text = "what became of every prompt that a run has drawn; exit code 1 unless it balances"
+    sub = _command(commands, "ledger", text)
+    sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument("--draw", type=int, metavar="N", help="everything that happened to this draw")
+    how.add_argument("--json", action="store_true", help="as one JSON object")
+    sub.add_argument("--quick", action="store_true", help="do not read the recorded samples")
+    _add_show_options(_command(commands, "show", "samples of a step as text"))
+    text = "the runs on a Ray cluster: their step, processes and engines"
+    sub = _command(commands, "status", text)
+    sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
+    text = "end a run on a Ray cluster cleanly, after its step at hand"
+    sub = _command(commands, "stop", text)
+    sub.add_argument("run", metavar="RUN", help="its run.name")
+    sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
+    sub.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for its end (600)",
+    )
+    text = "write a small, randomly initialised Hugging Face folder"
+    _add_model_options(_command(commands, "init-model", text))
+    sub = _command(commands, "metrics", "define every metric that a run writes")
+    sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
+    text = "list every key of a configuration with its default"
+    sub = _command(commands, "config", text)
+    sub.add_argument(
+        "--markdown", action="store_true", help="as the page docs/configuration-reference.md"
+    )
+    text = "list estimators and losses with their keywords"
+    _command(commands, "algorithms", text)
+
+
+def _positive(text: str) -> int:
+    """Read a positive integer."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive integer")
+    return int(text)
+
+
+def _gibibytes(text: str) -> int:
+    """Read the bytes of "80G", "80GB" or "80"."""
+    number = text.upper().removesuffix("IB").removesuffix("B").removesuffix("G")
+    if not number.isdecimal() or not int(number):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected gibibytes, as 80G")
+    return int(number) << 30
+
+
+def _add_show_options(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlcore show`."""
+    sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")
+    sub.add_argument("--step", type=int, metavar="N", help="default: the newest")
+    sub.add_argument("--count", type=_positive, default=5, metavar="N", help="how many (5)")
+    how = sub.add_mutually_exclusive_group()
+    for order in ("worst", "best"):
+        text = f"the {order} rewards first; default: spread from the best to the worst"
+        how.add_argument(f"--{order}", dest="order", action="store_const", const=order, help=text)
+    sub.set_defaults(order="spread")
+    text = "of a prompt or response, whose middle is left out where it is longer (2000)"
+    sub.add_argument("--characters", type=_positive, default=2000, metavar="N", help=text)
+
+
+def _add_dry_run_options(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlcore dryrun` besides its configuration."""
+    text = "of the trainer, may be repeated; default: one of the first, a middle, the last stage"
+    sub.add_argument("--rank", type=int, action="append", metavar="N", help=text)
+    text = "trainer ranks; default: as configured"
+    sub.add_argument("--world", type=_positive, metavar="W", help=text)
+    text = "the tokens of the rank's experts over an even share (1)"
+    sub.add_argument("--skew", type=float, default=1.0, metavar="FACTOR", help=text)
+    text = "also what holds memory at the largest peaks; slower"
+    sub.add_argument("--holders", action="store_true", help=text)
+
+
+def _add_model_options(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlcore init-model`."""
+    sub.add_argument("folder", type=Path)
+    sub.add_argument(
+        "--preset",
+        choices=("addition", "ascii"),
+        default="addition",
+        help="where the defaults come from",
+    )
+    sub.add_argument(
+        "--family", choices=("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral", "deepseek_v3")
+    )
+    sub.add_argument(
+        "--alphabet", metavar="CHARACTERS", help="what the tokenizer knows, one token a character"
+    )
+    for name in _MODEL_SIZES:
+        sub.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+    sub.add_argument(
+        "--tied", action=argparse.BooleanOptionalAction, help="the LM head is the embedding"
+    )
+    sub.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="a chat template with roles (ChatML); the alphabet needs letters and a line end",
+    )
+    sub.add_argument("--overwrite", action="store_true", help="replace a model that is there")
+
+
+def _add_server_options(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlcore reward-model`."""
+    sub.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    sub.add_argument(
+        "--port", type=int, default=8000, help="port to listen on (8000); 0: a free one"
+    )
+    text = "environment variable with the key that requests must carry; default: none"
+    sub.add_argument("--api-key-env", metavar="NAME", help=text)
+    text = "a JSON file with its URL, there while it is ready"
+    sub.add_argument("--urls-file", type=Path, help=text)

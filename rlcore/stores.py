@@ -1,0 +1,164 @@
+"""Stores in which processes meet, closed to everyone who does not belong.
+
+torch's own `TCPStore` listens on every interface and asks for no key: whoever reaches it can end
+the run, or give ranks false answers. So processes of one machine meet in a folder that only its
+owner can enter, and a store for several machines listens on the one address that they are given.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import quote
+
+import torch.distributed as dist
+
+_LOCK = ".lock"
+
+
+def bound_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """Open a store that listens on `host` alone, on a free port; for the process that holds it.
+
+    Args:
+        host: a name or an address of this machine.
+        timeout_s: how long a call waits for a key.
+
+    Raises OSError where `host` is no address of this machine.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        limit = timedelta(seconds=timeout_s)
+        return dist.TCPStore(
+            host,
+            port,
+            None,
+            True,
+            limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+class FolderStore:
+    """A store of processes on one machine: a file for each key, in a folder of mode 0700.
+
+    It has those methods of `torch.distributed.Store` that ranks and their launcher use, with the
+    same meaning, but `get` does not wait for a key. Its errors are `torch.distributed`'s.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    @contextmanager
+    def made(cls) -> Iterator[FolderStore]:
+        """A store in a folder of its own, which is removed at the end."""
+        folder = Path(tempfile.mkdtemp(prefix="rlcore-store-"))  # of mode 0700
+        try:
+            yield cls(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def under(self, prefix: str) -> FolderStore:
+        """The store of the keys that begin with `prefix` and a slash, as `PrefixStore` has them."""
+        folder = self.folder / f"+{quote(prefix, safe='')}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return FolderStore(folder)
+
+    def clone(self) -> FolderStore:
+        """This store: it keeps no connection that a waiting thread could hold."""
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        """Write a key; a reader sees the old value or the whole new one."""
+        with self._written(value) as new:
+            os.replace(new, self._path(key))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that is there."""
+        with _of_torch():
+            return self._path(key).read_bytes()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there."""
+        return all(self._path(key).exists() for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a key that is not there yet; of several writers the first wins.
+
+        Args:
+            expected: "", which stands for a missing key.
+
+        Returns:
+            The value that the key has now.
+        """
+        if expected:
+            raise NotImplementedError(f"{key}: only a missing key can be compared and set")
+        with self._written(desired) as new:
+            try:
+                os.link(new, self._path(key))
+            except FileExistsError:
+                return self.get(key)
+        return desired.encode()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, 0 where it is missing, and return the sum."""
+        with _of_torch(), (self.folder / _LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            total = amount + (int(self.get(key)) if self.check([key]) else 0)
+            self.set(key, str(total))
+            return total
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key. Returns whether it was there."""
+        try:
+            self._path(key).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"={quote(key, safe='')}"
+
+    @contextmanager
+    def _written(self, value: str) -> Iterator[Path]:
+        """A file of its own with a value, which is gone at the end."""
+        new = self.folder / f".{uuid.uuid4().hex}"
+        with _of_torch():
+            try:
+                new.write_text(value)
+                yield new
+            finally:
+                new.unlink(missing_ok=True)
+
+
+Store = dist.Store | FolderStore
+
+
+def keys_under(prefix: str, store: Store) -> Store:
+    """The part of a store whose keys begin with `prefix`."""
+    return (
+        store.under(prefix) if isinstance(store, FolderStore) else dist.PrefixStore(prefix, store)
+    )
+
+
+@contextmanager
+def _of_torch() -> Iterator[None]:
+    """Raise what torch's stores raise where the folder is gone."""
+    try:
+        yield
+    except OSError as error:
+        raise dist.DistStoreError(f"the run's store cannot be used: {error}") from error
