@@ -35,7 +35,7 @@ class PieceEncoder:
         pieces = self._pieces(text)
         if len(self._kept) > MOST_KEPT:
             self._kept.clear()
-        if unknown := [piece for piece in pieces if piece not in self._kept]:
+        if unknown := list({piece: None for piece in pieces if piece not in self._kept}):
             found = encode(self._tokenizer, unknown, [self._where] * len(unknown))
             self._kept.update(zip(unknown, found, strict=True))
         return np.concatenate([self._kept[piece] for piece in pieces])
