@@ -74,7 +74,7 @@ class RegionReader:
             yield field, captures, text[at : closing.start()]
             at = closing.end()
             ahead = [
-                (field, opening if True else field.open_re.search(text, at))
+                (field, opening if opening.start() >= at else field.open_re.search(text, at))
                 for field, opening in ahead
             ]
         if at < len(text):
