@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -93,13 +94,11 @@ def encode(
 def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool = False
 ) -> list[list[int]]:
-    if _is_plain(type(tokenizer)):
+    if is_plain(tokenizer):
+        # what lies between, and offsets, take as long as the ids
         backend = tokenizer.backend_tokenizer
-        changes = backend.truncation or backend.padding or backend.encode_special_tokens
-        if not (changes or tokenizer.split_special_tokens):
-            # what lies between, and offsets, take as long as the ids
-            found = backend.encode_batch_fast(texts, add_special_tokens=special)
-            return [encoding.ids for encoding in found]
+        found = backend.encode_batch_fast(texts, add_special_tokens=special)
+        return [encoding.ids for encoding in found]
     encoded = tokenizer(
         texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False
     )
@@ -107,8 +106,16 @@ def _encode(
     return ids
 
 
-def _is_plain(kind: type) -> bool:
-    """Whether tokenizers of this class hand texts to their backend as they are."""
+def is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer hands texts to its backend as they are, and returns all of its ids."""
+    if not _is_plain_class(type(tokenizer)) or tokenizer.split_special_tokens:
+        return False
+    backend = tokenizer.backend_tokenizer
+    return not (backend.truncation or backend.padding or backend.encode_special_tokens)
+
+
+@cache
+def _is_plain_class(kind: type) -> bool:
     from transformers import PreTrainedTokenizerFast
 
     ways = ("__call__", "_encode_plus", "_batch_encode_plus")  # the last one is of older versions

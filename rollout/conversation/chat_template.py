@@ -12,25 +12,23 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from rlcore.data.messages import Message
 from rlcore.data.tokenizer import encode, render_chat
 from rlcore.errors import ConfigError, UserError
 from rollout.conversation.frames import Frames
+from rollout.conversation.pieces import PieceEncoder, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Tokens = NDArray[np.int32]
 Kind = Literal["tool", "user"]  # what is appended behind a turn of the model
 
 # What stands for the answer; no template escapes digits and letters.
 _MARKER = "7f3a9c"
 _THOUGHT = "5b1e8d"
-MOST_KEPT = 1000  # answers of the template that are kept
+MOST_KEPT = 1000  # answers of the template about tools
 
 
 class ChatTemplate:
@@ -55,7 +53,7 @@ class ChatTemplate:
         self.where = where
         self._stops = {int(i): tokenizer.decode([int(i)]) for i in stop_token_ids}
         self._frames = Frames(tokenizer, lambda new: self._behind_a_turn(new, ()))
-        self._suffixes: dict[str, Tokens] = {}
+        self._encode = PieceEncoder(tokenizer, where)
         self._keeps: dict[tuple[Kind, bytes], bool] = {}
         self._reads: dict[tuple[bytes, ...], bool] = {}
 
@@ -95,19 +93,13 @@ class ChatTemplate:
             stop, text = self._behind_a_turn(new, tools)
         else:
             stop, text = self._frames.render(new)
-        spelled = self._stops[stop] + text
-        tokens = self._suffixes.get(spelled)
-        if tokens is None:
-            tokens = encode(self.tokenizer, [spelled], [self.where])[0]
-            if not len(tokens) or tokens[0] != stop:
-                raise ConfigError(
-                    f"{self.where}: the tokenizer {self.tokenizer.name_or_path!r} does not keep its"
-                    f" stop token {self._stops[stop]!r} apart from the text behind it, so that"
-                    " conversations cannot be continued token by token"
-                )
-            if len(self._suffixes) > MOST_KEPT:
-                self._suffixes.clear()
-            self._suffixes[spelled] = tokens
+        tokens = self._encode(self._stops[stop] + text)
+        if not len(tokens) or tokens[0] != stop:
+            raise ConfigError(
+                f"{self.where}: the tokenizer {self.tokenizer.name_or_path!r} does not keep its"
+                f" stop token {self._stops[stop]!r} apart from the text behind it, so that"
+                " conversations cannot be continued token by token"
+            )
         return tokens[1:] if last_token in self._stops else tokens
 
     def keeps_the_past(self, kind: Kind, tools: Sequence[dict[str, Any]] = ()) -> bool:

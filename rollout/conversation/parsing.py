@@ -13,7 +13,8 @@ import orjson
 
 from rlcore.data.messages import Message
 from rlcore.errors import ConfigError
-from rollout.conversation.formats import FINAL, FORMATS, HEAD, MORE_CALLS, REASONING
+from rollout.conversation.formats import FINAL, FORMATS, MORE_CALLS, REASONING
+from rollout.conversation.regions import RegionReader
 from rollout.conversation.reply import Reply, ToolCall
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ class ReplyParser:
         # checked and compiled once, not turn by turn
         self.template = load_response_template(self._own or FORMATS[self.format].template)
         _, opening, rest = head.partition(REASONING["open"])
-        self._head = HEAD + opening + rest if opening else ""
+        self._head = opening + rest
+        # a template of the tokenizer's own may have what this reader does not know
+        self._regions = None if self._own else RegionReader(self.template)
 
     @property
     def reads_sent(self) -> bool:
@@ -67,18 +70,11 @@ class ReplyParser:
             A reply without finish reason and budget. What does not parse is text, or a call with a
             `problem`.
         """
-        from transformers.utils.chat_parsing import ResponseParser
-
         try:
-            parser = ResponseParser(
-                self.template, prefix=sent if self._own else self._head, tools=[*tools] or None
-            )
-            # `feed` would look for what later text may still change, and there is none
-            parser._buffer += text
-            found, _ = parser.finalize()
+            found = self._fields(sent, text, tools)
         except ValueError:  # a region that is not what it says: all of it is text
             found = {"content": text}
-        parts = [str(found.get(name) or "").strip() for name in ("content", FINAL)]
+        parts = [str(found[name]).strip() for name in ("content", FINAL) if found.get(name)]
         content = "\n".join(part for part in parts if part)
         reasoning = str(found.get("reasoning_content") or "")
         calls = tuple(_call(i, call) for i, call in enumerate(_calls_in(found)))
@@ -96,6 +92,19 @@ class ReplyParser:
             ]
         return Reply(content, reasoning, calls, "stop", 0, raw=text, message=message)
 
+    def _fields(self, sent: str, text: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the fields of the response template. Raises ValueError for a bad region."""
+        if self._regions is not None:
+            return self._regions(self._head + text, tools)
+        from transformers.utils.chat_parsing import ResponseParser
+
+        parser = ResponseParser(self.template, prefix=sent, tools=[*tools] or None)
+        # `feed` would look for what later text may still change, and there is none
+        parser._buffer += text
+        found: dict[str, Any]
+        found, _ = parser.finalize()
+        return found
+
 
 def told_by(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the name of the format that the chat template shows."""
@@ -107,8 +116,8 @@ def told_by(tokenizer: PreTrainedTokenizerBase) -> str:
 def _calls_in(found: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the calls of a parsed response: one by one, or as a list in JSON."""
     for name in ("tool_calls", *MORE_CALLS):
-        value = found.get(name) or ()
-        yield from [value] if isinstance(value, str | dict) else value
+        if value := found.get(name):
+            yield from [value] if isinstance(value, str | dict) else value
 
 
 def _call(number: int, call: Any) -> ToolCall:

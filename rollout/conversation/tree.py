@@ -10,7 +10,7 @@ the first of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,6 @@ class Node:
     completion: Completion | None = None  # of a turn
     reward: float | None = None  # of a turn, given by the environment
     untrained: str = ""  # of a turn: why it is not trained on
-    children: list[Node] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.parent is not None:
-            self.parent.children.append(self)
 
     def path(self) -> list[Node]:
         """Return the nodes from the root to this one."""
@@ -75,8 +70,11 @@ class Tree:
             messages: that `tokens` hold; the path has fewer.
         """
         found = None
+        following: dict[Node | None, list[Node]] = {}
+        for node in self.nodes:
+            following.setdefault(node.parent, []).append(node)
         # the first in order wins among equals, so that a resumed run agrees
-        level = [(node, 0, 0) for node in self.nodes if node.parent is None]
+        level = [(node, 0, 0) for node in following.get(None, ())]
         while level:
             below: list[tuple[Node, int, int]] = []
             for node, start, said in level:
@@ -88,7 +86,7 @@ class Tree:
                     continue
                 if node.turn is not None and (found is None or end > found[1]):
                     found = (node, end)
-                below += [(child, end, said) for child in node.children]
+                below += [(child, end, said) for child in following.get(node, ())]
             level = below
         return None if found is None else found[0]
 

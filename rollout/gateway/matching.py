@@ -38,15 +38,20 @@ class State:
 class Point:
     """What was said up to a message, and the branches that stood there."""
 
-    states: list[State] = field(default_factory=list)  # more than one if turns say the same
+    states: tuple[State, ...] = ()  # more than one if turns say the same
     following: dict[Hashable, Point] = field(default_factory=dict)
 
-    def add(self, messages: Sequence[Message]) -> Point:
-        """Return the point behind `messages`, from this one."""
-        point = self
-        for message in messages:
-            point = point.following.setdefault(key_of(message), Point())
+    def behind(self, message: Message) -> Point:
+        """Return the point behind `message`, from this one."""
+        key = key_of(message)
+        point = self.following.get(key)
+        if point is None:
+            point = self.following[key] = Point()
         return point
+
+    def note(self, state: State) -> None:
+        """Note that a branch stood here."""
+        self.states += (state,)
 
 
 class Matcher:
@@ -59,8 +64,10 @@ class Matcher:
     def __init__(self, conversation: Conversation) -> None:
         self._base = conversation
         self._roots: dict[bytes, Point] = {}  # by the tools that the model was told of
-        root = self._root(conversation.tools)
-        root.add(conversation.messages).states.append(State(conversation))
+        point = self._root(conversation.tools)
+        for message in conversation.messages:
+            point = point.behind(message)
+        point.note(State(conversation))
 
     async def branch(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
@@ -71,10 +78,10 @@ class Matcher:
             Refused: messages of the wrong form, or ones that end in the model's own.
             UserError: see `Conversation.append`.
         """
-        root = point = self._root(tools)
+        point = self._root(tools)
         found: tuple[int, Point] | None = None
         for place, message in enumerate(messages):
-            point = point.add([message])
+            point = point.behind(message)
             if point.states:
                 found = (place, point)
         if messages[-1]["role"] == "assistant":
@@ -93,8 +100,7 @@ class Matcher:
                 return conversation, point
         # nothing was sent that begins so, or the program has rewritten what the model said
         conversation = self._base.fork([_with_content(m) for m in messages], tools=tools)
-        start = root.add(messages)
-        start.states.append(State(conversation.fork()))
+        point.note(State(conversation.fork()))
         return conversation, point
 
     def _root(self, tools: Sequence[dict[str, Any]]) -> Point:
@@ -104,7 +110,7 @@ class Matcher:
 
 def answered(point: Point, conversation: Conversation, message: Message) -> None:
     """Note that a branch stands behind a turn, which the program knows as `message`."""
-    point.add([message]).states.append(State(conversation, _reasoning(message)))
+    point.behind(message).note(State(conversation, _reasoning(message)))
 
 
 def _fitting(states: Sequence[State], message: Message) -> State:
