@@ -108,7 +108,8 @@ def _encode(
 
 def is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer hands texts to its backend as they are, and returns all of its ids."""
-    if not _is_plain_class(type(tokenizer)) or tokenizer.split_special_tokens:
+    kind: type = type(tokenizer)
+    if not _is_plain_class(kind) or tokenizer.split_special_tokens:
         return False
     backend = tokenizer.backend_tokenizer
     return not (backend.truncation or backend.padding or backend.encode_special_tokens)
