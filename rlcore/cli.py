@@ -7,6 +7,7 @@ import importlib.util
 import json
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ from rlcore.launch.environment import (
     wait_for_reporter,
 )
 from rlcore.launch.signals import handling_stop_signals, leave_in_time
+from rlcore.terminal import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,10 +45,15 @@ def _run(arguments: argparse.Namespace) -> int:
         return command(arguments)
     except (UserError, RunFailed) as error:
         if first_on_node():  # ranks that meet the same error print it once
-            print(f"rlcore: {mask_urls(str(error))}", file=sys.stderr)
+            print(f"rlcore: {printable(mask_urls(str(error)))}", file=sys.stderr)
         else:
             wait_for_reporter()
         return BAD_INPUT if isinstance(error, UserError | EmptyBatch) else FAILED
+    except SystemExit as error:  # of a plugin: its code is no result of a run
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{where.filename}:{where.lineno} in {where.name}"
+        print(f"rlcore: sys.exit({error.code!r}) was called ({place})", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -308,7 +315,7 @@ def _load(settings: Sequence[str]) -> Loaded:
 def _print_lines(lines: Iterable[str]) -> int:
     """Print lines as they come, and return the exit code."""
     for line in lines:
-        print(line)
+        print(printable(line))
     return 0
 
 

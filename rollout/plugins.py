@@ -45,7 +45,7 @@ def load_object(name: str, known: Mapping[str, Any], *, key: str) -> Any:
         found = import_object(name)
     except NoSuchName as error:
         raise ConfigError(f"{key}: {name!r}: {module_name} has no {attribute!r}") from error
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ConfigError(
             f"{key}: {name!r}: cannot import {module_name}: {type(error).__name__}: {error}"
         ) from error

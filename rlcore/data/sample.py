@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")  # of a sample
 SAMPLING_MASK_KEY = "keep_sets"  # of a sampling mask in records: files keep their first name for it
+# A log-prob may lie so much above 0 in an engine's arithmetic.
+LARGEST_LOGPROB = 1e-3
 # The experts that an engine recorded, [t, layers with experts, experts a token]; -1: not recorded.
 # Row i belongs to token i of a sequence, prompt included. A record may end before the sequence
 # does: the last token of a response is never fed to the engine.
@@ -100,6 +102,8 @@ class Sample:
                 f"{where}: tokens {self.tokens.shape} and loss_mask {self.loss_mask.shape} must be"
                 " one [T]"
             )
+        if len(self.tokens) and self.loss_mask.max() > 1:
+            raise ValueError(f"{where}: loss_mask has {self.loss_mask.max()}, expected 0 and 1")
         if len(self.tokens) and self.loss_mask[0]:
             raise ValueError(f"{where}: the first token cannot be trainable, nothing predicts it")
         m = self.num_trainable
@@ -143,6 +147,27 @@ class Sample:
             raise ValueError(
                 f"{where}: the keep-set of trainable token {missing[0]} does not hold the token"
                 " itself"
+            )
+
+    def check_values(self, vocab_size: int) -> None:
+        """Refuse what no policy can have made (ValueError): it would be trained on without a word.
+
+        Args:
+            vocab_size: of the policy.
+        """
+        where = f"sample {self.index} of draw {self.draw}"
+        wrong = ((self.tokens < 0) | (self.tokens >= vocab_size)).nonzero()[0]
+        if len(wrong):
+            raise ValueError(
+                f"{where}: token {wrong[0]} is {self.tokens[wrong[0]]}, expected ids from 0 to"
+                f" {vocab_size - 1}, the model's vocabulary"
+            )
+        logprobs = self.rollout_logprobs
+        bad = (~(np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB))).nonzero()[0]
+        if len(bad):
+            raise ValueError(
+                f"{where}: the log-prob of trainable token {bad[0]} is {logprobs[bad[0]]}, expected"
+                " a finite number up to 0"
             )
 
     def check_token_rewards(self) -> None:

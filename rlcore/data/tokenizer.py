@@ -37,7 +37,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True
+            str(folder), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]

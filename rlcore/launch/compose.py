@@ -192,9 +192,11 @@ def open_handles(
         return RolloutHandles(sft, None, len(sft.prompts), sft.prompts.lengths)
     if config.training.replay is not None:
         from rlcore.trainer.sources import ReplaySource
+        from rollout.engines.checks import check_vocabulary
 
         replay = ReplaySource(
             Path(config.training.replay),
+            vocab_size=check_vocabulary(config.model.path, tokenizer),
             greedy_baseline=greedy_baseline,
             recorded=recorded_fields(config),
         )

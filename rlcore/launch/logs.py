@@ -16,6 +16,7 @@ from typing import TextIO
 from rlcore.config.secrets import mask_urls
 from rlcore.config.sections.run import RunConfig
 from rlcore.errors import RlcoreError
+from rlcore.terminal import printable
 from rlcore.trainer.rank_sync import Failure
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -120,7 +121,7 @@ class Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the level and the message."""
-        message = mask_urls(record.getMessage())
+        message = printable(mask_urls(record.getMessage()))
         print(f"{record.levelname.lower()}: {message}", file=sys.stderr, flush=True)
 
 

@@ -16,6 +16,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from rlcore.data.sample import Sample
+from rlcore.terminal import printable
 from rlcore.tracking.base import BaseTracker
 from rlcore.tracking.format import (
     KL,
@@ -143,7 +144,7 @@ class Progress(BaseTracker):
 
     def write(self, line: str) -> None:
         """Write one line at once."""
-        print(line, file=self.stream, flush=True)
+        print(printable(line), file=self.stream, flush=True)
 
     def _position(self) -> str:
         width = len(str(self.total_steps))
@@ -207,7 +208,7 @@ class TerminalProgress(Progress):
 
     def write(self, line: str) -> None:
         """Write one line above the bar."""
-        self.console.print(_styled(line), soft_wrap=True)
+        self.console.print(_styled(printable(line)), soft_wrap=True)
 
 
 def _styled(line: str) -> Text:

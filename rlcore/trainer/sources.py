@@ -114,6 +114,7 @@ class ReplaySource(SourceWithoutEngine):
     """A source that returns the same recorded samples at every step.
 
     Args:
+        vocab_size: of the policy.
         greedy_baseline: the estimator needs a `baseline_reward` of every sample.
         recorded: fields that every sample must have, each with the key that asks for it.
 
@@ -123,14 +124,21 @@ class ReplaySource(SourceWithoutEngine):
     """
 
     def __init__(
-        self, path: Path, *, greedy_baseline: bool = False, recorded: Mapping[str, str] = NOTHING
+        self,
+        path: Path,
+        *,
+        vocab_size: int,
+        greedy_baseline: bool = False,
+        recorded: Mapping[str, str] = NOTHING,
     ) -> None:
         records = read_rollouts(path)
         if not records:
             raise DataError(f"training.replay: {path} holds no samples")
         try:
             self.samples = [Sample.from_record(record) for record in records]
-        except (KeyError, TypeError, ValueError) as error:
+            for sample in self.samples:
+                sample.check_values(vocab_size)
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise DataError(
                 f"training.replay: {path} holds something else than samples: {error!r}"
             ) from error

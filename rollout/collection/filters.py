@@ -71,7 +71,7 @@ class FilterChain:
         for name, keeps in self._filters.items():
             try:
                 verdict = keeps(group)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise RunFailed(
                     f"filter {name} failed on {group[0].prompt_id}: {type(error).__name__}: {error}"
                 ) from error

@@ -23,6 +23,7 @@ from rollout.asyncio_utils import gather_or_cancel
 from rollout.collection.attempts import Aborted, Attempts, Failure, GivenUp
 from rollout.collection.lockstep_batcher import LockstepBatcher
 from rollout.collection.partial import PartialRollouts
+from rollout.engines.checks import folder_vocab_size
 from rollout.engines.factories import kind_of
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.rewards.scorer import FailureCounts, Scorer
@@ -108,6 +109,7 @@ class GroupRunner:
         self.part_of_a_group = part_of_a_group
         self.batched = kind_of(config.rollout.engine.kind).batches
         self.recorded = recorded
+        self._vocab_size = folder_vocab_size(config.model.path)
         self.failures = FailureCounts()  # of all draws so far
         # stage and prompt of each workflow whose draw is unfinished
         self._unfinished: dict[WorkflowKey, tuple[str, Prompt]] = {}
@@ -184,6 +186,7 @@ class GroupRunner:
         """What one workflow makes of its prompt, unscored."""
         draw, greedy, rollout = key
         workflow: Any = self.greedy if greedy and self.greedy else self.workflow
+        made: set[int] = set()  # versions that made a token
 
         def make(generate: Generate) -> Awaitable[Any]:
             if rollout == WHOLE:
@@ -193,8 +196,8 @@ class GroupRunner:
         try:
             samples: list[Sample] | Failure = await self.attempts.run(
                 make,
-                self._staged(key, prompt, generate),
-                partial(self._checked, greedy=greedy),
+                self._staged(key, prompt, generate, made),
+                partial(self._checked, greedy=greedy, versions=made),
                 of=workflow,
                 where=f"{prompt.prompt_id} (draw {draw})",
                 withdraw=(lambda: batcher.withdraw(key)) if batcher else (lambda: None),
@@ -230,19 +233,26 @@ class GroupRunner:
             return range(context.samples_per_prompt)
         return (WHOLE,)
 
-    def _staged(self, key: WorkflowKey, prompt: Prompt, generate: Generate) -> Generate:
-        """`generate` for whole responses, which notes the workflow's stage."""
+    def _staged(
+        self, key: WorkflowKey, prompt: Prompt, generate: Generate, versions: set[int]
+    ) -> Generate:
+        """`generate` for whole responses, which notes the workflow's stage and the `versions`."""
 
         async def staged(request: GenerateRequest) -> list[Completion]:
             self._unfinished[key] = ("generation", prompt)
             completions = await self.partial.whole(generate, request)
             self._unfinished[key] = ("workflow", prompt)
+            versions.update(span.version for one in completions for span in one.versions)
             return completions
 
         return staged
 
-    def _checked(self, samples: object, *, greedy: bool) -> list[Sample]:
-        """Return the samples of a workflow. Raises RolloutFailed for anything else."""
+    def _checked(self, samples: object, *, greedy: bool, versions: Container[int]) -> list[Sample]:
+        """Return the samples of a workflow. Raises RolloutFailed for anything else.
+
+        Args:
+            versions: that have made the tokens which the workflow got.
+        """
         if (
             not isinstance(samples, list)
             or not samples
@@ -254,7 +264,14 @@ class GroupRunner:
             )
         try:
             for sample in samples:
+                sample.check_values(self._vocab_size)
                 sample.check_token_rewards()
+                for span in sample.versions:
+                    if span.version not in versions:
+                        raise ValueError(
+                            f"tokens of policy version {span.version}, expected versions that its"
+                            " completions have"
+                        )
                 for name, value in sample.outcome.items():
                     if not math.isfinite(value):
                         raise ValueError(f"the outcome {name!r} is {value}, expected a number")

@@ -12,7 +12,7 @@ from rlcore.data.generation import GenerateRequest
 from rlcore.errors import ModelError, UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 def folder_config(folder: str) -> dict[str, Any]:
@@ -27,6 +27,23 @@ def folder_config(folder: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ModelError(f"model: {path} is not JSON: {error}") from error
     return config
+
+
+def model_config(folder: str) -> PretrainedConfig:
+    """Read config.json as transformers does, without code that the folder may bring.
+
+    Raises ModelError where transformers cannot.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"model: {Path(folder) / 'config.json'} is of no model that transformers has itself"
+            f" ({reason}); code that comes with a model is never run"
+        ) from error
 
 
 def folder_vocab_size(folder: str) -> int:

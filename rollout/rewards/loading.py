@@ -31,7 +31,7 @@ def load_function(path: str, args: Mapping[str, Any], *, key: str) -> RewardFunc
         return functools.partial(found, **args) if args else found
     try:
         made: Any = found(**args)
-    except Exception as error:  # the user's constructor may raise anything
+    except (Exception, SystemExit) as error:  # the user's constructor may raise anything
         raise ConfigError(
             f"{key}: {path!r} raised {type(error).__name__}: {error} at its construction"
             f"{place_of(found.__init__, error)}"

@@ -118,7 +118,11 @@ def load_classifier(folder: str, where: str, device: torch.device) -> Any:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            folder, local_files_only=True, dtype=dtype, output_loading_info=True
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            dtype=dtype,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]

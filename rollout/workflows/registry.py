@@ -31,7 +31,7 @@ def build_workflow(context: WorkflowContext) -> Workflow:
         workflow: Workflow = found(context, **settings.options)
     except ConfigError:
         raise
-    except Exception as error:  # the user's constructor may raise anything
+    except (Exception, SystemExit) as error:  # the user's constructor may raise anything
         place = place_of(getattr(found, "__init__", found), error)
         raise ConfigError(
             f"rollout.workflow: {settings.name!r} raised {type(error).__name__}: {error} at its"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from rlcore import cli
 from rlcore.config.load import load_config
-from rlcore.errors import DataError, DeadlineExceeded, RunFailed
+from rlcore.errors import FAILED, DataError, DeadlineExceeded, RunFailed
 from rlcore.launch import launchers
 from rlcore.launch.commands import evaluate, export
 
@@ -92,6 +93,25 @@ def test_our_own_bugs_keep_their_traceback(launched, monkeypatch):
     monkeypatch.setattr(launchers, "train", fail)
     with pytest.raises(ZeroDivisionError):
         cli.main(["train", *GIVEN])
+
+
+def test_a_plugin_that_exits_is_no_success(monkeypatch, capsys):
+    monkeypatch.setattr(launchers, "train", lambda *_, **__: sys.exit(0))
+    assert cli.main(["train", *GIVEN]) == FAILED
+    assert re.search(
+        r"^rlcore: sys\.exit\(0\) was called \(.*test_cli\.py:\d+ in <lambda>\)$",
+        capsys.readouterr().err,
+        re.MULTILINE,
+    )
+
+
+def test_an_error_does_not_steer_the_terminal(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise RunFailed("engine-0 said \x1b[2J")
+
+    monkeypatch.setattr(launchers, "train", fail)
+    cli.main(["train", *GIVEN])
+    assert capsys.readouterr().err == "rlcore: engine-0 said \\x1b[2J\n"
 
 
 def test_resume_and_overwrite_exclude_each_other(capsys):

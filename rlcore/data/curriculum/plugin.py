@@ -41,7 +41,7 @@ class GuardedCurriculum:
         where = f"data.curriculum: {self.name!r}"
         try:
             given = self.curriculum(history)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RunFailed(f"{where} failed: {type(error).__name__}: {error}") from error
         if not isinstance(given, np.ndarray) or given.shape != (len(history),):
             got = f"shape {given.shape}" if isinstance(given, np.ndarray) else type(given).__name__

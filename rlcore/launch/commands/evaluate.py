@@ -33,6 +33,7 @@ from rlcore.launch.local import launch_ranks
 from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import pin_initial_policy
 from rlcore.runs.versions import VersionJournal
+from rlcore.terminal import printable
 from rlcore.tracking.format import pick_samples, sample_lines
 from rlcore.trainer.gpu_sharing import GpuPhase
 from rlcore.trainer.rank0 import CATCH_UP, READY
@@ -148,7 +149,7 @@ def _show(
     for name, made in by_set.items():
         for sample in pick_samples(made, config.tracking.show_samples):
             head, *texts = sample_lines(sample)
-            print(f"{name}: {head}" if name else head, *texts, sep="\n")
+            print(printable("\n".join([f"{name}: {head}" if name else head, *texts])))
     width = max(24, *map(len, metrics))
     for name, value in metrics.items():
         print(f"{name:{width}} {value:.6g}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlcore.errors import DataError, UserError
 from rlcore.runs.directory import RunDirectory
+from rlcore.terminal import printable
 from rollout.accounting.audit import Audit, audit
 from rollout.accounting.journal_reader import DETAILS, History, read_journal
 
@@ -26,7 +27,7 @@ def show_ledger(path: Path, *, draw: int | None, as_json: bool, recordings: bool
     """
     run = RunDirectory(path)
     if draw is not None:
-        print("\n".join(life_of(read_journal(run.ledger_path), draw)))
+        print(printable("\n".join(life_of(read_journal(run.ledger_path), draw))))
         return BALANCED
     found = audit(run, recordings=recordings)
     if as_json:

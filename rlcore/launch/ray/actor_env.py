@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 
 from rlcore.deadlines import STORE_S
 from rlcore.errors import RunFailed
+from rlcore.terminal import printable
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 # For the text of a line that is counted: its process may have been killed in between.
 HALF_SAID_S = 2.0
+LONGEST_LINE = 1 << 16  # characters of a line that are shown
 _COUNT = "lines"
 
 
@@ -108,6 +110,7 @@ class LogRelay:
             if self._store.check([key]):
                 stream, _, text = self._store.get(key).decode(errors="replace").partition(" ")
                 self._store.delete_key(key)
+                text = printable(text[:LONGEST_LINE])
                 print(text, end="", file=sys.stdout if stream == "out" else sys.stderr, flush=True)
             elif not self._is_lost(wait_s):
                 return

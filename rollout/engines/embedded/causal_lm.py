@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from rlcore.errors import ModelError
 from rlcore.weights import DTYPES
+from rollout.engines.checks import model_config
 from rollout.engines.embedded.routed_experts import ExpertTap
 
 ATTENTION = "rlcore_kv_cache"
@@ -163,11 +164,11 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
     if not (Path(path) / "config.json").is_file():
         raise ModelError(f"model.path: {path} has no config.json; give a Hugging Face model folder")
 
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attention)
-    config = AutoConfig.from_pretrained(path)
+    config = model_config(path)
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise ModelError(
             f"{path}: the embedded engine does not do sliding-window attention; use"
@@ -177,7 +178,10 @@ def build_module(path: str, *, device: torch.device, dtype: torch.dtype) -> nn.M
         # In fp32, then cast: from_config would set the process's default dtype, under the feet of
         # other threads.
         module = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION
+            config,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            trust_remote_code=False,
         )
     # not the buffers: the bias of a router is fp32 in any model
     for parameter in module.parameters():

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
+from rlcore.data.tokenizer import load_tokenizer
 from rlcore.deadlines import LAST_TOKEN_S
 from rlcore.errors import RunFailed, UserError
 from rlcore.weights import DTYPES, Bucket
@@ -181,9 +182,7 @@ class EmbeddedEngine:
 
     def _stop_strings(self, strings: tuple[str, ...]) -> StopStrings:
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path)
+            self._tokenizer = load_tokenizer(self.tokenizer_path)
         return StopStrings(strings, self._tokenizer)
 
     async def pause(self, mode: PauseMode) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from rlcore.data.generation import SamplingParams
 from rlcore.data.sample import Experts
 from rlcore.errors import EngineFailed, ModelError
-from rollout.engines.checks import folder_vocab_size
+from rollout.engines.checks import folder_vocab_size, model_config
 
 # prompt and response together may be so much longer than the longest prompt of /server_info
 ANSWER_RESERVE = 4
@@ -33,14 +33,16 @@ class ExpertLayers:
     def of(cls, folder: str) -> ExpertLayers | None:
         """Read the Hugging Face model in `folder`, without its weights; None for a dense model."""
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(folder)
+        config = model_config(folder)
         topk = getattr(config, "num_experts_per_tok", None)
         if not topk:
             return None
         with torch.device("meta"):
-            modules = AutoModelForCausalLM.from_config(config).named_modules()
+            modules = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=False
+            ).named_modules()
         found = {
             int(match[1]): module for name, module in modules if (match := EXPERTS.fullmatch(name))
         }

@@ -65,17 +65,17 @@ def test_a_replay_has_them_where_they_are_configured_and_only_there(
     path = tmp_path / "step.jsonl.zst"
     write_rollouts(path, 1, [make_sample(sampling_mask=SamplingMasks.whole(3))])
     asked = {"sampling_mask": "policy.logprobs.keep_sets"}
-    assert ReplaySource(path, recorded=asked).samples[0].sampling_mask is not None
+    assert ReplaySource(path, vocab_size=1000, recorded=asked).samples[0].sampling_mask is not None
     with pytest.raises(
         DataError, match=r"recorded with keep_sets: set policy.logprobs.keep_sets to true"
     ):
-        ReplaySource(path)
+        ReplaySource(path, vocab_size=1000)
     write_rollouts(path, 1, [make_sample(sampling_mask=SamplingMasks.whole(3)), make_sample(1)])
     with pytest.raises(
         DataError,
         match=r"recorded without keep_sets, which policy.logprobs.keep_sets needs: turn it off",
     ):
-        ReplaySource(path, recorded=asked)
+        ReplaySource(path, vocab_size=1000, recorded=asked)
 
 
 def test_a_batch_holds_one_set_a_trainable_token_and_keeps_it_when_cut(
@@ -128,7 +128,7 @@ def test_a_record_of_experts_comes_back(make_sample: MakeSample, tmp_path: Path)
         DataError,
         match=r"recorded without routed_experts, which policy\.routing_replay needs: turn it off",
     ):
-        ReplaySource(path, recorded={"routed_experts": "policy.routing_replay"})
+        ReplaySource(path, vocab_size=1000, recorded={"routed_experts": "policy.routing_replay"})
 
 
 def test_tokens_without_a_record_say_so_in_a_batch(make_sample: MakeSample) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 
@@ -339,6 +340,37 @@ def test_no_batch_holds_a_part_of_a_group_that_failed(make_service, monkeypatch)
 def test_a_record_that_the_trainer_needs_must_come_with_every_sample(make_service, policy, missing):
     with pytest.raises(RunFailed, match=missing):
         make_service(policy=policy).next_step(1)
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        ("negative token", r"token \d+ is -7, expected ids from 0 to \d+, the model's vocabulary"),
+        ("large token", r"token 0 is 2000000000, expected ids"),
+        ("log-prob of nan", r"the log-prob of trainable token 0 is nan, expected a finite number"),
+        ("log-prob above 0", r"the log-prob of trainable token 0 is 5\.0, expected"),
+        ("version", r"tokens of policy version 999, expected versions that its completions have"),
+    ],
+)
+def test_what_no_policy_can_have_made_is_a_failed_rollout(
+    make_service, monkeypatch, caplog, lie, said
+):
+    """It would be trained on without a word, or end the run."""
+    monkeypatch.setattr("rollout.collection.attempts.RETRY_S", 0.01)
+    workflow = {"name": "user_parts:Lies", "lie": lie}
+    done = make_service(rollout={"workflow": workflow}).next_step(1)
+    assert done.metrics["rollout/failed_tries"] == 1.0
+    assert done.metrics["rollout/failed_groups"] == 0.0
+    assert re.search(
+        rf"user_parts:Lies failed on .*sums\.jsonl:\d+ \(draw \d\): .*{said}", caplog.text
+    )
+    assert all((sample.tokens >= 0).all() for sample in done.samples)
+
+
+def test_a_filter_that_exits_is_named(make_service):
+    """Its code 0 would pass for success."""
+    with pytest.raises(RunFailed, match=r"filter leaves failed on .*: SystemExit: 0"):
+        make_service(rollout={"filters": ["user_parts:leaves"]}).next_step(1)
 
 
 def test_an_unknown_workflow_is_refused(make_service):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rlcore.data.generation import Generate, GenerateRequest
 from rlcore.data.prompts import Prompt
-from rlcore.data.sample import Sample
+from rlcore.data.sample import Sample, VersionSpan
 from rollout.workflows.context import WorkflowContext, make_sample
 from rollout.workflows.single_turn import SingleTurn
 
@@ -156,3 +157,43 @@ def nan(sample: Sample) -> float:
 
 def half(sample: Sample) -> float:
     return 0.5
+
+
+class Lies(SingleTurn):
+    """The first draw's first try has values that no policy can have made."""
+
+    def __init__(self, context: WorkflowContext, lie: str) -> None:
+        super().__init__(context)
+        self.lie = lie
+        self.told = False
+
+    async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
+        samples = await super().__call__(prompt, draw, generate)
+        if not self.told:
+            self.told = True
+            LIES[self.lie](samples[0])
+        return samples
+
+
+def _lie(sample: Sample, name: str, place: int, value: float) -> None:
+    array = getattr(sample, name).copy()
+    array[place] = value
+    setattr(sample, name, array)
+
+
+def _versions(sample: Sample) -> None:
+    sample.versions = (VersionSpan(999, 0, sample.num_trainable),)
+
+
+LIES: dict[str, Callable[[Sample], None]] = {
+    "negative token": lambda sample: _lie(sample, "tokens", -1, -7),
+    "large token": lambda sample: _lie(sample, "tokens", 0, 2_000_000_000),
+    "log-prob of nan": lambda sample: _lie(sample, "rollout_logprobs", 0, np.nan),
+    "log-prob above 0": lambda sample: _lie(sample, "rollout_logprobs", 0, 5.0),
+    "version": _versions,
+}
+
+
+def leaves(group: Sequence[Sample]) -> bool:
+    """A filter that ends its process."""
+    sys.exit(0)

@@ -161,6 +161,18 @@ def test_samples_are_shown_as_text(make_sample: Callable[..., Sample]) -> None:
     ]
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_response_does_not_steer_the_terminal(
+    make_sample: Callable[..., Sample], terminal: bool
+) -> None:
+    stream = Terminal() if terminal else io.StringIO()
+    sample = make_sample(response_text="\x1b]0;mine\x07\x1b[2J\r46 \u202e64\x9b\ud800")
+    progress = open_progress("a", 9, stream)
+    progress.show_samples(3, [sample])
+    assert r"\x1b]0;mine\x07\x1b[2J\r46 \u202e64\x9b\ud800" in stream.getvalue()
+    assert not set("\x07\r\u202e\x9b") & set(stream.getvalue())
+
+
 def test_a_terminal_shows_the_same_lines_above_a_bar(make_sample: Callable[..., Sample]) -> None:
     stream = Terminal()
     clock = Clock()

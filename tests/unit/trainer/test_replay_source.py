@@ -10,6 +10,7 @@ import pytest
 import zstandard
 
 from rlcore.data.sample import Sample
+from rlcore.errors import DataError
 from rlcore.runs.rollouts import write_rollouts
 from rlcore.trainer.sources import ReplaySource
 
@@ -21,7 +22,7 @@ def test_a_step_is_recorded_with_the_policy_that_was_trained(
     """Its tokens may all be older than that: their age must be the same in a replay."""
     path = tmp_path / "step_000003.jsonl.zst"
     write_rollouts(path, 3, [make_sample(0), make_sample(1)], version=version)
-    rollouts = ReplaySource(path).next_step(1)
+    rollouts = ReplaySource(path, vocab_size=64).next_step(1)
     assert rollouts.recorded_step == 3
     assert rollouts.recorded_version == expected
     assert [sample.draw for sample in rollouts.samples] == [0, 1]
@@ -32,4 +33,24 @@ def test_a_recording_that_does_not_say_counts_from_its_newest_token(
 ) -> None:
     path = tmp_path / "old.jsonl.zst"
     path.write_bytes(zstandard.compress(json.dumps(make_sample().to_record()).encode() + b"\n"))
-    assert ReplaySource(path).next_step(1).recorded_version == 5
+    assert ReplaySource(path, vocab_size=64).next_step(1).recorded_version == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokens": [7, 8, 9, 64, 2]}, "token 3 is 64, expected ids from 0 to 63"),
+        ({"tokens": [7, 8, 9, 1 << 40, 2]}, "something else than samples"),
+        ({"rollout_logprobs": [-0.1, None, -3.3]}, "log-prob of trainable token 1 is nan"),
+        ({"loss_mask": [0, 0, 2, 1, 0]}, "loss_mask has 2, expected 0 and 1"),
+        ({"versions": [[5, 0]]}, "something else than samples"),
+    ],
+)
+def test_what_no_policy_can_have_made_is_not_trained_on_again(
+    tmp_path: Path, make_sample: Callable[..., Sample], change: dict[str, object], said: str
+) -> None:
+    path = tmp_path / "step_000003.jsonl.zst"
+    record = make_sample().to_record() | change
+    path.write_bytes(zstandard.compress(json.dumps(record).encode() + b"\n"))
+    with pytest.raises(DataError, match=rf"training\.replay: .*{said}"):
+        ReplaySource(path, vocab_size=64)

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from rlcore.launch.ray import actor_env
-from rlcore.launch.ray.actor_env import LogRelay, RemoteStdout, line_key
+from rlcore.launch.ray.actor_env import LONGEST_LINE, LogRelay, RemoteStdout, line_key
 
 HOST = "127.0.0.1"
 
@@ -67,6 +67,17 @@ def test_a_line_whose_text_comes_late_is_shown(
     store.set(line_key(number), "out one\n")
     relay.show()
     assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_a_line_does_not_steer_the_terminal(
+    relay: LogRelay, store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print("\x1b[2Jgone", file=RemoteStdout(store, "out"))
+    print("x" * 10 * LONGEST_LINE, file=RemoteStdout(store, "err"))
+    relay.show()
+    shown = capsys.readouterr()
+    assert shown.out == "\\x1b[2Jgone\n"
+    assert len(shown.err) == LONGEST_LINE
 
 
 def test_when_all_actors_have_ended_there_is_no_wait(

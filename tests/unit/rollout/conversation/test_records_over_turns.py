@@ -146,7 +146,7 @@ def test_a_recorded_conversation_is_replayed_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "step_000001.jsonl.zst"
     write_rollouts(path, 1, [sample], version=4)
     recorded = {"sampling_mask": "policy.logprobs.keep_sets"}
-    (again,) = ReplaySource(path, recorded=recorded).next_step(1).samples
+    (again,) = ReplaySource(path, vocab_size=1000, recorded=recorded).next_step(1).samples
     for name in ("messages", "turn_spans", "outcome", "measured", "versions", "turns"):
         assert getattr(again, name) == getattr(sample, name)
     assert again.turn_ids().tolist() == sample.turn_ids().tolist()
