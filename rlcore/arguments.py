@@ -13,7 +13,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SETTINGS = (
     "FILE.yaml ... and overrides KEY=VALUE (policy.optimizer.lr=2e-6), later ones over earlier ones"
 )
-_ADDRESS = "of the cluster; default: the one that Ray knows of on this machine"
+_ADDRESS = "of the cluster; default: your own on this machine"
 
 _MODEL_SIZES = (
     *("hidden", "layers", "heads", "kv_heads", "intermediate"),

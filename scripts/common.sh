@@ -23,5 +23,5 @@ own_address() {
 # The engines' keys are only in the environment, never on a command line or in a file.
 need_keys() {
     [ -n "${RLCORE_ENGINE_API_KEY:-}" ] && [ -n "${RLCORE_ENGINE_ADMIN_KEY:-}" ] ||
-        fail "export RLCORE_ENGINE_API_KEY and RLCORE_ENGINE_ADMIN_KEY, the same two random words on every node"
+        fail "export RLCORE_ENGINE_API_KEY and RLCORE_ENGINE_ADMIN_KEY, two of \`openssl rand -hex 32\`, the same on every node"
 }

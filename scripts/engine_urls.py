@@ -7,7 +7,9 @@ calling script is gone. It needs nothing installed.
 from __future__ import annotations
 
 import json
+import os
 import select
+import stat
 import sys
 import time
 from pathlib import Path
@@ -18,6 +20,13 @@ POLL_S = 1.0
 def main(folder: Path, nodes: int, seconds: float) -> int:
     """Wait for the files and print the list; return the exit code."""
     deadline = time.monotonic() + seconds
+    if folder.is_dir() and folder.stat().st_mode & stat.S_IWOTH:
+        print(
+            f"engine_urls.py: everybody may write to {folder}, and so send the engines' keys"
+            f" anywhere: chmod o-w {folder}, or take another folder",
+            file=sys.stderr,
+        )
+        return 1
     while len(files := sorted(folder.glob("*.json"))) < nodes:
         if time.monotonic() > deadline:
             found = ", ".join(file.name for file in files) or "none"
@@ -31,6 +40,13 @@ def main(folder: Path, nodes: int, seconds: float) -> int:
         if output_is_closed():
             return 1
         time.sleep(POLL_S)
+    if others := [file.name for file in files if file.stat().st_uid != os.getuid()]:
+        print(
+            f"engine_urls.py: {others[0]} in {folder} is another user's, who would get the engines'"
+            " keys: delete it, or take another folder",
+            file=sys.stderr,
+        )
+        return 1
     if len(files) > nodes:
         print(
             f"engine_urls.py: {folder} has {len(files)} files, expected {nodes}: use a new folder",

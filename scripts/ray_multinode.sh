@@ -6,7 +6,7 @@
 # Node 0 is the head and runs `rlcore train`, which places ranks and engines where there is room; the other nodes offer their
 # resources until it ends. MASTER_ADDR is node 0's address, RAY_PORT (6379) must be free there. RAY_ARGS: more arguments of `ray start` (as
 # "--num-gpus 4"); JOIN_TIMEOUT_S (600): how long to wait for the head. On a running cluster call `rlcore train` yourself.
-# Ray asks for a token: export RAY_AUTH_TOKEN, the same long random word on every node, unless they share a home with
+# Ray asks for a token: export RAY_AUTH_TOKEN, one of `openssl rand -hex 32`, the same on every node, unless they share a home with
 # ~/.ray/auth_token in it.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
@@ -19,6 +19,8 @@ ray=$(dirname "$python")/ray
 read -ra more <<< "${RAY_ARGS:-}"
 export RAY_USAGE_STATS_ENABLED=${RAY_USAGE_STATS_ENABLED:-0}
 export RAY_worker_niceness=${RAY_worker_niceness:-0}      # as under torchrun; Ray's default is 15
+# Ray writes it for everybody to read
+[ ! -O ~/.ray/auth_token ] || chmod 600 ~/.ray/auth_token
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}        # else `ray health-check` does not look into ~/.ray/auth_token
 deadline=$((SECONDS + ${JOIN_TIMEOUT_S:-600}))
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol, cast
 
 from rlcore.config import Config
 from rlcore.config.engine_registry import KINDS, EngineKind
+from rlcore.errors import UserError
 from rlcore.interfaces import RolloutEngine
 from rollout.engines.child_process import Server
 from rollout.plugins import load_object
@@ -30,6 +31,7 @@ from rollout.plugins import load_object
 KEY = "rollout.engine.kind"
 API_KEY = "RLCORE_ENGINE_API_KEY"
 ADMIN_KEY = "RLCORE_ENGINE_ADMIN_KEY"
+LEAST_KEY = 16  # characters
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,23 @@ class Keys:
         """Read the keys from `RLCORE_ENGINE_API_KEY` and `RLCORE_ENGINE_ADMIN_KEY`.
 
         A key that is not set is generated.
+
+        Raises:
+            UserError: one is short enough to be guessed, or both are the same.
         """
-        return cls(
-            os.environ.get(API_KEY) or secrets.token_urlsafe(32),
-            os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(32),
-        )
+        found = {name: os.environ.get(name) or "" for name in (API_KEY, ADMIN_KEY)}
+        for name, key in found.items():
+            if 0 < len(key) < LEAST_KEY:
+                raise UserError(
+                    f"{name} has {len(key)} characters, expected at least {LEAST_KEY}: take those"
+                    " of `openssl rand -hex 32`"
+                )
+        if found[API_KEY] and found[API_KEY] == found[ADMIN_KEY]:
+            raise UserError(
+                f"{API_KEY} and {ADMIN_KEY} are the same: whoever may generate could replace the"
+                " weights too; take another `openssl rand -hex 32` for the second"
+            )
+        return cls(*(key or secrets.token_urlsafe(32) for key in found.values()))
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,10 @@ def test_engines_alone_are_connected_by_what_the_command_prints(
             break
     deadline.cancel()
     text = "".join(printed)
-    exported = dict(re.findall(r"export (\w+)=(\S+)", text))
+    keys_file = Path(re.findall(r"^  \. (\S+)$", text, re.MULTILINE)[0])
+    assert keys_file.stat().st_mode & 0o777 == 0o600
+    exported = dict(re.findall(r"export (\w+)=(\S+)", keys_file.read_text()))
+    assert not any(key in text for key in exported.values())
     told = dict(word.split("=", 1) for word in shlex.split(printed[-1]) if "=" in word)
     [url] = json.loads(told["rollout.engine.urls"])
     engine = EngineConfig(kind="sglang", urls=[url])
@@ -89,4 +92,5 @@ def test_engines_alone_are_connected_by_what_the_command_prints(
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     assert members(server.pid) == []
+    assert not keys_file.exists()
     assert not (tmp_path / "runs" / "alone").exists()  # left for the trainer to make

@@ -110,7 +110,7 @@ class RayConfig(Section):
     """What the ray launcher asks of a cluster; Ray counts CPUs and GPUs, it enforces neither."""
 
     address: str | None = None
-    """HOST:PORT, or `local`; default: the running cluster that Ray knows of, else a local one."""
+    """HOST:PORT, `auto` (Ray's choice) or `local`; default: your own cluster here, else local."""
     rank_cpus: NonNegativeFloat = 1.0
     """CPUs of a trainer process."""
     rank_gpus: NonNegativeFloat = 1.0

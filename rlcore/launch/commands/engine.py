@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -58,13 +59,17 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     servers = factory_of(engine.kind).build_servers(site, keys)
     print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
 
+    keys_file = logs / "keys.sh"
+
     def announce(urls: Sequence[str]) -> None:
-        exports = [f"export {name}={key}" for name, key in generated.items()]
+        exports = [f"export {name}={key}\n" for name, key in generated.items()]
+        if exports:  # standard output may be a file that others read
+            write_atomic(keys_file, "".join(exports).encode(), mode=0o600)
         listed = orjson.dumps(list(urls)).decode()
         told = f"rollout.engine.kind={engine.kind} rollout.engine.urls='{listed}'"
-        print(
-            "ready. For the trainer:", *exports, f"rlcore train ... {told}", sep="\n  ", flush=True
-        )
+        keys_line = [f". {shlex.quote(str(keys_file))}"] if exports else []
+        lines = ("ready. For the trainer:", *keys_line, f"rlcore train ... {told}")
+        print(*lines, sep="\n  ", flush=True)
         if urls_file is not None:
             write_atomic(urls_file, orjson.dumps(list(urls)))
 
@@ -73,6 +78,7 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     try:
         asyncio.run(run_servers(servers, announce, follow, restart=engine.restart))
     finally:
+        keys_file.unlink(missing_ok=True)
         if urls_file is not None:
             urls_file.unlink(missing_ok=True)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray.exceptions import AuthenticationError
 from ray.runtime_env import RuntimeEnv
 from ray.util import placement_group, remove_placement_group
@@ -20,6 +22,7 @@ from ray.util.placement_group import PlacementGroup
 from rlcore.config import Config
 from rlcore.errors import RunFailed, UserError
 from rlcore.launch.ray.calls import NAMESPACE, first_line
+from rlcore.launch.ray.discovery import AUTO, clusters_of_others, find_cluster
 from rlcore.launch.ray.placement import Placement, Resources, bundles, lacking, place
 
 LOCAL = "local"  # as cluster.ray.address: always a cluster of our own
@@ -75,9 +78,16 @@ def _connect(address: str | None, config: Config) -> None:
         raise UserError(
             f"cluster.ray.runtime_env: Ray does not take it: {first_line(error)}"
         ) from error
-    if address != LOCAL:
+    joined = address or find_cluster()
+    if joined is None and (others := clusters_of_others()):
+        warn(
+            f"the Ray cluster {', '.join(sorted(others))} on this machine is another user's and is"
+            " not joined: name it (cluster.ray.address) if that is meant"
+        )
+    if joined not in (None, LOCAL):
         try:
-            ray.init(address=address or "auto", **options)
+            ray.init(address=joined, **options)
+            _tell(joined)
             return
         except (ConnectionError, RuntimeError, ValueError) as error:
             if address is not None:
@@ -109,6 +119,24 @@ def _connect(address: str | None, config: Config) -> None:
             f" {first_line(error)} Is it too busy? Ray gives its own processes 30 s; their logs are"
             " in /tmp/ray/session_latest/logs"
         ) from error
+
+
+def _tell(joined: str) -> None:
+    """Say which cluster was joined, and warn of one that is open to everybody."""
+    if joined == AUTO:
+        joined = ray.get_runtime_context().gcs_address
+    if is_token_auth_enabled():
+        print(f"Ray cluster {joined}, which asks for a token", flush=True)
+        return
+    warn(
+        f"the Ray cluster {joined} asks for no token: whoever reaches it runs code as its user, and"
+        " reads this run's data and keys; start it with RAY_AUTH_MODE=token"
+    )
+
+
+def warn(text: str) -> None:
+    """Show a warning on the driver's terminal."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def runtime_env(given: dict[str, Any], from_shell: Sequence[str] = ()) -> dict[str, Any]:

@@ -10,7 +10,6 @@ ranks           an actor each; when one is lost all restart from the last checkp
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,7 +31,7 @@ from rlcore.errors import INTERRUPTED, RlcoreError, UserError
 from rlcore.launch.compose import check_input
 from rlcore.launch.ray.actor_env import ActorEnv, LogRelay
 from rlcore.launch.ray.calls import NAMESPACE, HangDetector, actor_name, end_named
-from rlcore.launch.ray.cluster import Cluster, Reservation, connected, reserve
+from rlcore.launch.ray.cluster import Cluster, Reservation, connected, reserve, warn
 from rlcore.launch.ray.engine_hosts import EngineHost
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.ranks import Ranks
@@ -78,10 +77,6 @@ def on_this_node(*, spills: bool = False) -> NodeAffinitySchedulingStrategy:
     node = ray.get_runtime_context().get_node_id()
     # `soft` alone asks only whether the node is alive: on a busy node it would wait.
     return NodeAffinitySchedulingStrategy(node_id=node, soft=spills, _spill_on_unavailable=spills)
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class Driver:
@@ -160,7 +155,7 @@ class Driver:
             result = RunDirectory(self._folder).read_result(but=self._earlier)
             status = None if result is None or not is_loss else result["status"]
             if status in FINISHED or (status == "interrupted" and self._stopping):
-                _warn(
+                warn(
                     f"trainer {failure}, after the end of the run: an upload, or the last word to a"
                     " tracker, may be missing"
                 )
@@ -181,7 +176,7 @@ class Driver:
         again = (
             f"restart {self._restarts} of {self.config.cluster.max_restarts} (cluster.max_restarts)"
         )
-        _warn(f"trainer {failure}; {again}, from the last checkpoint")
+        warn(f"trainer {failure}; {again}, from the last checkpoint")
         return None
 
     def _run(
@@ -302,7 +297,7 @@ class Driver:
         self._log_relay.show()
         silent_s = None if self._hang_detector is None else self._hang_detector.check()
         if silent_s is not None:
-            _warn(
+            warn(
                 f"the rollout service was silent for {silent_s:.0f} s"
                 " (cluster.heartbeat_timeout_s): it is made anew"
             )

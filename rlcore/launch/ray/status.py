@@ -17,6 +17,7 @@ from rlcore.deadlines import STATUS_ANSWER_S
 from rlcore.errors import DeadlineExceeded, RlcoreError, UserError
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost, actor_name, first_line, get
 from rlcore.launch.ray.cluster import NO_TOKEN
+from rlcore.launch.ray.discovery import find_cluster
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
@@ -68,17 +69,19 @@ def stop(run: str, address: str | None, *, timeout_s: float) -> str:
 
 @contextmanager
 def _connected(address: str | None) -> Iterator[None]:
+    found = address or find_cluster()
+    if found is None:
+        raise UserError("no Ray cluster of yours runs on this machine (--address HOST:PORT)")
     try:
         ray.init(
-            address=address or "auto",
+            address=found,
             namespace=NAMESPACE,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        where = f"at {address!r}" if address else "that Ray knows of here"
         raise UserError(
-            f"no Ray cluster {where} (--address HOST:PORT): {first_line(error)}"
+            f"no Ray cluster at {found!r} (--address HOST:PORT): {first_line(error)}"
         ) from error
     except AuthenticationError as error:
         raise UserError(f"the Ray cluster refuses us: {NO_TOKEN}") from error

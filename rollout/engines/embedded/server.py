@@ -104,7 +104,8 @@ class EngineServer:
 
     async def _serve(self, request: web.Request) -> web.Response:
         if not hmac.compare_digest(
-            request.headers.get("Authorization", "").encode(), self._key.encode()
+            request.headers.get("Authorization", "").encode(errors="surrogateescape"),
+            self._key.encode(),
         ):
             return reply({"error": "the API key is missing or wrong", "type": "UserError"}, 401)
         verb = self.verbs.get(request.match_info["verb"])

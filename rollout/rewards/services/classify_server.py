@@ -155,7 +155,7 @@ class ClassifyServer:
 
     async def _classify(self, request: web.Request) -> web.Response:
         if self._key is not None:
-            given = request.headers.get("Authorization", "").encode()
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(given, self._key):
                 return _refusal(401, "this server wants a key as a bearer token")
         if self._closing or self._requests >= MAX_REQUESTS:

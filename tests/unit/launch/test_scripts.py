@@ -81,6 +81,18 @@ def test_engines_that_do_not_come_are_waited_for_until_a_deadline(stage: Stage) 
     assert stage.calls("torch.distributed.run") == []
 
 
+def test_engines_in_a_folder_that_others_write_to_are_not_believed(stage: Stage) -> None:
+    engines = stage.folder / "engines"
+    engines.mkdir()
+    (engines / "10.0.0.3.json").write_text('["http://10.0.0.3:1"]')
+    engines.chmod(0o777)
+    given = {**dict.fromkeys(KEYS, "x"), "ENGINES": str(engines), "ENGINE_NODES": "1"}
+    done = stage.run("torchrun_multinode.sh", "run.yaml", **NODE, **given)
+    assert done.returncode == 1
+    assert f"everybody may write to {engines}" in done.stderr
+    assert stage.calls("torch.distributed.run") == []
+
+
 def test_the_wait_for_engines_ends_with_its_script(stage: Stage) -> None:
     engines = stage.folder / "engines"
     engines.mkdir()

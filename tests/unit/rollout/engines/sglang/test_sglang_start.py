@@ -14,7 +14,7 @@ import pytest
 
 from rlcore.config.checks.engine import OURS, cannot_start
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.errors import ConfigError, ModelError
+from rlcore.errors import ConfigError, ModelError, UserError
 from rollout.engines.child_process import members
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.entry import without_idle
@@ -28,6 +28,7 @@ from rollout.engines.sglang.server_process import (
 )
 
 Words = Callable[..., list[str]]
+MINE = "mine, of 32 random characters"
 
 
 @pytest.fixture
@@ -137,15 +138,32 @@ def test_the_names_of_the_keys_are_those_that_are_read() -> None:
 def test_keys_come_from_the_environment_or_are_made_and_are_not_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(API_KEY, "mine")
+    monkeypatch.setenv(API_KEY, MINE)
     monkeypatch.delenv(ADMIN_KEY, raising=False)
     first = Keys.from_environment()
     second = Keys.from_environment()
-    assert first.api == second.api == "mine"
+    assert first.api == second.api == MINE
     assert first.admin != second.admin
     assert len(first.admin) >= 32
-    assert "mine" not in repr(first)
+    assert MINE not in repr(first)
     assert first.admin not in repr(first)
+
+
+@pytest.mark.parametrize(
+    ("api", "admin", "said"),
+    [
+        ("short", MINE, f"{API_KEY} has 5 characters, expected at least 16"),
+        (MINE, "short", f"{ADMIN_KEY} has 5 characters, expected at least 16"),
+        (MINE, MINE, f"{API_KEY} and {ADMIN_KEY} are the same"),
+    ],
+)
+def test_keys_that_protect_nothing_are_refused(
+    monkeypatch: pytest.MonkeyPatch, api: str, admin: str, said: str
+) -> None:
+    monkeypatch.setenv(API_KEY, api)
+    monkeypatch.setenv(ADMIN_KEY, admin)
+    with pytest.raises(UserError, match=said):
+        Keys.from_environment()
 
 
 def test_held_ports_are_nobody_elses_but_can_be_listened_on() -> None:
