@@ -64,10 +64,11 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     def announce(urls: Sequence[str]) -> None:
         exports = [f"export {name}={key}\n" for name, key in generated.items()]
         if exports:  # standard output may be a file that others read
+            logs.mkdir(parents=True, exist_ok=True)
             write_atomic(keys_file, "".join(exports).encode(), mode=0o600)
         listed = orjson.dumps(list(urls)).decode()
         told = f"rollout.engine.kind={engine.kind} rollout.engine.urls='{listed}'"
-        keys_line = [f". {shlex.quote(str(keys_file))}"] if exports else []
+        keys_line = [f". {shlex.quote(str(keys_file.absolute()))}"] if exports else []
         lines = ("ready. For the trainer:", *keys_line, f"rlcore train ... {told}")
         print(*lines, sep="\n  ", flush=True)
         if urls_file is not None:

@@ -21,6 +21,7 @@ from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.server_process import ManagedServer
 
 SGLANG = "rollout.engine.kind=sglang"
+GIVEN = "given, of 32 random characters"
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_an_embedded_engine_in_this_process_has_no_variables_of_its_own() -> Non
 def test_servers_have_names_and_logs_of_their_own_and_one_pair_of_keys(
     python: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(API_KEY, "given")
+    monkeypatch.setenv(API_KEY, GIVEN)
     monkeypatch.delenv(ADMIN_KEY, raising=False)
     first, second = managed(*python, "rollout.engine.count=2")
     assert [first.name, second.name] == ["engine-0", "engine-1"]
@@ -99,9 +100,9 @@ def test_servers_have_names_and_logs_of_their_own_and_one_pair_of_keys(
         f"runs/x/logs/engine_{index}.log" for index in (0, 1)
     ]
     assert first.keys is second.keys
-    assert first.keys.api == "given"
+    assert first.keys.api == GIVEN
     assert len(first.keys.admin) > 30
-    assert "given" not in repr(first.keys)
+    assert GIVEN not in repr(first.keys)
 
 
 def test_engines_that_are_processes_are_told_the_model_s_dtype_and_tokenizer(

@@ -247,11 +247,12 @@ def served(run_dir: Path) -> Config:
     )
 
 
-def test_keys_that_were_given_are_not_printed_and_made_ones_are(
+def test_keys_are_not_printed_and_made_ones_are_in_a_file_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = served(tmp_path)
     made: list[Keys] = []
+    files: list[tuple[str, int]] = []
 
     def servers(site: EngineSite, keys: Keys) -> list[FakeServer]:
         made.append(keys)
@@ -259,16 +260,19 @@ def test_keys_that_were_given_are_not_printed_and_made_ones_are(
 
     async def announced(servers, announce, follow, *, restart) -> None:
         announce(["http://a:1"])
+        [file] = tmp_path.rglob("keys.sh")
+        files.append((file.read_text(), file.stat().st_mode & 0o777))
 
     monkeypatch.setattr(SGLangFactory, "build_servers", servers)
     monkeypatch.setattr(serve, "run_servers", announced)
-    monkeypatch.setenv(API_KEY, "a-key-of-mine")
+    monkeypatch.setenv(API_KEY, "a-key-of-this-test")
     monkeypatch.delenv(ADMIN_KEY, raising=False)
     assert serve_engines(config) == 0
     said = capsys.readouterr().out
-    assert f"export {ADMIN_KEY}={made[0].admin}\n" in said
-    assert API_KEY not in said
-    assert "a-key-of-mine" not in said
+    assert files == [(f"export {ADMIN_KEY}={made[0].admin}\n", 0o600)]
+    assert made[0].admin not in said
+    assert list(tmp_path.rglob("keys.sh")) == [], "it ends with the engines"
+    assert "a-key-of-this-test" not in said
     assert """rollout.engine.urls='["http://a:1"]'""" in said
 
 
