@@ -19,11 +19,9 @@ from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron
 with importing_megatron():
     from megatron.core.parallel_state import get_global_memory_buffer
 
-    from backends.megatron.batch.local_batch import LocalBatch
-    from backends.megatron.batch.plan import plan_minibatches
+    from backends.megatron.batch.local_batch import LocalBatch, plan_minibatches
     from backends.megatron.build import (
         BuildContext,
-        Frozen,
         build_critic,
         build_policy,
         build_reference,
@@ -56,6 +54,7 @@ with importing_megatron():
     from backends.megatron.training.offload import OffloadedTensors
     from backends.megatron.training.optimizer import StepReport
     from backends.megatron.training.passes import (
+        Frozen,
         Model,
         critic_loss,
         policy_loss,

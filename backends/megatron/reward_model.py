@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.batch.local_batch import LocalBatch
-    from backends.megatron.batch.plan import plan_minibatches
+    from backends.megatron.batch.local_batch import LocalBatch, plan_minibatches
     from backends.megatron.build import BuildContext
     from backends.megatron.checks.prefixes import choose_prefix_sharing
     from backends.megatron.convert.read import read_architecture
