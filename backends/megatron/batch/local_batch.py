@@ -21,8 +21,8 @@ from backends.megatron.parallel.state import ParallelState
 from rlcore.config import Config
 from rlcore.config.derived import micro_batch_tokens
 from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch, ragged_index
-from rlcore.data.packing.plan import MinibatchPlan, plan_minibatch
-from rlcore.data.packing.sharing import Beginnings, Sharing, share_nothing, share_prefixes
+from rlcore.data.packing.plan import MinibatchPlan, PlanRules
+from rlcore.data.packing.sharing import Sharing, share_nothing, share_prefixes
 from rlcore.planning.shape import CostModel
 
 ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}  # vectors that estimators read and losses do not
@@ -30,37 +30,19 @@ ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}  # vectors that estimators read and 
 BATCH_STATS = "batch_stats/"
 
 
-def plan_minibatches(
-    config: Config,
-    parallel: ParallelState,
-    cost: CostModel,
-    lengths: Sequence[int],
-    minibatches: Sequence[Sequence[int]],
-    beginnings: Beginnings | None = None,
-) -> list[MinibatchPlan]:
-    """Divide each optimizer step into micro-batches, balanced over the replicas by FLOPs.
-
-    Not collective.
-
-    Args:
-        lengths: tokens of every sequence.
-        minibatches: the sequences of each optimizer step.
-        beginnings: of all sequences, where packs hold a shared prefix once.
-    """
+def plan_rules(
+    config: Config, parallel: ParallelState, cost: CostModel, *, share_prefixes: bool
+) -> PlanRules:
+    """The rules of micro-batches that follow from layout and budget."""
     layout = config.policy.parallel
-    return [
-        plan_minibatch(
-            sequences,
-            lengths,
-            ranks=parallel.dp_size,
-            max_tokens=micro_batch_tokens(config),
-            cost=cost,
-            multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
-            pad=parallel.cp.chunks,
-            beginnings=beginnings,
-        )
-        for sequences in minibatches
-    ]
+    return PlanRules(
+        ranks=parallel.dp_size,
+        max_tokens=micro_batch_tokens(config),
+        cost=cost,
+        multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
+        pad=parallel.cp.chunks,
+        share_prefixes=share_prefixes,
+    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlcore.data.packing.sharing import Beginnings
+from rlcore.data.batch import RolloutBatch
+from rlcore.data.packing.sharing import Beginnings, beginnings_of
 from rlcore.planning.shape import CostModel
 
 
@@ -88,6 +89,53 @@ def split_minibatches(
     order = [names[g] for g in torch.randperm(len(names), generator=generator).tolist()]
     parts = balance([float(len(rollouts[g])) for g in order], minibatches)
     return [sorted(i for k in part for i in groups[order[k]]) for part in parts]
+
+
+@dataclass(frozen=True)
+class PlanRules:
+    """What a backend wants of its micro-batches.
+
+    Attributes:
+        ranks: data-parallel ranks.
+        max_tokens, multiple, pad: see `plan_minibatch`.
+        share_prefixes: packs hold a prefix that sequences of a group share once.
+    """
+
+    ranks: int
+    max_tokens: int
+    cost: CostModel
+    multiple: int
+    pad: int
+    share_prefixes: bool
+
+
+def plan_minibatches(
+    rules: PlanRules, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
+) -> list[MinibatchPlan]:
+    """Divide each optimizer step into micro-batches, balanced over the ranks by FLOPs.
+
+    Args:
+        minibatches: the sequences of each optimizer step.
+    """
+    beginnings = None
+    if rules.share_prefixes:
+        beginnings = beginnings_of(
+            batch.tokens, batch.cu_tokens, batch.vectors["group_ids"], batch.routed_experts
+        )
+    lengths = batch.lengths.tolist()
+    return [
+        plan_minibatch(
+            sequences,
+            lengths,
+            ranks=rules.ranks,
+            max_tokens=rules.max_tokens,
+            cost=rules.cost,
+            multiple=rules.multiple,
+            pad=rules.pad,
+            beginnings=beginnings,
+        )
+        for sequences in minibatches
+    ]
 
 
 def plan_minibatch(
