@@ -30,6 +30,7 @@ from report import machine
 from torch import Tensor
 
 from rlcore.data.batch import RolloutBatch
+from rlcore.data.packing.plan import plan_minibatches
 
 if TYPE_CHECKING:
     from backends.megatron.backend import MegatronBackend
@@ -161,7 +162,8 @@ class Side:
         """Lay the batch out and assign its vectors."""
         backend = self.backend
         backend.config = self.config
-        backend.load_batch(batch, backend.plan(batch, [range(batch.num_sequences)]))
+        plans = plan_minibatches(backend.plan_rules, batch, [range(batch.num_sequences)])
+        backend.load_batch(batch, plans)
         count = batch.num_trainable
         generator = torch.Generator().manual_seed(5)
         backend.assign(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.generation import Completion, Generate, GenerateRequest, MemoryTag, PauseMode
-from rlcore.data.packing.plan import MinibatchPlan
+from rlcore.data.packing.plan import MinibatchPlan, PlanRules
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.weights import Bucket
@@ -34,10 +34,9 @@ class PolicyBackend(Protocol):
     data_parallel_size: int
     vocab_size: int
 
-    def plan(
-        self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
-    ) -> list[MinibatchPlan]:
-        """Lay out each optimizer step over ranks and micro-batches (rank 0, no communication)."""
+    @property
+    def plan_rules(self) -> PlanRules:
+        """The rules by which rank 0 plans the micro-batches of a step; no communication."""
 
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
         """Give each data-parallel rank its sequences of the step (from rank 0)."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rlcore.config import Config
 from rlcore.config.derived import engine_place_s, longest_request_s, total_steps
+from rlcore.config.evaluation_sets import EvaluationSet
 from rlcore.data.batch import StepRollouts
 from rlcore.data.loading import load_prompts, prompt_stream
 from rlcore.data.prompts import PromptSet
@@ -64,9 +65,10 @@ class PendingWork(Generic[T]):
 class RolloutService:
     """Implements `rlcore.interfaces.RolloutSource`.
 
-    Construction reads and checks; `start` starts engines and reward workers.
+    Construction checks; `start` starts engines and reward workers.
 
     Args:
+        prompts: those of training, of `rlcore.data.loading.load_prompts`.
         greedy_baseline: give every prompt of a step one more response, at temperature 0, that only
             serves as the `baseline_reward` of its samples: it is not among them, is not counted in
             episodes, and no filter sees it.
@@ -80,6 +82,7 @@ class RolloutService:
         config: Config,
         tokenizer: PreTrainedTokenizerBase,
         engines: Sequence[RolloutEngine],
+        prompts: PromptSet,
         *,
         greedy_baseline: bool = False,
     ) -> None:
@@ -89,7 +92,8 @@ class RolloutService:
         rollout = config.rollout
         self.fleet = Fleet(engines, rollout.engine, place_s=engine_place_s(config))
         vocab_size = check_vocabulary(config.model.path, tokenizer)
-        self.prompts = _load_prompts(config, tokenizer)
+        check_labels(config, prompts)
+        self.prompts = prompts
         self._filters = FilterChain(rollout.filters, samples_per_prompt=rollout.samples_per_prompt)
         self._scorer = build_scorer(
             config.reward,
@@ -105,9 +109,7 @@ class RolloutService:
         self._training = training_runner(*shared, greedy_baseline=greedy_baseline)
         self._evaluator = Evaluator(
             *shared,
-            load_prompts=lambda given: _load_prompts(
-                given.config(config), tokenizer, given.paths, max_prompts=given.max_prompts
-            ),
+            load_prompts=lambda given: _held_out(config, tokenizer, given),
             build_scorer=lambda reward: build_scorer(
                 reward,
                 vocab_size=vocab_size,
@@ -419,25 +421,21 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task}, timeout=GIVE_UP_S)
 
 
-def _load_prompts(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    paths: Sequence[str] | None = None,
-    *,
-    max_prompts: int | None = None,
+def _held_out(
+    config: Config, tokenizer: PreTrainedTokenizerBase, given: EvaluationSet
 ) -> PromptSet:
-    """The first `max_prompts` prompts of `paths`, or of `data`, tokenised.
+    """The prompts of an evaluation set, tokenised.
 
     Raises:
         ConfigError, DataError: a bad row, or labels that a verifier cannot compare with.
     """
-    held_out = paths is not None
+    config = given.config(config)
     prompts = load_prompts(
         config,
         tokenizer,
-        paths,
-        max_prompts=max_prompts,
-        max_new_tokens=config.evaluation.max_new_tokens if held_out else None,
+        given.paths,
+        max_prompts=given.max_prompts,
+        max_new_tokens=config.evaluation.max_new_tokens,
     )
     check_labels(config, prompts)
     return prompts

@@ -51,7 +51,7 @@ MUTANTS = [
     ("keys of a prefix by slot, not by row", B + "batch/cp_layout.py", "return rows[prefixes.slots]", "return prefixes.slots", on("cp2")),
     ("keys of a prefix left out", B + "batch/cp_layout.py", "keys[ranges(starts, counts)] = rows", "keys[ranges(starts, counts)] = 0", on("tp2")),
     # the head
-    ("padding in the softmax", B + "model/fused_head.py", "live = min(max(vocab_size - first, 0), weight.size(0))", "live = weight.size(0)",
+    ("padding in the softmax", B + "model/head.py", "live = min(max(vocab_size - first, 0), weight.size(0))", "live = weight.size(0)",
      on("tp2")),
     ("gradients of the hidden states not summed over TP", B + "model/head.py",
      "rows = copy_to_tensor_model_parallel_region(", "rows = (lambda own, group: own)(", on("tp2")),

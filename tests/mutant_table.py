@@ -173,9 +173,9 @@ MUTANTS = [
      "test_ragged.py::test_group_std_survives_a_mean_far_above_it"),
     ("mean of an empty sequence 0 / 0", A + "ragged.py", "segment_lengths(cu_seqlens).clamp(min=1)", "segment_lengths(cu_seqlens)",
      "test_ragged.py::test_segments_by_hand"),
-    ("group normalisation over the batch", A + "normalization.py", "index, num_groups = group_index(group_ids)",
+    ("group normalisation over the batch", A + "ragged.py", "index, num_groups = group_index(group_ids)",
      "index, num_groups = group_index(group_ids * 0)", "test_normalization.py::test_group_by_hand"),
-    ("group normalisation counts sequences, not tokens", A + "normalization.py", "count = group_total(segment_lengths(cu_seqlens))",
+    ("group normalisation counts sequences, not tokens", A + "ragged.py", "count = group_total(segment_lengths(cu_seqlens))",
      "count = group_total(segment_lengths(cu_seqlens).clamp(max=1))", "test_normalization.py::test_group_by_hand"),
     # KL
     ("k3 with d turned around", A + "kl.py", "torch.expm1(-d) + d", "torch.expm1(d) - d", "test_kl.py::test_table"),

@@ -19,11 +19,9 @@ from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron
 with importing_megatron():
     from megatron.core.parallel_state import get_global_memory_buffer
 
-    from backends.megatron.batch.local_batch import LocalBatch
-    from backends.megatron.batch.plan import plan_minibatches
+    from backends.megatron.batch.local_batch import LocalBatch, plan_rules
     from backends.megatron.build import (
         BuildContext,
-        Frozen,
         build_critic,
         build_policy,
         build_reference,
@@ -56,6 +54,7 @@ with importing_megatron():
     from backends.megatron.training.offload import OffloadedTensors
     from backends.megatron.training.optimizer import StepReport
     from backends.megatron.training.passes import (
+        Frozen,
         Model,
         critic_loss,
         policy_loss,
@@ -68,13 +67,12 @@ from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.config.derived import pack_multiple
 from rlcore.data.batch import RolloutBatch, UpdateResult
-from rlcore.data.packing.plan import MinibatchPlan
-from rlcore.data.packing.sharing import beginnings_of
+from rlcore.data.packing.plan import MinibatchPlan, PlanRules
 from rlcore.weights import DTYPES, Bucket
 
 
 class MegatronBackend:
-    """`PolicyBackend` on Megatron-Core. Every method but `plan` is collective.
+    """`PolicyBackend` on Megatron-Core. Every method is collective.
 
     Args:
         config: the whole configuration; the models' sections and the sampling temperature are used.
@@ -152,26 +150,11 @@ class MegatronBackend:
 
     # --- a batch ----------------------------------------------------------------------------------
 
-    def plan(
-        self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
-    ) -> list[MinibatchPlan]:
-        """Divide each optimizer step into micro-batches, balanced over the replicas by FLOPs.
-
-        Not collective; rank 0 calls it.
-        """
-        beginnings = None
-        if self._prefixes().on:
-            beginnings = beginnings_of(
-                batch.tokens, batch.cu_tokens, batch.vectors["group_ids"], batch.routed_experts
-            )
-        return plan_minibatches(
-            self.config,
-            self.parallel,
-            self.policy.arch.shape.cost,
-            batch.lengths.tolist(),
-            minibatches,
-            beginnings,
-        )
+    @property
+    def plan_rules(self) -> PlanRules:
+        """The rules by which rank 0 plans micro-batches."""
+        cost = self.policy.arch.shape.cost
+        return plan_rules(self.config, self.parallel, cost, share_prefixes=self._prefixes().on)
 
     def load_batch(self, batch: RolloutBatch | None, plans: Sequence[MinibatchPlan] | None) -> None:
         """Give each replica its sequences.

@@ -6,8 +6,7 @@ weights are on the device, or in host memory between passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from backends.megatron.model.layers import layer_fields, layers_of
 from backends.megatron.model.routing_replay import replay_routing
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.optimizer import ScheduledOptimizer
-from backends.megatron.training.passes import Model
+from backends.megatron.training.passes import Frozen, Model, SwappedIn, copy_weights, weights_of
 from rlcore.config import Config
 from rlcore.config.sections.policy import OptimizerConfig
 from rlcore.errors import ConfigError
@@ -139,39 +138,6 @@ def build_critic(context: BuildContext, policy: Model) -> Model:
 # --- frozen models --------------------------------------------------------------------------------
 
 
-class SwappedIn:
-    """Weights in (on CUDA pinned) host memory that are swapped into the policy for a pass.
-
-    They take no device memory beside the policy's.
-    """
-
-    def __init__(self, policy: Model, weights: Sequence[Tensor]) -> None:
-        self._policy = policy
-        self._weights = weights
-        # the policy's own weights while these are in their place; allocated at the first swap
-        self._aside: list[Tensor] = []
-
-    @contextmanager
-    def on_device(self) -> Iterator[Model]:
-        """Inside, the policy's modules with these weights; afterwards their own, bit for bit.
-
-        Everything is copied into existing storage: gradient and optimizer buffers are views of it.
-        """
-        with self._policy.on_device():
-            own = _weights(self._policy.chunks)
-            if not self._aside:
-                self._aside = [torch.empty_like(w, pin_memory=w.is_pinned()) for w in self._weights]
-            _copy(own, self._aside)
-            _copy(self._weights, own)
-            try:
-                yield self._policy
-            finally:
-                _copy(self._aside, own)
-
-
-Frozen = Model | SwappedIn  # a model for passes without gradients
-
-
 def build_reference(context: BuildContext, policy: Model) -> Frozen:
     """Build the model that KL is measured against: `reference.path`, or the policy as it is now.
 
@@ -204,7 +170,7 @@ def _build(
         return SwappedIn(policy, _host_weights(context, policy, arch, path))
     model = context.build(arch)
     if path is None:
-        _copy(_weights(policy.chunks), _weights(model.chunks))
+        copy_weights(weights_of(policy.chunks), weights_of(model.chunks))
     else:
         context.load(model, arch, path)
     # Passes run without gradients, but the weights keep `requires_grad`: because of it torch.matmul
@@ -220,13 +186,13 @@ def _host_weights(
     context: BuildContext, policy: Model, arch: Architecture, path: str | None
 ) -> list[Tensor]:
     """Read the weights of `path` through the policy's modules, which get their own back."""
-    own = _weights(policy.chunks)
+    own = weights_of(policy.chunks)
     initial = [_host_copy(weight) for weight in own]
     if path is None:
         return initial
     context.load(policy, arch, path)
     weights = [_host_copy(weight) for weight in own]
-    _copy(initial, own)
+    copy_weights(initial, own)
     return weights
 
 
@@ -254,16 +220,6 @@ def _copy_trunk(source: Sequence[nn.Module], target: Sequence[nn.Module]) -> Non
         for name, weight in named_weights(own):
             if name in given:
                 weight.copy_(given[name])
-
-
-@torch.no_grad()
-def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
-    for given, own in zip(source, target):
-        own.copy_(given)
-
-
-def _weights(chunks: Sequence[nn.Module]) -> list[Tensor]:
-    return [weight for chunk in chunks for _, weight in named_weights(chunk)]
 
 
 @torch.no_grad()

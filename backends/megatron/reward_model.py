@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.batch.local_batch import LocalBatch
-    from backends.megatron.batch.plan import plan_minibatches
+    from backends.megatron.batch.local_batch import LocalBatch, plan_rules
     from backends.megatron.build import BuildContext
     from backends.megatron.checks.prefixes import choose_prefix_sharing
     from backends.megatron.convert.read import read_architecture
@@ -26,7 +25,7 @@ from backends.megatron.policy_checks import check_reward_model
 from rlcore.config import Config
 from rlcore.config.derived import micro_batch_tokens, pack_multiple
 from rlcore.data.batch import RolloutBatch
-from rlcore.data.packing.sharing import beginnings_of
+from rlcore.data.packing.plan import plan_minibatches
 
 _HEAD = HeadOptions(temperature=1.0, chunk_elements=None)  # a value head reads neither
 
@@ -92,15 +91,13 @@ class RewardModel:
         plans = None
         if sequences is not None:
             batch = as_batch(sequences)
-            cost = self._model.arch.shape.cost
-            lengths = batch.lengths.tolist()
-            beginnings = None
-            if self._shares_prefixes:  # answers to one question may come together
-                together = torch.zeros(len(lengths), dtype=torch.int64)
-                beginnings = beginnings_of(batch.tokens, batch.cu_tokens, together)
-            plans = plan_minibatches(
-                self.config, self.parallel, cost, lengths, [range(len(sequences))], beginnings
+            rules = plan_rules(
+                self.config,
+                self.parallel,
+                self._model.arch.shape.cost,
+                share_prefixes=self._shares_prefixes,
             )
+            plans = plan_minibatches(rules, batch, [range(len(sequences))])
         local = LocalBatch(
             batch,
             plans,
@@ -135,4 +132,6 @@ def as_batch(sequences: Sequence[NDArray[np.int32]]) -> RolloutBatch:
     behind = torch.zeros(len(tokens), dtype=torch.bool)
     behind[cu_tokens[1:] - 1] = True
     tokens[~behind] = torch.from_numpy(np.concatenate(sequences))
-    return RolloutBatch(tokens=tokens, cu_tokens=cu_tokens, loss_mask=behind, vectors={})
+    # answers to one question may come together
+    together = {"group_ids": torch.zeros(len(lengths), dtype=torch.int64)}
+    return RolloutBatch(tokens=tokens, cu_tokens=cu_tokens, loss_mask=behind, vectors=together)

@@ -11,7 +11,7 @@ import torch
 from estimators import batch as batches
 from estimators.race import Entry, Goal, Section, race, ratio
 
-from rlcore.data.packing.clusters import balance
+from rlcore.data.packing.plan import balance
 
 SEQUENCES = 8192
 BINS = 512

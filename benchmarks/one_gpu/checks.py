@@ -69,7 +69,7 @@ def check_head(setting: Setting) -> Found:
     """Check the fused head in bf16 and fp32 against log_softmax in float64 on the CPU."""
     import torch.distributed as dist
 
-    from backends.megatron.model.fused_head import fused_logprobs
+    from backends.megatron.model.head import fused_logprobs
     from backends.megatron.parallel.state import init_process_group
 
     found = Found()

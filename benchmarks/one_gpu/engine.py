@@ -15,6 +15,7 @@ from one_gpu.step import Trainer, random_trainer
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
+from rlcore.data.packing.plan import plan_minibatches
 from rollout.engines.embedded.engine import EmbeddedEngine
 
 MODEL = "1.5B"
@@ -105,7 +106,7 @@ def _compare(
 ) -> None:
     """Score the responses with the trainer."""
     batch = _batch_of(requests, completions)
-    plans = made.backend.plan(batch, [range(batch.num_sequences)])
+    plans = plan_minibatches(made.backend.plan_rules, batch, [range(batch.num_sequences)])
     made.backend.load_batch(batch, plans)
     gap = (made.score()["logprobs"] - batch.vectors["rollout_logprobs"]).abs()
     found.number("log-prob gap, worst", float(gap.max()), "nats")

@@ -16,7 +16,7 @@ from torch import Tensor
 from backends.megatron import MegatronBackend
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch, UpdateResult
-from rlcore.data.packing.plan import MinibatchPlan
+from rlcore.data.packing.plan import MinibatchPlan, plan_minibatches
 from rlcore.launch.process import cuda_environment
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.loop import put
@@ -36,7 +36,8 @@ class Trainer:
             config, objective, with_reference=True, with_critic=False, total_steps=10, device=device
         )
         self.minibatches = [range(batch.num_sequences)]
-        self.plans = self.backend.plan(batch, self.minibatches) if plan is None else [plan]
+        rules = self.backend.plan_rules
+        self.plans = plan_minibatches(rules, batch, self.minibatches) if plan is None else [plan]
         self.backend.load_batch(batch, self.plans)
         self.credit = CreditAssignment(config, objective)
 

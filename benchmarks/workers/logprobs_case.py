@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from backends.megatron.model.fused_head import fused_logprobs
+from backends.megatron.model.head import fused_logprobs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # (hidden, weight, tokens) -> a scalar to go backward from

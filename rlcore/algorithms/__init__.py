@@ -36,13 +36,14 @@ from rlcore.algorithms.losses.value import value_clipped, value_loss
 from rlcore.algorithms.metric_table import METRICS, metric_spec
 from rlcore.algorithms.metrics import explained_variance, rollout_metrics
 from rlcore.algorithms.moments import MetricSpec, Moments
-from rlcore.algorithms.normalization import NormalizationMode, normalize_advantages
 from rlcore.algorithms.ragged import (
+    NormalizationMode,
     expand_to_tokens,
     group_count,
     group_index,
     group_mean_std,
     last_token_index,
+    normalize_advantages,
     segment_index,
     segment_lengths,
     segment_mean,

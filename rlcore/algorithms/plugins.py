@@ -16,7 +16,7 @@ from rlcore.algorithms.errors import (
     known_names,
 )
 from rlcore.algorithms.keywords import REQUIRED, Keyword, check_keywords, constructor_keywords
-from rlcore.algorithms.normalization import NormalizationMode
+from rlcore.algorithms.ragged import NormalizationMode
 from rlcore.import_paths import NoSuchName, import_object
 
 Needs = Collection[str] | Callable[[Any], Collection[str]]

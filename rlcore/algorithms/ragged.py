@@ -7,9 +7,12 @@ and is differentiable in its values.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
+from rlcore.algorithms.errors import known_names
 from rlcore.algorithms.wide import mean_and_variance, pieces
 
 
@@ -107,3 +110,62 @@ def group_mean_std(x: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     squares = wide.new_zeros(num_groups).index_add(0, inverse, (shifted - mean[inverse]).square())
     std = (squares / (count - 1).clamp(min=1)).sqrt()
     return (origin + mean)[inverse], std[inverse]
+
+
+# --- normalisation of advantages ------------------------------------------------------------------
+
+
+NormalizationMode = Literal["batch", "group", "none"]
+
+_EPS = 1e-8
+
+
+def normalize_advantages(
+    advantages: Tensor, cu_seqlens: Tensor, group_ids: Tensor, mode: NormalizationMode
+) -> Tensor:
+    """Whiten advantages over all tokens of the batch, or over the tokens of each group.
+
+        batch   (A - mean) * rsqrt(var + 1e-8)        `whiten`: over all M tokens
+        group   the same, mean and var over the tokens of all sequences of a group
+        none    A, as it is
+
+    The variance is unbiased and two-pass, in float64. A group (or batch) with one token becomes 0.
+
+    Args:
+        advantages: float `[M]`.
+        cu_seqlens: integer `[B+1]`.
+        group_ids: integer `[B]`; read by mode "group" alone.
+
+    Returns:
+        `[M]`, dtype of `advantages`; with "none" the very tensor.
+    """
+    modes = get_args(NormalizationMode)
+    if mode not in modes:
+        raise ValueError(f"mode: unknown normalization {mode!r}; {known_names(str(mode), modes)}")
+    if mode == "none":
+        return advantages
+    if mode == "batch":
+        return whiten(advantages)
+    lengths = segment_lengths(cu_seqlens)
+    if tuple(group_ids.shape) != tuple(lengths.shape):
+        raise ValueError(
+            f"group_ids: expected shape [B] = {list(lengths.shape)}, got {list(group_ids.shape)}"
+        )
+    return _whiten_groups(advantages.double(), cu_seqlens, group_ids).to(advantages.dtype)
+
+
+def _whiten_groups(x: Tensor, cu_seqlens: Tensor, group_ids: Tensor) -> Tensor:
+    """`whiten` the tokens of each group, float64 `[M]`: sums over sequences, then over groups."""
+    index, num_groups = group_index(group_ids)
+
+    def group_total(per_sequence: Tensor) -> Tensor:
+        return per_sequence.new_zeros(num_groups).index_add(0, index, per_sequence)
+
+    def per_token(per_group: Tensor) -> Tensor:
+        return expand_to_tokens(per_group[index], cu_seqlens, x.numel())
+
+    count = group_total(segment_lengths(cu_seqlens))
+    mean = group_total(segment_sum(x, cu_seqlens)) / count.clamp(min=1)
+    centred = x - per_token(mean)
+    variance = group_total(segment_sum(centred.square(), cu_seqlens)) / (count - 1).clamp(min=1)
+    return centred.mul_(per_token(torch.rsqrt(variance + _EPS)))

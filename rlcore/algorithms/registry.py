@@ -21,8 +21,8 @@ from rlcore.algorithms.guard import (
     GuardedPolicyLoss,
 )
 from rlcore.algorithms.keywords import Keyword, constructor_keywords
-from rlcore.algorithms.normalization import NormalizationMode
 from rlcore.algorithms.plugins import Factory, Needs, Plugin, Registry
+from rlcore.algorithms.ragged import NormalizationMode
 from rlcore.algorithms.reward_shaping import shaping_needs
 
 _ESTIMATORS = Registry(

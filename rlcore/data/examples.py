@@ -1,18 +1,260 @@
-"""The rows of all sources as examples: found in their format, dressed as the configuration says."""
+"""The rows of all sources as examples: found in their format, dressed as the configuration says.
+
+A format of the field says which column holds the prompt, the label, the tools. `detect` recognises
+it by the columns of the first rows.
+"""
 
 from __future__ import annotations
 
+import difflib
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, overload
 
-from rlcore.config.sections.data import DataConfig
-from rlcore.data.formats import SOURCE, Example, RowLayout, layout_of
-from rlcore.data.messages import dress
+from rlcore.config.sections.data import AUTO, DataConfig
+from rlcore.data.messages import Message, check_messages, dress, parse_tools
 from rlcore.data.paths.hub import check_path, expand, open_path
-from rlcore.data.rows import RowFile
+from rlcore.data.rows import RowFile, describe_keys, has, pick, shorten, without_nulls
+from rlcore.errors import DataError
+
+_FIRST_ROWS = 32  # whose columns say the format
+# Fields of maps that hold what an answer is compared with.
+ANSWERS = ("ground_truth", "answer", "target", "label", "value")
+SOURCE = "source"  # key of `Example.extra`, and so of `Sample.metadata`
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format: for each part of a row the columns that may hold it, the first one that is there.
+
+    Columns may be dotted.
+    """
+
+    prompt: tuple[str, ...]
+    label: tuple[str, ...]
+    source: str | None = None  # where the row comes from, as `openai/gsm8k`
+    tools: str | None = None
+    metadata: str | None = None  # a map whose keys become columns
+    label_needed: bool = True
+
+
+# In the order in which they are tried.
+FORMATS: Mapping[str, Format] = {
+    "verl": Format(("prompt",), ("reward_model.ground_truth",), source="data_source"),
+    "open-instruct": Format(("messages",), ("ground_truth",), source="dataset"),
+    "openai": Format(("messages", "question"), ("answer",), tools="tools", label_needed=False),
+    "slime": Format(("prompt",), ("label",), tools="tools", metadata="metadata"),
+    "plain": Format(("prompt", "question", "problem"), ("label", "answer", "solution")),
+    "trl": Format(
+        ("prompt",),
+        ("completion", "ground_truth", "solution", "answer", "label"),
+        tools="tools",
+        label_needed=False,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row: its prompt as text or chat messages, its label, and its other columns."""
+
+    where: str  # "file:line"; in parquet "file:row", counted from 1
+    prompt: str | list[Message]
+    label: Any
+    extra: dict[str, Any]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    chat_kwargs: Mapping[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs
+    label_key: str | None = None  # where the label was
+    # The assistant's message at the end of `messages`, which is not of the prompt.
+    answer: Message | None = None
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the parts of the rows of one file are."""
+
+    format: str
+    prompt: str
+    label: str | None
+    tools: str | None
+    source: str | None
+    metadata: str | None
+    splits_chats: bool  # an assistant's last message is the answer, and not of the prompt
+    label_needed: bool
+
+    def __str__(self) -> str:
+        parts = [f"prompt in {self.prompt!r}"]
+        if self.label is not None:
+            parts.append(f"label in {self.label!r}")
+        elif self.splits_chats:
+            parts.append("label: the assistant's last message")
+        else:
+            parts.append("no label")
+        parts += [f"{what} in {key!r}" for what, key in (("tools", self.tools),) if key]
+        return f"format {self.format}, {', '.join(parts)}"
+
+    def example(self, where: str, row: dict[str, Any], *, nulls_are_absent: bool) -> Example:
+        """Make an example of a row. Raises DataError for a row that lacks a part."""
+        prompt = self._value(where, row, self.prompt, "data.prompt_key")
+        if isinstance(prompt, list):
+            prompt = without_nulls(prompt) if nulls_are_absent else prompt
+            prompt = check_messages(where, self.prompt, prompt)
+        if not prompt or not isinstance(prompt, str | list):
+            raise DataError(
+                f"{where}: {self.prompt!r} must be text or a list of chat messages, and not empty; "
+                f"got {type(prompt).__name__}: {shorten(prompt)}"
+            )
+        label = self._label(where, row)
+        answer = None
+        if isinstance(prompt, list) and self.splits_chats and prompt[-1]["role"] == "assistant":
+            answer = prompt[-1]
+            prompt = prompt[:-1]
+            label = answer.get("content") if label is None else label
+            if not prompt:
+                raise DataError(f"{where}: {self.prompt!r} holds an answer and no prompt")
+        tools = pick(row, self.tools) if self.tools and has(row, self.tools) else None
+        tools = without_nulls(tools) if nulls_are_absent else tools
+        return Example(
+            where,
+            prompt,
+            label,
+            self._extra(row),
+            parse_tools(where, self.tools, tools),
+            label_key=self.label,
+            answer=answer,
+        )
+
+    def _label(self, where: str, row: dict[str, Any]) -> Any:
+        if self.label is None:
+            return None
+        if not self.label_needed:
+            return pick(row, self.label) if has(row, self.label) else None
+        label = self._value(where, row, self.label, "data.label_key")
+        # open-instruct lists a ground truth for each of a row's verifiers
+        single = self.format == "open-instruct" and isinstance(label, list) and len(label) == 1
+        return label[0] if single else label
+
+    def _value(self, where: str, row: dict[str, Any], key: str, setting: str) -> Any:
+        try:
+            return pick(row, key)
+        except KeyError:
+            pass
+        near = difflib.get_close_matches(key, row, n=1)
+        advice = f"; did you mean {near[0]!r}?" if near else ""
+        advice = f"; set {setting} to {found}" if (found := find_key(row, key)) else advice
+        null = "; null for prompts without labels" if setting == "data.label_key" else ""
+        raise DataError(
+            f"{where}: no key {key!r} ({setting}{null}); the row has {describe_keys(row)}{advice}"
+        )
+
+    def _extra(self, row: dict[str, Any]) -> dict[str, Any]:
+        extra = {key: value for key, value in row.items() if key not in (self.prompt, self.label)}
+        inner = None if self.metadata is None else extra.get(self.metadata)
+        if isinstance(inner, dict):
+            extra = {**inner, **extra}
+        if self.source is not None and has(row, self.source):
+            name = pick(row, self.source)
+            extra.setdefault(SOURCE, "+".join(map(str, name)) if isinstance(name, list) else name)
+        return extra
+
+
+def layout_of(file: RowFile, data: DataConfig) -> RowLayout:
+    """Return where the parts of the rows are. A key of `data` that is not `auto` wins.
+
+    Raises:
+        DataError: one of the first rows is none.
+    """
+    first = list(islice(iter(file), _FIRST_ROWS))
+    name = detect(first) if data.format == AUTO else data.format
+    known = FORMATS[name]
+    label = _first_there(known.label, first)
+    if label is None and known.label_needed:
+        label = known.label[0]
+    prompt = _first_there(known.prompt, first) or known.prompt[0]
+    tools = known.tools if known.tools and _first_there((known.tools,), first) else None
+    prompt = prompt if data.prompt_key == AUTO else data.prompt_key
+    return RowLayout(
+        format=name,
+        prompt=prompt,
+        label=label if data.label_key == AUTO else data.label_key,
+        tools=tools if data.tools_key == AUTO else data.tools_key,
+        source=known.source,
+        metadata=known.metadata,
+        splits_chats=prompt == "messages" and name in ("openai", "open-instruct"),
+        label_needed=data.label_key != AUTO or known.label_needed,
+    )
+
+
+def detect(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the format of the rows; `plain` where they look like no other."""
+
+    def there(*keys: str) -> bool:
+        return all(any(has(row, key) for row in rows) for key in keys)
+
+    if there("prompt", "reward_model.ground_truth"):
+        return "verl"
+    if there("messages", "ground_truth"):
+        return "open-instruct"
+    if there("messages") or (there("question", "answer") and not there("prompt")):
+        return "openai"
+    if there("prompt", "label"):
+        maps = any(isinstance(row.get("metadata"), dict) for row in rows)
+        return "slime" if maps or there("tools") else "plain"
+    trl = FORMATS["trl"]
+    return "trl" if there("prompt") and _first_there(trl.label, rows) else "plain"
+
+
+def find_key(row: dict[str, Any], key: str) -> str | None:
+    """Return the dotted key that most likely was meant by `key`, if the row has one.
+
+    That is a field of the same name inside of a column, or the field of a label.
+    """
+    inside = dict(_dotted(row))
+    wanted = key.rsplit(".", maxsplit=1)[-1]
+    likely = [name for name in inside if name.rsplit(".", maxsplit=1)[-1] == wanted]
+    if not likely and key in ("label", "answer", "ground_truth"):
+        likely = [name for name in inside if name.endswith(".ground_truth")]
+    return likely[0] if likely else None
+
+
+def check_label(example: Example, reader: str) -> None:
+    """Refuse a label that is neither text nor a number (DataError); names the key to set.
+
+    Args:
+        reader: what reads the label, for the message.
+    """
+    label = example.label
+    if isinstance(label, str | int | float) and not isinstance(label, bool):
+        return
+    message = f"{example.where}: the label must be text or a number for {reader}"
+    if isinstance(label, dict):
+        inside = [k for k, v in _dotted({"": label}) if isinstance(v, str | int | float)]
+        likely = next((k for k in inside if k.endswith(ANSWERS)), None)
+        keys = ", ".join(repr(key) for key in label)
+        advice = f": set data.label_key to {example.label_key}{likely}" if likely else ""
+        raise DataError(f"{message}, got a map with {keys}{advice}")
+    if label is None:
+        likely = find_key(example.extra, example.label_key or "label")
+        advice = f": set data.label_key to {likely}" if likely else " (data.label_key)"
+        raise DataError(f"{message}, got null{advice}")
+    raise DataError(f"{message}, got {type(label).__name__}: {shorten(label)}")
+
+
+def _dotted(row: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every field inside of a column that is a map."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{path}{name}.")
+        elif path and value is not None:
+            yield f"{path}{name}", value
+
+
+def _first_there(keys: Sequence[str], rows: Sequence[dict[str, Any]]) -> str | None:
+    return next((key for key in keys if any(has(row, key) for row in rows)), None)
+
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.config.sections.data import AUTO, DataConfig
-from rlcore.data.examples import Examples, Part, open_examples
-from rlcore.data.formats import Example
+from rlcore.data.examples import Example, Examples, Part, open_examples
 from rlcore.data.messages import Message
 from rlcore.data.ragged_file import RaggedArray, RaggedWriter
 from rlcore.data.tokenizer import ENCODE_CHUNK, encode, leading_bos, render_chat

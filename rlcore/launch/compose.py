@@ -28,7 +28,7 @@ from rlcore.config.derived import (
 from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.load import Loaded
 from rlcore.data.examples import check_examples
-from rlcore.data.loading import check_context, prompt_notes
+from rlcore.data.loading import check_context, load_prompts, prompt_notes
 from rlcore.errors import ConfigError
 from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutSource, WeightSink
 from rlcore.launch.engines import build_engines, visible_names
@@ -220,7 +220,8 @@ def open_service(
     from rollout.weight_sync.publication import WeightPublication
 
     engines = build_engines(config, process)
-    service = RolloutService(config, tokenizer, engines, greedy_baseline=greedy_baseline)
+    prompts = load_prompts(config, tokenizer)
+    service = RolloutService(config, tokenizer, engines, prompts, greedy_baseline=greedy_baseline)
     stack.callback(service.close)
     sink = WeightPublication(config, service.fleet, service.loop, device=process.device)
     stack.callback(sink.close)

@@ -47,7 +47,7 @@ from rlcore.data.curriculum import build_curriculum
 from rlcore.data.curriculum.plugin import curriculum_keywords
 from rlcore.errors import ConfigError
 from rollout.plugins import call_method
-from rollout.rewards.loading import signature_problem
+from rollout.rewards.worker import signature_problem
 from rollout.workflows.registry import WORKFLOWS
 
 WORKFLOW_CALL = "__call__(self, prompt, draw, generate)"

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from rlcore.config import Config
 from rlcore.config.sections.data import DataConfig
-from rlcore.data.examples import open_examples
-from rlcore.data.formats import Example
+from rlcore.data.examples import Example, open_examples
 from rlcore.data.loading import sft_limits
 from rlcore.data.messages import Message
 from rlcore.data.prompts import LengthLimit, PromptSet

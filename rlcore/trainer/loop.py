@@ -18,6 +18,7 @@ from torch import Tensor
 from rlcore.config import Config
 from rlcore.config.evaluation_sets import sets_due
 from rlcore.data.batch import RolloutBatch, UpdateResult
+from rlcore.data.packing.plan import plan_minibatches
 from rlcore.deadlines import STEP_GRACE_S
 from rlcore.errors import RunFailed
 from rlcore.interfaces import PolicyBackend
@@ -79,8 +80,7 @@ class Trainer:
                     break
                 step += 1
                 self.score(step, batch)
-                self.assign_credit(step, batch)
-                updates = self.update(step)
+                updates = self.update(step, self.credit_of(step, batch))
                 self.publish(step)
             status = self.end_step(step, batch, updates)
             self.evaluate(step, ended=status in FINISHED)
@@ -123,7 +123,9 @@ class Trainer:
             plans = None
             if batch is not None:
                 rank0 = on_rank0(self.rank0)
-                plans = rank0.plans = self.backend.plan(batch, rank0.minibatches)
+                plans = rank0.plans = plan_minibatches(
+                    self.backend.plan_rules, batch, rank0.minibatches
+                )
             self.backend.load_batch(batch, plans)
         return batch
 
@@ -141,8 +143,8 @@ class Trainer:
             if self.credit.passes.critic:
                 put(batch, self.backend.score("critic"))
 
-    def assign_credit(self, step: int, batch: RolloutBatch | None) -> None:
-        """Compute advantages and loss weights on rank 0 and hand them to the ranks."""
+    def credit_of(self, step: int, batch: RolloutBatch | None) -> dict[str, Tensor] | None:
+        """Compute advantages and loss weights; returns them on rank 0."""
 
         def assign() -> dict[str, Tensor]:
             rank0 = on_rank0(self.rank0)
@@ -150,10 +152,10 @@ class Trainer:
             return self.credit.assign(on_rank0(batch), rank0.minibatches)
 
         with self.clock("advantages"):
-            self.backend.assign(self.sync.run_on_rank0("the advantages", assign))
+            return self.sync.run_on_rank0("the advantages", assign)
 
-    def update(self, step: int) -> list[UpdateResult]:
-        """Take epochs x mini-batches optimizer steps.
+    def update(self, step: int, credit: dict[str, Tensor] | None) -> list[UpdateResult]:
+        """Hand the credit to the ranks and take epochs x mini-batches optimizer steps.
 
         `training.max_update_kl` ends them early, on all ranks alike.
         """
@@ -161,6 +163,8 @@ class Trainer:
         limit = self.config.training.max_update_kl
         train_policy = not (self.credit.passes.critic and step <= self.config.critic.warmup_steps)
         results: list[UpdateResult] = []
+        with self.clock("advantages"):
+            self.backend.assign(credit)
         if self.config.training.debug == "rollout_only":
             return results
         with self.clock("training"):

@@ -2,14 +2,205 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlcore.data.prompts import Prompt, PromptSet, PromptStream
 from rlcore.data.sample import Sample
-from rollout.accounting.journal import LedgerJournal
-from rollout.accounting.ledger import Ledger
+from rlcore.errors import DataError, RunFailed
+from rlcore.runs.files import cut_torn_line, sync
+from rollout.accounting.journal_reader import DETAILS, OF_EACH, read_journal
+from rollout.accounting.ledger import Ledger, Transition
+
+logger = logging.getLogger(__name__)
+
+
+class LedgerJournal:
+    """Appends every transition of every draw to ledger.jsonl as it happens, and deletes none.
+
+        {"start": 0, "prompts": [20, "d41d8c…"], "max_staleness": 0}
+        {"drawn": [0, 1, 2, 3]}
+        {"finished": [0, 2]}
+        {"dropped": [2], "by": "zero_variance"}
+        {"requeued": [3], "because": "stale"}
+        {"failed": [1], "kind": "timeout"}
+        {"consumed": [0], "step": 1}
+        {"cut": 1}
+
+    Where a curriculum chooses prompts (`data.curriculum`), the choices and what they follow from
+    are here too: the row of each draw, and how many samples of its group pass, of those that tell.
+
+        {"drawn": [4, 5], "rows": [17, 3]}
+        {"finished": [4], "passed": ["3/8"]}
+
+    A start says from the cut of which step the run goes on; 0 is the beginning. A draw is requeued
+    without a reason where a workflow, an engine or the run ended before the draw did. The cut of a
+    step is the moment at which its batch is handed over; the step's checkpoint holds the state of
+    that moment.
+
+    A start from the checkpoint of step s is a rewind: the lines between the cut of step s and the
+    start were done for weights that are gone, and do not count any more. Where the journal has no
+    such cut, the start holds the ledger itself.
+
+    Every line is with the operating system when the next kind of transition is recorded, and on the
+    disk at each cut. So a kill loses only what a rewind to the newest cut would give up too.
+
+    A run has one writer. Transitions that are recorded before `start` are written behind its line.
+    """
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        self._path = Path()
+        # where the last line of this writer ends; another writer is noticed by it
+        self._end = 0
+        # entries that are not written yet: all since the last `detach`, or the one that still grows
+        self._unwritten: list[dict[str, Any]] = []
+
+    def record(self, transition: Transition, draw: int, detail: int | str | None) -> None:
+        """Record the transition of a draw: see `rollout.accounting.ledger.Record`."""
+        last = self._unwritten[-1] if self._unwritten else {}
+        each = OF_EACH.get(transition)
+        if each is not None and detail is not None:
+            if each in last:
+                last[transition].append(draw)
+                last[each].append(detail)
+                return
+            entry: dict[str, Any] = {transition: [draw], each: [detail]}
+        else:
+            key = DETAILS.get(transition) or each or ""
+            if transition in last and last.get(key) == detail:
+                last[transition].append(draw)
+                return
+            entry = {transition: [draw]} | ({} if detail is None else {key: detail})
+        self._unwritten.append(entry)
+        self._flush(len(self._unwritten) - 1)
+
+    def flush(self) -> None:
+        """Write everything that was recorded, so that it outlives this process."""
+        self._flush(len(self._unwritten))
+
+    def _flush(self, count: int) -> None:
+        if self._file is not None and count > 0:
+            self._write(*self._unwritten[:count])
+            del self._unwritten[:count]
+
+    def cut(self, step: int) -> None:
+        """Record that the batch of `step` is handed over now, and bring everything to the disk."""
+        if self._file is not None:
+            self._unwritten.append({"cut": step})
+            self.flush()
+            os.fsync(self._file)
+
+    def detach(self) -> None:
+        """Write nothing before the next `start`, since a state is being restored."""
+        self.flush()
+        self._release()
+        # recorded since an earlier `detach` that no `start` followed
+        self._unwritten.clear()
+
+    def start(
+        self,
+        path: Path,
+        step: int,
+        ledger: Mapping[str, Any],
+        *,
+        prompts: tuple[int, str],
+        max_staleness: int,
+    ) -> None:
+        """Go on in `path` from the cut of `step`, at which the ledger was `ledger`, a snapshot.
+
+        Args:
+            prompts: how many there are, and their fingerprint.
+            max_staleness: the bound for the steps to come.
+
+        A damaged file is set aside, with a warning. A second call before the next `detach` does
+        nothing: a caller that got no answer asks again.
+        """
+        if self._file is not None:
+            return
+        entry: dict[str, Any] = {
+            "start": step,
+            "prompts": list(prompts),
+            "max_staleness": max_staleness,
+        }
+        known = _ledger_at(step, path)
+        if known is None or not known.same_as(Ledger.of(ledger)):
+            logger.warning(
+                "%s has not the ledger of step %d that the checkpoint has: it is written there"
+                " anew",
+                path,
+                step,
+            )
+            entry["ledger"] = ledger
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sync(path.parent)  # its name is on the disk before the first cut is
+        cut_torn_line(path)
+        self._path = path
+        self._end = os.fstat(self._file).st_size
+        self._unwritten.insert(0, entry)
+        self.flush()
+
+    def close(self) -> None:
+        """Write what can be written, and close the file."""
+        try:
+            self.flush()
+        # recovery: a resume draws again what is not written down
+        except (OSError, RunFailed) as error:
+            logger.warning("the last lines of the ledger could not be written: %s", error)
+        self._release()
+
+    def _release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _write(self, *entries: Mapping[str, Any]) -> None:
+        """Append entries. Raises RunFailed where another service has written since.
+
+        So a service that was lost does not write into the journal of its successor.
+        """
+        assert self._file is not None
+        content = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
+        written = 0
+        if (size := os.fstat(self._file).st_size) != self._end:
+            raise RunFailed(
+                f"another service writes {self._path}: it has {size} bytes, expected the"
+                f" {self._end} that this one left; this one stops, since their lines would"
+                " contradict each other"
+            )
+        try:
+            while written < len(content):
+                written += os.write(self._file, content[written:])
+        except OSError:
+            # a full disk: half a line must not stay before later ones
+            os.ftruncate(self._file, size)
+            raise
+        self._end += written
+
+
+def _ledger_at(step: int, path: Path) -> Ledger | None:
+    """The ledger that the journal in `path` has at the cut of `step`, if any."""
+    if not path.exists():
+        return Ledger() if step == 0 else None
+    try:
+        return read_journal(path).at(step)
+    except DataError as error:  # recovery: the checkpoint has the ledger
+        aside = path.with_name(f"{path.name}.damaged")
+        number = 1
+        while aside.exists():  # of an earlier start
+            number += 1
+            aside = path.with_name(f"{path.name}.damaged.{number}")
+        logger.warning(
+            "%s; it is set aside as %s, and the ledger starts anew from the checkpoint",
+            error,
+            aside.name,
+        )
+        os.replace(path, aside)
+        return None
 
 
 class PromptQueue:

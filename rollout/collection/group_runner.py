@@ -20,12 +20,10 @@ from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import decode, stop_token_ids
 from rlcore.errors import RolloutFailed
 from rollout.asyncio_utils import gather_or_cancel
-from rollout.collection.attempts import Aborted, Attempts, Failure, GivenUp
-from rollout.collection.lockstep_batcher import LockstepBatcher
-from rollout.collection.partial import PartialRollouts
+from rollout.collection.attempts import Aborted, Attempts, Failure, GivenUp, PartialRollouts
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.factories import kind_of
-from rollout.fleet.dispatcher import Dispatcher
+from rollout.fleet.dispatcher import Dispatcher, LockstepBatcher
 from rollout.rewards.scorer import FailureCounts, Scorer
 from rollout.workflows.context import NO_LIMIT, WorkflowContext
 from rollout.workflows.registry import build_workflow

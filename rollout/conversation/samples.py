@@ -1,4 +1,4 @@
-"""The samples of a rollout: one for each leaf of its tree."""
+"""The samples of a rollout: that of one response, or one for each leaf of its tree."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlcore.algorithms.conversations import UNTRAINED
+from rlcore.data.generation import Completion
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import (
     FinishReason,
@@ -34,6 +35,25 @@ def of_prompt(prompt: Prompt, draw: int, index: int) -> dict[str, Any]:
         "label": prompt.label,
         "metadata": dict(prompt.row),
     }
+
+
+def make_sample(prompt: Prompt, draw: int, index: int, completion: Completion) -> Sample:
+    """A sample of one prompt and one completion; text and reward are filled in later."""
+    size = len(prompt.tokens)
+    made = len(completion.tokens)
+    mask = np.zeros(size + made, dtype=np.uint8)
+    mask[size:] = 1
+    return Sample(
+        **of_prompt(prompt, draw, index),
+        tokens=np.concatenate([prompt.tokens, completion.tokens]),
+        loss_mask=mask,
+        rollout_logprobs=completion.logprobs,
+        versions=completion.versions,
+        sampling_mask=completion.sampling_mask,
+        routed_experts=completion.routed_experts,
+        finish_reason=completion.finish_reason,
+        messages=prompt.messages,
+    )
 
 
 def samples_of(

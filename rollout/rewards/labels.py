@@ -7,14 +7,14 @@ from typing import Any
 
 from rlcore.config import Config
 from rlcore.config.sections.graders import GRADERS
-from rlcore.data.formats import Example, check_label
+from rlcore.data.examples import Example, check_label
 from rlcore.data.prompts import PromptSet
 from rlcore.errors import ConfigError, DataError
-from rollout.rewards.by_source import PartsBySource
 from rollout.rewards.graders.code_tests import read_tests
 from rollout.rewards.graders.ifeval import constraints_of
 from rollout.rewards.graders.places import accepted
 from rollout.rewards.graders.reasoning_gym import entry_of
+from rollout.rewards.scorer import PartsBySource
 
 # a grader's kind of label -> reads it from label and row, or raises ValueError
 READERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {

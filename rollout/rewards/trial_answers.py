@@ -9,9 +9,9 @@ from typing import Any
 
 from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardConfig
-from rlcore.data.formats import Example
+from rlcore.data.examples import Example
 from rlcore.data.prompts import PromptSet
-from rollout.rewards.by_source import PartsBySource
+from rollout.rewards.scorer import PartsBySource
 
 _OTHERS = 100  # rows among which a wrong answer is looked for
 _NO_ANSWER = "I do not know."

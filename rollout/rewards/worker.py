@@ -14,7 +14,9 @@ socket, and what a call has started ends with the call.
 from __future__ import annotations
 
 import fcntl
+import functools
 import gc
+import inspect
 import os
 import pickle
 import resource
@@ -24,15 +26,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import orjson
 
+from rlcore.data.sample import Sample
 from rlcore.deadlines import STRAYS_S
+from rlcore.errors import ConfigError
+from rollout.plugins import call_method, load_object, place_of
+from rollout.rewards.base import RewardFailure, Score, checked
 from rollout.sandbox.process_tree import adopt_orphans, descendants, die_with_parent, kill_below
-
-if TYPE_CHECKING:
-    from rollout.rewards.base import Score
 
 HEADER = struct.Struct("<I")
 HIGH = 200  # above the descriptors that code counts on or loops over
@@ -118,9 +121,6 @@ def limit_memory(gigabytes: float) -> None:
 
 def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callable[..., Any]]:
     """Return the functions by part; {} after telling the parent why there are none."""
-    from rlcore.errors import ConfigError
-    from rollout.rewards.loading import load_function
-
     sys.path[:] = setup["sys_path"]
     limit_memory(setup["memory_gb"])
     problem: str | None = None
@@ -135,11 +135,80 @@ def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callab
     return functions
 
 
+RewardFunction = Callable[[Sample], Any]
+
+
+def load_function(path: str, args: Mapping[str, Any], *, key: str) -> RewardFunction:
+    """The function at `package.module:name` with its arguments, to be called with a sample.
+
+    A class is constructed with the arguments instead.
+
+    Raises:
+        ConfigError: it cannot be imported, constructed, or called with a sample and `args`; names
+            the configuration `key`, and file and line.
+    """
+    found: Callable[..., Any] = load_object(path, {}, key=key)
+    if problem := signature_problem(found, args):
+        raise ConfigError(f"{key}: {path!r} {problem}")
+    if not inspect.isclass(found):
+        return functools.partial(found, **args) if args else found
+    try:
+        made: Any = found(**args)
+    except (Exception, SystemExit) as error:  # the user's constructor may raise anything
+        raise ConfigError(
+            f"{key}: {path!r} raised {type(error).__name__}: {error} at its construction"
+            f"{place_of(found.__init__, error)}"
+        ) from error
+    function: RewardFunction = made
+    return function
+
+
+def signature_problem(found: Callable[..., Any], args: Mapping[str, Any]) -> str | None:
+    """Why `found` cannot be called with a sample and `args`; None where it can or nobody knows."""
+    name = getattr(found, "__name__", type(found).__name__)
+    given = ", ".join(f"{key}={value!r}" for key, value in args.items())
+    calls: list[tuple[Callable[..., Any], tuple[None, ...], dict[str, Any], str]]
+    if inspect.isclass(found):
+        method = call_method(found)
+        if method is None:
+            return "is a class whose instances cannot be called: give it a method __call__(sample)"
+        calls = [
+            (found, (), dict(args), f"{name}({given})"),
+            (method, (None, None), {}, "__call__(self, sample)"),
+        ]
+    else:
+        shown = f"{name}(sample, {given})" if given else f"{name}(sample)"
+        calls = [(found, (None,), dict(args), shown)]
+    for target, positional, keywords, shown in calls:
+        if inspect.iscoroutinefunction(target):
+            return f"is `async def`, and a reward function is called plainly{place_of(target)}"
+        try:
+            signature = inspect.signature(target)
+        except (TypeError, ValueError):  # some functions of C have none
+            continue
+        try:
+            signature.bind(*positional, **keywords)
+        except TypeError as error:
+            return f"is called as {shown}, but takes {signature}: {error}{place_of(target)}"
+    return None
+
+
+def scored(function: RewardFunction, sample: Sample) -> Score:
+    """The function's verdict on a sample, or its failure with file and line."""
+    try:
+        score = checked(function(sample))
+    except BaseException as error:  # noqa: BLE001 - SystemExit too: one sample's failure
+        text = " ".join(str(error).split())[:200]
+        return RewardFailure(
+            "error", f"raised {type(error).__name__}: {text}{place_of(function, error)}"
+        )
+    if isinstance(score, RewardFailure):
+        return RewardFailure(score.kind, score.reason + place_of(function))
+    return score
+
+
 def call(function: Callable[..., Any], sample: Any, memory_gb: float) -> Score:
     """Return the function's verdict, or its failure."""
-    from rollout.rewards.base import RewardFailure
-    from rollout.rewards.loading import scored
-
     score = scored(function, sample)
     if isinstance(score, RewardFailure) and score.reason.startswith("raised MemoryError"):
         gc.collect()
@@ -149,8 +218,6 @@ def call(function: Callable[..., Any], sample: Any, memory_gb: float) -> Score:
 
 def encoded(identity: str, score: Score) -> dict[str, Any]:
     """Return the answer to a call."""
-    from rollout.rewards.base import RewardFailure
-
     if isinstance(score, RewardFailure):
         return {"id": identity, "error": readable(score.reason)}
     return {"id": identity, **asdict(score)}

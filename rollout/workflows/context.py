@@ -1,4 +1,4 @@
-"""Defines the context that a workflow is built with, and makes its samples."""
+"""Defines the context that a workflow is built with."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.config.sections.rollout import WorkflowConfig
-from rlcore.data.generation import Completion, Generate, SamplingParams
+from rlcore.data.generation import Generate, SamplingParams
 from rlcore.data.prompts import Prompt
-from rlcore.data.sample import Sample
 from rollout.conversation.chat_template import ChatTemplate
 from rollout.conversation.conversation import Conversation, Rules
 from rollout.conversation.parsing import ReplyParser
-from rollout.conversation.samples import of_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,22 +84,3 @@ class WorkflowContext:
             backend = self.tokenizer.backend_tokenizer
             return str(backend.decode(tokens.tolist(), skip_special_tokens=False))
         return str(self.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False))
-
-
-def make_sample(prompt: Prompt, draw: int, index: int, completion: Completion) -> Sample:
-    """A sample of one prompt and one completion; text and reward are filled in later."""
-    size = len(prompt.tokens)
-    made = len(completion.tokens)
-    mask = np.zeros(size + made, dtype=np.uint8)
-    mask[size:] = 1
-    return Sample(
-        **of_prompt(prompt, draw, index),
-        tokens=np.concatenate([prompt.tokens, completion.tokens]),
-        loss_mask=mask,
-        rollout_logprobs=completion.logprobs,
-        versions=completion.versions,
-        sampling_mask=completion.sampling_mask,
-        routed_experts=completion.routed_experts,
-        finish_reason=completion.finish_reason,
-        messages=prompt.messages,
-    )

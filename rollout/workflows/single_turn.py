@@ -5,7 +5,8 @@ from __future__ import annotations
 from rlcore.data.generation import Generate, GenerateRequest
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
-from rollout.workflows.context import WorkflowContext, make_sample
+from rollout.conversation.samples import make_sample
+from rollout.workflows.context import WorkflowContext
 
 
 class SingleTurn:

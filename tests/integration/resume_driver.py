@@ -53,8 +53,8 @@ POINTS = {
     "result": ("rlcore.runs.directory", "RunDirectory.write_result"),
     "rename": ("os", "rename"),
     "replace": ("os", "replace"),
-    "journal start": ("rollout.accounting.journal", "LedgerJournal.start"),
-    "journal cut": ("rollout.accounting.journal", "LedgerJournal.cut"),
+    "journal start": ("rollout.accounting.prompt_queue", "LedgerJournal.start"),
+    "journal cut": ("rollout.accounting.prompt_queue", "LedgerJournal.cut"),
     "fsync": ("os", "fsync"),
     "write shard": ("megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item"),
 }
@@ -135,7 +135,7 @@ def tear_line(passed: Counter[str], call: int) -> None:
 
 def tear_ledger(passed: Counter[str], call: int) -> None:
     """Die when half of what write number `call` to ledger.jsonl says is in it."""
-    from rollout.accounting.journal import LedgerJournal
+    from rollout.accounting.prompt_queue import LedgerJournal
 
     real = LedgerJournal._write
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rank_main import joined, payload
 from torch import Tensor
 
-from backends.megatron.model.fused_head import fused_logprobs
+from backends.megatron.model.head import fused_logprobs
 from rlcore.data.batch import BatchSamplingMasks
 
 ROWS = 11

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backends.megatron import MegatronBackend
-from backends.megatron.build import SwappedIn
+from backends.megatron.training.passes import SwappedIn
 from rlcore.trainer.objective import Objective
 
 SMALL = 64 << 10  # bytes that may stay: rotary tables, masks, counters

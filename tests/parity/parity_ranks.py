@@ -18,7 +18,7 @@ from backends.megatron import MegatronBackend
 from backends.megatron.cpu.shim import importing_megatron
 from backends.megatron.weights.export import WeightExporter
 from rlcore.data.batch import RolloutBatch
-from rlcore.data.packing.plan import MinibatchPlan
+from rlcore.data.packing.plan import MinibatchPlan, plan_minibatches
 from rlcore.data.sample import Sample
 from rlcore.runs.rollouts import read_rollouts
 from rlcore.trainer.credit import CreditAssignment
@@ -106,7 +106,7 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
     if root and plans is None:
         assert batch is not None
         config.policy.max_tokens_per_microbatch = case["max_tokens"]
-        plans = backend.plan(batch, [range(batch.num_sequences)])
+        plans = plan_minibatches(backend.plan_rules, batch, [range(batch.num_sequences)])
     backend.load_batch(batch, plans if root else None)
     result: dict[str, Any] = {
         "scores": backend.score("policy", entropy=True),

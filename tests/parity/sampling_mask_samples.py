@@ -17,9 +17,9 @@ from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample, SamplingMasks, VersionSpan, join_experts
 from rlcore.weights import TensorSpec, cut_buckets
+from rollout.conversation.samples import make_sample
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.model_weights import as_published
-from rollout.workflows.context import make_sample
 
 TRUNCATED = SamplingParams(
     max_new_tokens=9, temperature=TEMPERATURE, top_p=0.8, top_k=12, sampling_mask=True

@@ -45,7 +45,7 @@ from backends.megatron.checks.layout import check_layout, layers_of_stages
 from backends.megatron.model.layers import FUSIONS
 from backends.megatron.parallel.state import CPRank
 from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
-from rlcore.data.packing.plan import MinibatchPlan, padded_length
+from rlcore.data.packing.plan import MinibatchPlan, padded_length, plan_minibatches
 from rlcore.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -237,7 +237,8 @@ def test_no_planned_pack_is_longer_than_the_budget(limit: int) -> None:
         policy=SimpleNamespace(arch=ARCH),
         _prefixes=lambda: SimpleNamespace(on=False),
     )
-    (plan,) = MegatronBackend.plan(backend, make_batch(), [range(len(LENGTHS))])
+    rules = MegatronBackend.plan_rules.fget(backend)  # type: ignore[attr-defined]
+    (plan,) = plan_minibatches(rules, make_batch(), [range(len(LENGTHS))])
     packs = [
         pack_size(sum(padded_length(LENGTHS[i], 4) for i in micro), 8)
         for micro in plan.microbatches[0]

@@ -26,7 +26,7 @@ from server_kit import Served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlcore.data.generation import Completion, Generate, GenerateRequest
-from rollout.collection.partial import PartialRollouts
+from rollout.collection.attempts import PartialRollouts
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.publication import WeightPublication
 

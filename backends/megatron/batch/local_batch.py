@@ -18,13 +18,31 @@ from torch import Tensor
 from backends.megatron.batch.pack import MicroBatch, make_micro_batch, pack_size
 from backends.megatron.parallel.agreement import broadcast_json
 from backends.megatron.parallel.state import ParallelState
+from rlcore.config import Config
+from rlcore.config.derived import micro_batch_tokens
 from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch, ragged_index
-from rlcore.data.packing.plan import MinibatchPlan
+from rlcore.data.packing.plan import MinibatchPlan, PlanRules
 from rlcore.data.packing.sharing import Sharing, share_nothing, share_prefixes
+from rlcore.planning.shape import CostModel
 
 ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}  # vectors that estimators read and losses do not
 # a vector whose name begins so belongs to no token: all of it goes to every rank
 BATCH_STATS = "batch_stats/"
+
+
+def plan_rules(
+    config: Config, parallel: ParallelState, cost: CostModel, *, share_prefixes: bool
+) -> PlanRules:
+    """The rules of micro-batches that follow from layout and budget."""
+    layout = config.policy.parallel
+    return PlanRules(
+        ranks=parallel.dp_size,
+        max_tokens=micro_batch_tokens(config),
+        cost=cost,
+        multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
+        pad=parallel.cp.chunks,
+        share_prefixes=share_prefixes,
+    )
 
 
 @dataclass(frozen=True)

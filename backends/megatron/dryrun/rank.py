@@ -13,13 +13,12 @@ with importing_megatron():
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     from backends.megatron.backend import MegatronBackend
-    from backends.megatron.build import SwappedIn
     from backends.megatron.checkpoint.save_load import _sharded_state
     from backends.megatron.dryrun.batch import RankBatch, Work
     from backends.megatron.dryrun.peers import Peers
     from backends.megatron.dryrun.stand_ins import without_peers
     from backends.megatron.dryrun.usage import Phase, Usage, storage_bytes
-    from backends.megatron.training.passes import critic_loss, policy_loss
+    from backends.megatron.training.passes import SwappedIn, critic_loss, policy_loss
 from rlcore.algorithms import Moments
 from rlcore.config import Config
 from rlcore.config.derived import Passes, pack_multiple

@@ -1,11 +1,21 @@
-"""The heads of the models: log-probs and entropy, or values, at trainable positions."""
+"""The heads of the models: log-probs and entropy, or values, at trainable positions.
+
+Log-probs and entropy of hidden states under a vocabulary-parallel output layer are computed tile by
+tile. A tile is some rows times some columns of the logits, small enough for the caches and square
+enough for the matmuls. The forward pass keeps three running sums a row, the backward pass computes
+each tile again. Two small all-reduces give the softmax over all tensor-parallel ranks, however many
+tiles there are. Columns that Megatron added to pad the vocabulary, and columns outside a row's
+sampling mask, take no part in softmax, entropy or gradient.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -15,7 +25,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from backends.megatron.batch.pack import MicroBatch
-from backends.megatron.model.fused_head import fused_logprobs
+from backends.megatron.cpu.kernels import kernel_type
+from rlcore.config.sections.policy import default_chunk_elements
+from rlcore.data.batch import BatchSamplingMasks
 
 
 @dataclass(frozen=True)
@@ -112,3 +124,264 @@ class ValueHead(nn.Module):
                 values, tensor_parallel_output_grad=False, group=self.tp_group
             )
         return values.index_select(0, targets.micro.target_index)
+
+
+# --- the fused log-probs --------------------------------------------------------------------------
+
+
+# the logit of a masked column: finite, since 0 * -inf would be NaN in the entropy
+_NO_COLUMN = -1e20
+
+
+def fused_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    vocab_size: int,
+    tp: ProcessGroup,
+    entropy: bool = True,
+    temperature: float = 1.0,
+    tile_elements: int | None = None,
+    sampling_mask: BatchSamplingMasks | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute (logprobs [M], entropy [M] or None), in fp32 or wider.
+
+    Both are of softmax(hidden @ weight.T / temperature) over the first `vocab_size` columns; with
+    `sampling_mask` over the columns of a row's mask alone, renormalised. The gradient of `hidden`
+    is this rank's part: the caller's region op sums it over `tp`.
+
+    Args:
+        hidden: [M, H].
+        weight: [V/tp, H].
+        tokens: int64 [M].
+        sampling_mask: on the device of `hidden`.
+        tile_elements: logits that exist at one time; by default `default_chunk_elements`.
+    """
+    elements = tile_elements or default_chunk_elements(kernel_type(hidden.device))
+    first = tp.rank() * weight.size(0)
+    live = min(max(vocab_size - first, 0), weight.size(0))
+    shard = _Shard(first, live, temperature, elements, sampling_mask)
+    return _FusedLogprobs.apply(hidden, weight, tokens, shard, entropy, tp)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The part of the vocabulary that this rank holds, and options of the softmax."""
+
+    first: int  # token of its first column
+    live: int  # number of its columns that are real tokens
+    temperature: float
+    elements: int  # of a tile, at most
+    sampling_mask: BatchSamplingMasks | None
+
+
+class _Tiles:
+    """The logits of one shard, one tile at a time, in memory that every tile uses again."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, shard: _Shard) -> None:
+        self.hidden = hidden
+        self.weight = weight
+        self.shard = shard
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        rows = hidden.size(0)
+        live = shard.live
+        width = max(isqrt(2 * shard.elements), shard.elements // max(rows, 1), 1)
+        self.width = min(width, max(live, 1))
+        self.height = max(1, min(shard.elements // self.width, rows))
+        self.rows = [slice(i, min(i + self.height, rows)) for i in range(0, rows, self.height)]
+        self.columns = [slice(i, min(i + self.width, live)) for i in range(0, live, self.width)]
+        size = self.height * self.width
+        self._logits, self._other = (hidden.new_empty(size, dtype=self.dtype) for _ in range(2))
+        self._product = hidden.new_empty(size) if hidden.dtype != self.dtype else None
+        sampling_mask = shard.sampling_mask
+        self._row_of = None  # int64 [K]: the row of each token of the masks
+        if sampling_mask is not None:
+            counts = sampling_mask.offsets.diff().to(hidden.device)
+            self._whole = counts == 0  # rows without a mask
+            self._row_of = torch.arange(rows, device=hidden.device).repeat_interleave(
+                counts, output_size=len(sampling_mask.tokens)
+            )
+
+    def logits(self, rows: slice, columns: slice) -> Tensor:
+        """Compute a tile of hidden @ weight.T / temperature; it is valid until the next call."""
+        z = _view(self._logits, rows, columns)
+        product = z if self._product is None else _view(self._product, rows, columns)
+        product.addmm_(
+            self.hidden[rows], self.weight[columns].t(), beta=0, alpha=1 / self.shard.temperature
+        )
+        if self._product is not None:
+            z.copy_(product)
+        if self.shard.sampling_mask is not None:
+            z.masked_fill_(~self._unmasked(self.shard.sampling_mask, rows, columns), _NO_COLUMN)
+        return z
+
+    def exp(self, z: Tensor) -> Tensor:
+        """Compute e^z in memory of its own; it is valid until the next call."""
+        return torch.exp(z, out=self._other[: z.numel()].view(z.shape))
+
+    def as_operand(self, dz: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Cast `dz` to the dtype of the matmuls; this overwrites the product behind the logits."""
+        return dz if self._product is None else _view(self._product, rows, columns).copy_(dz)
+
+    def target(self, tokens: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """The column of each row's token in a tile, and whether the tile has it: both [rows, 1]."""
+        column = tokens[rows, None] - (self.shard.first + columns.start)
+        width = columns.stop - columns.start
+        return column.clamp(0, width - 1), (column >= 0) & (column < width)
+
+    def _unmasked(self, sampling_mask: BatchSamplingMasks, rows: slice, columns: slice) -> Tensor:
+        """The columns of a tile inside the sampling masks: bool [rows, columns].
+
+        Tokens of other columns fall into one more column, so that no shape depends on data.
+        """
+        assert self._row_of is not None
+        part = slice(int(sampling_mask.offsets[rows.start]), int(sampling_mask.offsets[rows.stop]))
+        width = columns.stop - columns.start
+        column = sampling_mask.tokens[part].long() - (self.shard.first + columns.start)
+        column = torch.where((column >= 0) & (column < width), column, width)
+        unmasked = self._whole[rows, None].repeat(1, width + 1)
+        unmasked[self._row_of[part] - rows.start, column] = True
+        return unmasked[:, :width]
+
+
+def _view(memory: Tensor, rows: slice, columns: slice) -> Tensor:
+    height = rows.stop - rows.start
+    width = columns.stop - columns.start
+    return memory[: height * width].view(height, width)
+
+
+@dataclass
+class _Softmax:
+    """Running statistics of M rows over the columns so far, relative to their highest logit."""
+
+    highest: Tensor  # [M]
+    exp: Tensor  # [M], sum of e^x where x = logit - highest
+    weighted: Tensor  # [M], sum of e^x * x
+    target: Tensor  # [M], the logit of the target, 0 until its tile has come
+
+    @classmethod
+    def empty(cls, like: Tensor, rows: int, dtype: torch.dtype) -> _Softmax:
+        """Statistics of no columns."""
+        sums = like.new_zeros(3, rows, dtype=dtype)
+        return cls(like.new_full((rows,), _NO_COLUMN, dtype=dtype), *sums)
+
+    def part(self, rows: slice) -> _Softmax:
+        """The statistics of some rows, as views."""
+        return _Softmax(self.highest[rows], self.exp[rows], self.weighted[rows], self.target[rows])
+
+    def raise_to(self, highest: Tensor) -> None:
+        """Move the sums to a higher maximum."""
+        shift = self.highest - highest
+        factor = shift.exp()
+        self.weighted.add_(shift * self.exp).mul_(factor)
+        self.exp.mul_(factor)
+        self.highest.copy_(highest)
+
+    def reduce(self, tp: ProcessGroup) -> None:
+        """Combine the statistics of all ranks' shards. Collective."""
+        if tp.size() == 1:
+            return
+        common = self.highest.clone()
+        dist.all_reduce(common, op=dist.ReduceOp.MAX, group=tp)
+        self.raise_to(common)
+        sums = torch.stack([self.exp, self.weighted, self.target])
+        dist.all_reduce(sums, group=tp)
+        self.exp, self.weighted, self.target = sums.unbind()
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        shard: _Shard,
+        entropy: bool,
+        tp: ProcessGroup,
+    ) -> tuple[Tensor, Tensor | None]:
+        tiles = _Tiles(hidden, weight, shard)
+        softmax = _Softmax.empty(hidden, hidden.size(0), tiles.dtype)
+        for rows in tiles.rows:
+            part = softmax.part(rows)
+            for columns in tiles.columns:
+                z = tiles.logits(rows, columns)
+                column, there = tiles.target(tokens, rows, columns)
+                part.target.add_(z.gather(1, column).masked_fill_(~there, 0.0)[:, 0])
+                part.raise_to(torch.maximum(part.highest, z.amax(-1)))
+                e = tiles.exp(z.sub_(part.highest[:, None]))
+                part.exp.add_(e.sum(-1))
+                if entropy:
+                    part.weighted.add_(e.mul_(z).sum(-1))
+        softmax.reduce(tp)
+        log_sum = softmax.exp.log()
+        entropies = log_sum - softmax.weighted / softmax.exp if entropy else None
+        ctx.save_for_backward(hidden, weight, tokens, softmax.highest + log_sum, entropies)
+        ctx.shard = shard
+        ctx.set_materialize_grads(False)
+        return (softmax.target - softmax.highest) - log_sum, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, tokens, log_normalizer, entropies = ctx.saved_tensors
+        d_logprobs, d_entropy = (
+            None if g is None else g / ctx.shard.temperature for g in gradients
+        )
+        tiles = _Tiles(hidden, weight, ctx.shard)
+        d_hidden = torch.zeros_like(hidden, dtype=tiles.dtype) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for columns in tiles.columns:
+            # Sums over many tiles are fp32, whatever the weights are.
+            d_columns = (
+                None if d_weight is None else torch.zeros_like(weight[columns], dtype=tiles.dtype)
+            )
+            for rows in tiles.rows:
+                dz = _d_logits(
+                    tiles, rows, columns, tokens, log_normalizer, entropies, d_logprobs, d_entropy
+                )
+                if d_hidden is not None:
+                    _add_product(d_hidden[rows], dz, weight[columns])
+                if d_columns is not None:
+                    _add_product(d_columns, dz.t(), hidden[rows])
+            if d_weight is not None and d_columns is not None:
+                d_weight[columns] = d_columns
+        d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
+        return d_hidden, d_weight, None, None, None, None
+
+
+def _d_logits(
+    tiles: _Tiles,
+    rows: slice,
+    columns: slice,
+    tokens: Tensor,
+    log_normalizer: Tensor,
+    entropies: Tensor | None,
+    d_logprobs: Tensor | None,
+    d_entropy: Tensor | None,
+) -> Tensor:
+    """The gradient of one tile of logits.
+
+    d logprob / d logit = 1[target] - p,   d entropy / d logit = -p (log p + entropy)
+    """
+    z = tiles.logits(rows, columns).sub_(log_normalizer[rows, None])  # log p
+    p = tiles.exp(z)
+    through_p = torch.zeros_like(log_normalizer[rows]) if d_logprobs is None else -d_logprobs[rows]
+    if d_entropy is None:
+        p.mul_(through_p[:, None])
+    else:
+        assert entropies is not None
+        through_p = through_p - d_entropy[rows] * entropies[rows]
+        p.mul_(z.mul_(-d_entropy[rows, None]).add_(through_p[:, None]))
+    if d_logprobs is not None:
+        column, there = tiles.target(tokens, rows, columns)
+        p.scatter_(1, column, p.gather(1, column) + d_logprobs[rows, None] * there)
+    return tiles.as_operand(p, rows, columns)
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b, where `out` may be wider than the factors."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    else:
+        out.add_(a @ b)

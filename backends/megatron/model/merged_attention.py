@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from backends.megatron.batch.cp_layout import PackLayout
-from backends.megatron.batch.prefix_parts import PrefixPart
+from backends.megatron.batch.cp_layout import PackLayout, PrefixPart
 from backends.megatron.batch.ragged import borders, by_length, rectangle
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from backends.megatron.batch.local_batch import LocalBatch
 from backends.megatron.batch.pack import MicroBatch, gather_targets
 from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.layout import named_weights
 from backends.megatron.model.head import HeadOptions, Targets
 from backends.megatron.model.moe import clear_losses, padding_mask
 from backends.megatron.model.routing_replay import Routing, own_routing, replaying, start_step
@@ -84,6 +85,51 @@ class Model:
             for ddp in wrapped
             for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)
         ]
+
+
+class SwappedIn:
+    """Weights in (on CUDA pinned) host memory that are swapped into the policy for a pass.
+
+    They take no device memory beside the policy's.
+    """
+
+    def __init__(self, policy: Model, weights: Sequence[Tensor]) -> None:
+        self._policy = policy
+        self._weights = weights
+        # the policy's own weights while these are in their place; allocated at the first swap
+        self._aside: list[Tensor] = []
+
+    @contextmanager
+    def on_device(self) -> Iterator[Model]:
+        """Inside, the policy's modules with these weights; afterwards their own, bit for bit.
+
+        Everything is copied into existing storage: gradient and optimizer buffers are views of it.
+        """
+        with self._policy.on_device():
+            own = weights_of(self._policy.chunks)
+            if not self._aside:
+                self._aside = [torch.empty_like(w, pin_memory=w.is_pinned()) for w in self._weights]
+            copy_weights(own, self._aside)
+            copy_weights(self._weights, own)
+            try:
+                yield self._policy
+            finally:
+                copy_weights(self._aside, own)
+
+
+Frozen = Model | SwappedIn  # a model for passes without gradients
+
+
+@torch.no_grad()
+def copy_weights(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    """Copy tensor by tensor into existing storage."""
+    for given, own in zip(source, target):
+        own.copy_(given)
+
+
+def weights_of(chunks: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the weights of a model's chunks, as `named_weights` orders them."""
+    return [weight for chunk in chunks for _, weight in named_weights(chunk)]
 
 
 # (micro-batch, the head's result for all its targets) -> weighted sum

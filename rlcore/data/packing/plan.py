@@ -6,15 +6,18 @@ Pure functions of the lengths, and of how sequences begin alike.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from rlcore.data.packing.clusters import Clusters, Pieces, balance
-from rlcore.data.packing.sharing import Beginnings
+from rlcore.data.batch import RolloutBatch
+from rlcore.data.packing.sharing import Beginnings, beginnings_of
 from rlcore.planning.shape import CostModel
 
 
@@ -88,6 +91,53 @@ def split_minibatches(
     return [sorted(i for k in part for i in groups[order[k]]) for part in parts]
 
 
+@dataclass(frozen=True)
+class PlanRules:
+    """What a backend wants of its micro-batches.
+
+    Attributes:
+        ranks: data-parallel ranks.
+        max_tokens, multiple, pad: see `plan_minibatch`.
+        share_prefixes: packs hold a prefix that sequences of a group share once.
+    """
+
+    ranks: int
+    max_tokens: int
+    cost: CostModel
+    multiple: int
+    pad: int
+    share_prefixes: bool
+
+
+def plan_minibatches(
+    rules: PlanRules, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
+) -> list[MinibatchPlan]:
+    """Divide each optimizer step into micro-batches, balanced over the ranks by FLOPs.
+
+    Args:
+        minibatches: the sequences of each optimizer step.
+    """
+    beginnings = None
+    if rules.share_prefixes:
+        beginnings = beginnings_of(
+            batch.tokens, batch.cu_tokens, batch.vectors["group_ids"], batch.routed_experts
+        )
+    lengths = batch.lengths.tolist()
+    return [
+        plan_minibatch(
+            sequences,
+            lengths,
+            ranks=rules.ranks,
+            max_tokens=rules.max_tokens,
+            cost=rules.cost,
+            multiple=rules.multiple,
+            pad=rules.pad,
+            beginnings=beginnings,
+        )
+        for sequences in minibatches
+    ]
+
+
 def plan_minibatch(
     sequences: Sequence[int],
     lengths: Sequence[int],
@@ -135,3 +185,183 @@ def plan_minibatch(
                 shared_squares=int((shared * shared).sum()),
             )
         bins = max(needed, bins + 1) if needed == bins else needed
+
+
+# --- the balance of the ranks ---------------------------------------------------------------------
+
+
+EVEN = 1.01  # the heaviest rank by the mean, at which clusters are not cut any smaller
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What goes to one rank and one micro-batch together: sequences that begin alike.
+
+    Attributes:
+        members: the sequences of each piece.
+        tokens: of each piece, a shared one once.
+        costs: of each piece.
+        firsts: where each begins in the order of clusters.
+    """
+
+    members: list[list[int]]
+    tokens: list[int]
+    costs: list[float]
+    firsts: NDArray[np.int64]
+
+
+def balance(costs: Sequence[float], bins: int) -> list[list[int]]:
+    """Put every item onto the lightest bin, the longest first (LPT, Graham 1969).
+
+    Bins may stay empty.
+    """
+    order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
+    placed = [[item] for item in order[:bins]] + [[] for _ in range(bins - len(costs))]
+    heap = [(costs[item], b) for b, item in enumerate(order[:bins])]
+    heapq.heapify(heap)
+    for item in order[bins:]:
+        load, lightest = heap[0]
+        placed[lightest].append(item)
+        heapq.heapreplace(heap, (load + costs[item], lightest))
+    return placed
+
+
+def heaviest(costs: Sequence[float], bins: Sequence[Sequence[int]]) -> float:
+    """Return the cost of the heaviest of the bins that `balance` filled."""
+    return max(sum(costs[i] for i in items) for items in bins)
+
+
+class Clusters:
+    """Sequences that begin alike, and how they are cut into pieces.
+
+    They stand in one order, cluster behind cluster. A piece is a range of it; one that begins
+    inside a cluster repeats the prefix.
+    """
+
+    def __init__(
+        self, beginnings: Beginnings, lengths: Sequence[int], cost: CostModel, pad: int
+    ) -> None:
+        self.order = beginnings.order
+        self.shared = beginnings.shared
+        size: Any = np.asarray(lengths, dtype=np.int64)[self.order]  # Any: `cost` takes arrays too
+        shared: Any = beginnings.shared
+        self.starts = np.flatnonzero(shared == 0)
+        self.tokens = _Ranges(-(-size // pad) * pad, -(-(size - shared) // pad) * pad)
+        whole: Any = cost(size)
+        self.costs = _Ranges(whole, whole - cost(shared))
+
+    def balanced(self, ranks: int, max_tokens: int) -> tuple[Pieces, list[list[int]]]:
+        """Cut as little as keeps the ranks even. Returns the pieces, and those of each rank.
+
+        Whole clusters repeat nothing, but a few large ones leave ranks uneven. Then the order is
+        cut where ranks end, or all clusters are cut into smaller pieces, whichever is better.
+        """
+        pieces = self.cut(max_tokens)
+        ideal = sum(pieces.costs) / ranks
+        shares = balance(pieces.costs, ranks)
+        best = heaviest(pieces.costs, shares), pieces, shares
+        for parts in (0, 1, 2, 4, 8, 16):
+            if best[0] <= EVEN * ideal:
+                break
+            if parts:
+                pieces = self.cut(max_tokens, ideal / parts)
+                shares = balance(pieces.costs, ranks)
+            else:
+                borders = self.in_order(ranks)
+                pieces = self.cut(max_tokens, also=borders)
+                shares = [[] for _ in range(ranks)]
+                rank_of = np.searchsorted(borders, pieces.firsts, "right") - 1
+                for piece, rank in enumerate(rank_of.tolist()):
+                    shares[rank].append(piece)
+            load = heaviest(pieces.costs, shares)
+            if load < best[0]:
+                best = load, pieces, shares
+        return best[1], best[2]
+
+    def shared_in(self, pieces: Pieces) -> NDArray[np.int64]:
+        """Return how many tokens each sequence shares with the one before it in its piece."""
+        shared = self.shared.copy()
+        shared[pieces.firsts] = 0
+        return shared
+
+    def in_order(self, ranks: int) -> NDArray[np.int64]:
+        """Return where the parts of at most `ranks` ranks begin, as even as it goes."""
+        low = self.costs.to[-1] / ranks
+        high = self.costs.to[-1] + self.costs.whole.max(initial=0.0)
+        for _ in range(24):
+            middle = (low + high) / 2
+            if len(self._parts(middle, ranks + 1)) > ranks:
+                low = middle
+            else:
+                high = middle
+        return np.array(self._parts(high, ranks), dtype=np.int64)
+
+    def _parts(self, limit: float, most: int) -> list[int]:
+        """The beginnings of parts of at most `limit`; no more than `most` of them."""
+        ends = self.costs.ends(limit)
+        found: list[int] = []
+        start = 0
+        while start < len(self.order) and len(found) < most:
+            found.append(start)
+            start = int(ends[start])
+        return found
+
+    def cut(
+        self,
+        max_tokens: int,
+        max_cost: float = math.inf,
+        also: NDArray[np.int64] | None = None,
+    ) -> Pieces:
+        """Cut the clusters that are larger than either limit; a sequence alone may be.
+
+        Args:
+            also: where pieces begin in any case.
+        """
+        starts = self.starts if also is None else np.union1d(self.starts, also)
+        ends = np.concatenate([starts[1:], [len(self.order)]])
+        large = (self.tokens.of(starts, ends) > max_tokens) | (
+            self.costs.of(starts, ends) > max_cost
+        )
+        following = np.minimum(self.tokens.ends(max_tokens), self.costs.ends(max_cost)).tolist()
+        begins: list[int] = []
+        for start, end, cut in zip(starts.tolist(), ends.tolist(), large.tolist(), strict=True):
+            begins.append(start)
+            if cut:
+                begin = following[start]
+                while begin < end:
+                    begins.append(begin)
+                    begin = following[begin]
+        firsts = np.array(begins, dtype=np.int64)
+        lasts = np.concatenate([firsts[1:], [len(self.order)]])
+        members = self.order.tolist()
+        return Pieces(
+            [members[a:b] for a, b in zip(begins, lasts.tolist(), strict=True)],
+            self.tokens.of(firsts, lasts).tolist(),
+            self.costs.of(firsts, lasts).tolist(),
+            firsts,
+        )
+
+
+class _Ranges:
+    """Sums over ranges of an order, whose first item counts whole and whose others count less.
+
+    Args:
+        whole: of each item where it is the first.
+        own: of each item behind the one before it.
+    """
+
+    def __init__(self, whole: Any, own: Any) -> None:
+        self.whole = whole
+        self.to = np.concatenate([[0], own.cumsum()])
+        # what the first item counts more than it does here
+        self.base = whole - self.to[1:]
+
+    def of(self, starts: Any, ends: Any) -> Any:
+        """Return the sums of the ranges [start, end)."""
+        return self.base[starts] + self.to[ends]
+
+    def ends(self, limit: float) -> NDArray[np.int64]:
+        """Return, for each start, the end of the longest range within `limit`, or of one item."""
+        found = np.searchsorted(self.to, limit - self.base, "right") - 1
+        ends: NDArray[np.int64] = np.maximum(found, np.arange(1, len(self.base) + 1))
+        return ends

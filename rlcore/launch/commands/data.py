@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rlcore.config import Config
 from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.sections.reward import RewardPartConfig
-from rlcore.data.formats import SOURCE, Example
+from rlcore.data.examples import SOURCE, Example
 from rlcore.data.loading import load_prompts, prompt_stream, shares
 from rlcore.data.prompts import Prompt, PromptSet
 from rlcore.data.sample import Sample, VersionSpan

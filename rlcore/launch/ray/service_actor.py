@@ -113,6 +113,7 @@ class ServiceActor:
             return OpenedService(self._token, len(prompts), prompts.lengths)
 
     def _build(self, greedy_baseline: bool) -> RolloutService:
+        from rlcore.data.loading import load_prompts
         from rlcore.data.tokenizer import load_tokenizer
         from rlcore.runs.state import seed_rng
         from rollout.fleet.engine_memory import FleetMemory
@@ -123,7 +124,10 @@ class ServiceActor:
         tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
         hosts = [ray.get_actor(name, namespace=NAMESPACE) for name in self._hosts]
         engines = cluster_engines(config, hosts, self._keys)
-        service = RolloutService(config, tokenizer, engines, greedy_baseline=greedy_baseline)
+        prompts = load_prompts(config, tokenizer)
+        service = RolloutService(
+            config, tokenizer, engines, prompts, greedy_baseline=greedy_baseline
+        )
         self._memory = FleetMemory(service.fleet, config.rollout.engine, service.thread)
         return service
 

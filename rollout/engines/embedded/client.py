@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import aiohttp
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
+from rlcore.data.generation import (
+    Completion,
+    GenerateRequest,
+    MemoryTag,
+    PauseMode,
+    Prefix,
+    SamplingParams,
+)
+from rlcore.data.sample import SamplingMasks, VersionSpan, decode_experts, encode_experts
 from rlcore.deadlines import ENGINE_GRACE_S
 from rlcore.errors import (
     DeadlineExceeded,
@@ -22,9 +34,8 @@ from rlcore.errors import (
     RunFailed,
     UserError,
 )
-from rlcore.weights import DTYPES, Bucket
+from rlcore.weights import DTYPES, Bucket, TensorSpec
 from rollout.engines.child_process import Server
-from rollout.engines.embedded.codec import decode_completion, encode_request
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import FingerprintVerifier
 
@@ -248,3 +259,91 @@ class RemoteEngine:
             said = f"/{verb} was answered with nonsense (HTTP {status}): {raw[:80]!r}"
             raise EngineFailed(f"engine {self.name}: {said}") from None
         raise kind(text if self.name in text else f"engine {self.name}: {text}")
+
+
+# --- requests and answers as JSON -----------------------------------------------------------------
+# Arrays are base64, little-endian. The server (server.py) reads and writes the same.
+
+
+def encode_array(array: NDArray[Any], dtype: str) -> str:
+    """Encode an array as text."""
+    return base64.b64encode(np.ascontiguousarray(array, dtype=dtype).tobytes()).decode()
+
+
+def decode_array(text: str, dtype: str) -> NDArray[Any]:
+    """Decode the text of `encode_array`."""
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).astype(dtype[1:], copy=True)
+
+
+def encode_request(request: GenerateRequest) -> dict[str, Any]:
+    """Encode a request."""
+    prefixes = [[prefix.sample, encode_array(prefix.tokens, "<i4")] for prefix in request.prefixes]
+    return asdict(replace(request, prefixes=())) | {
+        "prompt": encode_array(request.prompt, "<i4"),
+        "prefixes": prefixes,
+    }
+
+
+def decode_request(value: dict[str, Any]) -> GenerateRequest:
+    """Decode the value of `encode_request`."""
+    sampling = dict(value["sampling"])
+    sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+    sampling["stop"] = tuple(sampling["stop"])
+    prefixes = tuple(
+        Prefix(sample, decode_array(tokens, "<i4")) for sample, tokens in value["prefixes"]
+    )
+    prompt = decode_array(value["prompt"], "<i4")
+    return GenerateRequest(
+        **value | {"prompt": prompt, "sampling": SamplingParams(**sampling), "prefixes": prefixes}
+    )
+
+
+def encode_completion(completion: Completion) -> dict[str, Any]:
+    """Encode a completion."""
+    mask = completion.sampling_mask
+    routed = completion.routed_experts
+    return {
+        "tokens": encode_array(completion.tokens, "<i4"),
+        "logprobs": encode_array(completion.logprobs, "<f4"),
+        "finish_reason": completion.finish_reason,
+        "versions": [[span.version, span.start, span.end] for span in completion.versions],
+        "keep_sets": (
+            mask
+            and {
+                "tokens": encode_array(mask.tokens, "<i4"),
+                "counts": encode_array(mask.counts, "<i4"),
+            }
+        ),
+        "routed_experts": None if routed is None else encode_experts(routed),
+        "cached_tokens": completion.cached_tokens,
+    }
+
+
+def decode_completion(value: dict[str, Any]) -> Completion:
+    """Decode the value of `encode_completion`."""
+    mask = value["keep_sets"]
+    routed = value["routed_experts"]
+    return Completion(
+        decode_array(value["tokens"], "<i4"),
+        decode_array(value["logprobs"], "<f4"),
+        value["finish_reason"],
+        tuple(VersionSpan(*span) for span in value["versions"]),
+        mask
+        and SamplingMasks(decode_array(mask["tokens"], "<i4"), decode_array(mask["counts"], "<i4")),
+        routed and decode_experts(routed),
+        value["cached_tokens"],
+    )
+
+
+def decode_buckets(value: list[Any]) -> list[Bucket]:
+    """Decode the layout of an update, which orjson wrote."""
+    return [
+        Bucket(
+            bucket["index"],
+            tuple(
+                TensorSpec(spec["name"], tuple(spec["shape"]), spec["dtype"])
+                for spec in bucket["tensors"]
+            ),
+        )
+        for bucket in value
+    ]

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
-from rollout.engines.embedded.codec import decode_buckets, decode_request, encode_completion
+from rollout.engines.embedded.client import decode_buckets, decode_request, encode_completion
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, gpu_identity
 

@@ -24,7 +24,7 @@ from rlcore.algorithms import (
 )
 from rlcore.algorithms.corrections import CORRECTIONS, Correction, CorrectionLevel
 from rlcore.algorithms.estimators.ppo import PPO
-from rlcore.algorithms.normalization import NormalizationMode
+from rlcore.algorithms.ragged import NormalizationMode
 from rlcore.config import Config
 from rlcore.config.built_in import built_in_estimators, built_in_losses
 from rlcore.config.checks.algorithm import DECOUPLED

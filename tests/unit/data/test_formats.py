@@ -9,8 +9,7 @@ import public_rows as public
 import pytest
 
 from rlcore.config.sections.data import DataConfig
-from rlcore.data.examples import open_examples
-from rlcore.data.formats import check_label
+from rlcore.data.examples import check_label, open_examples
 from rlcore.data.loading import load_prompts
 from rlcore.data.prompts import PromptSet
 from rlcore.errors import ConfigError, DataError

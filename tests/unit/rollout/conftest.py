@@ -17,6 +17,7 @@ from transformers import Qwen3ForCausalLM
 
 from rlcore.config import Config
 from rlcore.data.generation import GenerateRequest
+from rlcore.data.loading import load_prompts
 from rlcore.launch.commands.init_model import ALPHABETS, char_tokenizer
 from rollout.service import RolloutService
 
@@ -94,10 +95,10 @@ def make_service(
         options: dict[str, Any] | None = None,
         **sections: dict[str, Any],
     ) -> RolloutService:
+        config = make_config(**sections)
+        prompts = load_prompts(config, TOKENIZER)
         made.append(
-            RolloutService(
-                make_config(**sections), TOKENIZER, engines or [engine], **(options or {})
-            )
+            RolloutService(config, TOKENIZER, engines or [engine], prompts, **(options or {}))
         )
         made[-1].start()
         published(made[-1])

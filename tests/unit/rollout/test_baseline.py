@@ -13,7 +13,7 @@ from rlcore.data.batch import RolloutBatch
 from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import Sample
 from rlcore.errors import RunFailed
-from rollout.collection.partial import MOST_IN_VAIN
+from rollout.collection.attempts import MOST_IN_VAIN
 
 GREEDY = {"greedy_baseline": True}
 

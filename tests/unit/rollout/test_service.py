@@ -24,7 +24,7 @@ from rlcore.errors import (
     ModelError,
     RunFailed,
 )
-from rollout.collection.partial import MOST_IN_VAIN
+from rollout.collection.attempts import MOST_IN_VAIN
 
 
 def addresses(rollouts) -> list[tuple[int, int, str, tuple[int, ...]]]:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.data.loading import load_prompts
 from rlcore.data.tokenizer import load_tokenizer
 from rlcore.weights import TensorSpec, cut_buckets
 from rollout.engines.embedded.engine import EmbeddedEngine
@@ -67,7 +68,9 @@ def test_a_resumed_service_draws_the_same_tokens_and_logprobs(make_config, tiny_
         engine = EmbeddedEngine(
             str(tiny_model), config=EngineConfig(device="cpu", max_batch=8), dtype="fp32"
         )
-        service = RolloutService(config, load_tokenizer(tiny_model), [engine])
+        tokenizer = load_tokenizer(tiny_model)
+        prompts = load_prompts(config, tokenizer)
+        service = RolloutService(config, tokenizer, [engine], prompts)
         try:
             service.start()
             asyncio.run_coroutine_threadsafe(

@@ -11,7 +11,8 @@ import numpy as np
 from rlcore.data.generation import Generate, GenerateRequest
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample, VersionSpan
-from rollout.workflows.context import WorkflowContext, make_sample
+from rollout.conversation.samples import make_sample
+from rollout.workflows.context import WorkflowContext
 from rollout.workflows.single_turn import SingleTurn
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from backends.megatron.model.fused_head import fused_logprobs
+from backends.megatron.model.head import fused_logprobs
 from rlcore.data.batch import BatchSamplingMasks
 
 ROWS = 9

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.data.packing.clusters import balance
-from rlcore.data.packing.plan import split_minibatches
+from rlcore.data.packing.plan import balance, split_minibatches
 
 
 def longest_first(costs: list[float], bins: int) -> list[list[int]]:

@@ -26,7 +26,7 @@ from rlcore.algorithms import (
     policy_loss_names,
     policy_loss_plugin,
 )
-from rlcore.algorithms.normalization import NormalizationMode
+from rlcore.algorithms.ragged import NormalizationMode
 from rlcore.launch.commands.catalogue import (
     AGGREGATION,
     KL_KINDS,

@@ -12,9 +12,8 @@ import pytest
 
 from rlcore.data.prompts import PromptStream
 from rlcore.errors import DataError, RunFailed
-from rollout.accounting.journal import LedgerJournal
 from rollout.accounting.journal_reader import read_journal
-from rollout.accounting.prompt_queue import PromptQueue
+from rollout.accounting.prompt_queue import LedgerJournal, PromptQueue
 from tests.limits import no_large_files
 
 

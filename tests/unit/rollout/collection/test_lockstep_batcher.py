@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlcore.data.generation import GenerateRequest, SamplingParams
-from rollout.collection.lockstep_batcher import LockstepBatcher
+from rollout.fleet.dispatcher import LockstepBatcher
 
 SAMPLING = SamplingParams(max_new_tokens=1)
 

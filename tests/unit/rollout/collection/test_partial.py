@@ -11,7 +11,7 @@ import pytest
 
 from rlcore.data.generation import Completion, GenerateRequest, Prefix, SamplingParams
 from rlcore.data.sample import SamplingMasks, VersionSpan
-from rollout.collection.partial import MOST_IN_VAIN, PartialRollouts, shorten
+from rollout.collection.attempts import MOST_IN_VAIN, PartialRollouts, shorten
 
 PROMPT = [1, 2, 3]
 LONGEST = 12

@@ -16,7 +16,7 @@ from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import Sample, SamplingMasks, VersionSpan
 from rlcore.runs.rollouts import write_rollouts
 from rlcore.trainer.sources import ReplaySource
-from rollout.collection.partial import PartialRollouts
+from rollout.collection.attempts import PartialRollouts
 from rollout.conversation.conversation import Conversation
 
 from .kit import STOP, ScriptedModel, ids, make_context, make_prompt, make_tokenizer

@@ -10,8 +10,8 @@ import pytest
 
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.errors import ConfigError, EmptyBatch
-from rollout.rewards.loading import load_function
 from rollout.rewards.scorer import build_scorer
+from rollout.rewards.worker import load_function
 
 
 def run(config: dict, *batches, check: str | None = None) -> None:

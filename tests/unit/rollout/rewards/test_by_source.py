@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlcore.config.sections.reward import RewardConfig
-from rlcore.data.formats import Example
+from rlcore.data.examples import Example
 from rlcore.errors import ConfigError, DataError
 from rollout.rewards.labels import check_labels
 from rollout.rewards.scorer import build_scorer

@@ -19,10 +19,10 @@ from rlcore.data.generation import Completion
 from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
 from rlcore.errors import ModelError
+from rollout.conversation.samples import make_sample
 from rollout.rewards.base import RewardFailure
 from rollout.rewards.services.formats import texts, wire_format
 from rollout.rewards.services.part import ServicePart
-from rollout.workflows.context import make_sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

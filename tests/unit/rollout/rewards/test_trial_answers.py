@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlcore.config.sections.reward import RewardConfig
-from rlcore.data.formats import Example
+from rlcore.data.examples import Example
 from rollout.rewards.trial_answers import TrialAnswers
 
 

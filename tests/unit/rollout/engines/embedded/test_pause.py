@@ -13,7 +13,7 @@ from engine_kit import flatten, layout, load, publish, request, tiny_qwen3, with
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import RunFailed
 from rollout.engines.embedded.decoding import Decoding
-from rollout.engines.embedded.pause_gate import PauseGate
+from rollout.engines.embedded.engine import PauseGate
 
 LONG = 400  # tokens: enough to be caught in the middle
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10]]

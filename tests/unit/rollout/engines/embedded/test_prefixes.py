@@ -15,8 +15,8 @@ from engine_kit import publish, request, tiny_qwen3, with_engine
 from rlcore.data.generation import GenerateRequest, Prefix
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import UserError
-from rollout.collection.partial import PartialRollouts
-from rollout.engines.embedded.codec import decode_request, encode_request
+from rollout.collection.attempts import PartialRollouts
+from rollout.engines.embedded.client import decode_request, encode_request
 from rollout.engines.embedded.decoding import Decoding
 
 SETTINGS = {

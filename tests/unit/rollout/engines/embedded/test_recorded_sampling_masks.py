@@ -10,7 +10,7 @@ import torch
 from engine_kit import VOCAB, request, with_engine
 
 from rlcore.data.sample import SamplingMasks
-from rollout.engines.embedded.codec import (
+from rollout.engines.embedded.client import (
     decode_completion,
     decode_request,
     encode_completion,

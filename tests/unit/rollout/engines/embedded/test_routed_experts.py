@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlcore.data.sample import join_experts
 from rlcore.errors import UserError
-from rollout.engines.embedded.codec import decode_completion, encode_completion
+from rollout.engines.embedded.client import decode_completion, encode_completion
 
 LAYERS = 2
 TOPK = 2
