@@ -100,7 +100,9 @@ class RolloutService:
         self._queue = PromptQueue(self.prompts, prompt_stream(config, self.prompts))
         self.ledger = self._queue.ledger
         limit_s = longest_request_s(config)
-        self._dispatcher = Dispatcher(self.fleet, rollout.engine, limit_s=limit_s)
+        self._dispatcher = Dispatcher(
+            self.fleet, rollout.engine, vocab_size=vocab_size, limit_s=limit_s
+        )
         shared = (config, tokenizer, self._dispatcher, self._scorer)
         self._training = training_runner(*shared, greedy_baseline=greedy_baseline)
         self._evaluator = Evaluator(

@@ -446,5 +446,11 @@ def in_policy_steps(versions: Tensor, policy_steps: Mapping[int, int]) -> Tensor
     Versions count publications, failed ones included.
     """
     known, index = versions.unique(return_inverse=True)
+    unknown = set(known.tolist()) - policy_steps.keys()
+    if unknown:
+        raise RunFailed(
+            f"samples of version {min(unknown)}, which was never published: an engine of"
+            " rollout.engine.kind names a wrong one"
+        )
     steps = [policy_steps[version] for version in known.tolist()]
     return torch.tensor(steps, dtype=torch.int64)[index]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlcore.data.generation import GenerateRequest
-from rlcore.errors import ModelError, UserError
+from rlcore.data.generation import Completion, GenerateRequest
+from rlcore.data.sample import LARGEST_LOGPROB
+from rlcore.errors import EngineFailed, ModelError, UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -105,3 +107,58 @@ def check_request(
         raise UserError(
             f"{what}: top_p must lie in (0, 1] and temperature be at least 0, got {sampling}"
         )
+
+
+def check_versions(
+    completions: Iterable[Completion], *, oldest: int, newest: int, engine: str
+) -> None:
+    """Refuse tokens of a version that was not in force while they were made (EngineFailed).
+
+    Args:
+        oldest: the version in force when the request began.
+        newest: the one when it was answered.
+    """
+    for completion in completions:
+        for span in completion.versions:
+            if not oldest <= span.version <= newest:
+                raise EngineFailed(
+                    f"engine {engine} names version {span.version} for its tokens, expected"
+                    f" {oldest} to {newest}, which were in force: does another trainer publish to"
+                    " it?"
+                )
+
+
+def check_values(completion: Completion, *, vocab_size: int, most: int, engine: str) -> None:
+    """Refuse a completion that no policy can have made (EngineFailed).
+
+    It is done for every completion, so in few calls of numpy.
+
+    Args:
+        most: tokens that it may have.
+    """
+    tokens = completion.tokens
+    logprobs = completion.logprobs
+    end = 0
+    for span in completion.versions:
+        if span.start != end:
+            end = -1
+            break
+        end = span.end
+    why = None
+    if len(tokens) > most:
+        why = f"{len(tokens)} tokens, asked were at most {most}"
+    elif len(tokens) != len(logprobs):
+        why = f"{len(logprobs)} log-probs of {len(tokens)} tokens"
+    elif end != len(tokens):
+        why = f"versions {completion.versions}, which do not cover {len(tokens)} tokens in order"
+    elif len(tokens):
+        # a negative id is a large one here
+        if np.maximum.reduce(tokens.astype(np.int32, copy=False).view(np.uint32)) >= vocab_size:
+            why = f"tokens from {tokens.min()} to {tokens.max()} of a vocabulary of {vocab_size}"
+        # NaN is no number that compares
+        low = np.minimum.reduce(logprobs)
+        high = np.maximum.reduce(logprobs)
+        if why is None and not (low > -np.inf and high <= LARGEST_LOGPROB):
+            why = f"log-probs from {low} to {high}, expected finite ones up to 0"
+    if why is not None:
+        raise EngineFailed(f"engine {engine} answered with {why}")

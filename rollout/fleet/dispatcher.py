@@ -23,6 +23,7 @@ from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.deadlines import ABORT_S, REQUEST_S
 from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, RunFailed
 from rollout.asyncio_utils import gather_or_cancel, within
+from rollout.engines.checks import check_values
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.router import Lease
 from rollout.weight_sync.base import describe
@@ -34,12 +35,16 @@ class Dispatcher:
     """Spreads requests over the engines of a fleet and watches each call.
 
     Args:
+        vocab_size: of the policy; no token beyond it is passed on.
         limit_s: the longest time for a request, during which no pause held it.
     """
 
-    def __init__(self, fleet: Fleet, config: EngineConfig, *, limit_s: float = REQUEST_S) -> None:
+    def __init__(
+        self, fleet: Fleet, config: EngineConfig, *, vocab_size: int, limit_s: float = REQUEST_S
+    ) -> None:
         self.fleet = fleet
         self.config = config
+        self.vocab_size = vocab_size
         self.limit_s = limit_s
         self.retried = 0  # requests that were sent again, so far
         self.overdue = 0  # requests whose time was up, so far
@@ -161,6 +166,12 @@ class Dispatcher:
                 f"engine {engine.name} gave {[len(a) for a in answers]} completions, asked were"
                 f" {[r.n for r in requests]}"
             )
+        for request, completions in zip(requests, answers, strict=True):
+            for place, completion in enumerate(completions):
+                most = request.sampling.max_new_tokens - len(request.made(place))
+                check_values(
+                    completion, vocab_size=self.vocab_size, most=most, engine=engine.name
+                )
         return answers
 
     def _set_alarm(self, lease: Lease, requests: Sequence[GenerateRequest], seconds: float) -> None:

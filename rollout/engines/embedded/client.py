@@ -23,8 +23,10 @@ from rlcore.errors import (
     UserError,
 )
 from rlcore.weights import DTYPES, Bucket
+from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.embedded.codec import decode_completion, encode_request
+from rollout.json_client import AnswerTooLong, read_at_most
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import FingerprintVerifier
 
@@ -33,6 +35,8 @@ ERRORS: dict[str, type[RlcoreError]] = {
     ModelError.__name__: ModelError,
     DeadlineExceeded.__name__: EngineHangs,
 }  # any other error there is EngineFailed here
+COMPLETIONS_BYTES = 1 << 30  # of a call's answer; of requests the server takes no more either
+CONTROL_BYTES = 64 << 20  # of any other answer
 # the keys of `rollout.engine` that limit verbs; the others have `update_timeout_s`
 LIMITS = {"health": "health_timeout_s", "progress": "health_timeout_s"}
 
@@ -60,6 +64,7 @@ class RemoteEngine:
         self.url = ""  # of the process, once it was started
         # the process group for weights that the server is in
         self.in_group: str | None = None
+        self._version: int | None = None  # in force
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -69,6 +74,7 @@ class RemoteEngine:
             return
         self.url = await self._server.start()
         self.in_group = None
+        self._version = None
         self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"})
         await self.health()
 
@@ -102,17 +108,26 @@ class RemoteEngine:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """See `RolloutEngine.generate`."""
         encoded = [encode_request(request) for request in requests]
+        oldest = self._version
         self._generating += 1
         try:
             results = await self._call("generate", {"requests": encoded})
         finally:
             self._generating -= 1
         try:
-            return [[decode_completion(value) for value in completions] for completions in results]
+            answers = [
+                [decode_completion(value) for value in completions] for completions in results
+            ]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineFailed(
                 f"engine {self.name}: /generate was answered with nonsense: {error!r}"
             ) from error
+        if oldest is not None and self._version is not None:
+            for completions in answers:
+                check_versions(
+                    completions, oldest=oldest, newest=self._version, engine=self.name
+                )
+        return answers
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
@@ -158,6 +173,7 @@ class RemoteEngine:
     async def set_version(self, version: int) -> None:
         """See `RolloutEngine.set_version`."""
         await self._call("set_version", {"version": version})
+        self._version = version
 
     def verifier(self) -> FingerprintVerifier:
         """See `RolloutEngine.verifier`."""
@@ -236,7 +252,12 @@ class RemoteEngine:
         async with session.post(
             f"{self.url}/{verb}", data=orjson.dumps(body), timeout=unlimited
         ) as response:
-            raw = await response.read()
+            limit = COMPLETIONS_BYTES if verb == "generate" else CONTROL_BYTES
+            try:
+                raw = await read_at_most(response, limit)
+            except AnswerTooLong as error:
+                said = f"/{verb} was answered with {error}, which no answer to it has"
+                raise EngineFailed(f"engine {self.name}: {said}") from error
             status = response.status
         try:
             answer = orjson.loads(raw)
