@@ -48,7 +48,9 @@ class Follower:
 
     def __init__(self, shared: Path, root: Path | None = None) -> None:
         self.shared = shared.absolute()
-        self._home, self._lock = make_home(self.shared, root or default_root())
+        lock: int | None
+        self._home, lock = make_home(self.shared, root or default_root())
+        self._lock = lock
         self.folder = self._home / "weights"
         self.number: int | None = None
         self._fingerprints: dict[str, str] = {}
@@ -227,13 +229,17 @@ def make_home(shared: Path, root: Path) -> tuple[Path, int]:
     Returns:
         The folder, and the descriptor that holds its lock.
     """
+    root.mkdir(parents=True, exist_ok=True)
     stem = f"rlcore-weights-{hashlib.sha256(str(shared).encode()).hexdigest()[:12]}-"
     for left in root.glob(f"{stem}*"):
         _remove_if_free(left)
-    home = Path(tempfile.mkdtemp(prefix=stem, dir=root))  # of mode 0700
-    descriptor = os.open(home / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return home, descriptor
+    while True:
+        home = Path(tempfile.mkdtemp(prefix=stem, dir=root))  # of mode 0700
+        descriptor = os.open(home / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if (home / _IN_USE).exists():
+            return home, descriptor
+        os.close(descriptor)  # another follower took it for a dead one's before it was locked
 
 
 def _remove_if_free(home: Path) -> None:
