@@ -165,7 +165,7 @@ async def dispatcher(url: str, config: EngineConfig) -> AsyncIterator[Send]:
         await engine.set_version(1)
         await engine.resume()
         fleet.published(engine, 1)
-        ask = Dispatcher(fleet, config)
+        ask = Dispatcher(fleet, config, vocab_size=VOCAB)
         yield lambda number: ask.one(request(number))
     finally:
         await fleet.close()

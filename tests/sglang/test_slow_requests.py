@@ -16,6 +16,7 @@ from server_kit import Served
 
 from rlcore.config.sections.rollout import RestartConfig
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
+from rollout.engines.checks import folder_vocab_size
 from rollout.engines.child_process import members
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.fleet.dispatcher import Dispatcher
@@ -54,7 +55,9 @@ def with_fleet(served: Served, use: Use, *, limit_s: float = 600.0, **limits: fl
         await engine._control("/update_weight_version", version)
         fleet.published(engine, 1)
         try:
-            return await use(Dispatcher(fleet, config, limit_s=limit_s), engine)
+            vocab_size = folder_vocab_size(engine.model_path)
+            dispatcher = Dispatcher(fleet, config, vocab_size=vocab_size, limit_s=limit_s)
+            return await use(dispatcher, engine)
         finally:
             await fleet.close()
             await engine.close()

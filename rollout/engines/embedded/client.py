@@ -23,6 +23,7 @@ from rlcore.errors import (
     UserError,
 )
 from rlcore.weights import DTYPES, Bucket
+from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.embedded.codec import decode_completion, encode_request
 from rollout.weight_sync.process_group import GroupAddress
@@ -57,6 +58,7 @@ class RemoteEngine:
         self._server = server
         self._session: aiohttp.ClientSession | None = None
         self._generating = 0  # calls in flight
+        self._version: int | None = None  # of the weights that it was given last
         self.url = ""  # of the process, once it was started
         # the process group for weights that the server is in
         self.in_group: str | None = None
@@ -69,6 +71,7 @@ class RemoteEngine:
             return
         self.url = await self._server.start()
         self.in_group = None
+        self._version = None
         self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"})
         await self.health()
 
@@ -102,17 +105,20 @@ class RemoteEngine:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """See `RolloutEngine.generate`."""
         encoded = [encode_request(request) for request in requests]
+        version = self._version
         self._generating += 1
         try:
             results = await self._call("generate", {"requests": encoded})
         finally:
             self._generating -= 1
         try:
-            return [[decode_completion(value) for value in completions] for completions in results]
-        except (KeyError, TypeError, ValueError) as error:
+            found = [[decode_completion(value) for value in completions] for completions in results]
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise EngineFailed(
                 f"engine {self.name}: /generate was answered with nonsense: {error!r}"
             ) from error
+        check_versions(self.name, found, version, self._version)
+        return found
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
@@ -158,6 +164,7 @@ class RemoteEngine:
     async def set_version(self, version: int) -> None:
         """See `RolloutEngine.set_version`."""
         await self._call("set_version", {"version": version})
+        self._version = version
 
     def verifier(self) -> FingerprintVerifier:
         """See `RolloutEngine.verifier`."""

@@ -35,7 +35,7 @@ def decode(
             )
             raise ValueError(f"{got}, expected a list of {request.n} completions")
         return [_completion(part, request, limits, place) for place, part in enumerate(answer)]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise EngineFailed(
             f"engine {engine} answered request {request.rid} with what is no completion: {why}"

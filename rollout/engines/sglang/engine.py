@@ -23,6 +23,7 @@ from rlcore.deadlines import BROKEN_CONNECTION_S
 from rlcore.errors import ConfigError, EngineFailed, EngineHangs, UserError
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import gather_or_cancel
+from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.checksums import FusedChecksums
@@ -173,14 +174,20 @@ class SGLangEngine:
         """
         try:
             async with self._pause_gate:
-                key = str(self.weights.require_ready())
+                version = self.weights.require_ready()
+                key = str(version)
                 if self._generation is None:
                     raise EngineFailed(f"engine {self.name} does not run; start it first")
                 one = self._generation.one
                 # The dispatcher sends one at a time: a task would cost half as much as the call.
                 if len(requests) == 1:
-                    return [await one(requests[0], cache_key=key)]
-                return await gather_or_cancel(*(one(each, cache_key=key) for each in requests))
+                    found = [await one(requests[0], cache_key=key)]
+                else:
+                    work = (one(each, cache_key=key) for each in requests)
+                    found = await gather_or_cancel(*work)
+                if self._router is None:  # else another engine may have answered
+                    check_versions(self.name, found, version, self.weights.version)
+                return found
         except EngineFailed as error:
             raise await self._explained(error) from error
 
