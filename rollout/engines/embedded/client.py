@@ -61,10 +61,10 @@ class RemoteEngine:
         self._server = server
         self._session: aiohttp.ClientSession | None = None
         self._generating = 0  # calls in flight
+        self._version: int | None = None  # of the weights that it was given last
         self.url = ""  # of the process, once it was started
         # the process group for weights that the server is in
         self.in_group: str | None = None
-        self._version: int | None = None  # in force
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -108,26 +108,20 @@ class RemoteEngine:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """See `RolloutEngine.generate`."""
         encoded = [encode_request(request) for request in requests]
-        oldest = self._version
+        version = self._version
         self._generating += 1
         try:
             results = await self._call("generate", {"requests": encoded})
         finally:
             self._generating -= 1
         try:
-            answers = [
-                [decode_completion(value) for value in completions] for completions in results
-            ]
-        except (KeyError, TypeError, ValueError) as error:
+            found = [[decode_completion(value) for value in completions] for completions in results]
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise EngineFailed(
                 f"engine {self.name}: /generate was answered with nonsense: {error!r}"
             ) from error
-        if oldest is not None and self._version is not None:
-            for completions in answers:
-                check_versions(
-                    completions, oldest=oldest, newest=self._version, engine=self.name
-                )
-        return answers
+        check_versions(self.name, found, version, self._version)
+        return found
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""

@@ -21,7 +21,7 @@ def encode_array(array: NDArray[Any], dtype: str) -> str:
 
 def decode_array(text: str, dtype: str) -> NDArray[Any]:
     """Decode the text of `encode_array`."""
-    return np.frombuffer(base64.b64decode(text), dtype=dtype).astype(dtype[1:], copy=True)
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).astype(dtype[1:], copy=True)
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
@@ -72,14 +72,18 @@ def decode_completion(value: dict[str, Any]) -> Completion:
     """Decode the value of `encode_completion`."""
     mask = value["keep_sets"]
     routed = value["routed_experts"]
+    spans = value["versions"]
+    if not all(type(number) is int for span in spans for number in span):
+        raise ValueError(f"version spans {str(spans)[:80]}, expected whole numbers")
     return Completion(
         decode_array(value["tokens"], "<i4"),
         decode_array(value["logprobs"], "<f4"),
         value["finish_reason"],
-        tuple(VersionSpan(*span) for span in value["versions"]),
-        mask
-        and SamplingMasks(decode_array(mask["tokens"], "<i4"), decode_array(mask["counts"], "<i4")),
-        routed and decode_experts(routed),
+        tuple(VersionSpan(*span) for span in spans),
+        None
+        if mask is None
+        else SamplingMasks(decode_array(mask["tokens"], "<i4"), decode_array(mask["counts"], "<i4")),
+        None if routed is None else decode_experts(routed),
         value["cached_tokens"],
     )
 

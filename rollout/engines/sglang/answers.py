@@ -40,7 +40,7 @@ def decode(
         return [
             _completion(part, request, limits, place, mark) for place, part in enumerate(answer)
         ]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise EngineFailed(
             f"engine {engine} answered request {request.rid} with what is no completion: {why}"

@@ -203,17 +203,9 @@ class SGLangEngine:
                     )
         except EngineFailed as error:
             raise await self._explained(error) from error
-        for completions in answers:
-            self._check_versions(completions, oldest)
+        if self._router is None:  # else another engine may have answered
+            check_versions(self.name, answers, oldest, self.weights.version)
         return answers
-
-    def _check_versions(self, completions: Sequence[Completion], oldest: int) -> None:
-        # a router may have asked another engine, which has been given the newest one later
-        oldest = oldest if self._router is None else 0
-        newest = self.weights.version
-        if newest is None:
-            raise EngineFailed(f"engine {self.name} was started again meanwhile")
-        check_versions(completions, oldest=oldest, newest=newest, engine=self.name)
 
     async def abort(self, rids: Sequence[str] | None = None) -> None:
         """End requests now: those of these ids, or all. A router's engine is not known: none."""

@@ -16,7 +16,6 @@ from rlcore.deadlines import REQUEST_S
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 
-VOCAB = 31
 LIMITS = {
     "request_timeout_s": 5.0,
     "health_every_s": 0.05,
@@ -31,12 +30,10 @@ class Site:
 
     def __init__(self, names: str, *, place_s: float = 0.0, **config: Any) -> None:
         self.config = EngineConfig(**{**LIMITS, **config})
-        self.engines = [FakeEngine(random_reply(VOCAB), name=name) for name in names]
+        self.engines = [FakeEngine(random_reply(31), name=name) for name in names]
         self.fleet = Fleet(self.engines, self.config, place_s=place_s)
         limit_s = self.config.request_timeout_s or REQUEST_S
-        self.dispatcher = Dispatcher(
-            self.fleet, self.config, vocab_size=VOCAB, limit_s=limit_s
-        )
+        self.dispatcher = Dispatcher(self.fleet, self.config, vocab_size=31, limit_s=limit_s)
 
     async def publish(self, version: int = 1, *, only_stale: bool = False) -> None:
         engines = await (self.fleet.stale() if only_stale else self.fleet.candidates())

@@ -151,11 +151,11 @@ def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, 
 LIES = {
     "token beyond the vocabulary": ({"tokens": [1, 2, 2_000_000_000, 3]}, "tokens from 1 to 2000"),
     "negative token": ({"tokens": [1, -7, 2, 3]}, "tokens from -7 to 3 of a vocabulary of 31"),
-    "too many tokens": ({"tokens": [1] * 5}, "5 tokens, asked were at most 4"),
-    "log-prob that is no number": ({"logprobs": [-1, np.nan, -1, -1]}, "log-probs from nan"),
-    "infinite log-prob": ({"logprobs": [-1, -np.inf, -1, -1]}, "log-probs from -inf"),
-    "probability above 1": ({"logprobs": [-1, 5, -1, -1]}, "log-probs from -1.0 to 5.0"),
-    "log-probs of other tokens": ({"logprobs": [-1, -1]}, "2 log-probs of 4 tokens"),
+    "too many tokens": ({"tokens": [1] * 5}, "5 tokens, expected 1 to 4"),
+    "log-prob that is no number": ({"logprobs": [-1, np.nan, -1, -1]}, "the log-prob of trainable token 1 is nan"),
+    "infinite log-prob": ({"logprobs": [-1, -np.inf, -1, -1]}, "the log-prob of trainable token 1 is -inf"),
+    "probability above 1": ({"logprobs": [-1, 5, -1, -1]}, "the log-prob of trainable token 1 is 5.0"),
+    "log-probs of other tokens": ({"logprobs": [-1, -1]}, "logprobs of float32 (2,), expected"),
     "tokens without a version": ({"versions": ()}, "do not cover 4 tokens"),
     "overlapping versions": (
         {"versions": (VersionSpan(1, 0, 3), VersionSpan(1, 2, 4))},
@@ -190,7 +190,7 @@ def test_an_engine_that_answers_what_cannot_be_is_replaced(on_site, request_of, 
         [answer] = await site.dispatcher.one(request_of(0))
         assert answer.tokens.tolist() == b.reply(request_of(0), 0)
         assert site.states() == "dead serving"
-        assert "engine a answered with" in caplog.text
+        assert "engine a failed: engine a answered request" in caplog.text
         assert why in caplog.text
 
     on_site("ab", use, restart={"backoff_s": 30.0})

@@ -79,7 +79,7 @@ def test_a_version_that_was_not_in_force_is_the_engines_failure(version: int) ->
         [[found]] = await engine.generate([request([1])])
         assert found.versions == (VersionSpan(4, 0, 2),)
         answers["generate"] = [[completion(version)]]
-        with pytest.raises(EngineFailed, match=f"engine-0 names version {version} .*4 to 4"):
+        with pytest.raises(EngineFailed, match=f"engine-0 says that version {version} .*4 to 4"):
             await engine.generate([request([1])])
 
     with_engine(answers, use)

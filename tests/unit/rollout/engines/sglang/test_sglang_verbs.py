@@ -191,9 +191,9 @@ def test_requests_are_keyed_by_the_version_and_wait_while_the_engine_is_paused(f
 @pytest.mark.parametrize(
     ("version", "why"),
     [
-        (f"999{MARK}", "names version 999 for its tokens, expected 4 to 4"),
-        (f"-3{MARK}", "names version -3"),
-        (f"3{MARK}", "names version 3"),
+        (f"999{MARK}", "says that version 999 made tokens, expected 4 to 4"),
+        (f"-3{MARK}", "says that version -3 made"),
+        (f"3{MARK}", "says that version 3 made"),
         ("4", "this trainer did not publish: another trainer uses the engine"),
         ("4.deadbeef", "this trainer did not publish"),
         ("default", "this trainer did not publish"),
