@@ -132,7 +132,10 @@ def check_completion(
     made = len(tokens)
     sampling = request.sampling
     given = len(request.prompt) + len(request.made(place))
-    for name, array, dtype in (("tokens", tokens, np.int32), ("logprobs", found.logprobs, np.float32)):
+    for name, array, dtype in (
+        ("tokens", tokens, np.int32),
+        ("logprobs", found.logprobs, np.float32),
+    ):
         if array.dtype != dtype or array.shape != (made,):
             raise ValueError(f"{name} of {array.dtype} {array.shape}, expected {dtype} ({made},)")
     if found.finish_reason not in ("stop", "length", "abort"):

@@ -48,9 +48,8 @@ class Follower:
 
     def __init__(self, shared: Path, root: Path | None = None) -> None:
         self.shared = shared.absolute()
-        lock: int | None
         self._home, lock = make_home(self.shared, root or default_root())
-        self._lock = lock
+        self._lock: int | None = lock
         self.folder = self._home / "weights"
         self.number: int | None = None
         self._fingerprints: dict[str, str] = {}

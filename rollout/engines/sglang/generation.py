@@ -74,9 +74,7 @@ class Generation:
         self._sent: dict[str, list[str]] = {}
 
     @classmethod
-    async def connect(
-        cls, client: ServerClient, model_path: str, *, mark: str = ""
-    ) -> Generation:
+    async def connect(cls, client: ServerClient, model_path: str, *, mark: str = "") -> Generation:
         """Ask a running server, which serves the model in `model_path`, for its limits.
 
         Raises EngineFailed when it is no sglang 0.5.23.

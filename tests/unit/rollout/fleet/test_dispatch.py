@@ -152,9 +152,18 @@ LIES = {
     "token beyond the vocabulary": ({"tokens": [1, 2, 2_000_000_000, 3]}, "tokens from 1 to 2000"),
     "negative token": ({"tokens": [1, -7, 2, 3]}, "tokens from -7 to 3 of a vocabulary of 31"),
     "too many tokens": ({"tokens": [1] * 5}, "5 tokens, expected 1 to 4"),
-    "log-prob that is no number": ({"logprobs": [-1, np.nan, -1, -1]}, "the log-prob of trainable token 1 is nan"),
-    "infinite log-prob": ({"logprobs": [-1, -np.inf, -1, -1]}, "the log-prob of trainable token 1 is -inf"),
-    "probability above 1": ({"logprobs": [-1, 5, -1, -1]}, "the log-prob of trainable token 1 is 5.0"),
+    "log-prob that is no number": (
+        {"logprobs": [-1, np.nan, -1, -1]},
+        "the log-prob of trainable token 1 is nan",
+    ),
+    "infinite log-prob": (
+        {"logprobs": [-1, -np.inf, -1, -1]},
+        "the log-prob of trainable token 1 is -inf",
+    ),
+    "probability above 1": (
+        {"logprobs": [-1, 5, -1, -1]},
+        "the log-prob of trainable token 1 is 5.0",
+    ),
     "log-probs of other tokens": ({"logprobs": [-1, -1]}, "logprobs of float32 (2,), expected"),
     "tokens without a version": ({"versions": ()}, "do not cover 4 tokens"),
     "overlapping versions": (

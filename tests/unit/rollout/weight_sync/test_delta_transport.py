@@ -152,7 +152,8 @@ def test_damage_that_a_whole_publication_mends(
         content[:-1] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1])
     )
     with pytest.raises(
-        RunFailed, match=r"publication 2 in .*/weights cannot be rebuilt in .*/local/rlcore-weights-.*: "
+        RunFailed,
+        match=r"publication 2 in .*/weights cannot be rebuilt in .*/local/rlcore-weights-.*: ",
     ):
         follower.follow(2)
     assert follower.number in (None, 1)

@@ -35,9 +35,7 @@ class Running:
         return self.url
 
 
-def with_engine(
-    answers: dict[str, Any], use: Callable[[RemoteEngine], Awaitable[None]]
-) -> None:
+def with_engine(answers: dict[str, Any], use: Callable[[RemoteEngine], Awaitable[None]]) -> None:
     """Run `use(engine)` against a process that answers verbs with `answers`, else with null."""
 
     async def main() -> None:
