@@ -154,7 +154,9 @@ class Standing:
 @asynccontextmanager
 async def dispatcher(url: str, config: EngineConfig) -> AsyncIterator[Send]:
     """Ask as training does: through the fleet's router, with retries, deadlines and pauses."""
-    engine = SGLangEngine(Standing(url), config=config, keys=KEYS, model_path=str(model_folder()))
+    engine = SGLangEngine(
+        Standing(url), config=config, keys=KEYS, model_path=str(model_folder()), mark=""
+    )
     fleet = Fleet([engine], config)
     await fleet.start()
     try:
@@ -165,7 +167,7 @@ async def dispatcher(url: str, config: EngineConfig) -> AsyncIterator[Send]:
         await engine.set_version(1)
         await engine.resume()
         fleet.published(engine, 1)
-        ask = Dispatcher(fleet, config)
+        ask = Dispatcher(fleet, config, vocab_size=VOCAB)
         yield lambda number: ask.one(request(number))
     finally:
         await fleet.close()

@@ -21,7 +21,7 @@ DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16":
 
 # Tokenizer, chat template, generation settings and custom code are copied by their suffix, since
 # tokenizers may bring files of any name.
-_COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
+_COPIED = {".json", ".jinja", ".model", ".tiktoken", ".txt"}  # no code
 _WRITTEN = {"config.json", INDEX, "pytorch_model.bin.index.json"}
 
 

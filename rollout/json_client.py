@@ -41,6 +41,33 @@ class NoAnswer(Exception):
         self.pause_s = pause_s
 
 
+class AnswerTooLong(Exception):
+    """An answer is longer than what was asked can take."""
+
+
+async def read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """Read the body of an answer; stop, and close its connection, beyond `limit` bytes.
+
+    aiohttp itself bounds headers (128 of 8 KiB) and no body.
+
+    Raises:
+        AnswerTooLong: it has more bytes, or says so.
+    """
+    size = response.content_length or 0
+    chunks: list[bytes] = []
+    if size <= limit:
+        size = 0
+        async for chunk in response.content.iter_any():
+            size += len(chunk)
+            if size > limit:
+                break
+            chunks.append(chunk)
+    if size > limit:
+        response.close()
+        raise AnswerTooLong(f"more than {limit:,} bytes")
+    return b"".join(chunks)
+
+
 class JsonClient:
     """Posts JSON, each attempt with its deadline. Use it from one event loop.
 
@@ -141,14 +168,11 @@ class JsonClient:
 
     async def _limited(self, response: aiohttp.ClientResponse, url: str) -> bytes:
         """The body of an answer. Raises NoAnswer where it is too long."""
-        content = bytearray()
-        async for chunk in response.content.iter_any():
-            content += chunk
-            if len(content) > self._answer_bytes:
-                response.close()
-                reason = f"{url} answered more than {self._answer_bytes >> 20} MiB"
-                raise NoAnswer(reason, kind="too_long", again=False)
-        return bytes(content)
+        try:
+            return await read_at_most(response, self._answer_bytes)
+        except AnswerTooLong as error:
+            reason = f"{url} answered more than {self._answer_bytes >> 20} MiB"
+            raise NoAnswer(reason, kind="too_long", again=False) from error
 
     async def close(self) -> None:
         """Calls in flight fail. May be called twice."""

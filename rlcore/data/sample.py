@@ -162,13 +162,10 @@ class Sample:
                 f"{where}: token {wrong[0]} is {self.tokens[wrong[0]]}, expected ids from 0 to"
                 f" {vocab_size - 1}, the model's vocabulary"
             )
-        logprobs = self.rollout_logprobs
-        bad = (~(np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB))).nonzero()[0]
-        if len(bad):
-            raise ValueError(
-                f"{where}: the log-prob of trainable token {bad[0]} is {logprobs[bad[0]]}, expected"
-                " a finite number up to 0"
-            )
+        try:
+            check_logprobs(self.rollout_logprobs)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
 
     def check_token_rewards(self) -> None:
         """Refuse token rewards that are not finite and one a trainable token (ValueError).
@@ -325,6 +322,16 @@ class SamplingMasks:
         return cls(*(np.asarray(record[name], dtype=np.int32) for name in ("tokens", "counts")))
 
 
+def check_logprobs(logprobs: NDArray[np.float32]) -> None:
+    """Refuse log-probs that no engine can have computed (ValueError)."""
+    bad = (~(np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB))).nonzero()[0]
+    if len(bad):
+        raise ValueError(
+            f"the log-prob of trainable token {bad[0]} is {logprobs[bad[0]]}, expected a finite"
+            " number up to 0"
+        )
+
+
 def join_experts(records: Sequence[Experts]) -> Experts:
     """Join the records of the completions of a sample with several turns.
 
@@ -356,5 +363,5 @@ def encode_experts(record: Experts) -> dict[str, Any]:
 
 def decode_experts(value: dict[str, Any]) -> Experts:
     """Decode what `encode_experts` made."""
-    flat = np.frombuffer(base64.b64decode(value["data"]), dtype="<i2")
+    flat = np.frombuffer(base64.b64decode(value["data"], validate=True), dtype="<i2")
     return flat.astype(np.int16).reshape(value["shape"])

@@ -446,5 +446,10 @@ def in_policy_steps(versions: Tensor, policy_steps: Mapping[int, int]) -> Tensor
     Versions count publications, failed ones included.
     """
     known, index = versions.unique(return_inverse=True)
+    if unknown := [version for version in known.tolist() if version not in policy_steps]:
+        raise RunFailed(
+            f"an engine says that version {unknown[0]} of the weights made tokens, which this run"
+            " never published; does another trainer publish to the same engines?"
+        )
     steps = [policy_steps[version] for version in known.tolist()]
     return torch.tensor(steps, dtype=torch.int64)[index]

@@ -1,17 +1,20 @@
-"""Checks that engines of all kinds share: of a request, and of model and tokenizer."""
+"""Checks that engines of all kinds share: of requests, of answers, and of model and tokenizer."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlcore.data.generation import GenerateRequest
-from rlcore.errors import ModelError, UserError
+from rlcore.data.generation import Completion, GenerateRequest
+from rlcore.data.sample import VersionSpan, check_logprobs
+from rlcore.errors import EngineFailed, ModelError, UserError
 
 if TYPE_CHECKING:
+    from rollout.engines.sglang.limits import ExpertLayers
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
@@ -105,3 +108,129 @@ def check_request(
         raise UserError(
             f"{what}: top_p must lie in (0, 1] and temperature be at least 0, got {sampling}"
         )
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def check_completion(
+    found: Completion,
+    request: GenerateRequest,
+    place: int,
+    *,
+    vocab_size: int,
+    experts: ExpertLayers | None = None,
+) -> None:
+    """Raise ValueError for what no engine can have made of response number `place` of a request.
+
+    It costs little: it looks at every answer of every engine, whoever wrote the engine.
+
+    Args:
+        experts: of the model, where known.
+    """
+    tokens = found.tokens
+    made = len(tokens)
+    sampling = request.sampling
+    given = len(request.prompt) + len(request.made(place))
+    for name, array, dtype in (
+        ("tokens", tokens, np.int32),
+        ("logprobs", found.logprobs, np.float32),
+    ):
+        if array.dtype != dtype or array.shape != (made,):
+            raise ValueError(f"{name} of {array.dtype} {array.shape}, expected {dtype} ({made},)")
+    if found.finish_reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish reason {found.finish_reason!r}, expected stop, length or abort")
+    room = sampling.max_new_tokens - len(request.made(place))
+    if made > room or (made == 0 and found.finish_reason != "abort"):
+        raise ValueError(f"{made} tokens, expected 1 to {room}")
+    if made and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise ValueError(
+            f"tokens from {tokens.min()} to {tokens.max()} of a vocabulary of {vocab_size}"
+        )
+    check_logprobs(found.logprobs)
+    _check_spans(found.versions, made)
+    _check_masks(found, request, vocab_size)
+    _check_experts(found, request, given + made - 1, experts)
+    cached = found.cached_tokens
+    if cached is not None and not (type(cached) is int and 0 <= cached <= given):
+        raise ValueError(f"{str(cached)[:80]} cached tokens of {given}")
+
+
+def _check_spans(spans: Sequence[VersionSpan], made: int) -> None:
+    at = 0
+    for span in spans:
+        whole = type(span.version) is type(span.start) is type(span.end) is int
+        if not whole or span.start != at or span.end < at:
+            break
+        at = span.end
+    else:
+        if at == made:
+            return
+    raise ValueError(f"version spans {str(spans)[:200]} do not cover {made} tokens in order")
+
+
+def _check_masks(found: Completion, request: GenerateRequest, vocab_size: int) -> None:
+    made = len(found.tokens)
+    masks = found.sampling_mask
+    if masks is None and request.sampling.sampling_mask:
+        raise ValueError("no keep-sets, which were asked for")
+    if masks is not None:
+        if len(masks.counts) != made or len(masks.missing(found.tokens)):
+            raise ValueError(
+                f"{len(masks.counts)} keep-sets for {made} tokens, or one that does not hold its"
+                " own token"
+            )
+        kept = masks.tokens
+        if len(kept) and not 0 <= kept.min() <= kept.max() < vocab_size:
+            raise ValueError(f"keep-sets with tokens from {kept.min()} to {kept.max()}")
+
+
+def _check_experts(
+    found: Completion, request: GenerateRequest, tokens: int, experts: ExpertLayers | None
+) -> None:
+    """Check the record of the experts of the first `tokens` tokens."""
+    routed = found.routed_experts
+    if routed is None and request.sampling.routed_experts:
+        raise ValueError("no routed experts, which were asked for")
+    if routed is None or not len(found.tokens):
+        return
+    if routed.dtype != np.int16 or routed.ndim != 3 or len(routed) != tokens:
+        raise ValueError(
+            f"routed experts of {routed.dtype} {routed.shape}, expected int16 ({tokens}, layers,"
+            " experts a token)"
+        )
+    if experts is None:
+        return
+    if routed.shape[1:] != (len(experts.places), experts.topk):
+        raise ValueError(
+            f"routed experts of shape {routed.shape}, expected ({tokens}, {len(experts.places)},"
+            f" {experts.topk})"
+        )
+    if routed.size and not 0 <= routed.min() <= routed.max() < experts.num_experts:
+        raise ValueError(
+            f"routed experts from {routed.min()} to {routed.max()} of a model of"
+            f" {experts.num_experts}"
+        )
+
+
+def check_versions(
+    name: str, answers: Sequence[Sequence[Completion]], oldest: int | None, newest: int | None
+) -> None:
+    """Refuse tokens of weights that engine `name` cannot have had.
+
+    Args:
+        oldest, newest: the versions in force when the requests came and when they were answered.
+
+    Raises:
+        EngineFailed: another trainer publishes to it, say.
+    """
+    if oldest is None or newest is None:
+        return
+    for completion in (one for completions in answers for one in completions):
+        for span in completion.versions:
+            if not oldest <= span.version <= newest:
+                raise EngineFailed(
+                    f"engine {name} says that version {span.version} made tokens, expected"
+                    f" {oldest} to {newest}, the versions that it was given; does another trainer"
+                    " publish to it?"
+                )

@@ -23,6 +23,8 @@ from rlcore.data.generation import Completion, Generate, GenerateRequest
 from rlcore.deadlines import ABORT_S, REQUEST_S
 from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, RunFailed
 from rollout.asyncio_utils import gather_or_cancel, within
+from rollout.engines.checks import check_completion
+from rollout.engines.sglang.limits import ExpertLayers
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.router import Lease
 from rollout.weight_sync.base import describe
@@ -34,12 +36,24 @@ class Dispatcher:
     """Spreads requests over the engines of a fleet and watches each call.
 
     Args:
+        vocab_size: of the policy; an answer with other tokens is the engine's failure.
+        experts: of the policy, where engines record them and do not check them themselves.
         limit_s: the longest time for a request, during which no pause held it.
     """
 
-    def __init__(self, fleet: Fleet, config: EngineConfig, *, limit_s: float = REQUEST_S) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        experts: ExpertLayers | None = None,
+        limit_s: float = REQUEST_S,
+    ) -> None:
         self.fleet = fleet
         self.config = config
+        self.vocab_size = vocab_size
+        self.experts = experts
         self.limit_s = limit_s
         self.retried = 0  # requests that were sent again, so far
         self.overdue = 0  # requests whose time was up, so far
@@ -161,7 +175,31 @@ class Dispatcher:
                 f"engine {engine.name} gave {[len(a) for a in answers]} completions, asked were"
                 f" {[r.n for r in requests]}"
             )
+        self._check(engine.name, requests, answers)
         return answers
+
+    def _check(
+        self,
+        engine: str,
+        requests: Sequence[GenerateRequest],
+        answers: Sequence[Sequence[Completion]],
+    ) -> None:
+        """Raise EngineFailed for an answer that cannot be."""
+        for request, completions in zip(requests, answers):
+            for place, completion in enumerate(completions):
+                try:
+                    check_completion(
+                        completion,
+                        request,
+                        place,
+                        vocab_size=self.vocab_size,
+                        experts=self.experts,
+                    )
+                except (ValueError, TypeError, AttributeError) as error:
+                    raise EngineFailed(
+                        f"engine {engine} answered request {request.rid} with what is no"
+                        f" completion: {error}"
+                    ) from error
 
     def _set_alarm(self, lease: Lease, requests: Sequence[GenerateRequest], seconds: float) -> None:
         loop = asyncio.get_running_loop()

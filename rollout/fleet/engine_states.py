@@ -12,7 +12,7 @@ or not the last one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -67,16 +67,19 @@ class Health:
     why: str = "it was not started"  # it is dead
     starts: int = 0
     failed_starts: int = 0  # starts, up to the last, that never came to serve
+    # when it was restarted; when it last failed, those older than the window were left out
+    restarted_at: list[float] = field(default_factory=list)
 
     def accepts(self, event: Event) -> bool:
         """Whether the table has this event in the present state."""
         return event in TRANSITIONS[self.state]
 
-    def on(self, event: Event, why: str = "") -> None:
+    def on(self, event: Event, why: str = "", *, now: float = 0.0) -> None:
         """Apply an event. Raises ValueError for one that the state does not have: a defect of ours.
 
         Args:
             why: the reason of a failure.
+            now: seconds on the caller's clock, of a start or a failure.
         """
         if not self.accepts(event):
             known = ", ".join(TRANSITIONS[self.state])
@@ -85,12 +88,16 @@ class Health:
             )
         self.state = TRANSITIONS[self.state][event]
         if event is Event.START:
+            if self.starts:
+                self.restarted_at.append(now)
             self.starts += 1
             self.failed_starts += 1
         elif event is Event.PUBLISHED:
             self.failed_starts = 0
         elif event is Event.FAIL:
             self.why = why
+            since = now - self.restart.window_s
+            self.restarted_at = [at for at in self.restarted_at if at > since]
 
     @property
     def restarts(self) -> int:
@@ -98,9 +105,14 @@ class Health:
         return max(0, self.starts - 1)
 
     @property
+    def restarts_left(self) -> int:
+        """Restarts that the limit leaves it."""
+        return self.restart.limit - len(self.restarted_at)
+
+    @property
     def can_come_back(self) -> bool:
         """False for an engine that is dead for good."""
-        return self.state is not State.DEAD or self.restarts < self.restart.limit
+        return self.state is not State.DEAD or self.restarts_left > 0
 
     @property
     def pause_s(self) -> float:

@@ -240,12 +240,11 @@ class Fleet:
 
     def _mark_dead(self, member: Member, why: str) -> None:
         health = member.health
-        health.on(Event.FAIL, why)
+        health.on(Event.FAIL, why, now=time.monotonic())
         member.version = None
-        left = health.restart.limit - health.restarts
         next_ = (
             f"it is started again in {health.pause_s:g} s"
-            if left > 0
+            if health.restarts_left > 0
             else "it is given up (rollout.engine.restart.limit)"
         )
         logger.warning("engine %s failed: %s; %s", member.name, why, next_)
@@ -278,7 +277,7 @@ class Fleet:
     async def _bring_up(self, member: Member) -> None:
         limit = self._config.start_timeout_s
         engine = member.engine
-        member.health.on(Event.START)
+        member.health.on(Event.START, now=time.monotonic())
         await within(
             self._place_s + limit + TRANSPORT_GRACE_S,
             engine.start(),

@@ -70,6 +70,7 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
         await super().close()
         if self._follower is not None:
             await asyncio.to_thread(self._follower.close)
+            self._follower = None
 
     async def _follow(self, number: int) -> Path:
         """Bring our own follower to publication `number`. Returns its folder."""

@@ -7,6 +7,8 @@ it. The delta transport (delta.py) shares `FolderTransport` and writes most publ
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import logging
 import os
 import re
 import shutil
@@ -23,6 +25,9 @@ from rlcore.runs.files import remove_tree
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
 
+logger = logging.getLogger(__name__)
+
+_LOCK = ".lock"
 _NAME = re.compile(r"update_\d{6,}")
 W = TypeVar("W", bound="FolderWriter")
 
@@ -34,6 +39,8 @@ class WeightFolders:
     engines that run now, and after a power failure both sides restart from a checkpoint. The
     methods raise RunFailed, naming folder and bytes, where the system refuses.
 
+    One trainer alone publishes to a folder: it holds a lock there from its first publication on.
+
     Args:
         model: the Hugging Face folder whose config.json goes along.
         tokenizer: the folder whose tokenizer files go along; `model` if None.
@@ -44,9 +51,13 @@ class WeightFolders:
         self._model = model
         self._tokenizer = tokenizer or model
         self.last = max((number_of(path) for path in published(self.root)), default=0)
+        self._lock: int | None = None
 
     def begin(self, num_bytes: int) -> Path:
         """Make an empty folder aside, for about `num_bytes`. Half-written ones are removed."""
+        with self.refusals():
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._take()
         aside = self.root / f".update_{self.last + 1:06d}.partial"
         with self.refusals():
             for old in self.root.glob(".update_*"):
@@ -61,6 +72,33 @@ class WeightFolders:
             )
         return aside
 
+    def close(self) -> None:
+        """Let another trainer publish. May be called twice."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _take(self) -> None:
+        if self._lock is not None:
+            return
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._lock = os.open(self.root / _LOCK, flags, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise RunFailed(
+                f"another trainer publishes to {self.root}: give each run a"
+                " rollout.engine.weights_dir of its own"
+            ) from None
+        except OSError as error:
+            logger.warning(
+                "the file system of %s has no locks (%s): nothing keeps a second trainer from"
+                " publishing there, too",
+                self.root,
+                error,
+            )
+
     def publish(self, aside: Path) -> Path:
         """Give the folder its number, and return its new path."""
         self.last += 1
@@ -71,10 +109,13 @@ class WeightFolders:
 
     def keep_only(self, needed: Collection[Path]) -> None:
         """Remove all other published folders."""
-        with self.refusals():
-            for folder in published(self.root):
-                if folder not in needed:
-                    remove_tree(folder)
+        for folder in published(self.root):
+            if folder in needed:
+                continue
+            try:
+                remove_tree(folder)
+            except OSError as error:  # an engine may read it: on NFS its files then stay
+                logger.warning("the old weights in %s could not be removed: %s", folder, error)
 
     def add_companions(self, aside: Path) -> None:
         """Add config.json and the tokenizer's files: they make it a Hugging Face folder."""
@@ -192,13 +233,17 @@ class FolderTransport(Transport, Generic[W]):
         return {}
 
     async def close(self) -> None:
-        """Remove a publication that was not finished."""
+        """Remove a publication that was not finished, and let another trainer publish."""
+        await self._give_up()
+        self._folders.close()
+
+    async def _give_up(self) -> None:
         if self._writer is not None:
             await asyncio.to_thread(self._writer.cancel)
         self._writer = None
 
     async def _begin(self, make: Callable[[], W]) -> None:
-        await FolderTransport.close(self)  # the writer of a publication that was given up
+        await self._give_up()
         self._failure = None
         self._writer = await asyncio.to_thread(make)
 

@@ -9,6 +9,7 @@ from the whole publication.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import json
 import logging
@@ -16,12 +17,12 @@ import os
 import shutil
 import socket
 import tempfile
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from rlcore.errors import RunFailed
 from rlcore.hf_folder import TensorPlace, find_tensors
@@ -32,6 +33,7 @@ from rollout.weight_sync.delta_files import Manifest, changed_bytes, tensor_at
 from rollout.weight_sync.folders import number_of, published
 
 POLL_S = 0.1
+_IN_USE = ".in_use"  # in a local folder: locked by the follower that has it
 NOTES = "followers"  # folder of the notes in which followers report their progress
 
 logger = logging.getLogger(__name__)
@@ -44,9 +46,11 @@ class Damaged(Exception):
 class Follower:
     """`folder` holds whole weights of publication `number`, once `follow` has returned."""
 
-    def __init__(self, shared: Path, folder: Path | None = None) -> None:
+    def __init__(self, shared: Path, root: Path | None = None) -> None:
         self.shared = shared.absolute()
-        self.folder = folder or local_folder(self.shared)
+        self._home, lock = make_home(self.shared, root or default_root())
+        self._lock: int | None = lock
+        self.folder = self._home / "weights"
         self.number: int | None = None
         self._fingerprints: dict[str, str] = {}
         self._places: dict[str, TensorPlace] = {}
@@ -81,8 +85,11 @@ class Follower:
         return self.folder
 
     def close(self) -> None:
-        """Remove the local folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the local folder. May be called twice."""
+        shutil.rmtree(self._home, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         self.number = None
 
     def _walk(self, number: int) -> None:
@@ -110,8 +117,7 @@ class Follower:
     def _copy(self, folder: Path, manifest: Manifest) -> None:
         self.number = None
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.folder.parent).free
+        free = shutil.disk_usage(self._home).free
         if free < manifest.num_bytes:
             raise RunFailed(
                 f"{self.folder} has {free:,} bytes left, the weights need {manifest.num_bytes:,}:"
@@ -170,7 +176,8 @@ class Note:
 async def keep_following(shared: Path, urls: Sequence[str]) -> None:
     """Follow every publication, and report it in the shared folder, until cancelled."""
     follower = Follower(shared)
-    note_path = shared / NOTES / f"{socket.gethostname()}-{os.getpid()}.json"
+    # by pid and host alone, two containers would write over each other's
+    note_path = shared / NOTES / f"{socket.gethostname()}-{uuid.uuid4().hex}.json"
     note_path.parent.mkdir(parents=True, exist_ok=True)
     tried: int | None = None
     try:
@@ -206,16 +213,45 @@ def read_notes(shared: Path) -> list[Note]:
     return notes
 
 
-def local_folder(shared: Path) -> Path:
-    """Choose this process's folder: in shared memory if there is any, else for temporary files.
-
-    Folders that dead processes with the same `shared` left behind are removed.
-    """
+def default_root() -> Path:
+    """Where local folders are: in shared memory if there is any, else among temporary files."""
     memory = Path("/dev/shm")
-    root = memory if memory.is_dir() else Path(tempfile.gettempdir())
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+
+
+def make_home(shared: Path, root: Path) -> tuple[Path, int]:
+    """Make a folder in `root` that its owner alone may enter; its name cannot be foreseen.
+
+    Containers may share `root` and have the same pids, so a folder belongs to whoever holds its
+    lock. Folders that dead followers of `shared` left behind are removed.
+
+    Returns:
+        The folder, and the descriptor that holds its lock.
+    """
+    root.mkdir(parents=True, exist_ok=True)
     stem = f"rlcore-weights-{hashlib.sha256(str(shared).encode()).hexdigest()[:12]}-"
     for left in root.glob(f"{stem}*"):
-        pid = left.name.removeprefix(stem)
-        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
-            shutil.rmtree(left, ignore_errors=True)
-    return root / f"{stem}{os.getpid()}"
+        _remove_if_free(left)
+    while True:
+        home = Path(tempfile.mkdtemp(prefix=stem, dir=root))  # of mode 0700
+        descriptor = os.open(home / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if (home / _IN_USE).exists():
+            return home, descriptor
+        os.close(descriptor)  # another follower took it for a dead one's before it was locked
+
+
+def _remove_if_free(home: Path) -> None:
+    """Remove the folder of a follower of this user's that is no more."""
+    try:
+        descriptor = os.open(home / _IN_USE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # another user's, or one that is being made
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # its follower lives
+        return
+    else:
+        shutil.rmtree(home, ignore_errors=True)
+    finally:
+        os.close(descriptor)

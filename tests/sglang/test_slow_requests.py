@@ -16,8 +16,10 @@ from server_kit import Served
 
 from rlcore.config.sections.rollout import RestartConfig
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
+from rollout.engines.checks import folder_vocab_size
 from rollout.engines.child_process import members
-from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.answers import version_name
+from rollout.engines.sglang.engine import MARK, SGLangEngine
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 
@@ -50,11 +52,13 @@ def with_fleet(served: Served, use: Use, *, limit_s: float = 600.0, **limits: fl
         engine.weights.begin(())
         engine.weights.end()
         engine.weights.set_version(1)
-        version = {"new_version": "1", "abort_all_requests": False}
+        version = {"new_version": version_name(1, MARK), "abort_all_requests": False}
         await engine._control("/update_weight_version", version)
         fleet.published(engine, 1)
         try:
-            return await use(Dispatcher(fleet, config, limit_s=limit_s), engine)
+            vocab_size = folder_vocab_size(str(served.model))
+            dispatcher = Dispatcher(fleet, config, vocab_size=vocab_size, limit_s=limit_s)
+            return await use(dispatcher, engine)
         finally:
             await fleet.close()
             await engine.close()

@@ -52,7 +52,9 @@ class RestartConfig(Section):
     """Restarts of failed engines, each after a pause that doubles until the engine serves."""
 
     limit: NonNegativeInt = 10
-    """Restarts of one engine in a run."""
+    """Restarts of one engine within `window_s`; at the next failure it is given up."""
+    window_s: PositiveFloat = 86_400.0
+    """Restarts that are longer ago count no more: a fault a day ends no engine."""
     backoff_s: PositiveFloat = 1.0
     """Pause before the first restart."""
     max_backoff_s: PositiveFloat = 60.0

@@ -176,18 +176,24 @@ async def _keep(server: ManagedServer, url: str, restart: RestartConfig) -> str:
     port = urlsplit(url).port or 0
     failed_starts = 0
     why = ""
-    for number in range(1, restart.limit + 1):
+    restarted_at: list[float] = []
+    while True:
         began = time.monotonic()
         why = why or await _end(server)
-        if time.monotonic() - began > restart.max_backoff_s:
+        now = time.monotonic()
+        if now - began > restart.max_backoff_s:
             failed_starts = 0
+        restarted_at = [at for at in restarted_at if at > now - restart.window_s]
+        if len(restarted_at) >= restart.limit:
+            break
         pause_s = pause_before(restart, failed_starts)
         _say(why)
         _say(
-            f"{server.name} is started again in {pause_s:g} s: {number} of {restart.limit}"
-            " (rollout.engine.restart.limit)"
+            f"{server.name} is started again in {pause_s:g} s: {len(restarted_at) + 1} of"
+            f" {restart.limit} (rollout.engine.restart.limit)"
         )
         await asyncio.sleep(pause_s)
+        restarted_at.append(time.monotonic())
         failed_starts += 1
         try:
             await server.start(port)
@@ -196,7 +202,6 @@ async def _keep(server: ManagedServer, url: str, restart: RestartConfig) -> str:
         else:
             why = ""
             _say(f"{server.name} runs again at {url}")
-    why = why or await _end(server)
     _say(why)
     _say(f"{server.name} is left alone from now on (rollout.engine.restart.limit: {restart.limit})")
     return why

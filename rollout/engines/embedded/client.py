@@ -35,7 +35,9 @@ from rlcore.errors import (
     UserError,
 )
 from rlcore.weights import DTYPES, Bucket, TensorSpec
+from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
+from rollout.json_client import AnswerTooLong, read_at_most
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import FingerprintVerifier
 
@@ -44,6 +46,8 @@ ERRORS: dict[str, type[RlcoreError]] = {
     ModelError.__name__: ModelError,
     DeadlineExceeded.__name__: EngineHangs,
 }  # any other error there is EngineFailed here
+COMPLETIONS_BYTES = 1 << 30  # of a call's answer; of requests the server takes no more either
+CONTROL_BYTES = 64 << 20  # of any other answer
 # the keys of `rollout.engine` that limit verbs; the others have `update_timeout_s`
 LIMITS = {"health": "health_timeout_s", "progress": "health_timeout_s"}
 
@@ -68,6 +72,7 @@ class RemoteEngine:
         self._server = server
         self._session: aiohttp.ClientSession | None = None
         self._generating = 0  # calls in flight
+        self._version: int | None = None  # of the weights that it was given last
         self.url = ""  # of the process, once it was started
         # the process group for weights that the server is in
         self.in_group: str | None = None
@@ -80,6 +85,7 @@ class RemoteEngine:
             return
         self.url = await self._server.start()
         self.in_group = None
+        self._version = None
         self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"})
         await self.health()
 
@@ -113,17 +119,20 @@ class RemoteEngine:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """See `RolloutEngine.generate`."""
         encoded = [encode_request(request) for request in requests]
+        version = self._version
         self._generating += 1
         try:
             results = await self._call("generate", {"requests": encoded})
         finally:
             self._generating -= 1
         try:
-            return [[decode_completion(value) for value in completions] for completions in results]
-        except (KeyError, TypeError, ValueError) as error:
+            found = [[decode_completion(value) for value in completions] for completions in results]
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise EngineFailed(
                 f"engine {self.name}: /generate was answered with nonsense: {error!r}"
             ) from error
+        check_versions(self.name, found, version, self._version)
+        return found
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
@@ -169,6 +178,7 @@ class RemoteEngine:
     async def set_version(self, version: int) -> None:
         """See `RolloutEngine.set_version`."""
         await self._call("set_version", {"version": version})
+        self._version = version
 
     def verifier(self) -> FingerprintVerifier:
         """See `RolloutEngine.verifier`."""
@@ -247,7 +257,12 @@ class RemoteEngine:
         async with session.post(
             f"{self.url}/{verb}", data=orjson.dumps(body), timeout=unlimited
         ) as response:
-            raw = await response.read()
+            limit = COMPLETIONS_BYTES if verb == "generate" else CONTROL_BYTES
+            try:
+                raw = await read_at_most(response, limit)
+            except AnswerTooLong as error:
+                said = f"/{verb} was answered with {error}, which no answer to it has"
+                raise EngineFailed(f"engine {self.name}: {said}") from error
             status = response.status
         try:
             answer = orjson.loads(raw)
@@ -272,7 +287,9 @@ def encode_array(array: NDArray[Any], dtype: str) -> str:
 
 def decode_array(text: str, dtype: str) -> NDArray[Any]:
     """Decode the text of `encode_array`."""
-    return np.frombuffer(base64.b64decode(text), dtype=dtype).astype(dtype[1:], copy=True)
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).astype(
+        dtype[1:], copy=True
+    )
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
@@ -323,14 +340,20 @@ def decode_completion(value: dict[str, Any]) -> Completion:
     """Decode the value of `encode_completion`."""
     mask = value["keep_sets"]
     routed = value["routed_experts"]
+    spans = value["versions"]
+    if not all(type(number) is int for span in spans for number in span):
+        raise ValueError(f"version spans {str(spans)[:80]}, expected whole numbers")
     return Completion(
         decode_array(value["tokens"], "<i4"),
         decode_array(value["logprobs"], "<f4"),
         value["finish_reason"],
-        tuple(VersionSpan(*span) for span in value["versions"]),
-        mask
-        and SamplingMasks(decode_array(mask["tokens"], "<i4"), decode_array(mask["counts"], "<i4")),
-        routed and decode_experts(routed),
+        tuple(VersionSpan(*span) for span in spans),
+        None
+        if mask is None
+        else SamplingMasks(
+            decode_array(mask["tokens"], "<i4"), decode_array(mask["counts"], "<i4")
+        ),
+        None if routed is None else decode_experts(routed),
         value["cached_tokens"],
     )
 

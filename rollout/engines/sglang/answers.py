@@ -22,9 +22,12 @@ NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 
 
 def decode(
-    answer: Any, request: GenerateRequest, limits: Limits, *, engine: str
+    answer: Any, request: GenerateRequest, limits: Limits, *, engine: str, mark: str = ""
 ) -> list[Completion]:
     """Return the `request.n` completions in order.
+
+    Args:
+        mark: which the names of our versions end with; see `version_name`.
 
     Raises EngineFailed, naming engine and request, for any other answer.
     """
@@ -34,16 +37,27 @@ def decode(
                 f"{len(answer)} completions" if isinstance(answer, list) else type(answer).__name__
             )
             raise ValueError(f"{got}, expected a list of {request.n} completions")
-        return [_completion(part, request, limits, place) for place, part in enumerate(answer)]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        return [
+            _completion(part, request, limits, place, mark) for place, part in enumerate(answer)
+        ]
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise EngineFailed(
             f"engine {engine} answered request {request.rid} with what is no completion: {why}"
         ) from error
 
 
+def version_name(version: int, mark: str) -> str:
+    """The name under which a server knows a version of our weights.
+
+    Args:
+        mark: of this trainer: another one's versions have the same numbers.
+    """
+    return f"{version}{mark}"
+
+
 def _completion(
-    part: dict[str, Any], request: GenerateRequest, limits: Limits, place: int
+    part: dict[str, Any], request: GenerateRequest, limits: Limits, place: int, mark: str
 ) -> Completion:
     """The tokens that follow the prefix of response number `place` of the request."""
     meta = part["meta_info"]
@@ -77,7 +91,7 @@ def _completion(
         tokens,
         logprobs,
         cast(FinishReason, reason),
-        _spans(meta["weight_versions"], made),
+        _spans(meta["weight_versions"], made, mark),
         sets,
         experts,
         meta.get("cached_tokens"),
@@ -139,13 +153,13 @@ def _experts(meta: dict[str, Any], limits: Limits, given: int, made: int) -> Exp
     return limits.experts.decode(meta["routed_experts"], given + made - 1)
 
 
-def _spans(values: list[dict[str, Any]], made: int) -> tuple[VersionSpan, ...]:
+def _spans(values: list[dict[str, Any]], made: int, mark: str) -> tuple[VersionSpan, ...]:
     """Read the weight versions, which are our publication numbers.
 
     An engine that was given no version says `default`, which is refused.
     """
     spans = tuple(
-        VersionSpan(int(v["version"]), v["start"], v["end"])
+        VersionSpan(_number(v["version"], mark), v["start"], v["end"])
         for v in values
         if v["end"] > v["start"]
     )
@@ -153,3 +167,13 @@ def _spans(values: list[dict[str, Any]], made: int) -> tuple[VersionSpan, ...]:
     if [span.start for span in spans] != ends[:-1] or ends[-1] != made:
         raise ValueError(f"weight_versions {values} do not cover {made} tokens in order")
     return spans
+
+
+def _number(name: str, mark: str) -> int:
+    """The number of a version of ours."""
+    if not name.endswith(mark):
+        raise ValueError(
+            f"weights of version {name!r}, which this trainer did not publish: another trainer"
+            " uses the engine"
+        )
+    return int(name.removesuffix(mark))

@@ -10,6 +10,7 @@ The version is set at the very end, since the server stamps tokens with it from 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from rlcore.deadlines import BROKEN_CONNECTION_S
 from rlcore.errors import ConfigError, EngineFailed, EngineHangs, UserError
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import gather_or_cancel
+from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
+from rollout.engines.sglang.answers import version_name
 from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
@@ -35,6 +38,8 @@ from rollout.weight_sync.version_state import WeightState
 
 # a request that reached the server after one abort of all is ended by the next
 ABORT_AGAIN_S = 0.2
+# Of this trainer's versions at its engines, which are all given theirs again by every new trainer.
+MARK = f".{secrets.token_hex(4)}"
 # of /v1/loads: they change when the scheduler has run a batch, and at no other time
 COUNTERS = ("decode_moments", "total_prefill_uncached_tokens", "num_used_tokens")
 # said to each route that loads weights
@@ -47,14 +52,22 @@ class SGLangEngine:
     Args:
         server: starts and ends the process, or knows one that runs already.
         model_path: the Hugging Face folder that the trainer started from.
+        mark: the names of this trainer's versions end with it.
     """
 
     transports: tuple[str, ...] = ("distributed", "tensor", "disk", "delta")
 
     def __init__(
-        self, server: Server, *, config: EngineConfig, keys: Keys, model_path: str
+        self,
+        server: Server,
+        *,
+        config: EngineConfig,
+        keys: Keys,
+        model_path: str,
+        mark: str = MARK,
     ) -> None:
         self.server = server
+        self._mark = mark
         self.config = config
         self.model_path = model_path
         self.name = server.name
@@ -95,14 +108,17 @@ class SGLangEngine:
         self.in_group = None
         self._pause_gate.open()
         self._client = client
-        self._generation = await Generation.connect(client, self.model_path)
+        self._generation = await Generation.connect(client, self.model_path, mark=self._mark)
         if self.config.router_url is not None:
             name = f"{self.name} behind rollout.engine.router_url"
             self._router = ServerClient(
                 name, self.config.router_url, self._keys, config=self.config
             )
             self._generation = Generation(
-                self._router, self._generation.limits, through_router=True
+                self._router,
+                self._generation.limits,
+                through_router=True,
+                mark=self._mark,
             )
         info = await self._running.get("/server_info")
         try:
@@ -173,16 +189,23 @@ class SGLangEngine:
         """
         try:
             async with self._pause_gate:
-                key = str(self.weights.require_ready())
+                oldest = self.weights.require_ready()
+                key = str(oldest)
                 if self._generation is None:
                     raise EngineFailed(f"engine {self.name} does not run; start it first")
                 one = self._generation.one
                 # The dispatcher sends one at a time: a task would cost half as much as the call.
                 if len(requests) == 1:
-                    return [await one(requests[0], cache_key=key)]
-                return await gather_or_cancel(*(one(each, cache_key=key) for each in requests))
+                    answers = [await one(requests[0], cache_key=key)]
+                else:
+                    answers = await gather_or_cancel(
+                        *(one(each, cache_key=key) for each in requests)
+                    )
         except EngineFailed as error:
             raise await self._explained(error) from error
+        if self._router is None:  # else another engine may have answered
+            check_versions(self.name, answers, oldest, self.weights.version)
+        return answers
 
     async def abort(self, rids: Sequence[str] | None = None) -> None:
         """End requests now: those of these ids, or all. A router's engine is not known: none."""
@@ -335,8 +358,9 @@ class SGLangEngine:
         self.weights.check_version(version)
         if self._mode != "in_place":
             await self._control("/flush_cache", {})
+        name = version_name(version, self._mark)
         await self._control(
-            "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+            "/update_weight_version", {"new_version": name, "abort_all_requests": False}
         )
         self.weights.set_version(version)
 

@@ -30,7 +30,7 @@ from rollout.engines.checks import check_request as check_common
 from rollout.engines.embedded.decoding import EXTRA_TOKENS
 from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.http import ServerClient
-from rollout.engines.sglang.limits import Limits, asks_sampling_mask
+from rollout.engines.sglang.limits import Limits, answer_bytes, asks_sampling_mask
 
 LEAST_TEMPERATURE = 1e-6  # below it SGLang decodes greedily
 MOST_STOP_STRINGS = 32
@@ -56,10 +56,16 @@ class Generation:
     """
 
     def __init__(
-        self, client: ServerClient, limits: Limits, *, through_router: bool = False
+        self,
+        client: ServerClient,
+        limits: Limits,
+        *,
+        through_router: bool = False,
+        mark: str = "",
     ) -> None:
         self.client = client
         self.limits = limits
+        self.mark = mark  # of our versions
         self.through_router = through_router
         # tells our requests from those of other clients, and of this process before a restart
         self._life = secrets.token_hex(4)
@@ -68,13 +74,14 @@ class Generation:
         self._sent: dict[str, list[str]] = {}
 
     @classmethod
-    async def connect(cls, client: ServerClient, model_path: str) -> Generation:
+    async def connect(cls, client: ServerClient, model_path: str, *, mark: str = "") -> Generation:
         """Ask a running server, which serves the model in `model_path`, for its limits.
 
         Raises EngineFailed when it is no sglang 0.5.23.
         """
         info = await client.get("/server_info")
-        return cls(client, await asyncio.to_thread(Limits.of, info, model_path, client.name))
+        limits = await asyncio.to_thread(Limits.of, info, model_path, client.name)
+        return cls(client, limits, mark=mark)
 
     async def one(
         self, request: GenerateRequest, *, cache_key: str | None = None
@@ -118,7 +125,7 @@ class Generation:
         ):
             return [aborted(request)] * request.n
         answer = await self._send(request, encode(request, self._attempt(), cache_key))
-        return decode(answer, request, self.limits, engine=self.client.name)
+        return decode(answer, request, self.limits, engine=self.client.name, mark=self.mark)
 
     async def _each(self, request: GenerateRequest, cache_key: str | None) -> list[Completion]:
         """Send a call for each sample: sglang-router 0.3.2 takes no list of them."""
@@ -130,7 +137,8 @@ class Generation:
                 name: value[0] if isinstance(value, list) else value for name, value in body.items()
             }
             answer = [await self._send(one, alone)]
-            return decode(answer, one, self.limits, engine=self.client.name)[0]
+            name = self.client.name
+            return decode(answer, one, self.limits, engine=name, mark=self.mark)[0]
 
         return await gather_or_cancel(*(sample(index) for index in range(request.n)))
 
@@ -155,7 +163,8 @@ class Generation:
         names = body["rid"] if isinstance(body["rid"], list) else [body["rid"]]
         self._sent[request.rid] = names
         try:
-            return await self.client.post("/generate", body, limit=None)
+            longest = answer_bytes(request, self.limits)
+            return await self.client.post("/generate", body, limit=None, answer_bytes=longest)
         finally:
             if self._sent.get(request.rid) is names:
                 del self._sent[request.rid]

@@ -19,11 +19,13 @@ from yarl import URL
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
+from rollout.json_client import AnswerTooLong, read_at_most
 
 # Below the 5 s after which SGLang closes an idle connection: a request must never be written into
 # one that just closes.
 KEEP_ALIVE_S = 3.0
 JOINED_BYTES = 1 << 16  # a larger body is sent in parts, as fast as the server takes them
+CONTROL_BYTES = 64 << 20  # of an answer that is no completion
 QUOTED = 500  # characters of a server's own words
 # the keys of `rollout.engine` that limit calls
 Limit = Literal["update_timeout_s", "health_timeout_s"]
@@ -53,6 +55,7 @@ class ServerClient:
         *,
         limit: Limit | None = "update_timeout_s",
         admin: bool = False,
+        answer_bytes: int = CONTROL_BYTES,
     ) -> Any:
         """Send `body` and return the JSON value that the server answers.
 
@@ -63,18 +66,19 @@ class ServerClient:
             limit: the key that limits connecting, sending and the whole answer together; None: the
                 caller cancels the call in time.
             admin: whether the route controls the server, rather than asking it for something.
+            answer_bytes: of the longest answer.
 
         Raises:
             UserError: the request itself is bad: in the server's own words.
-            EngineFailed: the server is dead, in trouble, or answers invalid JSON; EngineHangs
-                after `limit`.
+            EngineFailed: the server is dead, in trouble, or answers invalid JSON or too much;
+                EngineHangs after `limit`.
         """
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        return await self._call("POST", route, data, limit, admin)
+        return await self._call("POST", route, data, limit, admin, answer_bytes)
 
     async def get(self, route: str, *, admin: bool = False) -> Any:
         """Ask for `route`, within the limit of a probe, and return the answer as `post` does."""
-        return await self._call("GET", route, None, "health_timeout_s", admin)
+        return await self._call("GET", route, None, "health_timeout_s", admin, CONTROL_BYTES)
 
     async def close(self) -> None:
         """Calls in flight fail. May be called twice."""
@@ -83,7 +87,13 @@ class ServerClient:
             await self._session.close()
 
     async def _call(
-        self, method: str, route: str, body: bytes | None, limit: Limit | None, admin: bool
+        self,
+        method: str,
+        route: str,
+        body: bytes | None,
+        limit: Limit | None,
+        admin: bool,
+        answer_bytes: int,
     ) -> Any:
         session = self._open()
         timeout_s: float | None = None if limit is None else getattr(self.config, limit)
@@ -97,7 +107,12 @@ class ServerClient:
                 allow_redirects=False,
                 middlewares=(only_once,) if body is None else None,
             ) as response:
-                content = await response.read()
+                content = await read_at_most(response, answer_bytes)
+        except AnswerTooLong as error:
+            raise EngineFailed(
+                f"engine {self.name} at {self.url} answered {route} with {error}, which no answer"
+                " to it has"
+            ) from error
         except asyncio.TimeoutError:
             raise EngineHangs(
                 f"engine {self.name} did not answer {route} within {timeout_s:g} s"

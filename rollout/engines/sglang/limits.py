@@ -9,13 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.data.generation import SamplingParams
+from rlcore.data.generation import GenerateRequest, SamplingParams
 from rlcore.data.sample import Experts
 from rlcore.errors import EngineFailed, ModelError
 from rollout.engines.checks import folder_vocab_size, model_config
 
 # prompt and response together may be so much longer than the longest prompt of /server_info
 ANSWER_RESERVE = 4
+# Generous bounds of the JSON of a completion: of its frame, of a token with its text and log-prob,
+# of a token in a sampling mask, and of an expert.
+FRAME_BYTES = 1 << 16
+TOKEN_BYTES = 1 << 10
+MASK_BYTES = 12
+EXPERT_BYTES = 6
 # the name of a module in transformers
 EXPERTS = re.compile(r".*\.layers\.(\d+)\.(?:\w+\.)*experts")
 
@@ -108,6 +114,19 @@ class Limits:
         return cls(
             folder_vocab_size(model_path), longest - 1, longest + ANSWER_RESERVE, keep, experts
         )
+
+
+def answer_bytes(request: GenerateRequest, limits: Limits) -> int:
+    """The bytes of the longest answer to a request."""
+    sampling = request.sampling
+    token = TOKEN_BYTES
+    if asks_sampling_mask(sampling):
+        token += MASK_BYTES * limits.sampling_mask_tokens
+    each = FRAME_BYTES + token * sampling.max_new_tokens
+    if sampling.routed_experts and limits.experts is not None:
+        experts = limits.experts.num_layers * limits.experts.topk
+        each += EXPERT_BYTES * experts * (len(request.prompt) + sampling.max_new_tokens)
+    return request.n * each
 
 
 def no_sglang(engine: str, error: Exception) -> EngineFailed:

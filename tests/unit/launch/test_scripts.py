@@ -138,6 +138,17 @@ def test_missing_variables_are_named(
     assert list(stage.records.glob("*.json")) == []
 
 
+def test_rays_token_is_for_its_owner_alone(stage: Stage) -> None:
+    """Ray writes it for everybody to read, into a home that nodes may share."""
+    token = stage.folder / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("secret")
+    token.chmod(0o644)
+    done = stage.run("ray_multinode.sh", "run.yaml", NODE_RANK="0", MASTER_ADDR="10.0.0.1")
+    assert done.returncode == 0, done.stderr
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
 PPO = "examples/recipes/llama-3.1-8b-ppo"
 
 

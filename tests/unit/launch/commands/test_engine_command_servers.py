@@ -159,6 +159,21 @@ def test_the_pause_grows_until_a_life_was_long(capsys: pytest.CaptureFixture[str
     assert all(pause >= float(text) for pause, text in zip(pauses, said))
 
 
+def test_a_server_is_left_alone_for_its_restarts_within_the_window(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = Weak("a")
+    server.life_s = 0.0
+    with pytest.raises(RunFailed, match="no engine is left"):
+        run([server], lambda: None, RestartConfig(limit=2, backoff_s=0.01))
+    assert len(server.starts) == 3
+    restart = RestartConfig(limit=2, backoff_s=0.02, max_backoff_s=0.02, window_s=0.01)
+    server = Weak("b")
+    server.life_s = 0.0
+    run([server], lambda: None, restart)
+    assert len(server.starts) == 5, "until the test's interrupt"
+
+
 def test_the_end_of_the_last_is_the_end() -> None:
     servers = [FakeServer("a"), FakeServer("b")]
 
@@ -247,12 +262,11 @@ def served(run_dir: Path) -> Config:
     )
 
 
-def test_keys_are_not_printed_and_made_ones_are_in_a_file_of_their_own(
+def test_keys_are_not_printed_and_made_ones_stand_in_a_file_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = served(tmp_path)
     made: list[Keys] = []
-    files: list[tuple[str, int]] = []
 
     def servers(site: EngineSite, keys: Keys) -> list[FakeServer]:
         made.append(keys)
@@ -260,19 +274,21 @@ def test_keys_are_not_printed_and_made_ones_are_in_a_file_of_their_own(
 
     async def announced(servers, announce, follow, *, restart) -> None:
         announce(["http://a:1"])
-        [file] = tmp_path.rglob("keys.sh")
-        files.append((file.read_text(), file.stat().st_mode & 0o777))
+        written[keys_file.stat().st_mode & 0o777] = keys_file.read_text()
 
+    written: dict[int, str] = {}
+    keys_file = tmp_path / "test-engines" / socket.gethostname() / "keys.sh"
     monkeypatch.setattr(SGLangFactory, "build_servers", servers)
     monkeypatch.setattr(serve, "run_servers", announced)
-    monkeypatch.setenv(API_KEY, "a-key-of-this-test")
+    monkeypatch.setenv(API_KEY, "a-key-of-mine-alone")
     monkeypatch.delenv(ADMIN_KEY, raising=False)
     assert serve_engines(config) == 0
     said = capsys.readouterr().out
-    assert files == [(f"export {ADMIN_KEY}={made[0].admin}\n", 0o600)]
+    assert written == {0o600: f"export {ADMIN_KEY}={made[0].admin}\n"}, "for their owner alone"
+    assert not keys_file.exists(), "the engines have ended"
+    assert f". {keys_file}\n" in said
     assert made[0].admin not in said
-    assert list(tmp_path.rglob("keys.sh")) == [], "it ends with the engines"
-    assert "a-key-of-this-test" not in said
+    assert "a-key-of-mine" not in said
     assert """rollout.engine.urls='["http://a:1"]'""" in said
 
 

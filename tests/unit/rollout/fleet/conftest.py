@@ -33,7 +33,7 @@ class Site:
         self.engines = [FakeEngine(random_reply(31), name=name) for name in names]
         self.fleet = Fleet(self.engines, self.config, place_s=place_s)
         limit_s = self.config.request_timeout_s or REQUEST_S
-        self.dispatcher = Dispatcher(self.fleet, self.config, limit_s=limit_s)
+        self.dispatcher = Dispatcher(self.fleet, self.config, vocab_size=31, limit_s=limit_s)
 
     async def publish(self, version: int = 1, *, only_stale: bool = False) -> None:
         engines = await (self.fleet.stale() if only_stale else self.fleet.candidates())

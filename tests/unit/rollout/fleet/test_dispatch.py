@@ -7,9 +7,11 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fake_engine import FakeEngine
 
+from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed, EngineHangs, NoEngineLeft, RunFailed, UserError
 
 
@@ -144,6 +146,63 @@ def test_requests_of_an_engine_that_fails_are_answered_once_by_another(on_site, 
         progress_timeout_s=0.3 if fault == "hangs" else 10.0,
         restart={"backoff_s": 30.0},
     )
+
+
+LIES = {
+    "token beyond the vocabulary": ({"tokens": [1, 2, 2_000_000_000, 3]}, "tokens from 1 to 2000"),
+    "negative token": ({"tokens": [1, -7, 2, 3]}, "tokens from -7 to 3 of a vocabulary of 31"),
+    "too many tokens": ({"tokens": [1] * 5}, "5 tokens, expected 1 to 4"),
+    "log-prob that is no number": (
+        {"logprobs": [-1, np.nan, -1, -1]},
+        "the log-prob of trainable token 1 is nan",
+    ),
+    "infinite log-prob": (
+        {"logprobs": [-1, -np.inf, -1, -1]},
+        "the log-prob of trainable token 1 is -inf",
+    ),
+    "probability above 1": (
+        {"logprobs": [-1, 5, -1, -1]},
+        "the log-prob of trainable token 1 is 5.0",
+    ),
+    "log-probs of other tokens": ({"logprobs": [-1, -1]}, "logprobs of float32 (2,), expected"),
+    "tokens without a version": ({"versions": ()}, "do not cover 4 tokens"),
+    "overlapping versions": (
+        {"versions": (VersionSpan(1, 0, 3), VersionSpan(1, 2, 4))},
+        "do not cover 4 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_engine_that_answers_what_cannot_be_is_replaced(on_site, request_of, lie, caplog):
+    """Nothing of it is trained on, and nothing of it ends the run."""
+    changes, why = LIES[lie]
+
+    async def use(site):
+        a, b = site.engines
+        honest = a.generate
+
+        async def lying(requests):
+            [[one]] = await honest(requests)
+            tokens = np.array(changes.get("tokens", [1, 2, 3, 4]), dtype=np.int32)
+            logprobs = changes.get("logprobs", [-1.0] * len(tokens))
+            versions = changes.get("versions", (VersionSpan(1, 0, len(tokens)),))
+            made = replace(
+                one,
+                tokens=tokens,
+                logprobs=np.array(logprobs, dtype=np.float32),
+                versions=versions,
+            )
+            return [[made]]
+
+        a.generate = lying
+        [answer] = await site.dispatcher.one(request_of(0))
+        assert answer.tokens.tolist() == b.reply(request_of(0), 0)
+        assert site.states() == "dead serving"
+        assert "engine a failed: engine a answered request" in caplog.text
+        assert why in caplog.text
+
+    on_site("ab", use, restart={"backoff_s": 30.0})
 
 
 def test_an_answer_that_comes_too_late_is_dropped(on_site, request_of):

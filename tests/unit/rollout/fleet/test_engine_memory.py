@@ -156,7 +156,7 @@ def test_where_none_can_come_back_the_next_publication_says_so(shared: Shared) -
     for engine in shared.engines:
         engine.fails_at = "release"
     for member in shared.fleet.members:
-        member.health.starts = CONFIG.restart.limit + 1
+        member.health.restarted_at = [time.monotonic()] * CONFIG.restart.limit
     shared.memory.release(CACHES)
     shared.memory.restore(CACHES)
     assert not shared.memory.any_running()

@@ -90,3 +90,18 @@ def test_no_restart_at_all() -> None:
     assert health.can_come_back, "it is not dead"
     health.on(Event.FAIL, "gone")
     assert not health.can_come_back
+
+
+def test_a_fault_a_day_ends_no_engine() -> None:
+    """Only restarts within the window count: a run may last for months."""
+    health = Health(RestartConfig(limit=3, window_s=100.0))
+
+    def fault(now: float) -> bool:
+        for event in (Event.START, Event.UP, Event.FAIL):
+            health.on(event, now=now)
+        return health.can_come_back
+
+    assert all(fault(now) for now in range(0, 1000, 60)), "never more than two within 100 s"
+    assert health.restarts == 16
+    assert health.restarts_left == 1
+    assert not fault(961.0), "three within 100 s"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from rlcore.errors import RunFailed
 from rollout.weight_sync.delta import DeltaTransport
 from rollout.weight_sync.delta_files import CHANGES, Manifest
 from rollout.weight_sync.folders import WeightFolders, published
-from rollout.weight_sync.follower import NOTES, Follower, keep_following, local_folder
+from rollout.weight_sync.follower import NOTES, Follower, keep_following, make_home
 from tests.limits import no_large_files
 
 
@@ -101,7 +103,8 @@ def test_after_a_publication_that_was_given_up_the_next_is_whole(folders: Weight
         buckets = layout(second)
         await transport.open([engine], buckets)
         await transport.close()
-        assert [path.name for path in folders.root.iterdir()] == ["update_000001"]
+        left = {path.name for path in folders.root.iterdir()}
+        assert left == {".lock", "update_000001"}
         await publish(transport, [engine], second)
         assert same(engine.weights, second)
         assert shared(folders) == [("update_000002", True)]
@@ -149,7 +152,8 @@ def test_damage_that_a_whole_publication_mends(
         content[:-1] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1])
     )
     with pytest.raises(
-        RunFailed, match=r"publication 2 in .*/weights cannot be rebuilt in .*/local: "
+        RunFailed,
+        match=r"publication 2 in .*/weights cannot be rebuilt in .*/local/rlcore-weights-.*: ",
     ):
         follower.follow(2)
     assert follower.number in (None, 1)
@@ -277,16 +281,80 @@ def test_what_stopped_a_follower_reaches_the_trainer(
     )
 
 
-def test_what_dead_processes_left_in_memory_is_removed(tmp_path: Path) -> None:
-    mine = local_folder(tmp_path)
-    assert mine.name.endswith(f"-{os.getpid()}")
-    dead = mine.with_name(mine.name.replace(str(os.getpid()), "999999999"))
-    alive = mine
-    for folder in (dead, alive):
-        folder.mkdir()
+def make_home_and_wait(shared: Path, root: Path) -> subprocess.Popen[str]:
+    """A process with a follower's folder, as in another container; it says where."""
+    code = (
+        "import sys; from pathlib import Path;"
+        " from rollout.weight_sync.follower import make_home;"
+        " print(make_home(Path(sys.argv[1]), Path(sys.argv[2]))[0], flush=True);"
+        " sys.stdin.read()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(shared), str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_folders_of_living_followers_stay_whatever_their_pids_and_those_of_dead_ones_go(
+    tmp_path: Path,
+) -> None:
+    """Containers share /dev/shm, and have the same pids."""
+    other = make_home_and_wait(tmp_path, tmp_path / "shm")
+    assert other.stdout is not None
+    theirs = Path(other.stdout.readline().strip())
     try:
-        assert local_folder(tmp_path) == mine
-        assert not dead.exists()
-        assert alive.exists()
+        mine = Follower(tmp_path, tmp_path / "shm")
+        assert theirs.is_dir(), "its follower lives"
+        again = Follower(tmp_path, tmp_path / "shm")
+        assert len({mine.folder, again.folder, theirs}) == 3
+        assert mine.folder.parent.is_dir()
+        again.close()
     finally:
-        alive.rmdir()
+        other.kill()
+        other.communicate()
+    assert theirs.is_dir(), "killed, it cleans nothing up"
+    Follower(tmp_path, tmp_path / "shm").close()
+    assert not theirs.exists()
+    assert mine.folder.parent.is_dir()
+    mine.close()
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_nobody_else_reads_the_weights_in_memory_or_foresees_their_name(tmp_path: Path) -> None:
+    made = [make_home(tmp_path, tmp_path) for _ in range(2)]
+    assert {home.stat().st_mode & 0o777 for home, _ in made} == {0o700}
+    assert len({home.name for home, _ in made}) == 2
+    assert not any(str(os.getpid()) == home.name.rpartition("-")[2] for home, _ in made)
+    for _, lock in made:
+        os.close(lock)
+
+
+def test_followers_of_one_host_name_write_notes_of_their_own(folders: WeightFolders) -> None:
+    """Two containers may have one host name, and the same pids."""
+
+    async def run() -> None:
+        following = [
+            asyncio.create_task(keep_following(folders.root, [f"http://10.0.0.{i}:1"]))
+            for i in range(2)
+        ]
+        transport = DeltaTransport(folders, timeout_s=20)
+        engines = [Reader(managed=False, url=f"http://10.0.0.{i}:1") for i in range(2)]
+        assert await publish(transport, engines, make_weights()) == {}
+        assert len(list((folders.root / NOTES).iterdir())) == 2
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_two_trainers_do_not_publish_to_one_folder(folders: WeightFolders) -> None:
+    other = WeightFolders(folders.root, model=folders.root.parent / "model")
+    folders.begin(0)
+    with pytest.raises(RunFailed, match=r"another trainer publishes to .*weights_dir of its own"):
+        other.begin(0)
+    folders.close()
+    other.begin(0)
+    other.close()

@@ -29,7 +29,7 @@ def folders(tmp_path: Path) -> WeightFolders:
 
 
 def names(folders: WeightFolders) -> list[str]:
-    return sorted(path.name for path in folders.root.iterdir())
+    return sorted(path.name for path in folders.root.iterdir() if path.name != ".lock")
 
 
 def test_every_engine_loads_what_was_published(folders: WeightFolders) -> None:
@@ -90,11 +90,31 @@ def test_an_earlier_runs_folders_are_counted_on_and_its_rest_removed(
     asyncio.run(publish(DiskTransport(folders, timeout_s=5), [Reader()], make_weights(0)))
     (folders.root / ".update_000002.partial").mkdir()  # killed while it wrote
     (folders.root / "notes.txt").touch()  # not ours
+    folders.close()
     again = WeightFolders(folders.root, model=folders.root.parent / "model")
     engine = Reader()
     asyncio.run(publish(DiskTransport(again, timeout_s=5), [engine], make_weights(1)))
     assert names(folders) == ["notes.txt", "update_000002"]
     assert same(engine.weights, make_weights(1))
+
+
+def test_old_weights_that_cannot_be_removed_are_told_and_end_nothing(
+    folders: WeightFolders, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NFS keeps what an engine has open."""
+
+    def refuse(folder: Path) -> None:
+        raise OSError(39, "Directory not empty", str(folder))
+
+    async def run() -> None:
+        transport = DiskTransport(folders, timeout_s=5)
+        await publish(transport, [Reader()], make_weights(0))
+        monkeypatch.setattr("rollout.weight_sync.folders.remove_tree", refuse)
+        assert await publish(transport, [Reader()], make_weights(1)) == {}
+
+    asyncio.run(run())
+    assert names(folders) == ["update_000001", "update_000002"]
+    assert "update_000001 could not be removed" in caplog.text
 
 
 def test_a_disk_that_refuses_is_told_at_the_end(folders: WeightFolders) -> None:

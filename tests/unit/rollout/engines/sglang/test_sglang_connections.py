@@ -256,6 +256,54 @@ def test_nothing_is_sent_twice(method):
 # --- limits and ends ------------------------------------------------------------------------------
 
 
+ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_an_answer_without_end_is_not_gathered(chunked):
+    """A router, a proxy or a hijacked engine would take rank 0's memory."""
+    given = 0
+    block = b"[" * 65536
+
+    async def pour(writer):
+        nonlocal given
+        writer.write(ENDLESS + (b"Transfer-Encoding: chunked\r\n\r\n" if chunked else b"\r\n"))
+        while given < 1 << 28:
+            writer.write(b"%x\r\n%b\r\n" % (len(block), block) if chunked else block)
+            given += len(block)
+            await writer.drain()
+
+    async def use(client, _):
+        with pytest.raises(EngineFailed, match="answered /generate with more than 1,000,000 bytes"):
+            await client.post("/generate", {}, answer_bytes=1_000_000)
+        assert given < 1 << 25, "the connection was closed at once, but for what lay in buffers"
+
+    against(lambda *_: pour, use)
+
+
+def test_an_answer_that_says_to_be_too_long_is_not_read():
+    async def use(client, _):
+        with pytest.raises(EngineFailed, match="more than 67,108,864 bytes"):
+            await client.post("/flush_cache", {})
+
+    against(saying(ENDLESS + b"Content-Length: 99999999999\r\n\r\n[", pause_s=1.0), use)
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_headers_without_end_are_not_gathered(many):
+    async def pour(writer):
+        writer.write(ENDLESS)
+        for number in range(1 << 14):
+            writer.write(b"X-%d: %b\r\n" % (number, b"y" * 1000) if many else b"y" * 1000)
+            await writer.drain()
+
+    async def use(client, _):
+        with pytest.raises(EngineFailed, match="broke off /generate"):
+            await client.post("/generate", {})
+
+    against(lambda *_: pour, use)
+
+
 def test_the_deadline_holds_for_the_whole_answer():
     async def use(client, server):
         with pytest.raises(

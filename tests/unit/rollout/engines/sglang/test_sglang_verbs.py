@@ -17,7 +17,7 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, EngineHangs
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.factories import Keys
-from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.engine import MARK, SGLangEngine
 from rollout.weight_sync.process_group import GroupAddress
 
 INFO = {
@@ -120,7 +120,7 @@ async def publish(engine, mode="drain", version=1):
     await engine.resume()
 
 
-def completion(*tokens, version="1"):
+def completion(*tokens, version=f"1{MARK}"):
     return {
         "output_ids": list(tokens),
         "meta_info": {
@@ -164,7 +164,7 @@ def test_the_order_of_a_publication(folder, mode, pause):
             )
             assert "weight_version" not in body
         assert scripted.bodies("/update_weight_version") == [
-            {"new_version": "1", "abort_all_requests": False}
+            {"new_version": f"1{MARK}", "abort_all_requests": False}
         ]
         assert all(scripted.admin[route] for route in scripted.routes)
 
@@ -173,16 +173,61 @@ def test_the_order_of_a_publication(folder, mode, pause):
 
 def test_requests_are_keyed_by_the_version_and_wait_while_the_engine_is_paused(folder):
     async def use(engine, scripted):
-        scripted.answers["/generate"] = [(200, [completion(*range(8))])]
+        scripted.answers["/generate"] = [(200, [completion(*range(8), version=f"4{MARK}")])]
         await publish(engine, version=4)
         await engine.generate([request([1, 2])])
         await engine.pause("in_place")
         waiting = asyncio.ensure_future(engine.generate([request([3])]))
         await asyncio.sleep(0.05)
         assert len(scripted.bodies("/generate")) == 1
+        scripted.answers["/generate"] = [(200, [completion(*range(8), version=f"5{MARK}")])]
         await publish(engine, "in_place", version=5)
         await waiting
         assert [body["extra_key"] for body in scripted.bodies("/generate")] == ["4", "5"]
+
+    with_scripted(folder, use)
+
+
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [
+        (f"999{MARK}", "says that version 999 made tokens, expected 4 to 4"),
+        (f"-3{MARK}", "says that version -3 made"),
+        (f"3{MARK}", "says that version 3 made"),
+        ("4", "this trainer did not publish: another trainer uses the engine"),
+        ("4.deadbeef", "this trainer did not publish"),
+        ("default", "this trainer did not publish"),
+    ],
+)
+def test_a_version_that_was_not_in_force_is_the_engines_failure(folder, version, why):
+    """It would be a KeyError of the trainer's, or stale tokens taken for fresh ones."""
+
+    async def use(engine, scripted):
+        scripted.answers["/generate"] = [(200, [completion(*range(8), version=version)])]
+        await publish(engine, version=4)
+        with pytest.raises(EngineFailed, match=f"engine-3 .*{why}"):
+            await engine.generate([request([1, 2])])
+
+    with_scripted(folder, use)
+
+
+def test_tokens_of_two_versions_may_come_from_a_request_that_a_publication_met(folder):
+    async def use(engine, scripted):
+        both = completion(*range(8))
+        both["meta_info"]["weight_versions"] = [
+            {"version": f"4{MARK}", "start": 0, "end": 3},
+            {"version": f"5{MARK}", "start": 3, "end": 8},
+        ]
+        scripted.answers["/generate"] = [(200, [both])]
+        await publish(engine, version=4)
+        scripted.held.clear()
+        asked = asyncio.ensure_future(engine.generate([request([1, 2])]))
+        while not scripted.bodies("/generate"):
+            await asyncio.sleep(0.005)
+        await publish(engine, "in_place", version=5)
+        scripted.held.set()
+        [[found]] = await asked
+        assert [span.version for span in found.versions] == [4, 5]
 
     with_scripted(folder, use)
 
@@ -365,7 +410,8 @@ def test_out_of_order(folder):
         await engine.pause("drain")
         with pytest.raises(EngineFailed, match="version 4 after 5: versions never go back"):
             await engine.set_version(4)
-        assert [body["new_version"] for body in scripted.bodies("/update_weight_version")] == ["5"]
+        named = [body["new_version"] for body in scripted.bodies("/update_weight_version")]
+        assert named == [f"5{MARK}"]
         with pytest.raises(EngineFailed, match="outside an update; call begin_update first"):
             await engine.load_folder(folder)
         assert "/update_weights_from_disk" not in scripted.routes

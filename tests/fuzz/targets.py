@@ -1,0 +1,16 @@
+"""All targets, by name."""
+
+from __future__ import annotations
+
+from tests.fuzz import (
+    engine_answers,
+)
+from tests.fuzz.harness import Target
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for module in (
+        engine_answers,
+    )
+    for target in module.TARGETS
+}
