@@ -21,7 +21,7 @@ from rlcore.data.generation import Completion, GenerateRequest, Prefix, Sampling
 from rlcore.data.sample import SamplingMasks, VersionSpan
 from rlcore.errors import EngineFailed
 from rollout.engines.embedded.client import RemoteEngine
-from rollout.engines.embedded.codec import encode_completion
+from rollout.engines.embedded.client import encode_completion
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.generation import Generation
