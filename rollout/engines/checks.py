@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlcore.data.generation import Completion, GenerateRequest
-from rlcore.data.sample import VersionSpan, check_logprobs
+from rlcore.data.sample import VersionSpan
+from rlcore.data.sample_checks import check_logprobs
 from rlcore.errors import EngineFailed, ModelError, UserError
 
 if TYPE_CHECKING:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.fuzz import (
     engine_answers,
+    run_files,
+    samples,
 )
 from tests.fuzz.harness import Target
 
@@ -11,6 +13,8 @@ TARGETS: dict[str, Target] = {
     target.name: target
     for module in (
         engine_answers,
+        run_files,
+        samples,
     )
     for target in module.TARGETS
 }

@@ -173,7 +173,10 @@ def test_the_order_of_a_publication(folder, mode, pause):
 
 def test_requests_are_keyed_by_the_version_and_wait_while_the_engine_is_paused(folder):
     async def use(engine, scripted):
-        scripted.answers["/generate"] = [(200, [completion(*range(8))])]
+        scripted.answers["/generate"] = [
+            (200, [completion(*range(8), version="4")]),
+            (200, [completion(*range(8), version="5")]),
+        ]
         await publish(engine, version=4)
         await engine.generate([request([1, 2])])
         await engine.pause("in_place")
