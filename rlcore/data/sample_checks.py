@@ -45,6 +45,11 @@ def check_sample(sample: Sample, *, vocab_size: int) -> None:
 
 def check_logprobs(logprobs: NDArray[np.float32]) -> None:
     """Refuse log-probs that no engine can have computed (ValueError)."""
+    if not len(logprobs):
+        return
+    # quickly: the least one is NaN where any is
+    if -math.inf < logprobs.min() and logprobs.max() <= LARGEST_LOGPROB:
+        return
     bad = (~(np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB))).nonzero()[0]
     if len(bad):
         raise ValueError(
@@ -54,8 +59,8 @@ def check_logprobs(logprobs: NDArray[np.float32]) -> None:
 
 
 def _check_tokens(what: str, tokens: NDArray[np.int32], vocab_size: int) -> None:
-    wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0]
-    if len(wrong):
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0]
         raise ValueError(
             f"{what} {wrong[0]} is {tokens[wrong[0]]}, expected ids from 0 to {vocab_size - 1},"
             " the model's vocabulary"

@@ -165,7 +165,7 @@ def ask(engine: Any, request: GenerateRequest, loop: asyncio.AbstractEventLoop) 
         fleet = Fleet([engine], CONFIG)
         member = fleet.members[0]
         member.version = VERSION
-        dispatcher = Dispatcher(fleet, CONFIG, vocab_size=VOCAB, experts=EXPERTS)
+        dispatcher = Dispatcher(fleet, CONFIG, vocab_size=VOCAB)
         return await dispatcher._call(Lease(member, start=0), [request])
 
     try:
@@ -216,7 +216,7 @@ def open_sglang() -> Iterator[Case]:
 @contextmanager
 def open_embedded() -> Iterator[Case]:
     """A `RemoteEngine` whose process's answers are broken."""
-    engine = Process(Known(), config=CONFIG, dtype="fp32", key="the-key")
+    engine = Process(Known(), config=CONFIG, dtype="fp32", key="the-key", experts=EXPERTS)
     loop = asyncio.new_event_loop()
 
     def case(mutator: Mutator) -> str:

@@ -6,6 +6,8 @@ from tests.fuzz import (
     engine_answers,
     run_files,
     samples,
+    user_files,
+    weights,
 )
 from tests.fuzz.harness import Target
 
@@ -15,6 +17,8 @@ TARGETS: dict[str, Target] = {
         engine_answers,
         run_files,
         samples,
+        user_files,
+        weights,
     )
     for target in module.TARGETS
 }
