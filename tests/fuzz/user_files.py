@@ -22,6 +22,7 @@ from rlcore.cli import main
 from rlcore.config.load import load_config, split_arguments
 from rlcore.config.sections.data import DataConfig
 from rlcore.config.sections.root import Config
+from rlcore.config.yaml_settings import ConfigDumper, ConfigLoader
 from rlcore.data.examples import open_examples
 from rlcore.data.prompts import PromptSet
 from rlcore.errors import ConfigError, UserError
@@ -48,7 +49,7 @@ COMMAND = 0.02  # of the cases go through the command itself, which is slower
 def open_configurations() -> Iterator[Case]:
     """Files and overrides, as every command loads them."""
     texts = [(ROOT / "examples" / name).read_bytes() for name in EXAMPLES]
-    trees = [yaml.safe_load(text) for text in texts]
+    trees = [yaml.load(text, Loader=ConfigLoader) for text in texts]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         (Path(folder) / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
@@ -82,8 +83,8 @@ def _tree(mutator: Mutator, tree: Any) -> bytes:
     """Write a changed tree as YAML, or as JSON, which YAML reads too."""
     changed = mutator.value(tree)
     try:
-        return yaml.safe_dump(changed, allow_unicode=True).encode("utf-8", "surrogatepass")
-    except yaml.YAMLError:
+        return yaml.dump(changed, Dumper=ConfigDumper, allow_unicode=True).encode("utf-8", "surrogatepass")
+    except (yaml.YAMLError, RecursionError):
         return written(changed)
 
 

@@ -35,6 +35,8 @@ ERRORS: dict[str, type[RlcoreError]] = {
     ModelError.__name__: ModelError,
     DeadlineExceeded.__name__: EngineHangs,
 }  # any other error there is EngineFailed here
+ANSWER_BYTES = 64 << 20  # of the longest answer of a verb
+COMPLETIONS_BYTES = 1 << 30  # of the longest answer to `generate`
 # the keys of `rollout.engine` that limit verbs; the others have `update_timeout_s`
 LIMITS = {"health": "health_timeout_s", "progress": "health_timeout_s"}
 
@@ -257,7 +259,7 @@ class RemoteEngine:
         async with session.post(
             f"{self.url}/{verb}", data=orjson.dumps(body), timeout=unlimited
         ) as response:
-            raw = await response.read()
+            raw = await self._limited(response, verb)
             status = response.status
         try:
             answer = orjson.loads(raw)
@@ -269,3 +271,16 @@ class RemoteEngine:
             said = f"/{verb} was answered with nonsense (HTTP {status}): {raw[:80]!r}"
             raise EngineFailed(f"engine {self.name}: {said}") from None
         raise kind(text if self.name in text else f"engine {self.name}: {text}")
+
+    async def _limited(self, response: aiohttp.ClientResponse, verb: str) -> bytes:
+        """The body of an answer. Raises EngineFailed where it is too long."""
+        most = COMPLETIONS_BYTES if verb == "generate" else ANSWER_BYTES
+        content = bytearray()
+        async for chunk in response.content.iter_any():
+            content += chunk
+            if len(content) > most:
+                response.close()
+                raise EngineFailed(
+                    f"engine {self.name}: /{verb} was answered with more than {most:,} bytes"
+                )
+        return bytes(content)

@@ -35,6 +35,10 @@ from rollout.engines.sglang.limits import Limits, asks_sampling_mask
 LEAST_TEMPERATURE = 1e-6  # below it SGLang decodes greedily
 MOST_STOP_STRINGS = 32
 STOP_PATTERN_BYTES = 256
+# Of an answer: a token's id, text and log-prob; an id in a list; all that is told once a sample.
+TOKEN_BYTES = 512
+ID_BYTES = 12
+META_BYTES = 1 << 20
 SHARED_PROMPT_TOKENS = 64  # from this length on a prompt is computed once for all its samples
 
 # All are sent, as a server may have other defaults.
@@ -155,7 +159,9 @@ class Generation:
         names = body["rid"] if isinstance(body["rid"], list) else [body["rid"]]
         self._sent[request.rid] = names
         try:
-            return await self.client.post("/generate", body, limit=None)
+            return await self.client.post(
+                "/generate", body, limit=None, answer_bytes=longest_answer(request, self.limits)
+            )
         finally:
             if self._sent.get(request.rid) is names:
                 del self._sent[request.rid]
@@ -298,6 +304,18 @@ def seed(request: GenerateRequest, sample: int) -> int:
     """63 bits that depend only on the run's seed and the sample's address."""
     address = f"{request.seed}-{request.draw}-{sample}-{request.turn}".encode()
     return int.from_bytes(hashlib.blake2b(address, digest_size=8).digest(), "little") >> 1
+
+
+def longest_answer(request: GenerateRequest, limits: Limits) -> int:
+    """The most bytes that an answer to a request can have."""
+    sampling = request.sampling
+    token = TOKEN_BYTES
+    if sampling.sampling_mask:
+        token += ID_BYTES * limits.vocab_size  # a set may be the whole vocabulary
+    experts = limits.experts if sampling.routed_experts else None
+    record = 0 if experts is None else 6 * experts.num_layers * experts.topk  # base64 of int32
+    tokens = len(request.prompt) + sampling.max_new_tokens
+    return request.n * (sampling.max_new_tokens * token + tokens * record + META_BYTES)
 
 
 def aborted(request: GenerateRequest) -> Completion:

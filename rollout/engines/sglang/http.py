@@ -24,6 +24,7 @@ from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 # one that just closes.
 KEEP_ALIVE_S = 3.0
 JOINED_BYTES = 1 << 16  # a larger body is sent in parts, as fast as the server takes them
+ANSWER_BYTES = 64 << 20  # of the longest answer of a control route
 QUOTED = 500  # characters of a server's own words
 # the keys of `rollout.engine` that limit calls
 Limit = Literal["update_timeout_s", "health_timeout_s"]
@@ -53,6 +54,7 @@ class ServerClient:
         *,
         limit: Limit | None = "update_timeout_s",
         admin: bool = False,
+        answer_bytes: int = ANSWER_BYTES,
     ) -> Any:
         """Send `body` and return the JSON value that the server answers.
 
@@ -63,6 +65,7 @@ class ServerClient:
             limit: the key that limits connecting, sending and the whole answer together; None: the
                 caller cancels the call in time.
             admin: whether the route controls the server, rather than asking it for something.
+            answer_bytes: a longer answer is the engine's failure, and not read to its end.
 
         Raises:
             UserError: the request itself is bad: in the server's own words.
@@ -70,7 +73,7 @@ class ServerClient:
                 after `limit`.
         """
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        return await self._call("POST", route, data, limit, admin)
+        return await self._call("POST", route, data, limit, admin, answer_bytes)
 
     async def get(self, route: str, *, admin: bool = False) -> Any:
         """Ask for `route`, within the limit of a probe, and return the answer as `post` does."""
@@ -83,7 +86,13 @@ class ServerClient:
             await self._session.close()
 
     async def _call(
-        self, method: str, route: str, body: bytes | None, limit: Limit | None, admin: bool
+        self,
+        method: str,
+        route: str,
+        body: bytes | None,
+        limit: Limit | None,
+        admin: bool,
+        answer_bytes: int = ANSWER_BYTES,
     ) -> Any:
         session = self._open()
         timeout_s: float | None = None if limit is None else getattr(self.config, limit)
@@ -97,7 +106,7 @@ class ServerClient:
                 allow_redirects=False,
                 middlewares=(only_once,) if body is None else None,
             ) as response:
-                content = await response.read()
+                content = await self._limited(response, route, answer_bytes)
         except asyncio.TimeoutError:
             raise EngineHangs(
                 f"engine {self.name} did not answer {route} within {timeout_s:g} s"
@@ -120,6 +129,21 @@ class ServerClient:
             raise EngineFailed(
                 f"engine {self.name} answered {route} with no JSON ({error}): {quoted(content)}"
             ) from error
+
+    async def _limited(
+        self, response: aiohttp.ClientResponse, route: str, answer_bytes: int
+    ) -> bytes:
+        """The body of an answer. Raises EngineFailed where it is too long."""
+        content = bytearray()
+        async for chunk in response.content.iter_any():
+            content += chunk
+            if len(content) > answer_bytes:
+                response.close()
+                raise EngineFailed(
+                    f"engine {self.name} at {self.url} answered {route} with more than"
+                    f" {answer_bytes:,} bytes"
+                )
+        return bytes(content)
 
     def _open(self) -> aiohttp.ClientSession:
         """The session, made in the event loop that uses it."""
