@@ -16,8 +16,9 @@ from rlcore.data.sample_checks import check_logprobs
 from rlcore.errors import EngineFailed, ModelError, UserError
 
 if TYPE_CHECKING:
-    from rollout.engines.sglang.limits import ExpertLayers
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from rollout.engines.sglang.limits import ExpertLayers
 
 
 def folder_config(folder: str) -> dict[str, Any]:
@@ -126,7 +127,10 @@ def check_completion(
     made = len(tokens)
     sampling = request.sampling
     given = len(request.prompt) + len(request.made(place))
-    for name, array, dtype in (("tokens", tokens, np.int32), ("logprobs", found.logprobs, np.float32)):
+    for name, array, dtype in (
+        ("tokens", tokens, np.int32),
+        ("logprobs", found.logprobs, np.float32),
+    ):
         if array.dtype != dtype or array.shape != (made,):
             raise ValueError(f"{name} of {array.dtype} {array.shape}, expected {dtype} ({made},)")
     if found.finish_reason not in ("stop", "length", "abort"):

@@ -32,7 +32,7 @@ from rollout.fleet.fleet import Fleet
 from rollout.fleet.router import Lease
 from tests.fuzz.harness import ACCEPTED, Case, Target
 from tests.fuzz.mutation import Mutator
-from tests.fuzz.oracle import check_completion
+from tests.fuzz.oracle import check_completion, need
 
 VOCAB = 31
 VERSION = 5  # in force when a request is sent; a publication may end before its answer
@@ -171,7 +171,7 @@ def ask(engine: Any, request: GenerateRequest, loop: asyncio.AbstractEventLoop) 
     try:
         [found] = loop.run_until_complete(asyncio.wait_for(call(), 10))
     except EngineFailed as error:
-        assert ENGINE in str(error)
+        need(ENGINE in str(error), f"{error} names no engine")
         return "EngineFailed"
     assert len(found) == request.n
     for place, completion in enumerate(found):

@@ -1,6 +1,6 @@
 """Changes valid examples into broken ones: JSON values, texts and bytes.
 
-A `Mutator` draws from one seeded generator, so that target, seed and number of a case make it again.
+A `Mutator` draws from one seeded generator: target, seed and number of a case make it again.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def written(value: Any) -> bytes:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy without a part that occurs twice, which a later change might put into itself."""
+    """Return a copy without a part that occurs twice, which a change might put into itself."""
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list) else value

@@ -107,7 +107,9 @@ def read_checkpoints(folder: Path) -> None:
     found = latest_checkpoint(folder)
     need(found is not None and type(found.step) is int, f"{found}")
     assert found is not None
-    need(found.step == 10 and found.state.get("step", 10) == 10, f"step {found.step}: {found.state}")
+    need(
+        found.step == 10 and found.state.get("step", 10) == 10, f"step {found.step}: {found.state}"
+    )
 
 
 def read_best_file(folder: Path) -> None:

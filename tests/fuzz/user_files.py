@@ -83,7 +83,9 @@ def _tree(mutator: Mutator, tree: Any) -> bytes:
     """Write a changed tree as YAML, or as JSON, which YAML reads too."""
     changed = mutator.value(tree)
     try:
-        return yaml.dump(changed, Dumper=ConfigDumper, allow_unicode=True).encode("utf-8", "surrogatepass")
+        return yaml.dump(changed, Dumper=ConfigDumper, allow_unicode=True).encode(
+            "utf-8", "surrogatepass"
+        )
     except (yaml.YAMLError, RecursionError):
         return written(changed)
 
@@ -116,7 +118,8 @@ CALLS = [
 ROWS: dict[str, list[dict[str, Any]]] = {
     "plain": [{"prompt": "1+2=", "label": "3", "level": 1}, {"prompt": "4+4=", "label": 8}],
     "chat": [{"prompt": CHAT[:1], "label": "3"}, {"prompt": CHAT[:1], "label": "4"}],
-    "verl": [{"prompt": CHAT[:1], "reward_model": {"ground_truth": "3"}, "data_source": "sums"}] * 2,
+    "verl": [{"prompt": CHAT[:1], "reward_model": {"ground_truth": "3"}, "data_source": "sums"}]
+    * 2,
     "openai": [{"messages": CHAT, "tools": [TOOL]}, {"messages": CALLS}],
     "open-instruct": [{"messages": CHAT, "ground_truth": ["3"], "dataset": ["sums"]}] * 2,
     "trl": [{"prompt": CHAT[:1], "completion": CHAT[1:]}] * 2,

@@ -57,7 +57,7 @@ def check_metadata(folder: Path) -> None:
     except (ModelError, pickle.UnpicklingError):
         raise
     # a damaged pickle may make anything fail that it calls
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise pickle.UnpicklingError(f"{METADATA} is damaged: {error!r}") from error
 
 

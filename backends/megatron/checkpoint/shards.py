@@ -275,7 +275,7 @@ def read_errors(folder: Path) -> Iterator[None]:
         yield
     except RlcoreError:
         raise
-    except (Exception, CheckpointException) as error:  # noqa: BLE001
+    except (Exception, CheckpointException) as error:
         raise ModelError(f"checkpoint {folder}: cannot be loaded: {_first_cause(error)}") from error
 
 

@@ -21,7 +21,9 @@ def encode_array(array: NDArray[Any], dtype: str) -> str:
 
 def decode_array(text: str, dtype: str) -> NDArray[Any]:
     """Decode the text of `encode_array`."""
-    return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).astype(dtype[1:], copy=True)
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).astype(
+        dtype[1:], copy=True
+    )
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
@@ -82,7 +84,9 @@ def decode_completion(value: dict[str, Any]) -> Completion:
         tuple(VersionSpan(*span) for span in spans),
         None
         if mask is None
-        else SamplingMasks(decode_array(mask["tokens"], "<i4"), decode_array(mask["counts"], "<i4")),
+        else SamplingMasks(
+            decode_array(mask["tokens"], "<i4"), decode_array(mask["counts"], "<i4")
+        ),
         None if routed is None else decode_experts(routed),
         value["cached_tokens"],
     )
