@@ -128,11 +128,18 @@ def find_tensors(folder: Path) -> dict[str, TensorPlace]:
                 raise ValueError(
                     f"{path} is no safetensors file: it begins with a length of {length:,} bytes"
                 )
-            entries = json.loads(file.read(length))
-        entries.pop("__metadata__", None)
-        for name, entry in entries.items():
-            spec = TensorSpec(name, tuple(entry["shape"]), types[entry["dtype"]])
-            places[name] = TensorPlace(path, 8 + length + entry["data_offsets"][0], spec)
+            try:
+                entries = json.loads(file.read(length))
+            except RecursionError as error:
+                raise ValueError(f"{path} is no safetensors file: {error}") from error
+        try:
+            entries.pop("__metadata__", None)
+            for name, entry in entries.items():
+                spec = TensorSpec(name, tuple(entry["shape"]), types[entry["dtype"]])
+                places[name] = TensorPlace(path, 8 + length + entry["data_offsets"][0], spec)
+                spec.num_bytes  # noqa: B018 - raises where the shape has no numbers
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no safetensors file: its header has {error!r}") from error
     return places
 
 

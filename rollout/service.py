@@ -38,7 +38,6 @@ from rollout.collection.evaluation import Evaluator
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import training_runner
 from rollout.engines.checks import check_vocabulary
-from rollout.engines.sglang.limits import ExpertLayers
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 from rollout.rewards.labels import check_labels
@@ -105,14 +104,8 @@ class RolloutService:
         self._queue = PromptQueue(self.prompts, prompt_stream(config, self.prompts))
         self.ledger = self._queue.ledger
         limit_s = longest_request_s(config)
-        replays = config.policy.routing_replay == "engine"
-        checks_itself = rollout.engine.kind == "sglang"
         self._dispatcher = Dispatcher(
-            self.fleet,
-            rollout.engine,
-            vocab_size=vocab_size,
-            experts=ExpertLayers.of(config.model.path) if replays and not checks_itself else None,
-            limit_s=limit_s,
+            self.fleet, rollout.engine, vocab_size=vocab_size, limit_s=limit_s
         )
         shared = (config, tokenizer, self._dispatcher, self._scorer)
         self._training = training_runner(*shared, greedy_baseline=greedy_baseline)

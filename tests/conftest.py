@@ -13,7 +13,7 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
-FOLDERS = ("unit", "nccl_rules", "parity", "checkpoint", "integration", "ray", "sglang")
+FOLDERS = ("unit", "fuzz", "nccl_rules", "parity", "checkpoint", "integration", "ray", "sglang")
 
 
 def folder_of(nodeid: str) -> str:

@@ -149,24 +149,6 @@ class Sample:
                 " itself"
             )
 
-    def check_values(self, vocab_size: int) -> None:
-        """Refuse what no policy can have made (ValueError): it would be trained on without a word.
-
-        Args:
-            vocab_size: of the policy.
-        """
-        where = f"sample {self.index} of draw {self.draw}"
-        wrong = ((self.tokens < 0) | (self.tokens >= vocab_size)).nonzero()[0]
-        if len(wrong):
-            raise ValueError(
-                f"{where}: token {wrong[0]} is {self.tokens[wrong[0]]}, expected ids from 0 to"
-                f" {vocab_size - 1}, the model's vocabulary"
-            )
-        try:
-            check_logprobs(self.rollout_logprobs)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-
     def check_token_rewards(self) -> None:
         """Refuse token rewards that are not finite and one a trainable token (ValueError).
 
@@ -320,16 +302,6 @@ class SamplingMasks:
     def from_record(cls, record: dict[str, Any]) -> SamplingMasks:
         """Make the sets of a record."""
         return cls(*(np.asarray(record[name], dtype=np.int32) for name in ("tokens", "counts")))
-
-
-def check_logprobs(logprobs: NDArray[np.float32]) -> None:
-    """Refuse log-probs that no engine can have computed (ValueError)."""
-    bad = (~(np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB))).nonzero()[0]
-    if len(bad):
-        raise ValueError(
-            f"the log-prob of trainable token {bad[0]} is {logprobs[bad[0]]}, expected a finite"
-            " number up to 0"
-        )
 
 
 def join_experts(records: Sequence[Experts]) -> Experts:

@@ -23,7 +23,7 @@ from rlcore.errors import RunFailed
 from rlcore.launch.environment import here_key, orphaned
 from rlcore.launch.logs import LAST_LINES_OF_A_STACK, describe_failure
 from rlcore.stores import Store
-from rlcore.trainer.rank_sync import Failure, RankSync, post_failure, read_failure
+from rlcore.trainer.rank_sync import Failure, RankSync, post_failure, read_failure, read_number
 
 BEAT_S = 1.0
 _LEFT = "left"
@@ -38,7 +38,7 @@ def beat_key(rank: int) -> str:
 
 def read_stuck(store: Store) -> int | None:
     """Return the first rank that did not leave a failed run by itself, or None."""
-    return int(store.get(_STUCK)) if store.check([_STUCK]) else None
+    return read_number(store, _STUCK) if store.check([_STUCK]) else None
 
 
 def raise_if_stuck(store: Store, failure: Failure, run: RunConfig) -> None:
@@ -73,7 +73,7 @@ class HeartbeatMonitor:
         silence: dict[int, float] = {}
         for rank, (before, since) in self._beats.items():
             beat = (
-                self.store.get(beat_key(rank)).decode()
+                self.store.get(beat_key(rank)).decode(errors="replace")
                 if self.store.check([beat_key(rank)])
                 else ""
             )

@@ -69,6 +69,15 @@ class Best:
     mode: str
     value: float
 
+    @classmethod
+    def of(cls, found: Any) -> Best:
+        """Read what `asdict` wrote. Raises ValueError or TypeError for anything else."""
+        best = cls(**found)
+        words = isinstance(best.metric, str) and best.mode in ("max", "min")
+        if not words or type(best.step) is not int or type(best.value) not in (int, float):
+            raise ValueError(f"{str(found)[:80]} names no checkpoint as the best")
+        return best
+
 
 class CheckpointStore:
     """The checkpoints of one run. Rank 0 alone begins, commits and prunes.
@@ -270,7 +279,7 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 def best_of(state: Mapping[str, Any]) -> Best | None:
     """Return the best checkpoint that a run's state names, if it names one."""
     found = state.get("best")
-    return None if found is None else Best(**found)
+    return None if found is None else Best.of(found)
 
 
 def read_best(folder: Path) -> Best | None:
@@ -281,10 +290,10 @@ def read_best(folder: Path) -> Best | None:
     """
     path = folder / BEST
     try:
-        return Best(**json.loads(path.read_bytes()))
+        return Best.of(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; delete it to go on without") from error
 
 
@@ -302,7 +311,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         wrong = _compare(folder / name, recorded)
         if wrong:
             raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} {wrong}")
-    return Checkpoint(step=manifest["step"], folder=folder, state=_read_json(folder, STATE))
+    state = _read_json(folder, STATE)
+    for name, step in ((MANIFEST, manifest.get("step")), (STATE, state.get("step", ""))):
+        if step != "" and (type(step) is not int or step_name(step) != folder.name):
+            raise DamagedCheckpoint(
+                f"checkpoint {folder} is damaged: {name} is of step {str(step)[:20]}"
+            )
+    return Checkpoint(step=manifest["step"], folder=folder, state=state)
 
 
 def step_name(step: int) -> str:
@@ -323,6 +338,8 @@ def _manifest(folder: Path) -> dict[str, dict[str, int]]:
 
 def _compare(path: Path, recorded: Mapping[str, int]) -> str:
     """Return what is wrong with a file, "" for nothing."""
+    if not isinstance(recorded, dict) or type(recorded.get("bytes")) is not int:
+        return f"is described by {str(recorded)[:80]}"
     try:
         size = path.stat().st_size
         if size != recorded["bytes"]:
@@ -331,7 +348,7 @@ def _compare(path: Path, recorded: Mapping[str, int]) -> str:
             return "has the right size but other content than was written"
     except FileNotFoundError:
         return "is missing"
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name that no file can have
         return f"cannot be read: {error}"
     return ""
 

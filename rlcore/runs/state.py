@@ -30,7 +30,11 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
 def decode_state(content: bytes) -> dict[str, Any]:
     """Decode what `encode_state` made; ValueError for anything but a JSON object."""
-    state = json.loads(content, object_hook=_restore)
+    try:
+        state = json.loads(content, object_hook=_restore)
+    # an array that is none, or far too many brackets
+    except (LookupError, TypeError, OverflowError, MemoryError, RecursionError) as error:
+        raise ValueError(f"no state: {error!r}") from error
     if not isinstance(state, dict):
         raise ValueError(f"expected a JSON object, got {type(state).__name__}")
     return state

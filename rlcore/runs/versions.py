@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rlcore.errors import DataError
 from rlcore.runs.files import cut_torn_line, sync
+
+LARGEST = 1 << 53  # of a number in the journal
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,27 @@ def read_versions(path: Path) -> list[Version]:
     Raises:
         DataError: a line is no version; names it.
     """
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    try:
-        return [Version(**json.loads(line)) for line in lines]
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{path}: not a journal of versions: {error}") from error
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    found: list[Version] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(_version(json.loads(line), found))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number}: not a journal of versions: {error}") from error
+    return found
+
+
+def _version(entry: Any, before: Sequence[Version]) -> Version:
+    """Read a line. Raises ValueError or TypeError unless it can come behind those `before` it."""
+    version = Version(**entry)
+    for value in (version.version, version.step, version.incarnation):
+        if type(value) is not int or not 0 <= value < LARGEST:
+            raise ValueError(f"{str(entry)[:80]}, expected whole numbers from 0")
+    if before and version.version <= before[-1].version:
+        raise ValueError(
+            f"version {version.version} after {before[-1].version}: versions only grow"
+        )
+    return version
 
 
 class VersionJournal:

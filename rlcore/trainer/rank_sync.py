@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torch.distributed import DistError
 
@@ -29,6 +29,7 @@ T = TypeVar("T")
 TIDY_EVERY = 256  # keys, some 25 steps
 POLL_S = 0.002
 POLL_MAX_S = 0.05
+MOST_DIGITS = 19  # of a number in the store
 _FAILED = "failed"
 
 
@@ -40,6 +41,7 @@ class Failure:
     error: str
     bad_input: bool = False
     waited: bool = False  # the rank waited for a peer until its deadline: the peer is to blame
+    kinds: ClassVar[tuple[type, ...]] = (int, str, bool, bool)
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed: {self.error}"
@@ -60,7 +62,25 @@ def post_failure(store: Store, failure: Failure) -> None:
 
 def read_failure(store: Store) -> Failure | None:
     """Return the failure that was posted first, None if there is none."""
-    return Failure(**json.loads(store.get(_FAILED))) if store.check([_FAILED]) else None
+    if not store.check([_FAILED]):
+        return None
+    said = store.get(_FAILED)
+    try:
+        failure = Failure(**json.loads(said))
+        if Failure.kinds != tuple(type(value) for value in vars(failure).values()):
+            raise TypeError("a field of another type")
+    # somebody else wrote it: the run ends all the same, with what there is
+    except (ValueError, TypeError, RecursionError):
+        return Failure(0, f"the run's store holds no failure of a rank: {said[:80]!r}")
+    return failure
+
+
+def read_number(store: Store, key: str) -> int:
+    """Return the number under a key that is there. Raises RunFailed where it is none."""
+    said = store.get(key)
+    if not (said.isdigit() and len(said) < MOST_DIGITS):
+        raise RunFailed(f"the run's store holds {said[:80]!r} under {key!r}, expected a number")
+    return int(said)
 
 
 def on_rank0(value: T | None) -> T:
@@ -114,7 +134,7 @@ class RankSync:
             self.store.set(key, value)
             return value
         self._wait(key, f"rank 0: {what}", timeout_s)
-        return self.store.get(key).decode()
+        return self.store.get(key).decode(errors="replace")
 
     def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
         """Hold rank 0 until every rank has come here; the others go on. Errors as in `gather`."""
@@ -177,7 +197,7 @@ class RankSync:
         words = [f"passed/{rank}" for rank in range(1, self.world_size)]
         if words and not self.store.check(words):
             return
-        through = min([self._count - 1, *(int(self.store.get(word)) for word in words)])
+        through = min([self._count - 1, *(read_number(self.store, word) for word in words)])
         for count in range(self._tidied + 1, through + 1):
             self.store.delete_key(f"sync/{count}")
         self._tidied = through

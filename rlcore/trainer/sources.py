@@ -13,6 +13,7 @@ from rlcore.config import Config
 from rlcore.data.batch import StepRollouts
 from rlcore.data.loading import prompt_stream
 from rlcore.data.sample import SAMPLING_MASK_KEY, Sample, VersionSpan
+from rlcore.data.sample_checks import check_sample
 from rlcore.errors import DataError
 from rlcore.runs.rollouts import read_rollouts
 from rlcore.trainer.answers import labelled_rows
@@ -137,7 +138,7 @@ class ReplaySource(SourceWithoutEngine):
         try:
             self.samples = [Sample.from_record(record) for record in records]
             for sample in self.samples:
-                sample.check_values(vocab_size)
+                check_sample(sample, vocab_size=vocab_size)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise DataError(
                 f"training.replay: {path} holds something else than samples: {error!r}"

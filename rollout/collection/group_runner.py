@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Awaitable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from rlcore.data.generation import Completion, Generate, GenerateRequest, Sampli
 from rlcore.data.loading import context_of
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
+from rlcore.data.sample_checks import check_sample
 from rlcore.data.tokenizer import decode, stop_token_ids
 from rlcore.errors import RolloutFailed
 from rollout.asyncio_utils import gather_or_cancel
@@ -195,7 +195,7 @@ class GroupRunner:
             samples: list[Sample] | Failure = await self.attempts.run(
                 make,
                 self._staged(key, prompt, generate, made),
-                partial(self._checked, greedy=greedy, versions=made),
+                partial(self._checked, draw=draw, greedy=greedy, versions=made),
                 of=workflow,
                 where=f"{prompt.prompt_id} (draw {draw})",
                 withdraw=(lambda: batcher.withdraw(key)) if batcher else (lambda: None),
@@ -245,7 +245,9 @@ class GroupRunner:
 
         return staged
 
-    def _checked(self, samples: object, *, greedy: bool, versions: Container[int]) -> list[Sample]:
+    def _checked(
+        self, samples: object, *, draw: int, greedy: bool, versions: Container[int]
+    ) -> list[Sample]:
         """Return the samples of a workflow. Raises RolloutFailed for anything else.
 
         Args:
@@ -261,25 +263,28 @@ class GroupRunner:
                 f"it returned {type(samples).__name__}, expected a list of at least one Sample",
             )
         try:
+            if len({id(sample) for sample in samples}) < len(samples):
+                raise ValueError("it returned one sample twice, expected each once")
             for sample in samples:
-                sample.check_values(self._vocab_size)
-                sample.check_token_rewards()
+                check_sample(sample, vocab_size=self._vocab_size)
+                if not sample.draw == sample.group_id == draw:
+                    raise ValueError(
+                        f"a sample of draw {sample.draw} and group {sample.group_id}, expected"
+                        f" {draw} for both, the number that the workflow was given"
+                    )
                 for span in sample.versions:
                     if span.version not in versions:
                         raise ValueError(
                             f"tokens of policy version {span.version}, expected versions that its"
                             " completions have"
                         )
-                for name, value in sample.outcome.items():
-                    if not math.isfinite(value):
-                        raise ValueError(f"the outcome {name!r} is {value}, expected a number")
                 for name, key in ({} if greedy else self.recorded).items():
                     if getattr(sample, name) is None:
                         raise ValueError(
                             f"{key} is on, but a sample has no {name}: give it those of its"
                             " completions, joined"
                         )
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise RolloutFailed("result", str(error)) from error
         return samples
 

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlcore.data.generation import Completion, GenerateRequest
-from rlcore.data.sample import VersionSpan, check_logprobs
+from rlcore.data.sample import SamplingMasks, VersionSpan
+from rlcore.data.sample_checks import check_logprobs
 from rlcore.errors import EngineFailed, ModelError, UserError
 
 if TYPE_CHECKING:
-    from rollout.engines.sglang.limits import ExpertLayers
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from rollout.engines.sglang.limits import ExpertLayers
 
 
 def folder_config(folder: str) -> dict[str, Any]:
@@ -114,19 +117,11 @@ def check_request(
 
 
 def check_completion(
-    found: Completion,
-    request: GenerateRequest,
-    place: int,
-    *,
-    vocab_size: int,
-    experts: ExpertLayers | None = None,
+    found: Completion, request: GenerateRequest, place: int, *, vocab_size: int
 ) -> None:
     """Raise ValueError for what no engine can have made of response number `place` of a request.
 
     It costs little: it looks at every answer of every engine, whoever wrote the engine.
-
-    Args:
-        experts: of the model, where known.
     """
     tokens = found.tokens
     made = len(tokens)
@@ -149,8 +144,8 @@ def check_completion(
         )
     check_logprobs(found.logprobs)
     _check_spans(found.versions, made)
-    _check_masks(found, request, vocab_size)
-    _check_experts(found, request, given + made - 1, experts)
+    if found.sampling_mask is not None:
+        _check_masks(found.sampling_mask, tokens, vocab_size)
     cached = found.cached_tokens
     if cached is not None and not (type(cached) is int and 0 <= cached <= given):
         raise ValueError(f"{str(cached)[:80]} cached tokens of {given}")
@@ -169,31 +164,33 @@ def _check_spans(spans: Sequence[VersionSpan], made: int) -> None:
     raise ValueError(f"version spans {str(spans)[:200]} do not cover {made} tokens in order")
 
 
-def _check_masks(found: Completion, request: GenerateRequest, vocab_size: int) -> None:
-    made = len(found.tokens)
-    masks = found.sampling_mask
-    if masks is None and request.sampling.sampling_mask:
-        raise ValueError("no keep-sets, which were asked for")
-    if masks is not None:
-        if len(masks.counts) != made or len(masks.missing(found.tokens)):
-            raise ValueError(
-                f"{len(masks.counts)} keep-sets for {made} tokens, or one that does not hold its"
-                " own token"
-            )
-        kept = masks.tokens
-        if len(kept) and not 0 <= kept.min() <= kept.max() < vocab_size:
-            raise ValueError(f"keep-sets with tokens from {kept.min()} to {kept.max()}")
+def _check_masks(masks: SamplingMasks, tokens: NDArray[np.int32], vocab_size: int) -> None:
+    if len(masks.counts) != len(tokens) or len(masks.missing(tokens)):
+        raise ValueError(
+            f"{len(masks.counts)} keep-sets for {len(tokens)} tokens, or one that does not hold"
+            " its own token"
+        )
+    kept = masks.tokens
+    if len(kept) and not 0 <= kept.min() <= kept.max() < vocab_size:
+        raise ValueError(f"keep-sets with tokens from {kept.min()} to {kept.max()}")
 
 
-def _check_experts(
-    found: Completion, request: GenerateRequest, tokens: int, experts: ExpertLayers | None
+def check_records(
+    found: Completion, request: GenerateRequest, place: int, experts: ExpertLayers | None
 ) -> None:
-    """Check the record of the experts of the first `tokens` tokens."""
+    """Raise ValueError where the records that were asked for are missing, or cannot be.
+
+    Args:
+        experts: of the model, where it has any and records of them are asked for.
+    """
+    if found.sampling_mask is None and request.sampling.sampling_mask:
+        raise ValueError("no keep-sets, which were asked for")
     routed = found.routed_experts
     if routed is None and request.sampling.routed_experts:
         raise ValueError("no routed experts, which were asked for")
     if routed is None or not len(found.tokens):
         return
+    tokens = len(request.prompt) + len(request.made(place)) + len(found.tokens) - 1
     if routed.dtype != np.int16 or routed.ndim != 3 or len(routed) != tokens:
         raise ValueError(
             f"routed experts of {routed.dtype} {routed.shape}, expected int16 ({tokens}, layers,"

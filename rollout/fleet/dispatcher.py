@@ -24,7 +24,6 @@ from rlcore.deadlines import ABORT_S, REQUEST_S
 from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, RunFailed
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.engines.checks import check_completion
-from rollout.engines.sglang.limits import ExpertLayers
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.router import Lease
 from rollout.weight_sync.base import describe
@@ -37,23 +36,15 @@ class Dispatcher:
 
     Args:
         vocab_size: of the policy; an answer with other tokens is the engine's failure.
-        experts: of the policy, where engines record them and do not check them themselves.
         limit_s: the longest time for a request, during which no pause held it.
     """
 
     def __init__(
-        self,
-        fleet: Fleet,
-        config: EngineConfig,
-        *,
-        vocab_size: int,
-        experts: ExpertLayers | None = None,
-        limit_s: float = REQUEST_S,
+        self, fleet: Fleet, config: EngineConfig, *, vocab_size: int, limit_s: float = REQUEST_S
     ) -> None:
         self.fleet = fleet
         self.config = config
         self.vocab_size = vocab_size
-        self.experts = experts
         self.limit_s = limit_s
         self.retried = 0  # requests that were sent again, so far
         self.overdue = 0  # requests whose time was up, so far
@@ -188,13 +179,7 @@ class Dispatcher:
         for request, completions in zip(requests, answers):
             for place, completion in enumerate(completions):
                 try:
-                    check_completion(
-                        completion,
-                        request,
-                        place,
-                        vocab_size=self.vocab_size,
-                        experts=self.experts,
-                    )
+                    check_completion(completion, request, place, vocab_size=self.vocab_size)
                 except (ValueError, TypeError, AttributeError) as error:
                     raise EngineFailed(
                         f"engine {engine} answered request {request.rid} with what is no"

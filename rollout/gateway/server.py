@@ -12,7 +12,7 @@ from aiohttp import web
 
 from rlcore.deadlines import GATEWAY_CLOSES_S, GATEWAY_STARTS_S
 from rlcore.errors import RunFailed
-from rollout.asyncio_utils import within
+from rollout.asyncio_utils import http_logger, within
 from rollout.conversation.conversation import Conversation
 from rollout.gateway.sessions import MODEL, OVER, Session
 from rollout.gateway.wire import Refused, held_values, model_list, read_request, streamed, whole
@@ -82,7 +82,9 @@ class Gateway:
     async def _serve(self, port: asyncio.Future[int]) -> None:
         """Serve until the task is cancelled."""
         # access logs, routes and middlewares cost more than the bookkeeping of a call
-        server = web.Server(self._handle, handler_cancellation=True, access_log=None)
+        server = web.Server(
+            self._handle, handler_cancellation=True, access_log=None, logger=http_logger
+        )
         runner = web.ServerRunner(server, shutdown_timeout=GATEWAY_CLOSES_S)
         try:
             await runner.setup()

@@ -27,6 +27,7 @@ from rollout.weight_sync.delta_codec import encode
 from rollout.weight_sync.folders import FullWriter, WeightFolders, number_of
 
 CHANGES = "changes.bin"
+LARGEST = 1 << 53  # of a size in a manifest
 _THREADS = 8  # hashing, comparing and packing release the interpreter's lock
 
 
@@ -44,9 +45,32 @@ class Manifest:
         """Read the manifest of a folder. Raises RunFailed naming the file."""
         path = folder / "manifest.json"
         try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            manifest = cls(**json.loads(path.read_bytes()))
+            manifest._check(number_of(folder))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise RunFailed(f"{path} is no manifest of a publication: {error}") from error
+        return manifest
+
+    def _check(self, number: int) -> None:
+        """Raise ValueError unless this can be the manifest of publication `number`."""
+        if self.base is not None and not (type(self.base) is int and 0 < self.base < number):
+            raise ValueError(f"base {str(self.base)[:40]}, expected one before {number}")
+        if not _is_size(self.num_bytes):
+            raise ValueError(f"num_bytes {str(self.num_bytes)[:40]}, expected a size")
+        sums = self.fingerprints
+        if not isinstance(sums, dict) or not all(isinstance(one, str) for one in sums.values()):
+            raise ValueError("fingerprints, expected a checksum of each tensor")
+        if not isinstance(self.changes, dict):
+            raise ValueError("changes, expected offset and size of each tensor that changed")
+        for name, place in self.changes.items():
+            if name not in sums:
+                raise ValueError(f"changes of {name[:80]}, which has no fingerprint")
+            if not isinstance(place, list) or not len(place) == 2 or not all(map(_is_size, place)):
+                raise ValueError(f"changes of {name[:80]} at {str(place)[:80]}")
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < LARGEST
 
 
 @dataclass

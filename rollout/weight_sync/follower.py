@@ -172,6 +172,16 @@ class Note:
     folder: str
     error: str | None = None  # why it does not hold the newest publication
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all fields have their types: the file may have been written by anyone."""
+        texts = (self.host, self.folder, *(self.urls if isinstance(self.urls, list) else (None,)))
+        return (
+            all(isinstance(text, str) for text in texts)
+            and (self.number is None or type(self.number) is int)
+            and (self.error is None or isinstance(self.error, str))
+        )
+
 
 async def keep_following(shared: Path, urls: Sequence[str]) -> None:
     """Follow every publication, and report it in the shared folder, until cancelled."""
@@ -207,9 +217,14 @@ def read_notes(shared: Path) -> list[Note]:
     notes = []
     for path in sorted((shared / NOTES).glob("*.json")):
         try:
-            notes.append(Note(**json.loads(path.read_text())))
+            note = Note(**json.loads(path.read_bytes()))
         except FileNotFoundError:  # a follower that has just ended
             continue
+        # recovery: it counts as none, and the transport says which engine nobody follows for
+        except (OSError, ValueError, TypeError, RecursionError):
+            continue
+        if note.is_whole:
+            notes.append(note)
     return notes
 
 

@@ -1,6 +1,6 @@
 """Changes valid examples into broken ones: JSON values, texts and bytes.
 
-A `Mutator` draws from one seeded generator, so that target, seed and number of a case make it again.
+A `Mutator` draws from one seeded generator: target, seed and number of a case make it again.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ class Mutator:
 
     Attributes:
         random: the case's own generator, also for other choices that it needs.
+        keep: the case shows the valid example, unchanged.
         changed: whether anything was changed so far.
     """
 
     def __init__(self, seed: str, *, keep: bool = False) -> None:
         self.random = random.Random(seed)
         self.changed = False
-        self._keep = keep or self.random.random() < 0.03  # some cases stay as they are
+        self.keep = keep or self.random.random() < 0.03  # some cases stay as they are
 
     def value(self, example: Any) -> Any:
         """Return a copy of a JSON-able value, with some of its nodes changed."""
-        if self._keep:
+        if self.keep:
             return copy.deepcopy(example)
         holder = [copy.deepcopy(example)]
         for _ in range(self.random.choice((1, 1, 1, 2, 3))):
@@ -56,14 +57,14 @@ class Mutator:
 
     def document(self, example: Any) -> bytes:
         """Return JSON text of a value that was changed, or JSON text that was."""
-        if self._keep or self.random.random() < 0.25:
+        if self.keep or self.random.random() < 0.25:
             return self.bytes(written(example))
         text = written(self.value(example))
         return self.bytes(text) if self.random.random() < 0.1 else text
 
     def bytes(self, example: bytes) -> bytes:
         """Return changed bytes: flipped, cut, doubled, mixed, or with odd pieces among them."""
-        if self._keep:
+        if self.keep:
             return example
         self.changed = True
         data = bytearray(example)
@@ -71,9 +72,26 @@ class Mutator:
             self.random.choice(_OF_BYTES)(self.random, data)
         return bytes(data)
 
+    def lines(self, example: bytes) -> bytes:
+        """Return lines of JSON of which one was changed, or the order, or bytes anywhere."""
+        kind = self.random.choice(("value", "value", "value", "order", "bytes"))
+        if self.keep or kind == "bytes":
+            return self.bytes(example)
+        rows = example.split(b"\n")[:-1]
+        at = self.random.randrange(len(rows))
+        if kind == "value":
+            rows[at] = self.document(json.loads(rows[at])).replace(b"\n", b" ")
+        else:
+            self.changed = True
+            other = self.random.randrange(len(rows) + 1)
+            rows[other:other] = rows[at : at + self.random.choice((1, 2))]
+            if self.random.random() < 0.5:
+                del rows[at]
+        return b"\n".join(rows) + b"\n"
+
     def text(self, example: str) -> str:
         """Return changed text, which may hold what no encoding can write."""
-        if self._keep:
+        if self.keep:
             return example
         if self.random.random() < 0.3:
             at = self.random.randrange(len(example) + 1)
@@ -134,12 +152,19 @@ class Mutator:
                 _put(holder, place, _at(holder, other))
                 _put(holder, other, found)
             return
-        _put(holder, place, self.odd(found))
+        _put(holder, place, _copy(self.odd(found)))
 
 
 def written(value: Any) -> bytes:
     """Return a value as JSON text, with numbers and half characters that JSON does not have."""
     return json.dumps(value).encode("utf-8", "surrogatepass")
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy without a part that occurs twice, which a change might put into itself."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _places(value: Any, path: Path = ()) -> list[Path]:

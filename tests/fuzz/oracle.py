@@ -88,9 +88,7 @@ def check_completion(
     need(made > 0 or found.finish_reason == "abort", "no tokens and no abort")
     need(before + made <= request.sampling.max_new_tokens, f"{before} + {made} tokens")
     check_spans(found.versions, made, versions)
-    need(
-        (found.sampling_mask is not None) >= request.sampling.sampling_mask, "no sampling mask"
-    )
+    need((found.sampling_mask is not None) >= request.sampling.sampling_mask, "no sampling mask")
     if found.sampling_mask is not None:
         check_masks(found.sampling_mask, found.tokens, vocab_size)
     need((found.routed_experts is not None) >= request.sampling.routed_experts, "no experts")

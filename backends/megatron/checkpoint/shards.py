@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from backends.megatron.checkpoint.pickles import check_metadata, checking_objects
 from rlcore.deadlines import CHECKPOINT_TENSOR_S
-from rlcore.errors import FailedElsewhere, ModelError, RunFailed
+from rlcore.errors import FailedElsewhere, ModelError, RlcoreError, RunFailed
 
 # the contents of one file: (path, name, (serialised objects, tensors))
 _Bucket = tuple[Path, str, tuple[Any, Any]]
@@ -271,17 +270,12 @@ def _local_results() -> Iterator[None]:
 
 @contextmanager
 def read_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of reading into ModelError."""
+    """Turn errors of reading into ModelError: a damaged file may make anything fail."""
     try:
         yield
-    except (
-        CheckpointingException,
-        CheckpointException,
-        UnpicklingError,
-        EOFError,
-        OSError,
-        RuntimeError,
-    ) as error:
+    except RlcoreError:
+        raise
+    except (Exception, CheckpointException) as error:
         raise ModelError(f"checkpoint {folder}: cannot be loaded: {_first_cause(error)}") from error
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rlcore.config import Config
 from rlcore.data.batch import StepRollouts
-from rlcore.errors import PartLost
+from rlcore.errors import PartLost, RunFailed
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.logs import log_folder
 from rlcore.launch.ray.actor_env import ActorEnv, log_to
@@ -158,7 +158,9 @@ class ServiceActor:
     async def source(self, token: str, method: str, *arguments: Any) -> Any:
         """Call a method of `RolloutSource`."""
         self._check(token)
-        work = asyncio.ensure_future(asyncio.to_thread(getattr(self.service, method), *arguments))
+        work = asyncio.ensure_future(
+            asyncio.to_thread(self._method(self.service, method), *arguments)
+        )
         self._pending.add(work)
         work.add_done_callback(self._pending.discard)
         return await work
@@ -171,12 +173,12 @@ class ServiceActor:
     async def memory(self, token: str, method: str, *arguments: Any) -> Any:
         """Call a method of `EngineMemory`."""
         self._check(token)
-        return await asyncio.to_thread(getattr(self._memory, method), *arguments)
+        return await asyncio.to_thread(self._method(self._memory, method), *arguments)
 
     async def participants(self, token: str, method: str) -> list[EngineInfo]:
         """Call `Participants.candidates` or `.stale`."""
         self._check(token)
-        asked: Callable[[], Coroutine[Any, Any, list[RolloutEngine]]] = getattr(
+        asked: Callable[[], Coroutine[Any, Any, list[RolloutEngine]]] = self._method(
             self.service.fleet, method
         )
         return [EngineInfo.of(engine) for engine in await self._in_loop(asked())]
@@ -186,7 +188,7 @@ class ServiceActor:
         self._check(token)
 
         async def call() -> None:
-            result = getattr(self.service.fleet, method)(self._engine(name), *arguments)
+            result = self._method(self.service.fleet, method)(self._engine(name), *arguments)
             if asyncio.iscoroutine(result):
                 await result
 
@@ -195,7 +197,7 @@ class ServiceActor:
     async def engine(self, token: str, name: str, verb: str, *arguments: Any) -> Any:
         """Call a method of an engine, for a publication."""
         self._check(token)
-        return await self._in_loop(getattr(self._engine(name), verb)(*arguments))
+        return await self._in_loop(self._method(self._engine(name), verb)(*arguments))
 
     async def verifier(self, token: str, name: str) -> Any:
         """Call `RolloutEngine.verifier`."""
@@ -240,12 +242,24 @@ class ServiceActor:
         """
         if token == self._token:
             return
-        if token.startswith(self._instance):
+        if str(token).startswith(self._instance):
             raise PartLost("the rollout service has another rank 0 now")
         raise ActorLost("the rollout service died; there is a new one")
 
     def _engine(self, name: str) -> Any:
-        return next(engine for engine in self.service.fleet.engines if engine.name == name)
+        for engine in self.service.fleet.engines:
+            if engine.name == name:
+                return engine
+        raise RunFailed(f"the rollout service has no engine {str(name)[:80]!r}")
+
+    @staticmethod
+    def _method(of: Any, name: str) -> Callable[..., Any]:
+        """Return a public method. Raises RunFailed where there is none: rank 0 is of other code."""
+        known = isinstance(name, str) and not name.startswith("_")
+        method = getattr(of, name, None) if known else None
+        if not callable(method):
+            raise RunFailed(f"the rollout service knows no call {str(name)[:80]!r}")
+        return method  # type: ignore[no-any-return]
 
     async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the service's own loop."""

@@ -35,8 +35,9 @@ from rlcore.errors import (
     UserError,
 )
 from rlcore.weights import DTYPES, Bucket, TensorSpec
-from rollout.engines.checks import check_versions
+from rollout.engines.checks import check_records, check_versions
 from rollout.engines.child_process import Server
+from rollout.engines.sglang.limits import ExpertLayers
 from rollout.json_client import AnswerTooLong, read_at_most
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import FingerprintVerifier
@@ -58,17 +59,27 @@ class RemoteEngine:
     Args:
         dtype: as for `EmbeddedEngine`.
         key: the server's; every request carries it.
+        experts: of the model, where records of them are asked for.
     """
 
     group_ranks = 1
     transports: tuple[str, ...] = ("distributed",)
     managed = True
 
-    def __init__(self, server: Server, *, config: EngineConfig, dtype: str, key: str) -> None:
+    def __init__(
+        self,
+        server: Server,
+        *,
+        config: EngineConfig,
+        dtype: str,
+        key: str,
+        experts: ExpertLayers | None = None,
+    ) -> None:
         self.name = server.name
         self.config = config
         self._dtype = dtype
         self._key = key
+        self._experts = experts
         self._server = server
         self._session: aiohttp.ClientSession | None = None
         self._generating = 0  # calls in flight
@@ -127,6 +138,9 @@ class RemoteEngine:
             self._generating -= 1
         try:
             found = [[decode_completion(value) for value in completions] for completions in results]
+            for request, completions in zip(requests, found):
+                for place, completion in enumerate(completions):
+                    check_records(completion, request, place, self._experts)
         except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise EngineFailed(
                 f"engine {self.name}: /generate was answered with nonsense: {error!r}"

@@ -24,6 +24,7 @@ from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.server import ServerConfig
 from rollout.engines.factories import EngineSite, Keys, engine_log, engine_name
+from rollout.engines.sglang.limits import ExpertLayers
 
 MODULE = "rollout.engines.embedded.server"
 
@@ -115,9 +116,15 @@ class EmbeddedFactory:
         cls, config: Config, servers: Sequence[Server], *, keys: Keys
     ) -> list[RemoteEngine]:
         """See `HostedFactory`."""
+        records = config.policy.routing_replay == "engine"
+        experts = ExpertLayers.of(config.model.path) if records else None
         return [
             RemoteEngine(
-                server, config=config.rollout.engine, dtype=config.model.dtype, key=keys.api
+                server,
+                config=config.rollout.engine,
+                dtype=config.model.dtype,
+                key=keys.api,
+                experts=experts,
             )
             for server in servers
         ]

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
+from rollout.asyncio_utils import http_logger
 from rollout.engines.embedded.client import decode_buckets, decode_request, encode_completion
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, gpu_identity
@@ -120,8 +121,8 @@ class EngineServer:
         except RlcoreError as error:
             kind = next(kind for kind in (*STATUS, RlcoreError) if isinstance(error, kind))
             return reply({"error": str(error), "type": type(error).__name__}, STATUS.get(kind, 500))
-        except (KeyError, TypeError, ValueError) as error:
-            logger.exception("/%s", request.match_info["verb"])
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            logger.warning("/%s: bad request: %r", request.match_info["verb"], error)
             return reply(
                 {"error": f"bad request: {type(error).__name__}: {error}", "type": "UserError"}, 400
             )
@@ -233,7 +234,10 @@ async def serve(config: ServerConfig) -> None:
     )
     await engine.start()
     runner = web.AppRunner(
-        EngineServer(engine, config.key).app(), access_log=None, shutdown_timeout=1.0
+        EngineServer(engine, config.key).app(),
+        access_log=None,
+        shutdown_timeout=1.0,
+        logger=http_logger,
     )
     await runner.setup()
     await web.TCPSite(runner, config.engine.host, 0).start()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rlcore.deadlines import CLOSE_ENGINES_S, SCORE_S
 from rlcore.errors import ConfigError, DataError, DeadlineExceeded
-from rollout.asyncio_utils import LoopThread, within
+from rollout.asyncio_utils import LoopThread, http_logger, within
 
 MAX_BODY = 32 << 20
 MAX_REQUESTS = 1024  # that are read, wait or are scored
@@ -76,7 +76,11 @@ class ClassifyServer:
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
         # a client that leaves takes its texts along
         self._runner = web.AppRunner(
-            self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+            self._app(),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
+            logger=http_logger,
         )
 
     def start(self, host: str, port: int) -> int:

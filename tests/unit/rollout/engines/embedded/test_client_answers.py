@@ -16,8 +16,7 @@ from rlcore.data.generation import Completion
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed
 from rollout.engines.embedded import client
-from rollout.engines.embedded.client import RemoteEngine
-from rollout.engines.embedded.client import encode_completion
+from rollout.engines.embedded.client import RemoteEngine, encode_completion
 
 
 class Running:
