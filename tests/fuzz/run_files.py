@@ -32,8 +32,6 @@ with importing_megatron():
         write_sharded,
     )
     from backends.megatron.cpu.shim import megatron_device
-from rollout.accounting.journal import LedgerJournal
-
 from rlcore.errors import RlcoreError, RunFailed, UserError
 from rlcore.runs.checkpoints import CheckpointStore, _manifest, latest_checkpoint, read_best
 from rlcore.runs.metrics import MetricsFile, read_metrics
@@ -42,6 +40,7 @@ from rlcore.runs.versions import VersionJournal, read_versions
 from rlcore.trainer.sources import ReplaySource
 from rollout.accounting.journal_reader import read_journal
 from rollout.accounting.ledger import Ledger
+from rollout.accounting.prompt_queue import LedgerJournal
 from tests.fuzz.harness import ACCEPTED, Case, Target
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.oracle import check_sample, need

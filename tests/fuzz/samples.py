@@ -29,6 +29,7 @@ from rlcore.data.sample import Sample, SamplingMasks, VersionSpan
 from rlcore.launch.commands.init_model import ALPHABETS, char_tokenizer
 from rlcore.runs.rollouts import decode_samples, encode_samples
 from rollout.collection.group_runner import GroupRunner
+from rollout.conversation.samples import make_sample
 from rollout.json_client import NoAnswer
 from rollout.rewards.base import RewardPart, Score
 from rollout.rewards.pool import Worker
@@ -36,7 +37,7 @@ from rollout.rewards.scorer import Scorer, build_scorer
 from rollout.rewards.services.judge import JudgePart
 from rollout.rewards.services.part import ServicePart
 from rollout.rewards.worker import pack
-from rollout.workflows.context import WorkflowContext, make_sample
+from rollout.workflows.context import WorkflowContext
 from tests.fuzz.harness import ACCEPTED, Case, Target
 from tests.fuzz.mutation import ODD_NUMBERS, Mutator, written
 from tests.fuzz.oracle import check_sample, need

@@ -198,6 +198,7 @@ def test_requests_are_keyed_by_the_version_and_wait_while_the_engine_is_paused(f
         ("4.deadbeef", "this trainer did not publish"),
         ("default", "this trainer did not publish"),
     ],
+    ids=["unknown", "negative", "earlier", "unmarked", "of another trainer", "default"],
 )
 def test_a_version_that_was_not_in_force_is_the_engines_failure(folder, version, why):
     """It would be a KeyError of the trainer's, or stale tokens taken for fresh ones."""
