@@ -30,10 +30,11 @@ with importing_megatron():
     from backends.megatron.weights.export import WeightExporter
 from rlcore.config import Config
 from rlcore.config.sections.policy import ParallelConfig
+from rlcore.stores import bound_store
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded import factory
 from rollout.engines.factories import EngineSite
-from rollout.weight_sync.process_group import GroupAddress, WeightGroup, open_store
+from rollout.weight_sync.process_group import GroupAddress, WeightGroup
 from rollout.weight_sync.publication import WeightPublication
 from tests.static_participants import StaticParticipants
 
@@ -90,8 +91,8 @@ class Engines:
 
     def _join_raw(self) -> WeightGroup:
         """Make one group of rank 0 and all engines."""
-        store, port = open_store(HOST, LIMIT_S)
-        address = GroupAddress(HOST, port, 1 + len(self.engines), "gloo", LIMIT_S, "raw")
+        store = bound_store(HOST, LIMIT_S)
+        address = GroupAddress(HOST, store.port, 1 + len(self.engines), "gloo", LIMIT_S, "raw")
 
         async def join() -> WeightGroup:
             mine = asyncio.to_thread(

@@ -48,6 +48,7 @@ class RemoteEngine:
     group_ranks = 1
     transports: tuple[str, ...] = ("distributed",)
     managed = True
+    digests_buckets = True
 
     def __init__(self, server: Server, *, config: EngineConfig, dtype: str, key: str) -> None:
         self.name = server.name
@@ -140,7 +141,9 @@ class RemoteEngine:
         """See `RolloutEngine.begin_update`."""
         await self._call("begin_update", {"buckets": list(buckets)})
 
-    async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
+    async def receive_bucket(
+        self, index: int, flat: Tensor | None, order: str | None = None
+    ) -> None:
         """Receive a bucket over the process group; `flat` must be None.
 
         Returns when the bucket is in the model.
@@ -149,7 +152,17 @@ class RemoteEngine:
             raise RunFailed(
                 f"engine {self.name} is another process: it takes buckets over the process group"
             )
-        await self._call("receive_bucket", {"index": index})
+        await self._call("receive_bucket", {"index": index, "order": order})
+
+    async def bucket_digests(self) -> dict[int, str]:
+        """See `rollout.weight_sync.process_group.DistributedTransport`."""
+        found = await self._call("bucket_digests")
+        try:
+            return {int(index): str(digest) for index, digest in found.items()}
+        except (AttributeError, ValueError) as error:
+            raise EngineFailed(
+                f"engine {self.name}: /bucket_digests was answered with nonsense: {error!r}"
+            ) from error
 
     async def end_update(self) -> None:
         """See `RolloutEngine.end_update`."""

@@ -32,6 +32,7 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
 from rollout.engines.embedded.codec import decode_buckets, decode_request, encode_completion
 from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.weight_sync.digests import digest
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, gpu_identity
 
 MAX_BODY = 1 << 30
@@ -77,8 +78,9 @@ class EngineServer:
         self._sizes: dict[int, int] = {}  # bucket index -> bytes
         # the newest bucket: it is being received, or was received last
         self._receiving: asyncio.Future[Tensor] | None = None
-        # the newest bucket is being copied into the model
+        # the newest bucket is being copied into the model, and its digest computed
         self._applying: asyncio.Future[None] | None = None
+        self._digests: dict[str, str] = {}  # of the current update: bucket index -> digest
         self.verbs: dict[str, Verb] = {
             "generate": self._generate,
             "pause": lambda body: engine.pause(body["mode"]),
@@ -87,6 +89,7 @@ class EngineServer:
             "progress": lambda _: engine.progress(),
             "begin_update": self._begin_update,
             "receive_bucket": self._receive_bucket,
+            "bucket_digests": self._bucket_digests,
             "end_update": self._end_update,
             "set_version": lambda body: engine.set_version(body["version"]),
             "checksum": lambda _: engine.checksum(),
@@ -144,6 +147,7 @@ class EngineServer:
         await asyncio.gather(self._applied(), return_exceptions=True)
         await self.engine.begin_update(buckets)
         self._sizes = {bucket.index: bucket.num_bytes for bucket in buckets}
+        self._digests = {}
 
     async def _join_group(self, body: dict[str, Any]) -> None:
         if self._group is not None:
@@ -157,7 +161,8 @@ class EngineServer:
     async def _receive_bucket(self, body: dict[str, Any]) -> None:
         """Answer when the bucket was received, in the model's memory or beside it.
 
-        It is copied into the model while the next one comes; that call reports a failure of it.
+        It is copied into the model, and its digest computed, while the next one comes; that call
+        reports a failure of it.
         """
         if self._group is None:
             raise RunFailed(f"{self.engine.name}: is in no weight group; call join_group first")
@@ -171,7 +176,16 @@ class EngineServer:
         )
         flat = await self._receiving
         await self._applied()
-        self._applying = asyncio.ensure_future(self.engine.receive_bucket(body["index"], flat))
+        self._applying = asyncio.ensure_future(self._apply(body["index"], flat, body.get("order")))
+
+    async def _apply(self, index: int, flat: Tensor, order: str | None) -> None:
+        if order is not None:
+            self._digests[str(index)] = await asyncio.to_thread(digest, order, flat)
+        await self.engine.receive_bucket(index, flat)
+
+    async def _bucket_digests(self, _: dict[str, Any]) -> dict[str, str]:
+        await self._applied()
+        return self._digests
 
     async def _end_update(self, _: dict[str, Any]) -> None:
         await self._applied()

@@ -25,6 +25,7 @@ from rlcore.weights import Bucket
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
+from rollout.engines.sglang.bucket_digests import LOAD_FORMAT, MARK, ORDERED, SERVER_INFO
 from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
@@ -73,6 +74,9 @@ class SGLangEngine:
         self._mode: PauseMode | None = None  # the pause in force
         # the name of the process group for weights that the server is in
         self.in_group: str | None = None
+        # whether the server tells the digests of what it receives; `rlcore engine`'s and ours do
+        self.digests_buckets = False
+        self._digests: dict[int, str] = {}  # of the current update
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -108,7 +112,8 @@ class SGLangEngine:
         try:
             self._device = str(info["device"])
             self._dtype = str(info["dtype"])
-        except (KeyError, TypeError) as error:
+            self.digests_buckets = SERVER_INFO in info["internal_states"][0]
+        except (IndexError, KeyError, TypeError) as error:
             raise no_sglang(self.name, error) from error
 
     @property
@@ -254,6 +259,7 @@ class SGLangEngine:
                 " first"
             )
         self.weights.begin(buckets)
+        self._digests = {}
         try:
             await self._control("/begin_weight_update", {"selector": "all"})
         except EngineHangs:
@@ -279,25 +285,34 @@ class SGLangEngine:
             },
         )
 
-    async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
+    async def receive_bucket(
+        self, index: int, flat: Tensor | None, order: str | None = None
+    ) -> None:
         """Take bucket `index` over the process group, and load it; `flat` must be None."""
         if flat is not None:
             raise EngineFailed(
                 f"engine {self.name} is another process: it takes buckets over the process group"
             )
         specs = self.weights.bucket(index).tensors
-        await self._control(
+        answer = await self._control(
             "/update_weights_from_distributed",
             {
                 "names": [spec.name for spec in specs],
                 "dtypes": [spec.dtype for spec in specs],
                 "shapes": [list(spec.shape) for spec in specs],
                 "group_name": self.in_group,
-                "load_format": "flattened_bucket",
+                "load_format": LOAD_FORMAT if order is None else ORDERED + order,
                 **KEEP_REQUESTS,
             },
         )
+        if order is not None:
+            # one digest if all tensor-parallel ranks received the same
+            self._digests[index] = str(answer["message"]).rpartition(MARK)[2]
         self.weights.received(index)
+
+    async def bucket_digests(self) -> dict[int, str]:
+        """See `rollout.weight_sync.process_group.DistributedTransport`."""
+        return self._digests
 
     async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:
         """Take bucket `index` in the request's body: one payload for each tensor-parallel rank."""
@@ -306,7 +321,7 @@ class SGLangEngine:
             "/update_weights_from_tensor",
             {
                 "serialized_named_tensors": list(payloads),
-                "load_format": "flattened_bucket",
+                "load_format": LOAD_FORMAT,
                 **KEEP_REQUESTS,
             },
         )

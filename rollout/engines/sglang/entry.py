@@ -1,7 +1,7 @@
 """Starts stock SGLang: `PYTHON entry.py <arguments of sglang.launch_server>`, with JSON on stdin.
 
 It is run by path in the engine's environment, which does not have rlcore: it imports nothing of
-ours but the stand-ins beside it. The JSON may have `api_key`, `admin_key`, `ready_fd` and
+ours but files beside it. The JSON may have `api_key`, `admin_key`, `ready_fd` and
 `parent_pid`. When the server answers, one line of JSON goes to `ready_fd`: {"port": ...}, or
 {"error": ...} if an argument is wrong.
 
@@ -24,6 +24,7 @@ import argparse  # noqa: E402
 import ctypes  # noqa: E402
 import difflib  # noqa: E402
 import importlib  # noqa: E402
+import importlib.util  # noqa: E402
 import json  # noqa: E402
 import signal  # noqa: E402
 import time  # noqa: E402
@@ -128,9 +129,6 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
         return init_tokenizer_manager(*of)
 
     args.resolve_once()
-    others: dict[str, Any] = {}
-    if args.device == "cpu" and args.quantization == "fp8":
-        others["run_scheduler_process_func"] = run_scheduler_without_amx
     launch_server(
         args,
         init_tokenizer_manager_func=init_with_keys,
@@ -138,16 +136,28 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
             args.url(), told.get("api_key"), generates=not args.is_embedding
         ),
         launch_callback=lambda: report(told, {"port": args.port}),
-        **others,
+        run_scheduler_process_func=run_scheduler,
     )
 
 
-def run_scheduler_without_amx(*arguments: Any, **named: Any) -> None:
-    """Run a scheduler's process on a CPU for whose FP8 layers SGLang has no kernels."""
-    importlib.import_module("stand_ins").install_fp8()
+def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
+    """Run a scheduler's process, which tells the digests of the weights that it receives."""
+    if args.device == "cpu" and args.quantization == "fp8":  # SGLang has kernels for AMX alone
+        importlib.import_module("stand_ins").install_fp8()
+    load_beside("bucket_digests").install()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    run_scheduler_process(*arguments, **named)
+    run_scheduler_process(args, *others, **named)
+
+
+def load_beside(name: str) -> Any:
+    """Import a file beside this one, whose folder is not on the path."""
+    spec = importlib.util.spec_from_file_location(f"rlcore_{name}", f"{HERE}/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def warm_up(url: str, key: str | None, *, generates: bool = True) -> bool:
