@@ -11,6 +11,7 @@ import orjson
 from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.deadlines import ENGINE_GRACE_S
 from rlcore.errors import (
@@ -22,6 +23,7 @@ from rlcore.errors import (
     RunFailed,
     UserError,
 )
+from rlcore.tls import engine_client, refused_engine
 from rlcore.weights import DTYPES, Bucket
 from rollout.engines.child_process import Server
 from rollout.engines.embedded.codec import decode_completion, encode_request
@@ -43,6 +45,7 @@ class RemoteEngine:
     Args:
         dtype: as for `EmbeddedEngine`.
         key: the server's; every request carries it.
+        tls: `cluster.tls`.
     """
 
     group_ranks = 1
@@ -50,8 +53,17 @@ class RemoteEngine:
     managed = True
     digests_buckets = True
 
-    def __init__(self, server: Server, *, config: EngineConfig, dtype: str, key: str) -> None:
+    def __init__(
+        self,
+        server: Server,
+        *,
+        config: EngineConfig,
+        dtype: str,
+        key: str,
+        tls: TLSConfig | None = None,
+    ) -> None:
         self.name = server.name
+        self._tls = tls
         self.config = config
         self._dtype = dtype
         self._key = key
@@ -70,7 +82,10 @@ class RemoteEngine:
             return
         self.url = await self._server.start()
         self.in_group = None
-        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"})
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self._key}"},
+            connector=aiohttp.TCPConnector(ssl=engine_client(self._tls)),
+        )
         await self.health()
 
     async def close(self) -> None:
@@ -225,6 +240,8 @@ class RemoteEngine:
                 raise self._death(verb)
             return request.result()
         except aiohttp.ClientError as error:
+            if (why := refused_engine(error, self.url, self._tls)) is not None:
+                raise UserError(f"engine {self.name}: {why}") from error
             # A process that is killed drops its connections a moment before it is seen dead.
             await asyncio.wait({ended}, timeout=1.0)
             if ended.done():

@@ -14,6 +14,7 @@ import torch
 from rlcore.config import Config
 from rlcore.errors import ConfigError
 from rlcore.interfaces import RolloutEngine
+from rlcore.tls import check_files
 from rollout.engines.child_process import (
     ChildServer,
     Server,
@@ -58,7 +59,7 @@ class EmbeddedServer(ChildServer):
             timeout_s=engine.start_timeout_s,
             environment=with_this_checkout(variables),
         )
-        return f"http://{engine.host}:{port}"
+        return f"{'http' if self.config.tls is None else 'https'}://{engine.host}:{port}"
 
 
 class EmbeddedFactory:
@@ -100,6 +101,8 @@ class EmbeddedFactory:
         cls, config: Config, index: int, *, logs: Path, gpus: Sequence[str], keys: Keys
     ) -> EmbeddedServer:
         """See `HostedFactory`."""
+        if config.cluster.tls is not None:
+            check_files(config.cluster.tls)
         server = ServerConfig(
             engine_name(index),
             config.model.path,
@@ -107,6 +110,7 @@ class EmbeddedFactory:
             keys.api,
             dtype=config.model.dtype,
             tokenizer=config.model.tokenizer,
+            tls=config.cluster.tls,
         )
         return EmbeddedServer(server, engine_log(logs, index), gpus=gpus)
 
@@ -117,7 +121,11 @@ class EmbeddedFactory:
         """See `HostedFactory`."""
         return [
             RemoteEngine(
-                server, config=config.rollout.engine, dtype=config.model.dtype, key=keys.api
+                server,
+                config=config.rollout.engine,
+                dtype=config.model.dtype,
+                key=keys.api,
+                tls=config.cluster.tls,
             )
             for server in servers
         ]

@@ -29,7 +29,9 @@ from aiohttp import web
 from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
+from rlcore.tls import server_context
 from rollout.engines.embedded.codec import decode_buckets, decode_request, encode_completion
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.weight_sync.digests import digest
@@ -59,13 +61,14 @@ class ServerConfig:
     key: str  # every request must carry it
     dtype: str
     tokenizer: str | None = None
+    tls: TLSConfig | None = None
     # set when the process is started:
     ready_fd: int = -1  # takes {"port": ...} once it serves
     parent_pid: int = -1  # it ends when this process does
 
     def to_json(self) -> bytes:
         """Write what `main` reads."""
-        return orjson.dumps(self, default=lambda engine: engine.model_dump(mode="json"))
+        return orjson.dumps(self, default=lambda section: section.model_dump(mode="json"))
 
 
 class EngineServer:
@@ -250,7 +253,8 @@ async def serve(config: ServerConfig) -> None:
         EngineServer(engine, config.key).app(), access_log=None, shutdown_timeout=1.0
     )
     await runner.setup()
-    await web.TCPSite(runner, config.engine.host, 0).start()
+    tls = None if config.tls is None else server_context(config.tls)
+    await web.TCPSite(runner, config.engine.host, 0, ssl_context=tls).start()
     port = runner.addresses[0][1]
     logger.info(
         "%s serves on %s:%d (%s, %s threads)",
@@ -271,7 +275,8 @@ def main() -> None:
     """Read the configuration from standard input, and serve."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     given = orjson.loads(sys.stdin.buffer.read())
-    config = ServerConfig(**given | {"engine": EngineConfig(**given["engine"])})
+    tls = None if given["tls"] is None else TLSConfig(**given["tls"])
+    config = ServerConfig(**given | {"engine": EngineConfig(**given["engine"]), "tls": tls})
     follow_parent(config.parent_pid)
     # Before the model is built: torch's thread pool keeps the size that it has at first use.
     if config.engine.threads is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlcore.config.checks.engine import server_argument
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.deadlines import BROKEN_CONNECTION_S
 from rlcore.errors import ConfigError, EngineFailed, EngineHangs, UserError
@@ -48,12 +49,19 @@ class SGLangEngine:
     Args:
         server: starts and ends the process, or knows one that runs already.
         model_path: the Hugging Face folder that the trainer started from.
+        tls: `cluster.tls`.
     """
 
     transports: tuple[str, ...] = ("distributed", "tensor", "disk", "delta")
 
     def __init__(
-        self, server: Server, *, config: EngineConfig, keys: Keys, model_path: str
+        self,
+        server: Server,
+        *,
+        config: EngineConfig,
+        keys: Keys,
+        model_path: str,
+        tls: TLSConfig | None = None,
     ) -> None:
         self.server = server
         self.config = config
@@ -63,6 +71,7 @@ class SGLangEngine:
         self.group_ranks = config.tensor_parallel
         self.weights = WeightState(self.name)
         self._keys = keys
+        self._tls = tls
         self._pause_gate = PauseGate()
         self._client: ServerClient | None = None
         # None unless requests go through a router of the user
@@ -93,7 +102,7 @@ class SGLangEngine:
         if self._client is not None:
             return
         url = await self.server.start()
-        client = ServerClient(self.name, url, self._keys, config=self.config)
+        client = ServerClient(self.name, url, self._keys, config=self.config, tls=self._tls)
         self.weights = WeightState(self.name)
         self._mode = None
         self.in_group = None
@@ -103,7 +112,7 @@ class SGLangEngine:
         if self.config.router_url is not None:
             name = f"{self.name} behind rollout.engine.router_url"
             self._router = ServerClient(
-                name, self.config.router_url, self._keys, config=self.config
+                name, self.config.router_url, self._keys, config=self.config, tls=self._tls
             )
             self._generation = Generation(
                 self._router, self._generation.limits, through_router=True

@@ -27,6 +27,7 @@ import importlib  # noqa: E402
 import importlib.util  # noqa: E402
 import json  # noqa: E402
 import signal  # noqa: E402
+import ssl  # noqa: E402
 import time  # noqa: E402
 import urllib.error  # noqa: E402
 import urllib.request  # noqa: E402
@@ -133,7 +134,10 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
         args,
         init_tokenizer_manager_func=init_with_keys,
         execute_warmup_func=lambda args: warm_up(
-            args.url(), told.get("api_key"), generates=not args.is_embedding
+            args.url(),
+            told.get("api_key"),
+            generates=not args.is_embedding,
+            ca_file=args.ssl_ca_certs,
         ),
         launch_callback=lambda: report(told, {"port": args.port}),
         run_scheduler_process_func=run_scheduler,
@@ -160,7 +164,9 @@ def load_beside(name: str) -> Any:
     return module
 
 
-def warm_up(url: str, key: str | None, *, generates: bool = True) -> bool:
+def warm_up(
+    url: str, key: str | None, *, generates: bool = True, ca_file: str | None = None
+) -> bool:
     """Ask for two tokens, or a reward model for a score, by token ids.
 
     SGLang's own warm-up is an English sentence, which not every tokenizer can read.
@@ -176,9 +182,10 @@ def warm_up(url: str, key: str | None, *, generates: bool = True) -> bool:
     )
     route = "generate" if generates else "classify"
     request = urllib.request.Request(f"{url}/{route}", json.dumps(body).encode(), headers)
+    context = ssl.create_default_context(cafile=ca_file) if url.startswith("https:") else None
     while True:  # the parent has a deadline
         try:
-            with urllib.request.urlopen(request) as answer:
+            with urllib.request.urlopen(request, context=context) as answer:
                 answer.read()
             break
         except urllib.error.HTTPError as error:
@@ -188,8 +195,15 @@ def warm_up(url: str, key: str | None, *, generates: bool = True) -> bool:
                 flush=True,
             )
             os._exit(1)  # children end with us
-        except urllib.error.URLError:  # it does not listen yet
-            time.sleep(POLL_S)
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, ssl.SSLCertVerificationError):
+                print(
+                    f"the certificate of {url} is not accepted by {ca_file}: {error.reason}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+            time.sleep(POLL_S)  # it does not listen yet
     get_global_state().tokenizer_manager.server_status = ServerStatus.Up
     return True
 

@@ -16,8 +16,10 @@ import torch
 
 from rlcore.config.checks.engine import FLASH_RL, argument_name, cannot_start, server_argument
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError
 from rlcore.quantised_weights import QUANTIZATION_CONFIG
+from rlcore.tls import server_context
 from rollout.engines.checks import folder_config, folder_vocab_size
 from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
@@ -60,6 +62,7 @@ class ManagedServer(ChildServer):
         gpus: names as in CUDA_VISIBLE_DEVICES, one for each tensor-parallel rank; if empty, all
             visible ones.
         arguments: more of sglang's own arguments, by name, which `config.server` cannot override.
+        tls: `cluster.tls`, with a certificate.
 
     Raises:
         ConfigError: there is no engine environment, or no server can be started with the device,
@@ -83,6 +86,7 @@ class ManagedServer(ChildServer):
         keys: Keys,
         gpus: Sequence[str] = (),
         arguments: Mapping[str, Any] | None = None,
+        tls: TLSConfig | None = None,
     ) -> None:
         for problem in cannot_start(config):
             raise ConfigError(str(problem))
@@ -97,7 +101,7 @@ class ManagedServer(ChildServer):
         self._nccl_checked = False
         self._dtype = dtype
         self.gpus = tuple(gpus)
-        self._arguments = dict(arguments or {})
+        self._arguments = dict(arguments or {}) | tls_arguments(tls)
         self._tokenizer = None if tokenizer is None else os.path.abspath(tokenizer)
 
     async def start(self, port: int = 0) -> str:
@@ -128,7 +132,7 @@ class ManagedServer(ChildServer):
                 environment=self._environment(),
             )
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        return f"http://{host}:{port}"
+        return f"{'https' if 'ssl_certfile' in self._arguments else 'http'}://{host}:{port}"
 
     @property
     def _takes_nccl(self) -> bool:
@@ -187,6 +191,18 @@ class ManagedServer(ChildServer):
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables
+
+
+def tls_arguments(tls: TLSConfig | None) -> dict[str, str]:
+    """Make SGLang's arguments for TLS. Raises ConfigError where the files do not fit."""
+    if tls is None:
+        return {}
+    server_context(tls)  # SGLang would end with a traceback
+    return {
+        "ssl_certfile": os.path.abspath(str(tls.certificate_file)),
+        "ssl_keyfile": os.path.abspath(str(tls.key_file)),
+        "ssl_ca_certs": os.path.abspath(tls.ca_file),
+    }
 
 
 def option(name: str, value: Any) -> list[str]:

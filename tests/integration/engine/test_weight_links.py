@@ -15,6 +15,7 @@ from engine_kit import flatten, layout, remote_engine, tiny_qwen3
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed
 from rollout.weight_sync.process_group import DistributedTransport
+from tests.man_in_the_middle import ManInTheMiddle
 
 LIMIT_S = 4.0
 
@@ -133,6 +134,32 @@ def test_who_dies_is_named_and_who_was_started_again_is_joined_anew(folder, tmp_
             assert await transport.open([mortal], buckets) == {}
             assert await transport.send(buckets[0], flatten(buckets[0], model)) == {}
         assert [transport._links[engine].group for engine in engines[:2]] == kept
+        await transport.close()
+
+    with_engines(folder, tmp_path, use)
+
+
+def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(folder, tmp_path, monkeypatch):
+    """A man in the middle may read (there is no key on gloo); what he changes is not used."""
+
+    async def use(engines, buckets, model):
+        reader, writer = ManInTheMiddle(None), ManInTheMiddle((1, 5))
+        reader.stand_before(engines[0], monkeypatch)
+        writer.stand_before(engines[1], monkeypatch)
+        for engine in engines[:2]:
+            await engine.begin_update(buckets)  # he learns their sizes
+        transport = make_transport()
+        assert await transport.open(engines, buckets) == {}
+        for bucket in buckets:
+            assert await transport.send(bucket, flatten(bucket, model)) == {}
+        sent = [flatten(bucket, model).numpy().tobytes() for bucket in buckets]
+        assert reader.seen == writer.seen == sent
+        failed = await transport.complete()
+        assert list(failed) == [engines[1]]
+        assert re.search(
+            rf"engine-1: 1 of {len(buckets)} buckets did not arrive as they were sent, .*bucket 1:",
+            failed[engines[1]],
+        )
         await transport.close()
 
     with_engines(folder, tmp_path, use)
