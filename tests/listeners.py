@@ -1,8 +1,24 @@
-"""What a tree of processes listens on, from /proc."""
+"""What a tree of processes listens on, from /proc, against the table of docs/ports.md."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import psutil
+
+PORTS = Path(__file__).resolve().parents[1] / "docs" / "ports.md"
+# the processes of runs, by their command line; the names are those of the table
+PROGRAMS = (
+    ("trainer rank", r"rlcore(\.launch\.process)? train|rank_driver|-m rlcore |ray::Rank"),
+    ("torchrun agent", r"rlcore\.launch\.torchrun|torch\.distributed\.run"),
+    ("rollout service", r"ray::ServiceActor"),
+    ("embedded engine", r"rollout\.engines\.embedded\.server"),
+    ("SGLang server", r"sglang/entry\.py"),
+    ("SGLang scheduler", r"^sglang::|multiprocessing\.(spawn|forkserver|resource_tracker)"),
+    ("reward model", r"rlcore reward-model"),
+    ("Ray itself", r"raylet|gcs_server|^ray::|ray/_private|ray/dashboard"),
+)
 
 
 def tree(*pids: int) -> list[psutil.Process]:
@@ -38,3 +54,21 @@ def listening(*pids: int) -> dict[str, set[str]]:
 def addresses(*pids: int) -> set[str]:
     """All addresses on which some processes and those below them listen."""
     return set().union(*listening(*pids).values())
+
+
+def programs(*pids: int) -> dict[str, set[str]]:
+    """The addresses on which each program of the table listens below some processes.
+
+    Fails for a process that is in no row.
+    """
+    found: dict[str, set[str]] = {}
+    for command, where in listening(*pids).items():
+        name = next((name for name, words in PROGRAMS if re.search(words, command)), None)
+        assert name in documented(), f"docs/ports.md has no row for what listens here: {command}"
+        found.setdefault(str(name), set()).update(where)
+    return found
+
+
+def documented() -> set[str]:
+    """The programs in the table of docs/ports.md."""
+    return set(re.findall(r"^\| ([\w ]+?) \|", PORTS.read_text(), re.MULTILINE))

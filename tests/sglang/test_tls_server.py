@@ -10,7 +10,7 @@ from publication_kit import connect, publish, random_weights, run_config, sink_o
 
 from rlcore.errors import UserError
 from tests.certificates import Authority
-from tests.listeners import addresses
+from tests.listeners import programs
 
 
 def test_a_publication_and_a_client_of_another_authority(tiny_model: Path, tmp_path: Path) -> None:
@@ -27,7 +27,9 @@ def test_a_publication_and_a_client_of_another_authority(tiny_model: Path, tmp_p
         assert participants.dropped == {}
         assert served.call(engine.health())["version"] == 3
         assert served.server.pid is not None
-        assert addresses(served.server.pid) == {"127.0.0.1"}
+        found = programs(served.server.pid)
+        assert "SGLang server" in found
+        assert set().union(*found.values()) == {"127.0.0.1"}, found
         sink.close()
         served.call(engine.close())
         config.cluster.tls = Authority(tmp_path, "stranger").tls("127.0.0.1")

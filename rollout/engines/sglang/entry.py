@@ -28,6 +28,7 @@ import importlib.util  # noqa: E402
 import json  # noqa: E402
 import signal  # noqa: E402
 import ssl  # noqa: E402
+import tempfile  # noqa: E402
 import time  # noqa: E402
 import urllib.error  # noqa: E402
 import urllib.request  # noqa: E402
@@ -38,6 +39,7 @@ VERSION = "0.5.23"
 PR_SET_PDEATHSIG = 1
 EXIT_BAD_ARGUMENT = 2
 POLL_S = 0.1
+RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 
 def die_with_parent(is_there: Callable[[], bool]) -> None:
@@ -242,12 +244,15 @@ def main() -> int:
         report(told, {"error": str(error)})
         print(error, file=sys.stderr)
         return EXIT_BAD_ARGUMENT
-    try:
-        serve(arguments, told)
-    except KeyboardInterrupt:  # uvicorn passes SIGINT on when it has ended its connections
-        pass
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    # the ranks meet in a folder of their own: a TCP store would listen on every interface
+    with tempfile.TemporaryDirectory(prefix="rlcore-engine-", ignore_cleanup_errors=True) as folder:
+        os.environ.setdefault(RENDEZVOUS, f"file://{folder}/ranks")
+        try:
+            serve(arguments, told)
+        except KeyboardInterrupt:  # uvicorn passes SIGINT on when it has ended its connections
+            pass
+        finally:
+            kill_process_tree(os.getpid(), include_parent=False)
     return 0
 
 

@@ -19,12 +19,15 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError
 from rlcore.quantised_weights import QUANTIZATION_CONFIG
+from rlcore.stores import loopback_interface
 from rlcore.tls import server_context
 from rollout.engines.checks import folder_config, folder_vocab_size
 from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.nccl_version import check_nccl
+from rollout.weight_sync.process_group import is_loopback
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
 # The engine must not inherit the trainer's Python path and secrets.
@@ -188,6 +191,8 @@ class ManagedServer(ChildServer):
                 variables.setdefault(
                     "SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(self.config.tensor_parallel)
                 )
+        if is_loopback(self.config.host):  # and so is the trainer: nobody else need reach its gloo
+            variables.setdefault(GLOO_INTERFACE, loopback_interface())
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables
