@@ -47,5 +47,5 @@ def reaches_us(host: str) -> bool:
 
 
 if __name__ == "__main__":
-    static_tcp_rendezvous.TCPStore = store_of_agents
+    static_tcp_rendezvous.TCPStore = store_of_agents  # type: ignore[misc, assignment]
     main()

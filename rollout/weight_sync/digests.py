@@ -54,9 +54,9 @@ def digest(order: str, flat: Tensor) -> str:
         whole.update(flat.numel().to_bytes(8, "little"))
         whole.update(_linear(key, flat))
     elif kind == "xxh3":
-        whole.update(_xxh3(key, memoryview(flat.cpu().numpy())))
+        whole.update(_xxh3(key, flat.cpu().numpy().data))
     else:
-        whole.update(flat.cpu().numpy())
+        whole.update(flat.cpu().numpy().data)
     return whole.hexdigest()
 
 
