@@ -216,9 +216,17 @@ class WeightPublication:
         try:
             verifier = self._engines[0].verifier()
         except ConfigError as error:  # the user did not ask for it
-            if not self._publications:
-                logger.warning("the weights of the engines are not verified: %s", error)
+            if by_handle:
+                logger.info("the first publication by handle is not verified: %s", error)
+            elif not self._publications:
+                logger.warning("the weights that engines receive are not verified: %s", error)
             return None
+        if not verifier.certain and not by_handle and not self._publications:
+            logger.warning(
+                "the weights that engines receive are not verified: SGLang may order them for its"
+                " kernels there, so that checksums prove nothing; start the engines by `rlcore"
+                " engine`, whose servers tell what they receive"
+            )
         return verifier if verifier.certain else None
 
     @property
