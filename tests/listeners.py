@@ -8,15 +8,15 @@ from pathlib import Path
 import psutil
 
 PORTS = Path(__file__).resolve().parents[1] / "docs" / "ports.md"
-# the processes of runs, by their command line; the names are those of the table
+# the processes of runs, by their command line, the first that fits; names as in the table
 PROGRAMS = (
-    ("trainer rank", r"rlcore(\.launch\.process)? train|rank_driver|-m rlcore |ray::Rank"),
     ("torchrun agent", r"rlcore\.launch\.torchrun|torch\.distributed\.run"),
+    ("reward model", r"rlcore reward-model"),
+    ("trainer rank", r"rlcore(\.launch\.process)? train|rank_driver|-m rlcore |ray::Rank"),
     ("rollout service", r"ray::ServiceActor"),
     ("embedded engine", r"rollout\.engines\.embedded\.server"),
     ("SGLang server", r"sglang/entry\.py"),
     ("SGLang scheduler", r"^sglang::|multiprocessing\.(spawn|forkserver|resource_tracker)"),
-    ("reward model", r"rlcore reward-model"),
     ("Ray itself", r"raylet|gcs_server|^ray::|ray/_private|ray/dashboard"),
 )
 
@@ -63,10 +63,15 @@ def programs(*pids: int) -> dict[str, set[str]]:
     """
     found: dict[str, set[str]] = {}
     for command, where in listening(*pids).items():
-        name = next((name for name, words in PROGRAMS if re.search(words, command)), None)
+        name = program_of(command)
         assert name in documented(), f"docs/ports.md has no row for what listens here: {command}"
         found.setdefault(str(name), set()).update(where)
     return found
+
+
+def program_of(command: str) -> str | None:
+    """The row of a command line."""
+    return next((name for name, words in PROGRAMS if re.search(words, command)), None)
 
 
 def documented() -> set[str]:

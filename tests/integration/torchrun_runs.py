@@ -19,7 +19,7 @@ from tests.ports import free_port
 
 LIMIT_S = 150.0
 # for a run to get to where something is done to it; agents import everything twice
-REACH_S = 120.0
+REACH_S = 300.0
 
 
 class Launched(InFolder):
