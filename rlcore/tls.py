@@ -29,7 +29,8 @@ def server_context(tls: TLSConfig) -> ssl.SSLContext:
 
     A key with a passphrase is refused: nobody is there to be asked for it.
     """
-    certificate, key = tls.certificate_file, tls.key_file
+    certificate = tls.certificate_file
+    key = tls.key_file
     if certificate is None or key is None:
         raise ConfigError(
             f"{KEY}.certificate_file: not given, and this command starts a server: give it and"
