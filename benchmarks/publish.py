@@ -6,7 +6,8 @@ processes pass the same number of bytes without anything around it: rank 1 its p
 gather), then rank 0 everything to the engines (the broadcast). `ratio` is the time of that, one
 after the other, over the time of a whole publication; above 1 is possible, since a publication
 gathers the next bucket while the last is being sent. Both take turns, and the medians over rounds
-are compared.
+are compared. Each round also has a publication without digests (`rollout.engine.bucket_digests`):
+`digests cost` is the median over rounds of what those of a publication add to it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from process import busy_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 GOAL = 0.8
+MOST_FOR_DIGESTS = 0.05
 WARMUP_ROUNDS = 2  # buffers, connections
 DEADLINE_S = 1800.0
 
@@ -105,9 +107,14 @@ def report(receivers: int, num_bytes: int, rounds: Sequence[dict[str, float]], i
         f"  publication {median['publish']:.3f} s, {num_bytes / median['publish'] / 1e9:.2f} GB/s"
     )
     print(f"  ratio {ratio:.2f} (from {min(ratios):.2f} to {max(ratios):.2f}; the goal is {GOAL})")
+    added = [one["publish"] / one["plain"] - 1 for one in rounds]
+    print(
+        f"  without digests {median['plain']:.3f} s: digests cost {statistics.median(added):.1%}"
+        f" (from {min(added):.1%} to {max(added):.1%}; the goal is {MOST_FOR_DIGESTS:.0%})"
+    )
     print(
         f"  CPU seconds of all processes: raw {median['raw_cpu']:.2f}, publication"
-        f" {median['publish_cpu']:.2f}"
+        f" {median['publish_cpu']:.2f}, without digests {median['plain_cpu']:.2f}"
     )
     print(
         f"  in it: pause and begin {median['prepare']:.3f} s, waiting for the gather"

@@ -33,12 +33,7 @@ def bound_store(host: str, timeout_s: float) -> dist.TCPStore:
 
     Raises OSError where `host` is no address of this machine.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, kind, protocol) as listener:
-        listener.bind(address)
-        listener.listen(socket.SOMAXCONN)
+    with listen_at(host) as listener:
         port = listener.getsockname()[1]
         limit = timedelta(seconds=timeout_s)
         return dist.TCPStore(
@@ -50,6 +45,29 @@ def bound_store(host: str, timeout_s: float) -> dist.TCPStore:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+
+
+def listen_at(host: str, port: int = 0) -> socket.socket:
+    """Listen on one address, at a free port for 0. Raises OSError where `host` is not ours."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        if port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def loopback_interface() -> str:
+    """The name of the interface that only this machine reaches: lo, on macOS lo0."""
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    return min(names, default="lo")
 
 
 class FolderStore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
@@ -11,6 +12,8 @@ from typing import Any, Literal
 
 import aiohttp
 import orjson
+
+from rlcore.tls import client_context, refused_certificate
 
 FIRST_PAUSE_S = 0.5  # before the second attempt; doubled from one to the next
 LONGEST_PAUSE_S = 30.0
@@ -78,6 +81,7 @@ class JsonClient:
         retries: attempts after the first.
         concurrency: requests at a time; a request that pauses between attempts does not count.
         answer_bytes: longer answers are not read to their end.
+        ca_file: the authorities whose certificates are accepted; None: the system's.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class JsonClient:
         concurrency: int,
         answer_bytes: int,
         headers: Mapping[str, str] = NO_HEADERS,
+        ca_file: str | None = None,
     ) -> None:
         self._urls = [url.rstrip("/") for url in urls]
         self._where = where
@@ -97,6 +102,7 @@ class JsonClient:
         self._retries = retries
         self._answer_bytes = answer_bytes
         self._headers = {"Content-Type": "application/json", "User-Agent": "rlcore", **headers}
+        self._ca_file = ca_file
         self._turn = count()
         self._slots = asyncio.Semaphore(concurrency)
         self._session: aiohttp.ClientSession | None = None
@@ -119,8 +125,13 @@ class JsonClient:
             NoAnswer: of the last attempt.
         """
         if self._session is None:
+            tls: ssl.SSLContext | Literal[True] = True
+            if self._ca_file is not None:
+                tls = client_context(self._ca_file, where=f"{self._where}.ca_file")
             self._session = aiohttp.ClientSession(
-                headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                connector=aiohttp.TCPConnector(ssl=tls),
             )
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY, default=str)
         for attempt in count():
@@ -152,6 +163,9 @@ class JsonClient:
             reason = f"{url} gave no answer in {timeout_s:g} s ({self._where})"
             raise NoAnswer(reason, kind="timeout", again=True) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            where = f"{self._where}.ca_file"
+            if (why := refused_certificate(error, url, self._ca_file, where=where)) is not None:
+                raise NoAnswer(f"{url} cannot be asked: {why}", again=False) from error
             reason = f"{url} cannot be asked: {type(error).__name__}: {error}"
             raise NoAnswer(reason, again=True) from error
         if response.status != 200:

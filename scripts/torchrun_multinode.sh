@@ -30,7 +30,7 @@ elif [ -n "${ENGINE_URLS:-}" ]; then
     engines=(rollout.engine.kind=sglang "rollout.engine.urls=[${ENGINE_URLS//,/, }]")
 fi
 
-exec "$python" -m torch.distributed.run \
+exec "$python" -m rlcore.launch.torchrun \
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS_PER_NODE" \
     --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29400}" --max-restarts "${MAX_RESTARTS:-3}" \
     -m rlcore train "$@" cluster.launcher=torchrun ${engines[@]+"${engines[@]}"}

@@ -1,8 +1,24 @@
-"""What a tree of processes listens on, from /proc."""
+"""What a tree of processes listens on, from /proc, against the table of docs/ports.md."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import psutil
+
+PORTS = Path(__file__).resolve().parents[1] / "docs" / "ports.md"
+# the processes of runs, by their command line, the first that fits; names as in the table
+PROGRAMS = (
+    ("torchrun agent", r"rlcore\.launch\.torchrun|torch\.distributed\.run"),
+    ("reward model", r"rlcore reward-model"),
+    ("trainer rank", r"rlcore(\.launch\.process)? train|rank_driver|-m rlcore |ray::Rank"),
+    ("rollout service", r"ray::ServiceActor"),
+    ("embedded engine", r"rollout\.engines\.embedded\.server"),
+    ("SGLang server", r"sglang/entry\.py"),
+    ("SGLang scheduler", r"^sglang::|multiprocessing\.(spawn|forkserver|resource_tracker)"),
+    ("Ray itself", r"raylet|gcs_server|^ray::|ray/_private|ray/dashboard"),
+)
 
 
 def tree(*pids: int) -> list[psutil.Process]:
@@ -38,3 +54,26 @@ def listening(*pids: int) -> dict[str, set[str]]:
 def addresses(*pids: int) -> set[str]:
     """All addresses on which some processes and those below them listen."""
     return set().union(*listening(*pids).values())
+
+
+def programs(*pids: int) -> dict[str, set[str]]:
+    """The addresses on which each program of the table listens below some processes.
+
+    Fails for a process that is in no row.
+    """
+    found: dict[str, set[str]] = {}
+    for command, where in listening(*pids).items():
+        name = program_of(command)
+        assert name in documented(), f"docs/ports.md has no row for what listens here: {command}"
+        found.setdefault(str(name), set()).update(where)
+    return found
+
+
+def program_of(command: str) -> str | None:
+    """The row of a command line."""
+    return next((name for name, words in PROGRAMS if re.search(words, command)), None)
+
+
+def documented() -> set[str]:
+    """The programs in the table of docs/ports.md."""
+    return set(re.findall(r"^\| ([\w ]+?) \|", PORTS.read_text(), re.MULTILINE))

@@ -45,7 +45,7 @@ if "engine" in arguments:
     while not (node in os.environ.get("LOST", "").split() and os.path.exists(os.path.join(os.environ["RECORDS"], "training"))):
         time.sleep(0.1)
     sys.exit(5)
-if "torch.distributed.run" in arguments:
+if "rlcore.launch.torchrun" in arguments:
     open(os.path.join(os.environ["RECORDS"], "training"), "w").close()
     time.sleep(float(os.environ.get("TRAINER_S", "0")))
 if "cluster.launcher=ray" in arguments:

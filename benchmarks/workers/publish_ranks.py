@@ -30,10 +30,11 @@ with importing_megatron():
     from backends.megatron.weights.export import WeightExporter
 from rlcore.config import Config
 from rlcore.config.sections.policy import ParallelConfig
+from rlcore.stores import bound_store
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded import factory
 from rollout.engines.factories import EngineSite
-from rollout.weight_sync.process_group import GroupAddress, WeightGroup, open_store
+from rollout.weight_sync.process_group import GroupAddress, WeightGroup
 from rollout.weight_sync.publication import WeightPublication
 from tests.static_participants import StaticParticipants
 
@@ -77,7 +78,9 @@ class Engines:
         )
         factory.MODULE = "benchmarks.workers.publish_receiver"
         # a trainer of two processes has its engines in processes of their own
-        site = EngineSite(config, world_size=2, local_ranks=0, logs=folder, assign_gpus=list)
+        site = EngineSite(
+            config, world_size=2, local_ranks=0, logs=folder, assign_gpus=lambda: [[]] * count
+        )
         self.engines: Sequence[Any] = factory.EmbeddedFactory.build(site)
         self._loop = LoopThread("engines")
         self._sizes = sizes
@@ -90,8 +93,8 @@ class Engines:
 
     def _join_raw(self) -> WeightGroup:
         """Make one group of rank 0 and all engines."""
-        store, port = open_store(HOST, LIMIT_S)
-        address = GroupAddress(HOST, port, 1 + len(self.engines), "gloo", LIMIT_S, "raw")
+        store = bound_store(HOST, LIMIT_S)
+        address = GroupAddress(HOST, store.port, 1 + len(self.engines), "gloo", LIMIT_S, "raw")
 
         async def join() -> WeightGroup:
             mine = asyncio.to_thread(
@@ -109,9 +112,11 @@ class Engines:
         group: WeightGroup = self._call(join())
         return group
 
-    def publish(self, exporter: WeightExporter) -> dict[str, float]:
+    def publish(self, exporter: WeightExporter, *, digests: bool = True) -> dict[str, float]:
         """Measure a whole publication and its parts on rank 0."""
         self._version += 1
+        if self._sink._transport is not None:  # in the warm-up it has those of a run
+            self._sink._transport._digests = "auto" if digests else "none"  # type: ignore[attr-defined]
         began = time.perf_counter()
         self._sink.prepare(exporter.buckets)
         prepared = time.perf_counter()
@@ -221,7 +226,8 @@ def main() -> None:
     pids = all_pids(engines)
     for number in range(settings["rounds"]):
         one: dict[str, float] = {"num_bytes": sum(sizes)}
-        for what in ("publish", "raw") if number % 2 else ("raw", "publish"):
+        order = ("raw", "publish", "plain")
+        for what in reversed(order) if number % 2 else order:
             dist.barrier()
             busy = cpu_seconds(pids)
             if what == "raw":
@@ -231,6 +237,9 @@ def main() -> None:
             elif engines is None:
                 for _ in exporter.export_buckets():
                     pass
+            elif what == "plain":
+                one["plain"] = engines.publish(exporter, digests=False)["publish"]
+                engines.seconds()
             else:
                 one |= engines.publish(exporter) | engines.seconds()
             dist.barrier()

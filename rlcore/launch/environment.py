@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -57,12 +56,6 @@ def store_environment(host: str, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-
-
-def loopback_interface() -> str:
-    """The name of the interface that only this machine reaches: lo, on macOS lo0."""
-    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    return min(names, default="lo")
 
 
 def is_rank() -> bool:

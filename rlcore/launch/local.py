@@ -29,7 +29,6 @@ from rlcore.launch.environment import (
     STORE_FOLDER,
     SUPERVISED,
     THREADS,
-    loopback_interface,
     rank_environment,
     store_prefix,
 )
@@ -43,7 +42,7 @@ from rlcore.launch.logs import (
 )
 from rlcore.launch.run_folder import conclude_if_opened, result_mark, was_opened
 from rlcore.launch.signals import handling_stop_signals
-from rlcore.stores import FolderStore
+from rlcore.stores import FolderStore, loopback_interface
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1

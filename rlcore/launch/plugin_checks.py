@@ -46,6 +46,7 @@ from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.curriculum import build_curriculum
 from rlcore.data.curriculum.plugin import curriculum_keywords
 from rlcore.errors import ConfigError
+from rlcore.tls import check_files
 from rollout.plugins import call_method
 from rollout.rewards.worker import signature_problem
 from rollout.workflows.registry import WORKFLOWS
@@ -68,6 +69,8 @@ def check_plugins(loaded: Loaded) -> list[str]:
     Raises:
         ConfigError: one line a problem.
     """
+    if loaded.config.cluster.tls is not None:
+        check_files(loaded.config.cluster.tls)
     problems = [*_loss_problems(loaded), *_function_problems(loaded)]
     notes: list[Problem] = []
     if not loaded.config.is_sft:

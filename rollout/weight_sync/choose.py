@@ -28,7 +28,12 @@ def choose_transport(
     if name == "copy":
         return CopyTransport(timeout_s=limit)
     if name == "distributed":
-        return DistributedTransport(device=device, timeout_s=limit, probe_s=probe)
+        return DistributedTransport(
+            device=device,
+            timeout_s=limit,
+            probe_s=probe,
+            digests=config.rollout.engine.bucket_digests,
+        )
     if name == "tensor":
         return TensorTransport(timeout_s=limit)
     tokenizer = config.model.tokenizer

@@ -34,6 +34,7 @@ from rlcore.errors import DeadlineExceeded, EngineFailed, RunFailed
 from rlcore.stores import bound_store
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
+from rollout.weight_sync.bucket_checks import SentDigests, Wanted, digest_kind
 
 POLL_S = 0.001
 NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -69,19 +70,27 @@ class DistributedTransport(Transport):
         health()      tells under `gpu` what identifies its GPU; None stands for the CPU, and for a
                       GPU that it shares with the trainer
 
+    and, if its `digests_buckets` is true, `receive_bucket(index, None, order)` for a digest of what
+    it receives (digests.py), and `bucket_digests()`: those since `begin_update`, by index.
+
     Args:
         device: where the trainer's buckets are.
         timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
         probe_s: for an answer to /health (`rollout.engine.health_timeout_s`).
+        digests: `rollout.engine.bucket_digests`.
     """
 
     name = "distributed"
 
-    def __init__(self, *, device: torch.device, timeout_s: float, probe_s: float) -> None:
+    def __init__(
+        self, *, device: torch.device, timeout_s: float, probe_s: float, digests: Wanted = "auto"
+    ) -> None:
         super().__init__(timeout_s=timeout_s)
         self._device = device
         self._probe_s = probe_s
         self._links: dict[Engine, Link] = {}
+        self._digests = digests
+        self._sent = SentDigests()  # in the current transaction
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Join a group with each engine, unless one from an earlier publication is still whole."""
@@ -93,13 +102,28 @@ class DistributedTransport(Transport):
             backend = choose_backend(gpu_identity(self._device), health["gpu"])
             self._links[engine] = Link(engine, backend, self._device, self._timeout_s)
         self._engines = [engine for engine in engines if engine not in answers.failed]
+        self._sent = SentDigests()
         return answers.failed | await self._on_links(lambda link: link.join())
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
         """Broadcast the bucket in all groups at once."""
         if all(self._links[engine].backend == "gloo" for engine in self._engines):
             flat = flat.cpu()  # once for all
-        return await self._on_links(lambda link: link.send(bucket, flat))
+        orders = SentDigests.orders(map(self._kind, self._engines))
+        sending = self._on_links(
+            lambda link: link.send(bucket, flat, orders[self._kind(link.engine)])
+        )
+        failed, _ = await asyncio.gather(sending, self._sent.add(bucket, flat, orders))
+        return failed
+
+    async def complete(self) -> Failures:
+        """Compare the digests of what the engines received with those of what was sent."""
+        return await self._sent.compare(
+            {engine: self._kind(engine) for engine in self._engines}, self._timeout_s
+        )
+
+    def _kind(self, engine: Engine) -> str | None:
+        return digest_kind(self._digests, engine, self._links[engine].backend)
 
     async def close(self) -> None:
         """Close all groups."""
@@ -167,14 +191,17 @@ class Link:
             return str(error)
         return None
 
-    async def send(self, bucket: Bucket, flat: Tensor) -> str | None:
-        """Broadcast the bucket, and wait until the engine has loaded it."""
+    async def send(self, bucket: Bucket, flat: Tensor, order: str | None = None) -> str | None:
+        """Broadcast the bucket, and wait until the engine has loaded it (and made its digest)."""
         group = self.group
         assert group is not None, "open the transport first"
         sending = in_thread(lambda: group.send(flat))
         try:
+            ordered = () if order is None else (order,)
             why = await self._asked(
-                "receive_bucket", lambda e: e.receive_bucket(bucket.index, None), self._timeout_s
+                "receive_bucket",
+                lambda e: e.receive_bucket(bucket.index, None, *ordered),
+                self._timeout_s,
             )
         # half a bucket may have been sent: the next publication needs a new group
         except asyncio.CancelledError:

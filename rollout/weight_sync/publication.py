@@ -32,10 +32,11 @@ from rlcore.weights import Bucket
 from rollout.asyncio_utils import call_on
 from rollout.weight_sync.base import Failures, Transport, ask, gpus_of
 from rollout.weight_sync.choose import choose_transport
+from rollout.weight_sync.process_group import DistributedTransport
 
 UNASKED = (
-    "looked at because this was the first publication by handle; rollout.engine.verify_every: 0"
-    " turns that off"
+    "looked at because this was the first publication by handle, or an engine does not tell what it"
+    " receives; rollout.engine.verify_every: 0 turns that off"
 )
 LAST_RESORT = 6  # times the longest limit: then the loop itself is stuck
 
@@ -200,7 +201,8 @@ class WeightPublication:
         self._verifier = self._verifier_if_due()
 
     def _verifier_if_due(self) -> WeightVerifier | None:
-        """Make a verifier, of the first publication by handle where the user gave no number.
+        """Make a verifier. Where the user gave no number it is for the first publication by handle,
+        and for every one to engines that compute no digests.
 
         All engines of a run hold their weights in the same form.
         """
@@ -208,14 +210,33 @@ class WeightPublication:
         if every is not None:
             due = every > 0 and self._publications % every == 0
             return self._engines[0].verifier() if due else None
-        if self._publications or not self.handle_gpus or self._device.type != "cuda":
+        by_handle = bool(self.handle_gpus) and self._device.type == "cuda"
+        if (self._publications or not by_handle) and not self._tells_no_digests:
             return None
         try:
             verifier = self._engines[0].verifier()
         except ConfigError as error:  # the user did not ask for it
-            logger.info("the first publication by handle is not verified: %s", error)
+            if by_handle:
+                logger.info("the first publication by handle is not verified: %s", error)
+            elif not self._publications:
+                logger.warning("the weights that engines receive are not verified: %s", error)
             return None
+        if not verifier.certain and not by_handle and not self._publications:
+            logger.warning(
+                "the weights that engines receive are not verified: SGLang may order them for its"
+                " kernels there, so that checksums prove nothing; start the engines by `rlcore"
+                " engine`, whose servers tell what they receive"
+            )
         return verifier if verifier.certain else None
+
+    @property
+    def _tells_no_digests(self) -> bool:
+        """Whether some engine cannot tell what it received, though that is wanted."""
+        return (
+            self._config.rollout.engine.bucket_digests != "none"
+            and isinstance(self._transport, DistributedTransport)
+            and not all(getattr(engine, "digests_buckets", False) for engine in self._engines)
+        )
 
     async def _send(self, bucket: Bucket, flat: Tensor, handles: Mapping[str, str] | None) -> None:
         assert self._transport is not None

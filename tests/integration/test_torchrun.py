@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from rank_runs import RankRuns
 from torchrun_runs import Launcher
 from workspace import LEARNING
+
+from tests.listeners import programs
 
 LIMIT_S = 150.0
 TWO_RANKS = ("policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true")
@@ -44,6 +47,12 @@ def test_two_nodes_of_the_multi_node_script(
     launcher: Launcher, supervised: list[dict[str, Any]]
 ) -> None:
     run = launcher.two_nodes("two-nodes", *TWO_RANKS)
+    run.reach(1)
+    with run.paused():
+        found = programs(*(agent.pid for agent in run.agents))
+    assert found["torchrun agent"] == {"127.0.0.1"}  # MASTER_ADDR
+    assert found.pop("trainer rank") <= {"127.0.0.1", socket.gethostbyname(socket.gethostname())}
+    assert list(found) == ["torchrun agent"]
     assert run.wait() == [0, 0], run.said
     assert "TP 2 x PP 1 x DP 1 on 2 cpu ranks" in run.logs[0].read_text()
     assert "run two-nodes" not in run.logs[1].read_text(), "rank 0 alone speaks"

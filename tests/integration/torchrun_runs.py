@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,7 @@ from tests.ports import free_port
 
 LIMIT_S = 150.0
 # for a run to get to where something is done to it; agents import everything twice
-REACH_S = 120.0
+REACH_S = 300.0
 
 
 class Launched(InFolder):
@@ -70,6 +70,16 @@ class Launched(InFolder):
     def rank(self, rank: int) -> psutil.Process:
         return next(p for agent in self.agents for p in psutil.Process(agent.pid).children()
                     if p.environ().get("RANK") == str(rank))  # fmt: skip
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold the run at its step, however long it takes to look at it."""
+        stopped = self.rank(1)
+        stopped.suspend()
+        try:
+            yield
+        finally:
+            stopped.resume()
 
     def processes(self) -> list[str]:
         """Everything that still runs for this run, agents not counted."""

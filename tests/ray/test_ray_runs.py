@@ -7,8 +7,10 @@ import signal
 from typing import Any
 
 import pytest
+import ray
 
 from tests.integration.workspace import Run, Workspace
+from tests.listeners import programs
 from tests.ray.clusters import add_node, lose_node, node_of
 from tests.ray.ray_runs import COMMON, TWO_RANKS, Going, RayRuns, check_as_undisturbed, command
 
@@ -16,13 +18,18 @@ from tests.ray.ray_runs import COMMON, TWO_RANKS, Going, RayRuns, check_as_undis
 @pytest.mark.everyday
 def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) -> None:
     seen: list[str] = []
+    listening: dict[str, set[str]] = {}
 
     def ask(going: Going) -> None:
         with going.paused():
+            listening.update(programs(*going.processes()))
             seen.extend(command("status", "--address", ray_runs.address).splitlines())
 
     run = ray_runs.train("thin", *COMMON, acts=[(2, ask)])
     check_as_undisturbed(run, local)
+    # Ray's workers listen for Ray; of ours, engines and gloo take the address of the node
+    own = {name: where for name, where in listening.items() if name != "Ray itself"}
+    assert set().union(*own.values()) <= {"127.0.0.1", ray.util.get_node_ip_address()}, own
     assert "step 8/8" in run.out
     assert {path.name for path in (run.folder / "logs").iterdir()} == {
         "rank_0.log", "rank_1.log", "service.log", "engine_0.log",

@@ -49,10 +49,11 @@ def connect(
     engine = config.rollout.engine
     model = config.model.path
     connected = SGLangEngine(
-        ExternalServer(name, url, model, config=engine, keys=keys),
+        ExternalServer(name, url, model, config=engine, keys=keys, tls=config.cluster.tls),
         config=engine,
         keys=keys,
         model_path=model,
+        tls=config.cluster.tls,
     )
     loop.call(connected.start(), seconds=60, what="connecting to the server")
     return connected

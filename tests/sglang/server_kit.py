@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.child_process import members
 from rollout.engines.factories import Keys
@@ -77,7 +78,12 @@ class Served:
 
 
 def managed(
-    model: Path, log: Path, *, server: dict[str, Any] | None = None, **changes: Any
+    model: Path,
+    log: Path,
+    *,
+    server: dict[str, Any] | None = None,
+    tls: TLSConfig | None = None,
+    **changes: Any,
 ) -> ManagedServer:
     config = EngineConfig(**SETTINGS | {"server": server or {}} | changes)
     return ManagedServer(
@@ -88,6 +94,7 @@ def managed(
         tokenizer=None,
         log=log,
         keys=Keys.from_environment(),
+        tls=tls,
     )
 
 

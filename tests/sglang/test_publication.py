@@ -30,6 +30,7 @@ from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed, PublicationFailed, RunFailed
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.serialized import by_value
+from tests.man_in_the_middle import ManInTheMiddle
 
 LONG = list(range(1, 30)) * 3  # a prompt whose keys and values are worth caching
 Engines = Callable[..., SGLangEngine]
@@ -246,4 +247,25 @@ def test_a_bucket_that_fails_means_the_whole_transaction_again(
     completion = generate(served, good)
     assert completion.versions == (VersionSpan(21, 0, 12),)
     assert Oracle(served.model, weights).errors(PROMPT, completion).max() < TOLERANCE
+    sink.close()
+
+
+def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(
+    served: Served, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"transport": "distributed", "verify_every": None}
+    config = run_config(str(served.model), tmp_path, served.config, **changes)
+    engine = engines(**changes)
+    man = ManInTheMiddle(None)
+    man.stand_before(engine, monkeypatch)
+    sink, participants = sink_over(config, [engine], served.loop)
+    weights = random_weights(served.model, 8)
+    publish(sink, weights, 8)
+    assert man.seen == [flatten(bucket, weights).numpy().tobytes() for bucket in layout(weights)]
+    man.flips = (2, 100)
+    with pytest.raises(RunFailed, match="no engine is left"):
+        publish(sink, weights, 9)
+    assert "1 of" in participants.dropped["engine-0"]
+    assert "buckets did not arrive as they were sent" in participants.dropped["engine-0"]
+    assert "(bucket 2: xxh3 sent" in participants.dropped["engine-0"]
     sink.close()

@@ -40,6 +40,7 @@ CHECKS: tuple[Check, ...] = (
     engine.engine_kind,
     engine.engine_servers,
     engine.managed_servers,
+    engine.engine_tls,
     engine.engine_transport,
     engine.engine_gpus,
     engine.colocated,

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from rlcore.config.derived import generates, recorded_fields, truncates, world_size
 from rlcore.config.engine_registry import KINDS, EngineKind, is_import_path
 from rlcore.config.messages import Problem
+from rlcore.config.secrets import mask_urls
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
 from rlcore.deadlines import ENGINE_ENDING_S
@@ -34,10 +35,7 @@ _PARTS = (
 )
 _HTTP = "engines are asked and controlled over HTTP, which a server of SMG's gRPC does not speak"
 _ELSEWHERE = "an engine over several machines is started by hand, and given by rollout.engine.urls"
-_PLAIN = (
-    "engines speak plain HTTP on rollout.engine.host; put a proxy with TLS in front, and give"
-    " rollout.engine.urls"
-)
+_TLS = "set cluster.tls, which the engines' clients know too"
 # arguments that quantise weights -> the values that do not
 QUANTISING: dict[str, tuple[Any, ...]] = {
     "quantization": (None, "none", "unquant"),
@@ -82,9 +80,10 @@ OURS: dict[str, str] = {  # arguments of sglang.launch_server -> what to do inst
     "dist_init_addr": _ELSEWHERE,
     "nccl_init_addr": _ELSEWHERE,
     "tokenizer_worker_num": "sglang asks for its keys only where it has one tokenizer",
-    "ssl_keyfile": _PLAIN,
-    "ssl_certfile": _PLAIN,
-    "ssl_keyfile_password": _PLAIN,
+    "ssl_keyfile": _TLS,
+    "ssl_certfile": _TLS,
+    "ssl_ca_certs": _TLS,
+    "ssl_keyfile_password": "a key with a passphrase is not supported",
     "weight_version": "it counts the publications of the run",
 }
 
@@ -162,6 +161,34 @@ def engine_servers(config: Config) -> Iterator[Problem]:
                 "sglang-router 0.3.2 does not pass that on: leave rollout.engine.router_url out, or"
                 " this",
             )
+
+
+def engine_tls(config: Config) -> Iterator[Problem]:
+    """With TLS engines have https URLs, and those that the run starts have a certificate."""
+    tls = config.cluster.tls
+    if tls is None:
+        return
+    if (tls.certificate_file is None) != (tls.key_file is None):
+        missing = "key_file" if tls.key_file is None else "certificate_file"
+        yield Problem(f"cluster.tls.{missing}", "not given: a certificate and its key go together")
+    engine = config.rollout.engine
+    named = {f"{ENGINE}.urls": engine.urls, f"{ENGINE}.router_url": [engine.router_url or ""]}
+    for path, urls in named.items():
+        for url in urls:
+            if url.startswith("http://"):
+                yield Problem(
+                    path,
+                    f"got {mask_urls(url)!r}, but cluster.tls is set and the engines' keys would go"
+                    " there in clear: expected https://..., or leave cluster.tls out",
+                )
+    if is_import_path(engine.kind) or engine.urls or not generates(config):
+        return
+    if tls.certificate_file is None and not (engine.kind == "embedded" and engine.in_process):
+        yield Problem(
+            "cluster.tls.certificate_file",
+            "not given, but the run starts engines, which are servers: give it and"
+            " cluster.tls.key_file, or rollout.engine.urls",
+        )
 
 
 def managed_servers(config: Config) -> Iterator[Problem]:

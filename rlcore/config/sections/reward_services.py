@@ -47,6 +47,8 @@ class ServerConfig(Section):
     """Requests at a time."""
     api_key_env: str | None = None
     """Environment variable whose value is sent as a bearer token; default: none is sent."""
+    ca_file: str | None = None
+    """PEM file of the authorities whose certificates are accepted; default: the system's."""
 
     _one_url = field_validator("url", mode="before")(as_list)
 

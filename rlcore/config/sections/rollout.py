@@ -124,6 +124,9 @@ class EngineConfig(Section):
     """How weights reach the engines."""
     weights_dir: str | None = None
     """Transports disk and delta: folder shared with the engines; default: the run's."""
+    bucket_digests: Literal["auto", "sha256", "none"] = "auto"
+    """Keyed digests of the weights that go over a process group, compared before they are used:
+    of the fastest kind, SHA-256, or none."""
     verify_every: NonNegativeInt | None = None
     """Publications from one checksum of all weights to the next; 0: never; default: only the first
     by handles of GPU memory, where the engine's layout is known."""

@@ -127,6 +127,17 @@ class RayConfig(Section):
     """Variables that all actors get as they are where the run is started: WANDB_API_KEY, ..."""
 
 
+class TLSConfig(Section):
+    """TLS between the run, its engines and a reward model's server, by files in PEM."""
+
+    ca_file: str
+    """Certificates of the authorities; clients accept servers of these alone."""
+    certificate_file: str | None = None
+    """What servers that we start show: their certificate, and the chain to an authority."""
+    key_file: str | None = None
+    """Its private key, without a passphrase, which only its owner may read."""
+
+
 class ClusterConfig(Section):
     """Processes and machines of the trainer, and their limits of time."""
 
@@ -144,4 +155,5 @@ class ClusterConfig(Section):
     """Longest start of all processes."""
     max_restarts: NonNegativeInt = 3
     """Ray: how often all ranks start again when one is lost."""
+    tls: TLSConfig | None = None
     ray: RayConfig = Field(default_factory=RayConfig)

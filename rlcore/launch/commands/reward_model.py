@@ -28,6 +28,7 @@ from rlcore.launch.local import launch_ranks
 from rlcore.launch.logs import log_folder
 from rlcore.launch.process import Process, join
 from rlcore.runs.files import write_atomic
+from rlcore.tls import server_context
 
 if TYPE_CHECKING:
     from backends.megatron.reward_model import RewardModel
@@ -210,10 +211,14 @@ def _listen(
         encoder, max_tokens=model.max_tokens, vocab_size=model.vocab_size, key=address.key
     )
     stack.callback(server.close)
-    port = server.start(address.host, address.port)
+    tls = model.config.cluster.tls
+    port = server.start(address.host, address.port, None if tls is None else server_context(tls))
     host = socket.gethostname() if address.host in ("", "0.0.0.0", "::") else address.host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/classify"
+    scheme = "http" if tls is None else "https"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/classify"
     given = [f"reward.parts.NAME.service.url={url}", "reward.parts.NAME.service.format=sglang"]
+    if tls is not None:
+        given.append(f"reward.parts.NAME.service.ca_file={tls.ca_file}")
     if address.api_key_env is not None:
         given.append(f"reward.parts.NAME.service.api_key_env={address.api_key_env}")
     print("ready. For the trainer:", f"rlcore train ... {' '.join(given)}", sep="\n  ", flush=True)

@@ -263,12 +263,14 @@ class RemoteEngineHandle:
         self.group_ranks = info.group_ranks
         self.in_group = info.in_group
         self.gpus = info.gpus
+        self.digests_buckets = info.digests_buckets
 
     health = _remote("health")
     pause = _remote("pause")
     resume = _remote("resume")
     begin_update = _remote("begin_update")
     receive_bucket = _remote("receive_bucket")
+    bucket_digests = _remote("bucket_digests")
     receive_serialized = _remote("receive_serialized")
     load_folder = _remote("load_folder")
     end_update = _remote("end_update")

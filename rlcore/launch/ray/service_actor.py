@@ -12,7 +12,7 @@ import faulthandler
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -58,12 +58,17 @@ class EngineInfo:
     group_ranks: int
     in_group: str | None
     gpus: tuple[str, ...] = ()  # of an engine that tells them
+    digests_buckets: bool = False  # of an engine that tells what it received
 
     @classmethod
     def of(cls, engine: Any) -> EngineInfo:
         """Read it from an engine of the service."""
-        names = (field.name for field in fields(cls) if field.name != "gpus")
-        return cls(**{name: getattr(engine, name) for name in names}, gpus=gpus_of(engine))
+        names = [field.name for field in fields(cls) if field.default is MISSING]
+        return cls(
+            **{name: getattr(engine, name) for name in names},
+            gpus=gpus_of(engine),
+            digests_buckets=getattr(engine, "digests_buckets", False),
+        )
 
 
 class ServiceActor:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import (
     Completion,
     GenerateRequest,
@@ -34,6 +35,7 @@ from rlcore.errors import (
     RunFailed,
     UserError,
 )
+from rlcore.tls import engine_client, refused_engine
 from rlcore.weights import DTYPES, Bucket, TensorSpec
 from rollout.engines.checks import check_records, check_versions
 from rollout.engines.child_process import Server
@@ -60,11 +62,13 @@ class RemoteEngine:
         dtype: as for `EmbeddedEngine`.
         key: the server's; every request carries it.
         experts: of the model, where records of them are asked for.
+        tls: `cluster.tls`.
     """
 
     group_ranks = 1
     transports: tuple[str, ...] = ("distributed",)
     managed = True
+    digests_buckets = True
 
     def __init__(
         self,
@@ -74,8 +78,10 @@ class RemoteEngine:
         dtype: str,
         key: str,
         experts: ExpertLayers | None = None,
+        tls: TLSConfig | None = None,
     ) -> None:
         self.name = server.name
+        self._tls = tls
         self.config = config
         self._dtype = dtype
         self._key = key
@@ -97,7 +103,10 @@ class RemoteEngine:
         self.url = await self._server.start()
         self.in_group = None
         self._version = None
-        self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self._key}"})
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self._key}"},
+            connector=aiohttp.TCPConnector(ssl=engine_client(self._tls)),
+        )
         await self.health()
 
     async def close(self) -> None:
@@ -174,7 +183,9 @@ class RemoteEngine:
         """See `RolloutEngine.begin_update`."""
         await self._call("begin_update", {"buckets": list(buckets)})
 
-    async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
+    async def receive_bucket(
+        self, index: int, flat: Tensor | None, order: str | None = None
+    ) -> None:
         """Receive a bucket over the process group; `flat` must be None.
 
         Returns when the bucket is in the model.
@@ -183,7 +194,17 @@ class RemoteEngine:
             raise RunFailed(
                 f"engine {self.name} is another process: it takes buckets over the process group"
             )
-        await self._call("receive_bucket", {"index": index})
+        await self._call("receive_bucket", {"index": index, "order": order})
+
+    async def bucket_digests(self) -> dict[int, str]:
+        """See `rollout.weight_sync.process_group.DistributedTransport`."""
+        found = await self._call("bucket_digests")
+        try:
+            return {int(index): str(digest) for index, digest in found.items()}
+        except (AttributeError, ValueError) as error:
+            raise EngineFailed(
+                f"engine {self.name}: /bucket_digests was answered with nonsense: {error!r}"
+            ) from error
 
     async def end_update(self) -> None:
         """See `RolloutEngine.end_update`."""
@@ -247,6 +268,8 @@ class RemoteEngine:
                 raise self._death(verb)
             return request.result()
         except aiohttp.ClientError as error:
+            if (why := refused_engine(error, self.url, self._tls)) is not None:
+                raise UserError(f"engine {self.name}: {why}") from error
             # A process that is killed drops its connections a moment before it is seen dead.
             await asyncio.wait({ended}, timeout=1.0)
             if ended.done():

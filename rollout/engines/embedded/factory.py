@@ -14,6 +14,7 @@ import torch
 from rlcore.config import Config
 from rlcore.errors import ConfigError
 from rlcore.interfaces import RolloutEngine
+from rlcore.tls import check_files
 from rollout.engines.child_process import (
     ChildServer,
     Server,
@@ -59,7 +60,7 @@ class EmbeddedServer(ChildServer):
             timeout_s=engine.start_timeout_s,
             environment=with_this_checkout(variables),
         )
-        return f"http://{engine.host}:{port}"
+        return f"{'http' if self.config.tls is None else 'https'}://{engine.host}:{port}"
 
 
 class EmbeddedFactory:
@@ -101,6 +102,8 @@ class EmbeddedFactory:
         cls, config: Config, index: int, *, logs: Path, gpus: Sequence[str], keys: Keys
     ) -> EmbeddedServer:
         """See `HostedFactory`."""
+        if config.cluster.tls is not None:
+            check_files(config.cluster.tls)
         server = ServerConfig(
             engine_name(index),
             config.model.path,
@@ -108,6 +111,7 @@ class EmbeddedFactory:
             keys.api,
             dtype=config.model.dtype,
             tokenizer=config.model.tokenizer,
+            tls=config.cluster.tls,
         )
         return EmbeddedServer(server, engine_log(logs, index), gpus=gpus)
 
@@ -125,6 +129,7 @@ class EmbeddedFactory:
                 dtype=config.model.dtype,
                 key=keys.api,
                 experts=experts,
+                tls=config.cluster.tls,
             )
             for server in servers
         ]

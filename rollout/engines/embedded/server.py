@@ -29,10 +29,13 @@ from aiohttp import web
 from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
+from rlcore.tls import server_context
 from rollout.asyncio_utils import http_logger
 from rollout.engines.embedded.client import decode_buckets, decode_request, encode_completion
 from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.weight_sync.digests import digest
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, gpu_identity
 
 MAX_BODY = 1 << 30
@@ -59,13 +62,14 @@ class ServerConfig:
     key: str  # every request must carry it
     dtype: str
     tokenizer: str | None = None
+    tls: TLSConfig | None = None
     # set when the process is started:
     ready_fd: int = -1  # takes {"port": ...} once it serves
     parent_pid: int = -1  # it ends when this process does
 
     def to_json(self) -> bytes:
         """Write what `main` reads."""
-        return orjson.dumps(self, default=lambda engine: engine.model_dump(mode="json"))
+        return orjson.dumps(self, default=lambda section: section.model_dump(mode="json"))
 
 
 class EngineServer:
@@ -78,8 +82,9 @@ class EngineServer:
         self._sizes: dict[int, int] = {}  # bucket index -> bytes
         # the newest bucket: it is being received, or was received last
         self._receiving: asyncio.Future[Tensor] | None = None
-        # the newest bucket is being copied into the model
+        # the newest bucket is being copied into the model, and its digest computed
         self._applying: asyncio.Future[None] | None = None
+        self._digests: dict[str, str] = {}  # of the current update: bucket index -> digest
         self.verbs: dict[str, Verb] = {
             "generate": self._generate,
             "pause": lambda body: engine.pause(body["mode"]),
@@ -88,6 +93,7 @@ class EngineServer:
             "progress": lambda _: engine.progress(),
             "begin_update": self._begin_update,
             "receive_bucket": self._receive_bucket,
+            "bucket_digests": self._bucket_digests,
             "end_update": self._end_update,
             "set_version": lambda body: engine.set_version(body["version"]),
             "checksum": lambda _: engine.checksum(),
@@ -145,6 +151,7 @@ class EngineServer:
         await asyncio.gather(self._applied(), return_exceptions=True)
         await self.engine.begin_update(buckets)
         self._sizes = {bucket.index: bucket.num_bytes for bucket in buckets}
+        self._digests = {}
 
     async def _join_group(self, body: dict[str, Any]) -> None:
         if self._group is not None:
@@ -158,7 +165,8 @@ class EngineServer:
     async def _receive_bucket(self, body: dict[str, Any]) -> None:
         """Answer when the bucket was received, in the model's memory or beside it.
 
-        It is copied into the model while the next one comes; that call reports a failure of it.
+        It is copied into the model, and its digest computed, while the next one comes; that call
+        reports a failure of it.
         """
         if self._group is None:
             raise RunFailed(f"{self.engine.name}: is in no weight group; call join_group first")
@@ -172,7 +180,16 @@ class EngineServer:
         )
         flat = await self._receiving
         await self._applied()
-        self._applying = asyncio.ensure_future(self.engine.receive_bucket(body["index"], flat))
+        self._applying = asyncio.ensure_future(self._apply(body["index"], flat, body.get("order")))
+
+    async def _apply(self, index: int, flat: Tensor, order: str | None) -> None:
+        if order is not None:
+            self._digests[str(index)] = await asyncio.to_thread(digest, order, flat)
+        await self.engine.receive_bucket(index, flat)
+
+    async def _bucket_digests(self, _: dict[str, Any]) -> dict[str, str]:
+        await self._applied()
+        return self._digests
 
     async def _end_update(self, _: dict[str, Any]) -> None:
         await self._applied()
@@ -240,7 +257,8 @@ async def serve(config: ServerConfig) -> None:
         logger=http_logger,
     )
     await runner.setup()
-    await web.TCPSite(runner, config.engine.host, 0).start()
+    tls = None if config.tls is None else server_context(config.tls)
+    await web.TCPSite(runner, config.engine.host, 0, ssl_context=tls).start()
     port = runner.addresses[0][1]
     logger.info(
         "%s serves on %s:%d (%s, %s threads)",
@@ -261,7 +279,8 @@ def main() -> None:
     """Read the configuration from standard input, and serve."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     given = orjson.loads(sys.stdin.buffer.read())
-    config = ServerConfig(**given | {"engine": EngineConfig(**given["engine"])})
+    tls = None if given["tls"] is None else TLSConfig(**given["tls"])
+    config = ServerConfig(**given | {"engine": EngineConfig(**given["engine"]), "tls": tls})
     follow_parent(config.parent_pid)
     # Before the model is built: torch's thread pool keeps the size that it has at first use.
     if config.engine.threads is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlcore.config.checks.engine import server_argument
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.deadlines import BROKEN_CONNECTION_S
 from rlcore.errors import ConfigError, EngineFailed, EngineHangs, UserError
@@ -28,6 +29,7 @@ from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.answers import version_name
+from rollout.engines.sglang.bucket_digests import DIGESTS_MARK, LOAD_FORMAT, ORDERED, SERVER_INFO
 from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
@@ -53,6 +55,7 @@ class SGLangEngine:
         server: starts and ends the process, or knows one that runs already.
         model_path: the Hugging Face folder that the trainer started from.
         mark: the names of this trainer's versions end with it.
+        tls: `cluster.tls`.
     """
 
     transports: tuple[str, ...] = ("distributed", "tensor", "disk", "delta")
@@ -65,6 +68,7 @@ class SGLangEngine:
         keys: Keys,
         model_path: str,
         mark: str = MARK,
+        tls: TLSConfig | None = None,
     ) -> None:
         self.server = server
         self._mark = mark
@@ -75,6 +79,7 @@ class SGLangEngine:
         self.group_ranks = config.tensor_parallel
         self.weights = WeightState(self.name)
         self._keys = keys
+        self._tls = tls
         self._pause_gate = PauseGate()
         self._client: ServerClient | None = None
         # None unless requests go through a router of the user
@@ -86,6 +91,9 @@ class SGLangEngine:
         self._mode: PauseMode | None = None  # the pause in force
         # the name of the process group for weights that the server is in
         self.in_group: str | None = None
+        # whether the server tells the digests of what it receives; `rlcore engine`'s and ours do
+        self.digests_buckets = False
+        self._digests: dict[int, str] = {}  # of the current update
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -102,7 +110,7 @@ class SGLangEngine:
         if self._client is not None:
             return
         url = await self.server.start()
-        client = ServerClient(self.name, url, self._keys, config=self.config)
+        client = ServerClient(self.name, url, self._keys, config=self.config, tls=self._tls)
         self.weights = WeightState(self.name)
         self._mode = None
         self.in_group = None
@@ -112,7 +120,7 @@ class SGLangEngine:
         if self.config.router_url is not None:
             name = f"{self.name} behind rollout.engine.router_url"
             self._router = ServerClient(
-                name, self.config.router_url, self._keys, config=self.config
+                name, self.config.router_url, self._keys, config=self.config, tls=self._tls
             )
             self._generation = Generation(
                 self._router,
@@ -124,7 +132,8 @@ class SGLangEngine:
         try:
             self._device = str(info["device"])
             self._dtype = str(info["dtype"])
-        except (KeyError, TypeError) as error:
+            self.digests_buckets = SERVER_INFO in info["internal_states"][0]
+        except (IndexError, KeyError, TypeError) as error:
             raise no_sglang(self.name, error) from error
 
     @property
@@ -277,6 +286,7 @@ class SGLangEngine:
                 " first"
             )
         self.weights.begin(buckets)
+        self._digests = {}
         try:
             await self._control("/begin_weight_update", {"selector": "all"})
         except EngineHangs:
@@ -302,25 +312,34 @@ class SGLangEngine:
             },
         )
 
-    async def receive_bucket(self, index: int, flat: Tensor | None) -> None:
+    async def receive_bucket(
+        self, index: int, flat: Tensor | None, order: str | None = None
+    ) -> None:
         """Take bucket `index` over the process group, and load it; `flat` must be None."""
         if flat is not None:
             raise EngineFailed(
                 f"engine {self.name} is another process: it takes buckets over the process group"
             )
         specs = self.weights.bucket(index).tensors
-        await self._control(
+        answer = await self._control(
             "/update_weights_from_distributed",
             {
                 "names": [spec.name for spec in specs],
                 "dtypes": [spec.dtype for spec in specs],
                 "shapes": [list(spec.shape) for spec in specs],
                 "group_name": self.in_group,
-                "load_format": "flattened_bucket",
+                "load_format": LOAD_FORMAT if order is None else ORDERED + order,
                 **KEEP_REQUESTS,
             },
         )
+        if order is not None:
+            # one digest if all tensor-parallel ranks received the same
+            self._digests[index] = str(answer["message"]).rpartition(DIGESTS_MARK)[2]
         self.weights.received(index)
+
+    async def bucket_digests(self) -> dict[int, str]:
+        """See `rollout.weight_sync.process_group.DistributedTransport`."""
+        return self._digests
 
     async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:
         """Take bucket `index` in the request's body: one payload for each tensor-parallel rank."""
@@ -329,7 +348,7 @@ class SGLangEngine:
             "/update_weights_from_tensor",
             {
                 "serialized_named_tensors": list(payloads),
-                "load_format": "flattened_bucket",
+                "load_format": LOAD_FORMAT,
                 **KEEP_REQUESTS,
             },
         )

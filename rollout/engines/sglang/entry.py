@@ -1,7 +1,7 @@
 """Starts stock SGLang: `PYTHON entry.py <arguments of sglang.launch_server>`, with JSON on stdin.
 
 It is run by path in the engine's environment, which does not have rlcore: it imports nothing of
-ours but the stand-ins beside it. The JSON may have `api_key`, `admin_key`, `ready_fd` and
+ours but files beside it. The JSON may have `api_key`, `admin_key`, `ready_fd` and
 `parent_pid`. When the server answers, one line of JSON goes to `ready_fd`: {"port": ...}, or
 {"error": ...} if an argument is wrong.
 
@@ -24,8 +24,11 @@ import argparse  # noqa: E402
 import ctypes  # noqa: E402
 import difflib  # noqa: E402
 import importlib  # noqa: E402
+import importlib.util  # noqa: E402
 import json  # noqa: E402
 import signal  # noqa: E402
+import ssl  # noqa: E402
+import tempfile  # noqa: E402
 import time  # noqa: E402
 import urllib.error  # noqa: E402
 import urllib.request  # noqa: E402
@@ -36,6 +39,7 @@ VERSION = "0.5.23"
 PR_SET_PDEATHSIG = 1
 EXIT_BAD_ARGUMENT = 2
 POLL_S = 0.1
+RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 
 def die_with_parent(is_there: Callable[[], bool]) -> None:
@@ -128,29 +132,43 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
         return init_tokenizer_manager(*of)
 
     args.resolve_once()
-    others: dict[str, Any] = {}
-    if args.device == "cpu" and args.quantization == "fp8":
-        others["run_scheduler_process_func"] = run_scheduler_without_amx
     launch_server(
         args,
         init_tokenizer_manager_func=init_with_keys,
         execute_warmup_func=lambda args: warm_up(
-            args.url(), told.get("api_key"), generates=not args.is_embedding
+            args.url(),
+            told.get("api_key"),
+            generates=not args.is_embedding,
+            ca_file=args.ssl_ca_certs,
         ),
         launch_callback=lambda: report(told, {"port": args.port}),
-        **others,
+        run_scheduler_process_func=run_scheduler,
     )
 
 
-def run_scheduler_without_amx(*arguments: Any, **named: Any) -> None:
-    """Run a scheduler's process on a CPU for whose FP8 layers SGLang has no kernels."""
-    importlib.import_module("stand_ins").install_fp8()
+def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
+    """Run a scheduler's process, which tells the digests of the weights that it receives."""
+    if args.device == "cpu" and args.quantization == "fp8":  # SGLang has kernels for AMX alone
+        importlib.import_module("stand_ins").install_fp8()
+    load_beside("bucket_digests").install()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    run_scheduler_process(*arguments, **named)
+    run_scheduler_process(args, *others, **named)
 
 
-def warm_up(url: str, key: str | None, *, generates: bool = True) -> bool:
+def load_beside(name: str) -> Any:
+    """Import a file beside this one, whose folder is not on the path."""
+    spec = importlib.util.spec_from_file_location(f"rlcore_{name}", f"{HERE}/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def warm_up(
+    url: str, key: str | None, *, generates: bool = True, ca_file: str | None = None
+) -> bool:
     """Ask for two tokens, or a reward model for a score, by token ids.
 
     SGLang's own warm-up is an English sentence, which not every tokenizer can read.
@@ -166,9 +184,10 @@ def warm_up(url: str, key: str | None, *, generates: bool = True) -> bool:
     )
     route = "generate" if generates else "classify"
     request = urllib.request.Request(f"{url}/{route}", json.dumps(body).encode(), headers)
+    context = ssl.create_default_context(cafile=ca_file) if url.startswith("https:") else None
     while True:  # the parent has a deadline
         try:
-            with urllib.request.urlopen(request) as answer:
+            with urllib.request.urlopen(request, context=context) as answer:
                 answer.read()
             break
         except urllib.error.HTTPError as error:
@@ -178,8 +197,15 @@ def warm_up(url: str, key: str | None, *, generates: bool = True) -> bool:
                 flush=True,
             )
             os._exit(1)  # children end with us
-        except urllib.error.URLError:  # it does not listen yet
-            time.sleep(POLL_S)
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, ssl.SSLCertVerificationError):
+                print(
+                    f"the certificate of {url} is not accepted by {ca_file}: {error.reason}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+            time.sleep(POLL_S)  # it does not listen yet
     get_global_state().tokenizer_manager.server_status = ServerStatus.Up
     return True
 
@@ -218,12 +244,15 @@ def main() -> int:
         report(told, {"error": str(error)})
         print(error, file=sys.stderr)
         return EXIT_BAD_ARGUMENT
-    try:
-        serve(arguments, told)
-    except KeyboardInterrupt:  # uvicorn passes SIGINT on when it has ended its connections
-        pass
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    # the ranks meet in a folder of their own: a TCP store would listen on every interface
+    with tempfile.TemporaryDirectory(prefix="rlcore-engine-", ignore_cleanup_errors=True) as folder:
+        os.environ.setdefault(RENDEZVOUS, f"file://{folder}/ranks")
+        try:
+            serve(arguments, told)
+        except KeyboardInterrupt:  # uvicorn passes SIGINT on when it has ended its connections
+            pass
+        finally:
+            kill_process_tree(os.getpid(), include_parent=False)
     return 0
 
 

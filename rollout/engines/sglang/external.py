@@ -11,6 +11,7 @@ from typing import Any
 
 from rlcore.config.checks.engine import FLASH_RL, QUANTISING
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError, DeadlineExceeded, EngineFailed, UserError
 from rlcore.quantised_weights import QUANTIZATION_CONFIG
 from rollout.engines.checks import folder_config, folder_vocab_size
@@ -34,13 +35,21 @@ class ExternalServer:
     gpus: tuple[str, ...] = ()
 
     def __init__(
-        self, name: str, url: str, model_path: str, *, config: EngineConfig, keys: Keys
+        self,
+        name: str,
+        url: str,
+        model_path: str,
+        *,
+        config: EngineConfig,
+        keys: Keys,
+        tls: TLSConfig | None = None,
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
         self.model_path = model_path
         self.config = config
         self.keys = keys
+        self.tls = tls
         self.ended: asyncio.Future[Any] | None = None  # we cannot see the process
         self.pid: int | None = None
 
@@ -54,7 +63,7 @@ class ExternalServer:
             ConfigError, UserError: the server is not the configured one, or refuses our keys.
             DeadlineExceeded: it did not answer within `rollout.engine.start_timeout_s`.
         """
-        client = ServerClient(self.name, self.url, self.keys, config=self.config)
+        client = ServerClient(self.name, self.url, self.keys, config=self.config, tls=self.tls)
         try:
             self._check_server(await self._reach(client))
             self._check_model(await client.get("/model_info"))

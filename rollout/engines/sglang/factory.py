@@ -31,7 +31,14 @@ class SGLangFactory:
         if not engine.urls:
             return cls.build_clients(config, cls.build_servers(site, keys), keys=keys)
         servers = [
-            ExternalServer(engine_name(index), url, config.model.path, config=engine, keys=keys)
+            ExternalServer(
+                engine_name(index),
+                url,
+                config.model.path,
+                config=engine,
+                keys=keys,
+                tls=config.cluster.tls,
+            )
             for index, url in enumerate(engine.urls)
         ]
         return cls.build_clients(config, servers, keys=keys)
@@ -61,7 +68,13 @@ class SGLangFactory:
         """See `HostedFactory`."""
         engine = config.rollout.engine
         return [
-            SGLangEngine(server, config=engine, keys=keys, model_path=config.model.path)
+            SGLangEngine(
+                server,
+                config=engine,
+                keys=keys,
+                model_path=config.model.path,
+                tls=config.cluster.tls,
+            )
             for server in servers
         ]
 
@@ -85,4 +98,5 @@ def _managed_server(
         keys=keys,
         gpus=gpus,
         arguments={name: True for name, is_needed in needed.items() if is_needed},
+        tls=config.cluster.tls,
     )

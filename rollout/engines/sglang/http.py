@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import ssl
 from typing import Any, Literal
 
 import aiohttp
@@ -17,7 +16,9 @@ import orjson
 from yarl import URL
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import EngineFailed, EngineHangs, UserError
+from rlcore.tls import engine_client, refused_engine
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 from rollout.json_client import AnswerTooLong, read_at_most
 
@@ -39,10 +40,19 @@ class ServerClient:
     call closes its connection, which tells the server that its answer is no longer wanted.
     """
 
-    def __init__(self, name: str, url: str, keys: Keys, *, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        keys: Keys,
+        *,
+        config: EngineConfig,
+        tls: TLSConfig | None = None,
+    ) -> None:
         self.name = name
         self.url = url.rstrip("/")
         self.config = config
+        self._tls = tls
         self._keys = keys
         self._urls: dict[str, URL] = {}  # by route
         self._session: aiohttp.ClientSession | None = None
@@ -120,6 +130,8 @@ class ServerClient:
             ) from None
         # ValueError: the URL's host is no host's name
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            if (why := refused_engine(error, self.url, self._tls)) is not None:
+                raise UserError(f"engine {self.name}: {why}") from error
             raise EngineFailed(
                 f"engine {self.name} at {self.url} broke off {route}: {described(error)}"
             ) from error
@@ -141,14 +153,15 @@ class ServerClient:
         if self._closed:
             raise self._is_closed()
         if self._session is None:
-            tls = ssl.create_default_context() if self.url.startswith("https:") else True
             headers = {
                 "Content-Type": "application/json",
                 "Accept-Encoding": "identity",
                 "User-Agent": "rlcore",
             }
             self._session = aiohttp.ClientSession(
-                connector=Connector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=tls),
+                connector=Connector(
+                    limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=engine_client(self._tls)
+                ),
                 headers=headers | self._authorization(admin=False),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 response_class=AskedResponse,

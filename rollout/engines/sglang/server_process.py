@@ -16,13 +16,18 @@ import torch
 
 from rlcore.config.checks.engine import FLASH_RL, argument_name, cannot_start, server_argument
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError
 from rlcore.quantised_weights import QUANTIZATION_CONFIG
+from rlcore.stores import loopback_interface
+from rlcore.tls import server_context
 from rollout.engines.checks import folder_config, folder_vocab_size
 from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.nccl_version import check_nccl
+from rollout.weight_sync.process_group import is_loopback
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
 # The engine must not inherit the trainer's Python path and secrets.
@@ -60,6 +65,7 @@ class ManagedServer(ChildServer):
         gpus: names as in CUDA_VISIBLE_DEVICES, one for each tensor-parallel rank; if empty, all
             visible ones.
         arguments: more of sglang's own arguments, by name, which `config.server` cannot override.
+        tls: `cluster.tls`, with a certificate.
 
     Raises:
         ConfigError: there is no engine environment, or no server can be started with the device,
@@ -83,6 +89,7 @@ class ManagedServer(ChildServer):
         keys: Keys,
         gpus: Sequence[str] = (),
         arguments: Mapping[str, Any] | None = None,
+        tls: TLSConfig | None = None,
     ) -> None:
         for problem in cannot_start(config):
             raise ConfigError(str(problem))
@@ -97,7 +104,7 @@ class ManagedServer(ChildServer):
         self._nccl_checked = False
         self._dtype = dtype
         self.gpus = tuple(gpus)
-        self._arguments = dict(arguments or {})
+        self._arguments = dict(arguments or {}) | tls_arguments(tls)
         self._tokenizer = None if tokenizer is None else os.path.abspath(tokenizer)
 
     async def start(self, port: int = 0) -> str:
@@ -128,7 +135,7 @@ class ManagedServer(ChildServer):
                 environment=self._environment(),
             )
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        return f"http://{host}:{port}"
+        return f"{'https' if 'ssl_certfile' in self._arguments else 'http'}://{host}:{port}"
 
     @property
     def _takes_nccl(self) -> bool:
@@ -184,9 +191,23 @@ class ManagedServer(ChildServer):
                 variables.setdefault(
                     "SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(self.config.tensor_parallel)
                 )
+        if is_loopback(self.config.host):  # and so is the trainer: nobody else need reach its gloo
+            variables.setdefault(GLOO_INTERFACE, loopback_interface())
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables
+
+
+def tls_arguments(tls: TLSConfig | None) -> dict[str, str]:
+    """Make SGLang's arguments for TLS. Raises ConfigError where the files do not fit."""
+    if tls is None:
+        return {}
+    server_context(tls)  # SGLang would end with a traceback
+    return {
+        "ssl_certfile": os.path.abspath(str(tls.certificate_file)),
+        "ssl_keyfile": os.path.abspath(str(tls.key_file)),
+        "ssl_ca_certs": os.path.abspath(tls.ca_file),
+    }
 
 
 def option(name: str, value: Any) -> list[str]:

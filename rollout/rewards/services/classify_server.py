@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -83,7 +84,7 @@ class ClassifyServer:
             logger=http_logger,
         )
 
-    def start(self, host: str, port: int) -> int:
+    def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         """Listen; return the port, which the system chooses for 0.
 
         Raises:
@@ -93,7 +94,7 @@ class ClassifyServer:
         async def listen() -> int:
             await self._runner.setup()
             try:
-                await web.TCPSite(self._runner, host, port).start()
+                await web.TCPSite(self._runner, host, port, ssl_context=tls).start()
             except OSError as error:
                 raise ConfigError(f"--host {host} --port {port}: cannot listen: {error}") from error
             return int(self._runner.addresses[0][1])

@@ -6,6 +6,7 @@ import os
 
 from rlcore.config.sections.reward_services import ServerConfig
 from rlcore.errors import ConfigError
+from rlcore.tls import client_context
 from rollout.json_client import JsonClient, NoAnswer
 from rollout.rewards.base import RewardFailure
 
@@ -16,8 +17,10 @@ def client_of(where: str, config: ServerConfig) -> JsonClient:
     """Return the client of a part whose configuration key is `where`.
 
     Raises:
-        ConfigError: `api_key_env` names a variable that is not set.
+        ConfigError: `api_key_env` names a variable that is not set, or `ca_file` no such file.
     """
+    if config.ca_file is not None:
+        client_context(config.ca_file, where=f"{where}.ca_file")  # says now what is wrong with it
     headers = {}
     if config.api_key_env is not None:
         key = os.environ.get(config.api_key_env)
@@ -35,6 +38,7 @@ def client_of(where: str, config: ServerConfig) -> JsonClient:
         concurrency=config.concurrency,
         answer_bytes=MAX_ANSWER_BYTES,
         headers=headers,
+        ca_file=config.ca_file,
     )
 
 

@@ -8,13 +8,18 @@ import re
 import signal
 import time
 
+import aiohttp
 import pytest
 import torch
 from engine_kit import flatten, layout, remote_engine, tiny_qwen3
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.errors import EngineFailed
+from rlcore.errors import EngineFailed, UserError
+from rlcore.tls import engine_client
 from rollout.weight_sync.process_group import DistributedTransport
+from tests.certificates import Authority
+from tests.listeners import addresses
+from tests.man_in_the_middle import ManInTheMiddle
 
 LIMIT_S = 4.0
 
@@ -29,8 +34,8 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def with_engines(folder, tmp_path, use):
-    """Call `use(engines, buckets, model)` with three paused engines that wait for the buckets."""
+def with_engines(folder, tmp_path, use, *, count=3, tls=None):
+    """Call `use(engines, buckets, model)` with paused engines that wait for the buckets."""
     torch.set_num_threads(1)
 
     async def main():
@@ -43,8 +48,10 @@ def with_engines(folder, tmp_path, use):
             start_timeout_s=300.0,
         )
         engines = [
-            remote_engine(folder, config=config, name=f"engine-{i}", log=tmp_path / f"{i}.log")
-            for i in range(3)
+            remote_engine(
+                folder, config=config, name=f"engine-{i}", log=tmp_path / f"{i}.log", tls=tls
+            )
+            for i in range(count)
         ]
         model = tiny_qwen3()
         buckets = layout(model)
@@ -136,3 +143,42 @@ def test_who_dies_is_named_and_who_was_started_again_is_joined_anew(folder, tmp_
         await transport.close()
 
     with_engines(folder, tmp_path, use)
+
+
+def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(folder, tmp_path, monkeypatch):
+    """A man in the middle may read (there is no key on gloo); what he changes is not used.
+
+    The control channel, which carries the digests, is over TLS here.
+    """
+    tls = Authority(tmp_path).tls("127.0.0.1")
+
+    async def use(engines, buckets, model):
+        reader, writer = ManInTheMiddle(None), ManInTheMiddle((1, 5))
+        for engine, man in zip(engines, (reader, writer)):
+            assert engine.url.startswith("https://127.0.0.1:")
+            assert addresses(engine.pid) == {"127.0.0.1"}
+            man.stand_before(engine, monkeypatch)
+            await engine.begin_update(buckets)  # he learns their sizes
+        transport = make_transport()
+        assert await transport.open(engines, buckets) == {}
+        for bucket in buckets:
+            assert await transport.send(bucket, flatten(bucket, model)) == {}
+        sent = [flatten(bucket, model).numpy().tobytes() for bucket in buckets]
+        assert reader.seen == writer.seen == sent
+        failed = await transport.complete()
+        assert list(failed) == [engines[1]]
+        assert re.search(
+            rf"engine-1: 1 of {len(buckets)} buckets did not arrive as they were sent, .*bucket 1:",
+            failed[engines[1]],
+        )
+        await transport.close()
+        stranger = Authority(tmp_path, "stranger").tls("127.0.0.1")
+        engines[0]._tls = stranger  # its client, from now on
+        await engines[0]._hang_up()
+        engines[0]._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=engine_client(stranger))
+        )
+        with pytest.raises(UserError, match=r"127\.0\.0\.1 is not accepted by .*stranger\.pem"):
+            await engines[0].health()
+
+    with_engines(folder, tmp_path, use, count=2, tls=tls)

@@ -27,7 +27,7 @@ def test_slurm_nodes_are_split_into_trainers_and_engines(stage: Stage) -> None:
         SERVERS="servers.yaml",
     )
     assert done.returncode == 0, done.stderr
-    trainers = stage.calls("torch.distributed.run")
+    trainers = stage.calls("rlcore.launch.torchrun")
     engines = stage.calls("engine")
     assert len(trainers) == len(engines) == 2
     for node, call in enumerate(trainers):
@@ -59,7 +59,7 @@ def test_slurm_nodes_are_split_into_trainers_and_engines(stage: Stage) -> None:
 
 def test_keys_are_made_once_and_stand_in_no_command_line(stage: Stage) -> None:
     assert stage.sbatch("torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="1").returncode == 0
-    calls = [*stage.calls("torch.distributed.run"), *stage.calls("engine")]
+    calls = [*stage.calls("rlcore.launch.torchrun"), *stage.calls("engine")]
     pairs = {tuple(call["environment"][key] for key in KEYS) for call in calls}
     [(api, admin)] = pairs
     assert len(calls) == 2
@@ -84,7 +84,7 @@ def test_engines_end_with_the_trainer_whose_exit_code_is_the_jobs(stage: Stage) 
 
 
 @pytest.mark.parametrize(
-    ("script", "word"), [("torchrun.sbatch", "torch.distributed.run"), ("ray.sbatch", "train")]
+    ("script", "word"), [("torchrun.sbatch", "rlcore.launch.torchrun"), ("ray.sbatch", "train")]
 )
 @pytest.mark.parametrize(("given", "first", "again"), [
     ([], [], ["--resume"]),
@@ -112,7 +112,7 @@ def test_a_job_that_was_put_back_resumes(
 def test_engines_ignore_resume_and_overwrite(stage: Stage, flag: str) -> None:
     done = stage.sbatch("torchrun.sbatch", 2, "run.yaml", flag, "a.b=1", ENGINE_NODES="1")
     assert done.returncode == 0, done.stderr
-    [trainer] = stage.calls("torch.distributed.run")
+    [trainer] = stage.calls("rlcore.launch.torchrun")
     [engine] = stage.calls("engine")
     assert flag in trainer["arguments"]
     assert flag not in engine["arguments"]
@@ -124,7 +124,7 @@ def test_engines_that_cannot_begin_end_the_job(stage: Stage) -> None:
     done = stage.sbatch("torchrun.sbatch", 4, "run.yaml", ENGINE_NODES="2", ENGINE_CODE="7")
     assert done.returncode == 7
     assert "no engine is left (exit code 7, see above): the trainer is ended" in done.stderr
-    assert stage.calls("torch.distributed.run") == []
+    assert stage.calls("rlcore.launch.torchrun") == []
 
 
 def test_an_engine_node_that_is_lost_later_leaves_the_others(stage: Stage) -> None:
@@ -138,7 +138,7 @@ def test_the_last_engine_node_that_is_lost_ends_the_job(stage: Stage) -> None:
     lost = {"ENGINE_NODES": "2", "LOST": "10.0.0.2 10.0.0.3", "TRAINER_S": "50"}
     done = stage.sbatch("torchrun.sbatch", 3, "run.yaml", **lost)
     assert done.returncode == 5, done.stderr
-    [trainer] = stage.calls("torch.distributed.run")
+    [trainer] = stage.calls("rlcore.launch.torchrun")
     with pytest.raises(ProcessLookupError):
         os.kill(trainer["pid"], 0)
 
@@ -147,7 +147,7 @@ def test_without_engine_nodes_there_are_no_urls(stage: Stage) -> None:
     assert stage.sbatch("torchrun.sbatch", 2, "run.yaml", ENGINE_NODES="0").returncode == 0
     assert not any(
         "urls" in word
-        for call in stage.calls("torch.distributed.run")
+        for call in stage.calls("rlcore.launch.torchrun")
         for word in call["arguments"]
     )
     assert stage.calls("engine") == []
@@ -187,6 +187,6 @@ def test_sigterm_to_the_job_s_own_script_ends_its_steps(stage: Stage) -> None:
     stage.wait_for((stage.records / "training").exists, "nobody trains")
     process.terminate()
     assert process.wait(20) != 0
-    for call in (*stage.calls("torch.distributed.run"), *stage.calls("engine")):
+    for call in (*stage.calls("rlcore.launch.torchrun"), *stage.calls("engine")):
         with pytest.raises(ProcessLookupError):
             os.kill(call["pid"], 0)

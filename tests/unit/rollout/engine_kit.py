@@ -13,6 +13,7 @@ from aiohttp import web
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import GenerateRequest, SamplingParams
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.engines.embedded.client import RemoteEngine
@@ -27,11 +28,18 @@ VOCAB = 31
 
 
 def remote_engine(
-    folder: Path | str, *, config: EngineConfig, log: Path, name: str = "engine-0"
+    folder: Path | str,
+    *,
+    config: EngineConfig,
+    log: Path,
+    name: str = "engine-0",
+    tls: TLSConfig | None = None,
 ) -> RemoteEngine:
     """An engine that is a child of this process."""
-    server = ServerConfig(name, str(folder), config, "the-key", dtype="fp32")
-    return RemoteEngine(EmbeddedServer(server, log), config=config, dtype="fp32", key="the-key")
+    server = ServerConfig(name, str(folder), config, "the-key", dtype="fp32", tls=tls)
+    return RemoteEngine(
+        EmbeddedServer(server, log), config=config, dtype="fp32", key="the-key", tls=tls
+    )
 
 
 def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:

@@ -1,0 +1,112 @@
+"""TLS by certificate files (`cluster.tls`): contexts of servers and clients, and what to say when a
+certificate is refused.
+"""
+
+from __future__ import annotations
+
+import ssl
+import stat
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from rlcore.config.sections.training import TLSConfig
+from rlcore.errors import ConfigError
+
+KEY = "cluster.tls"
+READABLE_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def check_files(tls: TLSConfig) -> None:
+    """Raise ConfigError for a file that is missing or unfit, or a key that others may read."""
+    client_context(tls.ca_file, where=f"{KEY}.ca_file")
+    if tls.certificate_file is not None:
+        server_context(tls)
+
+
+def server_context(tls: TLSConfig) -> ssl.SSLContext:
+    """Make the context of a server. Raises ConfigError as `check_files`, and without a certificate.
+
+    A key with a passphrase is refused: nobody is there to be asked for it.
+    """
+    certificate = tls.certificate_file
+    key = tls.key_file
+    if certificate is None or key is None:
+        raise ConfigError(
+            f"{KEY}.certificate_file: not given, and this command starts a server: give it and"
+            f" {KEY}.key_file"
+        )
+    _check_file(certificate, f"{KEY}.certificate_file")
+    _check_file(key, f"{KEY}.key_file")
+    mode = stat.S_IMODE(Path(key).stat().st_mode)
+    if mode & READABLE_BY_OTHERS:
+        raise ConfigError(
+            f"{KEY}.key_file: others may read {key} (mode {mode:04o}), expected 0600: chmod 600"
+        )
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key, password=lambda: b"")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"{KEY}: {certificate} and {key} are no certificate and its private key, both PEM and"
+            f" without a passphrase: {error}"
+        ) from error
+    return context
+
+
+def client_context(ca_file: str | None, *, where: str) -> ssl.SSLContext:
+    """Make the context of a client that accepts the authorities of `ca_file` alone.
+
+    Without one it accepts those of the system.
+
+    Args:
+        where: the key that names the file.
+
+    Raises:
+        ConfigError: the file is missing, or has no certificate.
+    """
+    if ca_file is not None:
+        _check_file(ca_file, where)
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{where}: {ca_file} has no certificate in PEM: {error}") from error
+
+
+def engine_client(tls: TLSConfig | None) -> ssl.SSLContext | Literal[True]:
+    """Make the context of a client of engines, as aiohttp takes it: True is its own choice."""
+    return True if tls is None else client_context(tls.ca_file, where=f"{KEY}.ca_file")
+
+
+def refused_engine(error: BaseException, url: str, tls: TLSConfig | None) -> str | None:
+    """Say what `refused_certificate` says, for a client of engines."""
+    ca_file = None if tls is None else tls.ca_file
+    return refused_certificate(error, url, ca_file, where=f"{KEY}.ca_file")
+
+
+def refused_certificate(
+    error: BaseException, url: str, ca_file: str | None, *, where: str
+) -> str | None:
+    """Say why the certificate of a server was refused; None if that is not what happened.
+
+    Args:
+        error: an error of a connection, as aiohttp raises it.
+        where: the key of `ca_file`.
+    """
+    while error.__cause__ is not None and not hasattr(error, "certificate_error"):
+        error = error.__cause__
+    # aiohttp's error is of the same class, without the message
+    error = getattr(error, "certificate_error", error)
+    if not isinstance(error, ssl.SSLCertVerificationError):
+        return None
+    authorities = f"{ca_file} ({where})" if ca_file else f"the system's authorities ({where})"
+    return (
+        f"the certificate of {urlsplit(url).hostname} is not accepted by {authorities}:"
+        f" {error.verify_message}; is it of that authority, still valid, and made for this host's"
+        " name or address (subjectAltName)?"
+    )
+
+
+def _check_file(path: str, where: str) -> None:
+    if not Path(path).is_file():
+        raise ConfigError(f"{where}: there is no file {path}")
