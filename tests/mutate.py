@@ -1,0 +1,380 @@
+"""Draws small defects from a seed, puts each into a copy of the tree, and looks who notices.
+
+    python tests/mutate.py --seed 1 --mutants 300 --jobs 1      a draw; --results FILE goes on with one
+    python tests/mutate.py --seed 1 --mutants 300 --list        what would be tried
+    python tests/mutate.py --only ID ...                        these
+
+What can be drawn is in tests/mutations.py. The tests of a defect are the files that run its lines, by
+a recording that is made first (build/mutate.json: minutes, and again for files of tests that have
+changed), nearest folder first, in a forked child that has torch and Megatron loaded. A defect whose
+tests go on for much longer than without it is killed: "timeout". Defects that change nothing are
+named with a reason in tests/mutants_equivalent.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import backend_mutants  # noqa: E402
+import covered_lines  # noqa: E402
+import mutants  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from mutations import Mutation, draw, mutations_of  # noqa: E402
+
+ROOT = HERE.parent
+RECORDING = ROOT / "build" / "mutate.json"
+EQUIVALENT = HERE / "mutants_equivalent.txt"
+FOLDERS = ("unit", "parity", "integration", "checkpoint")
+ABOUT_SOURCES = ("test_mutants.py", "test_mutate.py", "test_backend_mutants.py", "test_house.py")
+RECORD_LIMIT_S = 60  # a file of tests that takes longer is never chosen
+FIRST_S = 8  # seconds of the nearest files, which run by themselves first
+BUDGET_S = 40
+OPTIONS = ("-p", "pytest_timeout")
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__")
+MADE = {"build", "dist", "runs", "wandb"}  # at the root
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutation.
+
+    Args:
+        status: killed, timeout, survived, uncovered (no recorded test runs the line), equivalent, or
+            unsure, where its tests fail without it too.
+        by: the test that failed, or the reason of an equivalent one.
+        files: files of tests that ran; `left` cover the line too, and did not.
+    """
+
+    id: str
+    where: str
+    kind: str
+    diff: str
+    status: str
+    by: str = ""
+    files: int = 0
+    left: int = 0
+    seconds: float = 0.0
+
+
+class Failures:
+    """A plugin of pytest: writes the names of failed tests into a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.path.write_text("")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called by pytest after each phase of a test."""
+        self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Called by pytest after a file was imported."""
+        self._note(report)
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.failed:
+            with self.path.open("a") as file:
+                file.write(f"{report.nodeid}\n")
+
+
+class Tree:
+    """A copy of the repository in a temporary folder, in which tests run."""
+
+    def __init__(self, temporary: Path) -> None:
+        self.folder = temporary / "tree"
+        self.temporary = temporary
+        shutil.copytree(ROOT, self.folder, ignore=not_copied)
+        shutil.copy(HERE / "covered_lines.py", self.folder / "sitecustomize.py")
+        for environment in ROOT.glob(".venv*"):
+            (self.folder / environment.name).symlink_to(environment.resolve())
+
+    def run(
+        self, tests: Sequence[str], limit_s: float, *options: str, **how: Any
+    ) -> tuple[int, list[str]]:
+        """Run tests; return pytest's exit code, negative at the limit, and the failed ones."""
+        failures = Failures(self.temporary / "failures.txt")
+        base = f"--basetemp={self.temporary / 'tmp'}"
+        code, _ = mutants.run_tests(
+            tests, self.folder, "", limit_s, [*OPTIONS, base, *options], [failures], **how
+        )
+        kill_orphans()
+        return code, failures.path.read_text().splitlines()
+
+    def record(self, test: str) -> dict[str, Any]:
+        """Run a file of tests and return what it covers, how long it takes and what fails."""
+        lines = self.temporary / "lines.txt"
+        lines.write_text("")
+
+        def prepare() -> None:
+            os.environ.update(RECORD_LINES=str(lines), RECORD_ROOT=str(self.folder))
+            covered_lines.start()
+
+        begin = time.perf_counter()
+        code, failed = self.run([test], RECORD_LIMIT_S, "--maxfail=1000", prepare=prepare)
+        covered: dict[str, set[int]] = {}
+        for line in lines.read_text(errors="replace").splitlines():
+            file, _, number = line.rpartition(":")
+            covered.setdefault(file, set()).add(int(number))
+        return {
+            "hash": digest(test),
+            "seconds": round(time.perf_counter() - begin, 1),
+            "ended": code >= 0,
+            "failed": failed,
+            "lines": {file: [digest(file), *sorted(found)] for file, found in covered.items()},
+        }
+
+
+def not_copied(folder: str, names: list[str]) -> set[str]:
+    """Return what a copy of the repository leaves out of a folder."""
+    return NOT_COPIED(folder, names) | (MADE if Path(folder) == ROOT else set())
+
+
+def kill_orphans() -> None:
+    """Kill what a run has left, which this process has inherited."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while found := children.read_text().split():
+        for child in map(int, found):
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(child, 0)
+
+
+@cache
+def digest(file: str) -> str:
+    """Return a short hash of a file of the checkout."""
+    path = ROOT / file
+    return hashlib.sha1(path.read_bytes()).hexdigest()[:8] if path.is_file() else ""
+
+
+def in_workers(jobs: int, work: Sequence[Any], do: Any) -> None:
+    """Call do(tree, item) for each item, in forked processes that have a copy each."""
+    ours = []
+    for job in range(jobs):
+        if child := os.fork():
+            ours.append(child)
+            continue
+        code = 1
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+            with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as path:
+                tree = Tree(Path(path).resolve())
+                for item in work[job::jobs]:
+                    do(tree, item)
+            code = 0
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    if any([os.waitpid(child, 0)[1] for child in ours]):
+        raise SystemExit("a worker has failed; see above")
+
+
+def read_recording(files: Sequence[str]) -> dict[str, Any]:
+    """Return what is recorded of files of tests that are as they were."""
+    entries = {}
+    if RECORDING.exists():
+        for line in RECORDING.read_text().splitlines():
+            entry = json.loads(line)
+            entries[entry["test"]] = entry
+    return {
+        test: entries[test] for test in files if entries.get(test, {}).get("hash") == digest(test)
+    }
+
+
+def record(jobs: int) -> dict[str, Any]:
+    """Return the recording of all files of tests, after making what is missing of it."""
+    files = [
+        str(path.relative_to(ROOT))
+        for folder in FOLDERS
+        for path in sorted((HERE / folder).rglob("test_*.py"))
+        if path.name not in ABOUT_SOURCES
+    ]
+    missing = [test for test in files if test not in read_recording(files)]
+
+    def do(tree: Tree, test: str) -> None:
+        entry = {"test": test, **tree.record(test)}
+        append(RECORDING, entry)
+        problem = "" if entry["ended"] else f"takes more than {RECORD_LIMIT_S} s: never chosen"
+        print(f"recorded {test} {entry['seconds']} s", problem, *entry["failed"], flush=True)
+
+    in_workers(jobs, missing, do)
+    return read_recording(files)
+
+
+def append(path: Path, entry: dict[str, Any]) -> None:
+    """Append a line to a JSONL file; several processes may."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def covering(mutation: Mutation, recording: dict[str, Any]) -> list[str]:
+    """Return the files of tests that run a mutation's lines, nearest and quickest first.
+
+    Of a source file that has changed since, every file of tests counts that ran any line of it.
+    """
+    first, last = mutation.lines
+    own = set(Path(mutation.file).with_suffix("").parts)
+    found = []
+    for test, entry in recording.items():
+        known, *lines = entry["lines"].get(mutation.file, ["never"])
+        moved = known not in ("never", digest(mutation.file))
+        if entry["ended"] and (moved or any(first <= line <= last for line in lines)):
+            words = {*Path(test).parent.parts, Path(test).stem.removeprefix("test_")}
+            unit = test.startswith("tests/unit")
+            found.append((-len(own & words) - unit, entry["seconds"], test))
+    return [test for *_, test in sorted(found)]
+
+
+def judge(tree: Tree, one: Mutation, recording: dict[str, Any], budget_s: float) -> Verdict:
+    """Apply a mutation to the copy, run its tests there, and take it back."""
+    fields = {
+        "id": one.id,
+        "where": f"{one.file}:{one.lines[0]}",
+        "kind": one.kind,
+        "diff": one.diff,
+    }
+    tests = covering(one, recording)
+    if not tests:
+        return Verdict(**fields, status="uncovered")
+    path = tree.folder / one.file
+    text = path.read_text()
+    begin = time.perf_counter()
+    status, by, ran, spent = "survived", "", 0, 0.0
+    for allowed in (FIRST_S, budget_s):
+        batch = []
+        while ran < len(tests) and (not ran or spent + recording[tests[ran]]["seconds"] <= allowed):
+            batch.append(tests[ran])
+            spent += recording[tests[ran]]["seconds"]
+            ran += 1
+        if not batch:
+            continue
+        skipped = [f"--deselect={name}" for test in batch for name in recording[test]["failed"]]
+        limit = 30 + 2 * sum(recording[test]["seconds"] for test in batch)
+        mutants.write_source(path, one.apply(text))
+        try:
+            code, failed = tree.run(batch, limit, *skipped)
+        finally:
+            mutants.write_source(path, text)
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            by = failed[0] if failed else f"exit code {code}"
+            again = failed[:1] or batch
+            clean, _ = tree.run(again, limit, *skipped)
+            status = "timeout" if code == -signal.SIGKILL else "killed"
+            if clean != pytest.ExitCode.OK:
+                status = "unsure"
+            break
+    seconds = round(time.perf_counter() - begin, 1)
+    return Verdict(
+        **fields, status=status, by=by, files=ran, left=len(tests) - ran, seconds=seconds
+    )
+
+
+def read_equivalent(path: Path = EQUIVALENT) -> dict[str, str]:
+    """Return the reasons of mutations that change nothing, by id; lines are "ID FILE REASON"."""
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+
+
+def read_results(path: Path) -> dict[str, Verdict]:
+    """Return the newest verdict of each mutation in a file of results."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {entry["id"]: Verdict(**entry) for entry in map(json.loads, lines)}
+
+
+def line_of(verdict: Verdict) -> str:
+    """Return a verdict as a line of the table."""
+    left = f" ({verdict.left} files more run it)" if verdict.status == "survived" else ""
+    return f"{verdict.id} {verdict.status:<10} {verdict.where} {verdict.diff} | {verdict.by}{left}"
+
+
+def summary(verdicts: Sequence[Verdict]) -> tuple[str, float]:
+    """Return the counts in words, and the share that was noticed of what could be."""
+    counts = Counter(verdict.status for verdict in verdicts)
+    judged = len(verdicts) - counts["equivalent"]
+    share = (counts["killed"] + counts["timeout"]) / judged if judged else 0.0
+    words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    return f"{len(verdicts)} mutants: {words}; {share:.1%} of {judged} noticed", share
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Judge a draw and print its table; 0 unless fewer than --least of it are noticed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mutants", type=int, default=300, help="how many are drawn")
+    parser.add_argument("--jobs", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--only", nargs="+", metavar="ID", help="these, in place of a draw")
+    parser.add_argument("--list", action="store_true", help="print the draw, try nothing")
+    parser.add_argument(
+        "--results", type=Path, help="JSONL: append here; what it has is not tried again"
+    )
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of tests a mutant")
+    parser.add_argument("--least", type=float, default=0.0, help="share that must be noticed")
+    options = parser.parse_args(arguments)
+    every = mutations_of(ROOT)
+    unknown = sorted(set(options.only or ()) - set(every))
+    if unknown:
+        parser.error(f"no such mutants: {', '.join(unknown)}; --list prints those of a draw")
+    chosen = [every[name] for name in options.only or ()]
+    chosen = chosen or list(draw(every, ROOT, options.seed, options.mutants))
+    if options.list:
+        print(
+            *(f"{one.id} {one.kind} {one.file}:{one.lines[0]} {one.diff}" for one in chosen),
+            sep="\n",
+        )
+        return 0
+    torch.set_num_threads(1)  # a pool of threads would not survive the fork
+    os.environ.update(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", OMP_NUM_THREADS="1")
+    backend_mutants.preload()
+    gc.freeze()
+    recording = record(options.jobs)
+    print(f"seed {options.seed}: {len(chosen)} of {len(every)} mutants")
+    equivalent = read_equivalent()
+    results = options.results or Path(tempfile.mkstemp(prefix="mutate-", suffix=".jsonl")[1])
+    known = set(read_results(results)) - set(options.only or ())
+
+    def do(tree: Tree, one: Mutation) -> None:
+        verdict = judge(tree, one, recording, options.budget)
+        append(results, asdict(verdict))
+        print(line_of(verdict), f"{verdict.seconds} s", flush=True)
+
+    tried = [one for one in chosen if one.id not in known and one.id not in equivalent]
+    in_workers(options.jobs, tried, do)
+    found = read_results(results)
+    for one in chosen:
+        if one.id in equivalent:
+            where = f"{one.file}:{one.lines[0]}"
+            reason = equivalent[one.id]
+            found[one.id] = Verdict(one.id, where, one.kind, one.diff, "equivalent", reason)
+    verdicts = [found[one.id] for one in chosen]
+    rest = [one for one in verdicts if one.status not in ("killed", "timeout")]
+    print("", "Not noticed:", *map(line_of, rest), "", sep="\n")
+    words, share = summary(verdicts)
+    print(words)
+    return 0 if share >= options.least else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
