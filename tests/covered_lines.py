@@ -1,7 +1,7 @@
 """Records which lines of the product this process and its children run, one "file:line" a line.
 
-The environment names the file (RECORD_LINES) and the root of the product (RECORD_ROOT). Each line is
-written when it is first run, so that a process which is killed has told all. Children record
+The environment names the file (RECORD_LINES) and the root of the product (RECORD_ROOT). Each line
+is written when it is first run, so that a process which is killed has told all. Children record
 where their interpreter finds a `sitecustomize` that calls `start`.
 """
 

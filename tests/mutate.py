@@ -1,14 +1,15 @@
 """Draws small defects from a seed, puts each into a copy of the tree, and looks who notices.
 
-    python tests/mutate.py --seed 1 --mutants 300 --jobs 1      a draw; --results FILE goes on with one
+    python tests/mutate.py --seed 1 --mutants 300 --jobs 1      a draw
     python tests/mutate.py --seed 1 --mutants 300 --list        what would be tried
     python tests/mutate.py --only ID ...                        these
 
-What can be drawn is in tests/mutations.py. The tests of a defect are the files that run its lines, by
-a recording that is made first (build/mutate.json: minutes, and again for files of tests that have
-changed), nearest folder first, in a forked child that has torch and Megatron loaded. A defect whose
-tests go on for much longer than without it is killed: "timeout". Defects that change nothing are
-named with a reason in tests/mutants_equivalent.txt.
+What can be drawn is in tests/mutations.py. The tests of a defect are the files that run its lines,
+by a recording that is made first (build/mutate.json: minutes, and again for files of tests that
+have changed), nearest folder first, in a forked child that has torch and Megatron loaded. A defect
+whose tests go on for much longer than without it is killed: "timeout". Defects that change nothing
+are named with a reason in tests/mutants_equivalent.txt. With --results FILE a draw that was cut
+short goes on where it was.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ RECORDING = ROOT / "build" / "mutate.json"
 EQUIVALENT = HERE / "mutants_equivalent.txt"
 FOLDERS = ("unit", "parity", "integration", "checkpoint")
 ABOUT_SOURCES = ("test_mutants.py", "test_mutate.py", "test_backend_mutants.py", "test_house.py")
-RECORD_LIMIT_S = 60  # a file of tests that takes longer is never chosen
+RECORD_LIMIT_S = 120  # a file of tests that takes longer is never chosen
 FIRST_S = 8  # seconds of the nearest files, which run by themselves first
 BUDGET_S = 40
 OPTIONS = ("-p", "pytest_timeout")
@@ -61,8 +62,8 @@ class Verdict:
     """What became of a mutation.
 
     Args:
-        status: killed, timeout, survived, uncovered (no recorded test runs the line), equivalent, or
-            unsure, where its tests fail without it too.
+        status: killed, timeout, survived, uncovered (no recorded test runs the line), equivalent,
+            or unsure, where its tests fail without it too.
         by: the test that failed, or the reason of an equivalent one.
         files: files of tests that ran; `left` cover the line too, and did not.
     """
@@ -187,7 +188,8 @@ def in_workers(jobs: int, work: Sequence[Any], do: Any) -> None:
         finally:
             sys.stdout.flush()
             os._exit(code)
-    if any([os.waitpid(child, 0)[1] for child in ours]):
+    ended = [os.waitpid(child, 0)[1] for child in ours]
+    if any(ended):
         raise SystemExit("a worker has failed; see above")
 
 
@@ -250,15 +252,10 @@ def covering(mutation: Mutation, recording: dict[str, Any]) -> list[str]:
 
 def judge(tree: Tree, one: Mutation, recording: dict[str, Any], budget_s: float) -> Verdict:
     """Apply a mutation to the copy, run its tests there, and take it back."""
-    fields = {
-        "id": one.id,
-        "where": f"{one.file}:{one.lines[0]}",
-        "kind": one.kind,
-        "diff": one.diff,
-    }
+    fields = (one.id, one.where, one.kind, one.diff)
     tests = covering(one, recording)
     if not tests:
-        return Verdict(**fields, status="uncovered")
+        return Verdict(*fields, "uncovered")
     path = tree.folder / one.file
     text = path.read_text()
     begin = time.perf_counter()
@@ -287,9 +284,7 @@ def judge(tree: Tree, one: Mutation, recording: dict[str, Any], budget_s: float)
                 status = "unsure"
             break
     seconds = round(time.perf_counter() - begin, 1)
-    return Verdict(
-        **fields, status=status, by=by, files=ran, left=len(tests) - ran, seconds=seconds
-    )
+    return Verdict(*fields, status, by, ran, len(tests) - ran, seconds)
 
 
 def read_equivalent(path: Path = EQUIVALENT) -> dict[str, str]:
@@ -327,9 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=1)
     parser.add_argument("--only", nargs="+", metavar="ID", help="these, in place of a draw")
     parser.add_argument("--list", action="store_true", help="print the draw, try nothing")
-    parser.add_argument(
-        "--results", type=Path, help="JSONL: append here; what it has is not tried again"
-    )
+    parser.add_argument("--results", type=Path, help="JSONL to append to; skip what it has")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of tests a mutant")
     parser.add_argument("--least", type=float, default=0.0, help="share that must be noticed")
     options = parser.parse_args(arguments)
@@ -341,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = chosen or list(draw(every, ROOT, options.seed, options.mutants))
     if options.list:
         print(
-            *(f"{one.id} {one.kind} {one.file}:{one.lines[0]} {one.diff}" for one in chosen),
+            *(f"{one.id} {one.kind} {one.where} {one.diff}" for one in chosen),
             sep="\n",
         )
         return 0
@@ -365,9 +358,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = read_results(results)
     for one in chosen:
         if one.id in equivalent:
-            where = f"{one.file}:{one.lines[0]}"
-            reason = equivalent[one.id]
-            found[one.id] = Verdict(one.id, where, one.kind, one.diff, "equivalent", reason)
+            fields = (one.id, one.where, one.kind, one.diff)
+            found[one.id] = Verdict(*fields, "equivalent", equivalent[one.id])
     verdicts = [found[one.id] for one in chosen]
     rest = [one for one in verdicts if one.status not in ("killed", "timeout")]
     print("", "Not noticed:", *map(line_of, rest), "", sep="\n")

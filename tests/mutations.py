@@ -1,8 +1,8 @@
 """Every small defect that could be put into a source file, found in its syntax tree.
 
-A mutant changes one node: an operator, a condition, a constant, a default, a statement that is left
-out, two arguments that change places. Annotations, decorators, docstrings, texts of errors and logs,
-`__repr__` and what only type checkers read are left alone.
+A mutant changes one node: an operator, a condition, a constant, a default, a statement that is
+left out, two arguments that change places. Annotations, decorators, docstrings, texts of errors and
+logs, `__repr__` and what only type checkers read are left alone.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ class Mutation:
         """Return the text of the file with the defect."""
         raw = text.encode()
         return (raw[: self.span[0]] + self.new.encode() + raw[self.span[1] :]).decode()
+
+    @property
+    def where(self) -> str:
+        """File and line."""
+        return f"{self.file}:{self.lines[0]}"
 
     @property
     def diff(self) -> str:
