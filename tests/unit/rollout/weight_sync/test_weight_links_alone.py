@@ -167,11 +167,24 @@ def test_an_engine_that_dies_before_its_first_bucket_holds_nobody_up(
     assert made.aborted.wait(10)
 
 
-def test_our_own_side_of_a_meeting_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, "engine engine-0 was not met by our side within 0.3 s"),
+        (EngineFailed("engine engine-0 is full"), "engine engine-0 is full"),
+    ],
+)
+def test_a_group_that_comes_together_after_it_was_given_up_is_closed(
+    monkeypatch: pytest.MonkeyPatch, error: EngineFailed | None, expected: str
+) -> None:
+    """Our side of a meeting has a deadline, and is not waited for when the engine fails first."""
+
     class Joins(Gone):
         url = "http://127.0.0.1:1"  # type: ignore[assignment]
 
-        async def join_group(self, address: GroupAddress, rank: int) -> None: ...
+        async def join_group(self, address: GroupAddress, rank: int) -> None:
+            if error is not None:
+                raise error
 
     go_on = threading.Event()
     late: list[str] = []
@@ -185,7 +198,7 @@ def test_our_own_side_of_a_meeting_has_a_deadline(monkeypatch: pytest.MonkeyPatc
 
     async def meet() -> None:
         told = await Link(Joins(), "gloo", torch.device("cpu"), 5.0).join()
-        assert told == "engine engine-0 was not met by our side within 0.3 s"
+        assert told == expected
         go_on.set()
         while not late:
             await asyncio.sleep(0.01)
