@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import Counter
 from types import CodeType, FrameType
 from typing import Any
 
 PACKAGES = ("rlcore", "rollout", "backends")
+MOST_IDLE = 20_000  # lines of a function that were seen before
 
 
 def start() -> None:
@@ -22,6 +24,7 @@ def start() -> None:
     folders = tuple(f"{root}{package}{os.sep}" for package in PACKAGES)
     output = os.open(os.environ["RECORD_LINES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     unseen: dict[CodeType, set[int]] = {}
+    idle: Counter[CodeType] = Counter()
 
     def lines_of(code: CodeType) -> set[int]:
         if not code.co_filename.startswith(folders):
@@ -36,6 +39,10 @@ def start() -> None:
         if event == "line" and frame.f_lineno in left:
             left.discard(frame.f_lineno)
             os.write(output, f"{code.co_filename[len(root) :]}:{frame.f_lineno}\n".encode())
+        elif event == "line":
+            idle[code] += 1
+            if idle[code] == MOST_IDLE:  # a hot loop, which tracing makes slow
+                left.clear()
         return trace if left else None
 
     threading.settrace(trace)

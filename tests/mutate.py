@@ -25,8 +25,9 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -48,13 +49,14 @@ RECORDING = ROOT / "build" / "mutate.json"
 EQUIVALENT = HERE / "mutants_equivalent.txt"
 FOLDERS = ("unit", "parity", "integration", "checkpoint")
 ABOUT_SOURCES = ("test_mutants.py", "test_mutate.py", "test_backend_mutants.py", "test_house.py")
-RECORD_LIMIT_S = 120  # a file of tests that takes longer is never chosen
-FIRST_S = 8  # seconds of the nearest files, which run by themselves first
+RECORD_LIMIT_S = 600  # a folder of unit tests or another file that takes longer is never chosen
+FIRST_S = 10  # seconds of the nearest files, which run by themselves first
 BUDGET_S = 40
 OPTIONS = ("-p", "pytest_timeout")
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__")
 MADE = {"build", "dist", "runs", "wandb"}  # at the root
 PR_SET_CHILD_SUBREAPER = 36
+NOTICED = ("killed", "timeout")
 
 
 @dataclass(frozen=True)
@@ -79,25 +81,46 @@ class Verdict:
     seconds: float = 0.0
 
 
-class Failures:
-    """A plugin of pytest: writes the names of failed tests into a file."""
+class Reports:
+    """A plugin of pytest: writes a line for each test, and tells the recording its file.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        lines: a folder for what each file of tests covers; None records nothing.
+    """
+
+    def __init__(self, path: Path, lines: Path | None = None) -> None:
         self.path = path
+        self.lines = lines
+        self.test = ""
         self.path.write_text("")
+
+    def prepare(self) -> None:
+        """Called in the child, before it imports anything of ours."""
+        if self.lines is not None:
+            os.environ["RECORD_LINES"] = str(
+                self.lines / (self.test.replace("/", "|") or "imports")
+            )
+            covered_lines.start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Called by pytest before a test."""
+        test = nodeid.partition("::")[0]
+        if test != self.test:
+            self.test = test
+            self.prepare()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called by pytest after each phase of a test."""
-        self._note(report)
+        self._note(report, report.duration)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Called by pytest after a file was imported."""
-        self._note(report)
+        self._note(report, 0.0)
 
-    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        if report.failed:
-            with self.path.open("a") as file:
-                file.write(f"{report.nodeid}\n")
+    def _note(self, report: pytest.TestReport | pytest.CollectReport, seconds: float) -> None:
+        entry = {"name": report.nodeid, "failed": report.failed, "seconds": seconds}
+        with self.path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 class Tree:
@@ -112,39 +135,51 @@ class Tree:
             (self.folder / environment.name).symlink_to(environment.resolve())
 
     def run(
-        self, tests: Sequence[str], limit_s: float, *options: str, **how: Any
-    ) -> tuple[int, list[str]]:
-        """Run tests; return pytest's exit code, negative at the limit, and the failed ones."""
-        failures = Failures(self.temporary / "failures.txt")
+        self, tests: Sequence[str], limit_s: float, *options: str, lines: Path | None = None
+    ) -> tuple[int, list[dict[str, Any]]]:
+        """Run tests; return pytest's exit code, negative at the limit, and a report of each."""
+        reports = Reports(self.temporary / "reports.jsonl", lines)
         base = f"--basetemp={self.temporary / 'tmp'}"
+        given = [*OPTIONS, base, *options]
+        os.environ["RECORD_ROOT"] = str(self.folder)
         code, _ = mutants.run_tests(
-            tests, self.folder, "", limit_s, [*OPTIONS, base, *options], [failures], **how
+            tests, self.folder, "", limit_s, given, [reports], reports.prepare
         )
         kill_orphans()
-        return code, failures.path.read_text().splitlines()
+        return code, [json.loads(line) for line in reports.path.read_text().splitlines()]
 
-    def record(self, test: str) -> dict[str, Any]:
-        """Run a file of tests and return what it covers, how long it takes and what fails."""
-        lines = self.temporary / "lines.txt"
-        lines.write_text("")
+    def record(self, tests: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Run files of tests and yield of each what it covers, how long it takes, what fails.
 
-        def prepare() -> None:
-            os.environ.update(RECORD_LINES=str(lines), RECORD_ROOT=str(self.folder))
-            covered_lines.start()
+        They run in one process. What it runs while it imports counts for all.
+        """
+        lines = self.temporary / "lines"
+        shutil.rmtree(lines, ignore_errors=True)
+        lines.mkdir()
+        code, reports = self.run(tests, RECORD_LIMIT_S, "--maxfail=1000", lines=lines)
+        imported = read_lines(lines / "imports")
+        for test in tests:
+            covered = {file: set(found) for file, found in imported.items()}
+            for file, found in read_lines(lines / test.replace("/", "|")).items():
+                covered.setdefault(file, set()).update(found)
+            ours = [one for one in reports if one["name"].partition("::")[0] == test]
+            yield {
+                "test": test,
+                "hash": digest(test),
+                "seconds": round(sum(one["seconds"] for one in ours), 1),
+                "ended": code >= 0,
+                "failed": [one["name"] for one in ours if one["failed"]],
+                "lines": {file: [digest(file), *sorted(found)] for file, found in covered.items()},
+            }
 
-        begin = time.perf_counter()
-        code, failed = self.run([test], RECORD_LIMIT_S, "--maxfail=1000", prepare=prepare)
-        covered: dict[str, set[int]] = {}
-        for line in lines.read_text(errors="replace").splitlines():
-            file, _, number = line.rpartition(":")
-            covered.setdefault(file, set()).add(int(number))
-        return {
-            "hash": digest(test),
-            "seconds": round(time.perf_counter() - begin, 1),
-            "ended": code >= 0,
-            "failed": failed,
-            "lines": {file: [digest(file), *sorted(found)] for file, found in covered.items()},
-        }
+
+def read_lines(path: Path) -> dict[str, set[int]]:
+    """Return the recorded lines of each file."""
+    covered: dict[str, set[int]] = {}
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        file, _, number = line.rpartition(":")
+        covered.setdefault(file, set()).add(int(number))
+    return covered
 
 
 def not_copied(folder: str, names: list[str]) -> set[str]:
@@ -170,10 +205,10 @@ def digest(file: str) -> str:
     return hashlib.sha1(path.read_bytes()).hexdigest()[:8] if path.is_file() else ""
 
 
-def in_workers(jobs: int, work: Sequence[Any], do: Any) -> None:
-    """Call do(tree, item) for each item, in forked processes that have a copy each."""
+def in_workers(work: Sequence[Sequence[Any]], do: Any) -> None:
+    """Call do(tree, item) for the items of each share, in forked processes with a copy each."""
     ours = []
-    for job in range(jobs):
+    for share in work:
         if child := os.fork():
             ours.append(child)
             continue
@@ -182,9 +217,12 @@ def in_workers(jobs: int, work: Sequence[Any], do: Any) -> None:
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
             with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as path:
                 tree = Tree(Path(path).resolve())
-                for item in work[job::jobs]:
+                for item in share:
                     do(tree, item)
             code = 0
+        except BaseException:
+            traceback.print_exc()
+            raise
         finally:
             sys.stdout.flush()
             os._exit(code)
@@ -193,36 +231,57 @@ def in_workers(jobs: int, work: Sequence[Any], do: Any) -> None:
         raise SystemExit("a worker has failed; see above")
 
 
-def read_recording(files: Sequence[str]) -> dict[str, Any]:
-    """Return what is recorded of files of tests that are as they were."""
-    entries = {}
-    if RECORDING.exists():
-        for line in RECORDING.read_text().splitlines():
-            entry = json.loads(line)
-            entries[entry["test"]] = entry
-    return {
-        test: entries[test] for test in files if entries.get(test, {}).get("hash") == digest(test)
-    }
-
-
-def record(jobs: int) -> dict[str, Any]:
-    """Return the recording of all files of tests, after making what is missing of it."""
-    files = [
+def files_of_tests() -> list[str]:
+    """Return every file of tests that may be chosen."""
+    return [
         str(path.relative_to(ROOT))
         for folder in FOLDERS
         for path in sorted((HERE / folder).rglob("test_*.py"))
         if path.name not in ABOUT_SOURCES
     ]
-    missing = [test for test in files if test not in read_recording(files)]
 
-    def do(tree: Tree, test: str) -> None:
-        entry = {"test": test, **tree.record(test)}
-        append(RECORDING, entry)
-        problem = "" if entry["ended"] else f"takes more than {RECORD_LIMIT_S} s: never chosen"
-        print(f"recorded {test} {entry['seconds']} s", problem, *entry["failed"], flush=True)
 
-    in_workers(jobs, missing, do)
-    return read_recording(files)
+def nearness(source: str, test: str) -> int:
+    """Return how many words the paths of a file and of its tests have in common."""
+    own = set(Path(source).with_suffix("").parts)
+    words = {*Path(test).parent.parts, Path(test).stem.removeprefix("test_")}
+    return 2 * len(own & words) + test.startswith("tests/unit")
+
+
+def near(source: str) -> list[str]:
+    """Return the files of unit tests in the folder that mirrors that of a source file."""
+    tests = [test for test in files_of_tests() if test.startswith("tests/unit")]
+    folder = str(Path(source).parent / "_.py")
+    most = max(nearness(folder, str(Path(test).parent / "_.py")) for test in tests)
+    stem = Path(source).stem
+    return [
+        test
+        for test in tests
+        if nearness(folder, str(Path(test).parent / "_.py")) == most or stem in Path(test).stem
+    ]
+
+
+def read_recording() -> dict[str, Any]:
+    """Return what is recorded of the files of tests that are as they were."""
+    lines = RECORDING.read_text().splitlines() if RECORDING.exists() else []
+    entries = {entry["test"]: entry for entry in map(json.loads, lines)}
+    return {test: entry for test, entry in entries.items() if entry["hash"] == digest(test)}
+
+
+def record(tree: Tree, tests: Sequence[str], recording: dict[str, Any]) -> None:
+    """Record what is missing of files of tests."""
+    folders: dict[Path, list[str]] = {}
+    for test in tests:
+        if test not in recording:
+            slow = "" if test.startswith("tests/unit") else test  # each by itself
+            folders.setdefault(Path(test).parent / slow, []).append(test)
+    for missing in folders.values():
+        for entry in tree.record(missing):
+            recording[entry["test"]] = entry
+            append(RECORDING, entry)
+            problem = "" if entry["ended"] else f"more than {RECORD_LIMIT_S} s: never chosen"
+            failed = " ".join(entry["failed"])
+            print("recorded", entry["test"], entry["seconds"], problem, failed, flush=True)
 
 
 def append(path: Path, entry: dict[str, Any]) -> None:
@@ -238,15 +297,12 @@ def covering(mutation: Mutation, recording: dict[str, Any]) -> list[str]:
     Of a source file that has changed since, every file of tests counts that ran any line of it.
     """
     first, last = mutation.lines
-    own = set(Path(mutation.file).with_suffix("").parts)
     found = []
     for test, entry in recording.items():
         known, *lines = entry["lines"].get(mutation.file, ["never"])
         moved = known not in ("never", digest(mutation.file))
         if entry["ended"] and (moved or any(first <= line <= last for line in lines)):
-            words = {*Path(test).parent.parts, Path(test).stem.removeprefix("test_")}
-            unit = test.startswith("tests/unit")
-            found.append((-len(own & words) - unit, entry["seconds"], test))
+            found.append((-nearness(mutation.file, test), entry["seconds"], test))
     return [test for *_, test in sorted(found)]
 
 
@@ -269,19 +325,21 @@ def judge(tree: Tree, one: Mutation, recording: dict[str, Any], budget_s: float)
         if not batch:
             continue
         skipped = [f"--deselect={name}" for test in batch for name in recording[test]["failed"]]
-        limit = 30 + 2 * sum(recording[test]["seconds"] for test in batch)
+        limit = 60 + 3 * sum(recording[test]["seconds"] for test in batch)
         mutants.write_source(path, one.apply(text))
         try:
-            code, failed = tree.run(batch, limit, *skipped)
+            code, reports = tree.run(batch, limit, *skipped)
         finally:
             mutants.write_source(path, text)
+        if code == -signal.SIGKILL:
+            clean, _ = tree.run(batch, limit, *skipped)
+            status = "timeout" if clean == pytest.ExitCode.OK else "unsure"
+            by = f"more than {limit:.0f} s"
+            break
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            failed = [report["name"] for report in reports if report["failed"]]
             by = failed[0] if failed else f"exit code {code}"
-            again = failed[:1] or batch
-            clean, _ = tree.run(again, limit, *skipped)
-            status = "timeout" if code == -signal.SIGKILL else "killed"
-            if clean != pytest.ExitCode.OK:
-                status = "unsure"
+            status = "killed"
             break
     seconds = round(time.perf_counter() - begin, 1)
     return Verdict(*fields, status, by, ran, len(tests) - ran, seconds)
@@ -309,7 +367,7 @@ def summary(verdicts: Sequence[Verdict]) -> tuple[str, float]:
     """Return the counts in words, and the share that was noticed of what could be."""
     counts = Counter(verdict.status for verdict in verdicts)
     judged = len(verdicts) - counts["equivalent"]
-    share = (counts["killed"] + counts["timeout"]) / judged if judged else 0.0
+    share = sum(counts[status] for status in NOTICED) / judged if judged else 0.0
     words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     return f"{len(verdicts)} mutants: {words}; {share:.1%} of {judged} noticed", share
 
@@ -324,6 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the draw, try nothing")
     parser.add_argument("--results", type=Path, help="JSONL to append to; skip what it has")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of tests a mutant")
+    parser.add_argument("--near", action="store_true", help="tests of the mirrored folder alone")
     parser.add_argument("--least", type=float, default=0.0, help="share that must be noticed")
     options = parser.parse_args(arguments)
     every = mutations_of(ROOT)
@@ -342,26 +401,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", OMP_NUM_THREADS="1")
     backend_mutants.preload()
     gc.freeze()
-    recording = record(options.jobs)
-    print(f"seed {options.seed}: {len(chosen)} of {len(every)} mutants")
     equivalent = read_equivalent()
     results = options.results or Path(tempfile.mkstemp(prefix="mutate-", suffix=".jsonl")[1])
-    known = set(read_results(results)) - set(options.only or ())
+    recording = read_recording()
+    known = read_results(results)
+    print(f"seed {options.seed}: {len(chosen)} of {len(every)} mutants; results in {results}")
 
     def do(tree: Tree, one: Mutation) -> None:
-        verdict = judge(tree, one, recording, options.budget)
+        tests = near(one.file) if options.near else files_of_tests()
+        record(tree, tests, recording)
+        verdict = judge(tree, one, {test: recording[test] for test in tests}, options.budget)
         append(results, asdict(verdict))
         print(line_of(verdict), f"{verdict.seconds} s", flush=True)
 
-    tried = [one for one in chosen if one.id not in known and one.id not in equivalent]
-    in_workers(options.jobs, tried, do)
+    done = {name for name, one in known.items() if options.near or one.status in NOTICED}
+    tried = [one for one in chosen if one.id not in equivalent]
+    tried = [one for one in tried if options.only or one.id not in done]
+    # one process has a folder, so that no two record it
+    share = {file: at for at, file in enumerate(sorted({str(near(one.file)) for one in tried}))}
+    shares = [
+        [one for one in tried if share[str(near(one.file))] % options.jobs == job]
+        for job in range(options.jobs)
+    ]
+    in_workers(shares, do)
     found = read_results(results)
     for one in chosen:
         if one.id in equivalent:
             fields = (one.id, one.where, one.kind, one.diff)
             found[one.id] = Verdict(*fields, "equivalent", equivalent[one.id])
     verdicts = [found[one.id] for one in chosen]
-    rest = [one for one in verdicts if one.status not in ("killed", "timeout")]
+    rest = [one for one in verdicts if one.status not in NOTICED]
     print("", "Not noticed:", *map(line_of, rest), "", sep="\n")
     words, share = summary(verdicts)
     print(words)
