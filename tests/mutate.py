@@ -50,8 +50,8 @@ EQUIVALENT = HERE / "mutants_equivalent.txt"
 FOLDERS = ("unit", "parity", "integration", "checkpoint")
 ABOUT_SOURCES = ("test_mutants.py", "test_mutate.py", "test_backend_mutants.py", "test_house.py")
 RECORD_LIMIT_S = 600  # a folder of unit tests or another file that takes longer is never chosen
-FIRST_S = 10  # seconds of the nearest files, which run by themselves first
-BUDGET_S = 40
+FIRST_S = 6  # seconds of the nearest files, which run by themselves first
+BUDGET_S = 30
 OPTIONS = ("-p", "pytest_timeout")
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__")
 MADE = {"build", "dist", "runs", "wandb"}  # at the root
@@ -92,6 +92,7 @@ class Reports:
         self.path = path
         self.lines = lines
         self.test = ""
+        self.cpu = sum(os.times()[:4])
         self.path.write_text("")
 
     def prepare(self) -> None:
@@ -118,7 +119,10 @@ class Reports:
         self._note(report, 0.0)
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport, seconds: float) -> None:
+        cpu = sum(os.times()[:4])
         entry = {"name": report.nodeid, "failed": report.failed, "seconds": seconds}
+        entry["cpu"] = cpu - self.cpu
+        self.cpu = cpu
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
@@ -167,6 +171,7 @@ class Tree:
                 "test": test,
                 "hash": digest(test),
                 "seconds": round(sum(one["seconds"] for one in ours), 1),
+                "cpu": round(sum(one["cpu"] for one in ours), 1),
                 "ended": code >= 0,
                 "failed": [one["name"] for one in ours if one["failed"]],
                 "lines": {file: [digest(file), *sorted(found)] for file, found in covered.items()},
@@ -302,7 +307,7 @@ def covering(mutation: Mutation, recording: dict[str, Any]) -> list[str]:
         known, *lines = entry["lines"].get(mutation.file, ["never"])
         moved = known not in ("never", digest(mutation.file))
         if entry["ended"] and (moved or any(first <= line <= last for line in lines)):
-            found.append((-nearness(mutation.file, test), entry["seconds"], test))
+            found.append((-nearness(mutation.file, test), entry["cpu"], test))
     return [test for *_, test in sorted(found)]
 
 
@@ -318,9 +323,9 @@ def judge(tree: Tree, one: Mutation, recording: dict[str, Any], budget_s: float)
     status, by, ran, spent = "survived", "", 0, 0.0
     for allowed in (FIRST_S, budget_s):
         batch = []
-        while ran < len(tests) and (not ran or spent + recording[tests[ran]]["seconds"] <= allowed):
+        while ran < len(tests) and (not ran or spent + recording[tests[ran]]["cpu"] <= allowed):
             batch.append(tests[ran])
-            spent += recording[tests[ran]]["seconds"]
+            spent += recording[tests[ran]]["cpu"]
             ran += 1
         if not batch:
             continue
@@ -381,7 +386,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="ID", help="these, in place of a draw")
     parser.add_argument("--list", action="store_true", help="print the draw, try nothing")
     parser.add_argument("--results", type=Path, help="JSONL to append to; skip what it has")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of tests a mutant")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET_S, help="CPU seconds of tests a mutant"
+    )
     parser.add_argument("--near", action="store_true", help="tests of the mirrored folder alone")
     parser.add_argument("--least", type=float, default=0.0, help="share that must be noticed")
     options = parser.parse_args(arguments)
