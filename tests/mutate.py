@@ -55,6 +55,7 @@ BUDGET_S = 30
 OPTIONS = ("-p", "pytest_timeout")
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__")
 MADE = {"build", "dist", "runs", "wandb"}  # at the root
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 NOTICED = ("killed", "timeout")
 
@@ -220,6 +221,7 @@ def in_workers(work: Sequence[Sequence[Any]], do: Any) -> None:
         code = 1
         try:
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
             with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as path:
                 tree = Tree(Path(path).resolve())
                 for item in share:
