@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import hashlib
 import json
 import os
 import shutil
@@ -30,7 +29,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +41,18 @@ import mutants  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from mutations import Mutation, draw, mutations_of  # noqa: E402
+from nearest_tests import (  # noqa: E402
+    RECORDING,
+    covering,
+    digest,
+    files_of_tests,
+    near,
+    read_lines,
+    read_recording,
+)
 
 ROOT = HERE.parent
-RECORDING = ROOT / "build" / "mutate.json"
 EQUIVALENT = HERE / "mutants_equivalent.txt"
-FOLDERS = ("unit", "parity", "integration", "checkpoint")
-ABOUT_SOURCES = ("test_mutants.py", "test_mutate.py", "test_backend_mutants.py", "test_house.py")
 RECORD_LIMIT_S = 600  # a folder of unit tests or another file that takes longer is never chosen
 FIRST_S = 6  # seconds of the nearest files, which run by themselves first
 BUDGET_S = 30
@@ -179,15 +183,6 @@ class Tree:
             }
 
 
-def read_lines(path: Path) -> dict[str, set[int]]:
-    """Return the recorded lines of each file."""
-    covered: dict[str, set[int]] = {}
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        file, _, number = line.rpartition(":")
-        covered.setdefault(file, set()).add(int(number))
-    return covered
-
-
 def not_copied(folder: str, names: list[str]) -> set[str]:
     """Return what a copy of the repository leaves out of a folder."""
     return NOT_COPIED(folder, names) | (MADE if Path(folder) == ROOT else set())
@@ -202,13 +197,6 @@ def kill_orphans() -> None:
                 os.kill(child, signal.SIGKILL)
             with suppress(ChildProcessError):
                 os.waitpid(child, 0)
-
-
-@cache
-def digest(file: str) -> str:
-    """Return a short hash of a file of the checkout."""
-    path = ROOT / file
-    return hashlib.sha1(path.read_bytes()).hexdigest()[:8] if path.is_file() else ""
 
 
 def in_workers(work: Sequence[Sequence[Any]], do: Any) -> None:
@@ -238,43 +226,6 @@ def in_workers(work: Sequence[Sequence[Any]], do: Any) -> None:
         raise SystemExit("a worker has failed; see above")
 
 
-def files_of_tests() -> list[str]:
-    """Return every file of tests that may be chosen."""
-    return [
-        str(path.relative_to(ROOT))
-        for folder in FOLDERS
-        for path in sorted((HERE / folder).rglob("test_*.py"))
-        if path.name not in ABOUT_SOURCES
-    ]
-
-
-def nearness(source: str, test: str) -> int:
-    """Return how many words the paths of a file and of its tests have in common."""
-    own = set(Path(source).with_suffix("").parts)
-    words = {*Path(test).parent.parts, Path(test).stem.removeprefix("test_")}
-    return 2 * len(own & words) + test.startswith("tests/unit")
-
-
-def near(source: str) -> list[str]:
-    """Return the files of unit tests in the folder that mirrors that of a source file."""
-    tests = [test for test in files_of_tests() if test.startswith("tests/unit")]
-    folder = str(Path(source).parent / "_.py")
-    most = max(nearness(folder, str(Path(test).parent / "_.py")) for test in tests)
-    stem = Path(source).stem
-    return [
-        test
-        for test in tests
-        if nearness(folder, str(Path(test).parent / "_.py")) == most or stem in Path(test).stem
-    ]
-
-
-def read_recording() -> dict[str, Any]:
-    """Return what is recorded of the files of tests that are as they were."""
-    lines = RECORDING.read_text().splitlines() if RECORDING.exists() else []
-    entries = {entry["test"]: entry for entry in map(json.loads, lines)}
-    return {test: entry for test, entry in entries.items() if entry["hash"] == digest(test)}
-
-
 def record(tree: Tree, tests: Sequence[str], recording: dict[str, Any]) -> None:
     """Record what is missing of files of tests."""
     folders: dict[Path, list[str]] = {}
@@ -296,21 +247,6 @@ def append(path: Path, entry: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(entry) + "\n")
-
-
-def covering(mutation: Mutation, recording: dict[str, Any]) -> list[str]:
-    """Return the files of tests that run a mutation's lines, nearest and quickest first.
-
-    Of a source file that has changed since, every file of tests counts that ran any line of it.
-    """
-    first, last = mutation.lines
-    found = []
-    for test, entry in recording.items():
-        known, *lines = entry["lines"].get(mutation.file, ["never"])
-        moved = known not in ("never", digest(mutation.file))
-        if entry["ended"] and (moved or any(first <= line <= last for line in lines)):
-            found.append((-nearness(mutation.file, test), entry["cpu"], test))
-    return [test for *_, test in sorted(found)]
 
 
 def judge(tree: Tree, one: Mutation, recording: dict[str, Any], budget_s: float) -> Verdict:

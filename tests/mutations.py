@@ -79,10 +79,10 @@ class Mutation:
         return f"{' '.join(self.old.split())}  ->  {' '.join(self.new.split())}"
 
 
-def mutations_of(root: Path) -> dict[str, Mutation]:
+def mutations_of(root: Path, packages: Sequence[str] = PACKAGES) -> dict[str, Mutation]:
     """Return every mutation of the product's files, by id."""
     found: dict[str, Mutation] = {}
-    for package in PACKAGES:
+    for package in packages:
         for path in sorted((root / package).rglob("*.py")):
             file = str(path.relative_to(root))
             found.update({one.id: one for one in Finder(file, path.read_text()).find()})
@@ -204,13 +204,14 @@ class Finder(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         for position, operator in enumerate(node.ops):
-            changed = copy.deepcopy(node)
+            changed = copy.copy(node)
+            changed.ops = [*node.ops]
             changed.ops[position] = COMPARISONS[type(operator)]()
             self.add("comparison", node, changed)
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        changed = copy.deepcopy(node)
+        changed = copy.copy(node)
         changed.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
         self.add("boolean", node, changed)
         self.generic_visit(node)
@@ -224,7 +225,7 @@ class Finder(ast.NodeVisitor):
             for side in sides
         )
         if type(node.op) in ARITHMETIC and not text:
-            changed = copy.deepcopy(node)
+            changed = copy.copy(node)
             changed.op = ARITHMETIC[type(node.op)]()
             self.add("arithmetic", node, changed)
         self.generic_visit(node)
@@ -278,7 +279,7 @@ class Finder(ast.NodeVisitor):
         if isinstance(node.target, ast.Attribute | ast.Subscript):
             self.add("dropped", node, "pass")
         if type(node.op) in ARITHMETIC and not isinstance(node.value, ast.JoinedStr | ast.List):
-            changed = copy.deepcopy(node)
+            changed = copy.copy(node)
             changed.op = ARITHMETIC[type(node.op)]()
             self.add("arithmetic", node, changed)
         self.generic_visit(node)
@@ -304,7 +305,8 @@ class Finder(ast.NodeVisitor):
         for position, (left, right) in enumerate(zip(node.args, node.args[1:])):
             alike = type(left) is type(right) and isinstance(left, ast.Name | ast.Attribute)
             if alike and ast.dump(left) != ast.dump(right):
-                changed = copy.deepcopy(node)
+                changed = copy.copy(node)
+                changed.args = [*node.args]
                 changed.args[position] = right
                 changed.args[position + 1] = left
                 self.add("swapped arguments", node, changed)
