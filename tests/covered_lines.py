@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 PACKAGES = ("rlcore", "rollout", "backends")
-MOST_IDLE = 20_000  # lines of a function that were seen before
+MOST_IDLE = 2_000  # lines of a function that were seen before
 
 
 def start() -> None:
