@@ -12,7 +12,7 @@ from mutations import Mutation
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDING = ROOT / "build" / "mutate.json"
-FOLDERS = ("unit", "parity", "integration", "checkpoint")
+FOLDERS = ("unit", "nccl_rules", "parity", "checkpoint", "integration")
 ABOUT_SOURCES = ("test_mutants.py", "test_mutate.py", "test_backend_mutants.py", "test_house.py")
 
 
