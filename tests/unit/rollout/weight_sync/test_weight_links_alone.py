@@ -16,6 +16,7 @@ from rlcore.stores import bound_store
 from rlcore.weights import Bucket
 from rollout.weight_sync import process_group
 from rollout.weight_sync.process_group import (
+    DistributedTransport,
     GroupAddress,
     Link,
     WeightGroup,
@@ -204,6 +205,35 @@ def test_a_group_that_comes_together_after_it_was_given_up_is_closed(
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(meet(), 20))
+
+
+def test_the_weights_go_to_the_engines_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probed(Gone):
+        url = "http://127.0.0.1:1"  # type: ignore[assignment]
+
+        def __init__(self, health: dict[str, str | None] | None) -> None:
+            self.found = health
+
+        async def health(self) -> dict[str, str | None]:
+            if self.found is None:
+                raise EngineFailed("engine engine-0 does not answer")
+            return self.found
+
+    async def done(link: Link, *_: object) -> None:
+        calls.append(link.engine)
+
+    calls: list[object] = []
+    monkeypatch.setattr(Link, "join", done)
+    monkeypatch.setattr(Link, "send", done)
+    good, bad = Probed({"gpu": None}), Probed(None)
+    made = DistributedTransport(device=torch.device("cpu"), timeout_s=5.0, probe_s=5.0)
+
+    async def publish() -> None:
+        assert await made.open([bad, good], []) == {bad: "engine engine-0 does not answer"}
+        assert await made.send(Bucket(0, ()), torch.zeros(4, dtype=torch.uint8)) == {}
+
+    asyncio.run(asyncio.wait_for(publish(), 20))
+    assert calls == [good, good], "joined, then sent to"
 
 
 def test_whatever_a_thread_meets_is_told_to_who_waits() -> None:
