@@ -10,6 +10,7 @@ A = "rlcore/algorithms/"
 E = A + "estimators/"
 L = A + "losses/"
 S = "rollout/conversation/"
+U = "tests/unit/"
 
 BY_HAND = "test_estimators_by_hand.py"
 LOSSES = "test_losses_reference.py::test_values_and_gradients"
@@ -311,4 +312,31 @@ MUTANTS = [
     ("contract: micro-batches are whole steps", A + "testing/policy_loss.py", "for size in sorted({1, (count + 1) // 2}):", "for size in (count,):", WRONG_LOSSES),
     ("contract: the same fields for all", A + "testing/shared.py", "set(subject.optional) - subject.guarded.takes)",
      "set())", WRONG_LOSSES),
+    # found by a check from outside: twelve defects that no test noticed
+    ("a group of weights that are not announced counts as of now", "rollout/collection/collector.py", "(now + 1 if publication is None",
+     "(now if publication is None", U + "rollout/collection/test_collector.py::test_a_restart_keeps_no_group_of_weights_that_it_forgets"),
+    ("failed rewards of an evaluation are always none", "rollout/collection/evaluation.py", "before = replace(rewards)", "before = rewards",
+     U + "rollout/test_service.py::test_failed_rewards_are_those_of_this_evaluation"),
+    ("a reward call that is given up leaves its answer to the next", "rollout/rewards/pool.py",
+     "            # an answer that is not read would be taken for the answer to the next call\n            await self.kill()\n", "",
+     U + "rollout/rewards/test_workers.py::test_a_call_that_was_given_up_answers_no_other"),
+    ("a process group that comes together too late stays open", "rollout/weight_sync/process_group.py",
+     "        if why is not None:\n            meeting.add_done_callback(close_late)\n", "        if why is not None:\n",
+     U + "rollout/weight_sync/test_weight_links_alone.py::test_a_group_that_comes_together_after_it_was_given_up_is_closed"),
+    ("the embedded engine goes on for nobody", "rollout/engines/embedded/engine.py", "            gate.abandon(ticket)\n            raise", "            raise",
+     U + "rollout/engines/embedded/test_pause.py::test_a_cancelled_call_stops_at_its_next_token"),
+    ("stop strings are looked for without spare tokens", "rollout/engines/embedded/decoding.py", "EXTRA_TOKENS = 4", "EXTRA_TOKENS = 0",
+     U + "rollout/engines/embedded/test_embedded.py::test_a_stop_string_may_begin_with_a_token_that_reads_otherwise_alone"),
+    ("checkpoints of later steps stay at a resume", "rlcore/trainer/rank0.py", "        self.checkpoints.rewind(found.step)\n", "",
+     U + "trainer/test_rank0_resume.py::test_checkpoints_of_later_steps_are_set_aside"),
+    ("a torn last version stays", "rlcore/runs/versions.py", "            cut_torn_line(path)", "            pass",
+     U + "runs/test_durability.py::test_a_torn_last_version_is_cut_off_before_the_next"),
+    ("a checkpoint took as long as its quickest rank", "rlcore/trainer/checkpointer.py", "self._slowest = max(", "self._slowest = min(",
+     U + "trainer/test_checkpointer.py::test_it_took_as_long_as_the_slowest_rank"),
+    ("folders of a checkpoint do not reach the disk", "rlcore/runs/files.py", "    for name, _, _ in os.walk(folder):\n        sync(Path(name))\n", "",
+     U + "runs/test_durability.py::test_the_names_in_all_folders_of_a_checkpoint"),
+    ("a micro-batch is smaller than its budget", "rlcore/data/packing/plan.py", "load + sizes[i] > limit", "load + sizes[i] >= limit",
+     U + "data/packing/test_balance.py::test_a_micro_batch_may_be_as_large_as_the_budget"),
+    ("prompts are the same wherever they are cut", "rlcore/data/prompts.py", "    digest.update(ragged.offsets.tobytes())\n", "",
+     U + "data/test_prompts.py::test_the_fingerprint_is_that_of_earlier_versions"),
 ]  # fmt: skip

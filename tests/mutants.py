@@ -11,6 +11,7 @@ torch and pytest loaded already.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import re
@@ -20,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 ALGORITHM_TESTS = "tests/unit/algorithms/"
 DEADLINE_S = 120
+POLL_S = 0.05
 # half of a short run
 # Without pytest-timeout its option in pyproject.toml is a warning.
 WARNINGS = ("-W", "ignore::pytest.PytestConfigWarning")
@@ -128,10 +130,10 @@ def judge(mutant: Mutant, folder: Path) -> Verdict:
     text = path.read_text()
     begin = time.perf_counter()
     try:
-        _write(path, text.replace(mutant.old, mutant.new))
+        write_source(path, text.replace(mutant.old, mutant.new))
         code, log = run_tests(mutant.test_ids, folder, mutant.module)
     finally:
-        _write(path, text)
+        write_source(path, text)
     seconds = time.perf_counter() - begin
     if code == pytest.ExitCode.TESTS_FAILED:
         failed = re.search(r"^FAILED (?:tests/unit/(?:algorithms/)?)?(\S+)", log, re.MULTILINE)
@@ -145,21 +147,50 @@ def judge(mutant: Mutant, folder: Path) -> Verdict:
     return Verdict("BROKEN", f"pytest ended with {code}\n{log[-2000:]}", seconds)
 
 
-def run_tests(tests: Sequence[str], folder: Path, module: str | None) -> tuple[int, str]:
-    """Run pytest in a forked child, in `folder`; return its exit code and output."""
+def run_tests(
+    tests: Sequence[str],
+    folder: Path,
+    module: str | None,
+    deadline_s: float = DEADLINE_S,
+    options: Sequence[str] = (),
+    plugins: Sequence[object] = (),
+    prepare: Callable[[], object] = lambda: None,
+) -> tuple[int, str]:
+    """Run pytest in a forked child, in `folder`; return its exit code and output.
+
+    The child is killed at the deadline, with its process group: the code is that of a signal then.
+    It calls `prepare` first. With module "" nobody asks where the tests had their modules from.
+    """
     log = folder / "log.txt"
     child = os.fork()
     if child == 0:
-        _run_in_child(tests, folder, module, log)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status), log.read_text()
+        os.setpgid(0, 0)
+        _run_in_child([*options, *tests], folder, module, log, plugins, prepare)
+    ends = time.monotonic() + deadline_s
+    waited, status = os.waitpid(child, os.WNOHANG)
+    try:
+        while waited == 0 and time.monotonic() < ends:
+            time.sleep(POLL_S)
+            waited, status = os.waitpid(child, os.WNOHANG)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+    if waited == 0:
+        _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), log.read_text(errors="replace")
 
 
-def _run_in_child(tests: Sequence[str], folder: Path, module: str | None, log: Path) -> None:
+def _run_in_child(
+    arguments: Sequence[str],
+    folder: Path,
+    module: str | None,
+    log: Path,
+    plugins: Sequence[object],
+    prepare: Callable[[], object],
+) -> None:
     """Never returns: the child must not go on with what its parent was doing."""
     code = 1000
     try:
-        signal.alarm(DEADLINE_S)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -171,20 +202,19 @@ def _run_in_child(tests: Sequence[str], folder: Path, module: str | None, log: P
         ]
         sys.path[:] = [str(folder), *elsewhere]
         os.environ["PYTHONPATH"] = str(folder)
-        code = int(
-            pytest.main(["-x", "-q", "--tb=short", *PLUGINS, "--rootdir", str(folder), *tests])
-        )
+        prepare()
+        common = ["-x", "-q", "--tb=short", *PLUGINS, "--rootdir", str(folder)]
+        code = int(pytest.main([*common, *arguments], plugins=list(plugins)))
         imported = getattr(sys.modules.get(module or "rlcore"), "__file__", None) or ""
-        if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not imported.startswith(
-            f"{folder}{os.sep}"
-        ):
+        judged = module != "" and code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if judged and not imported.startswith(f"{folder}{os.sep}"):
             code = NOT_IMPORTED
         sys.stdout.flush()
     finally:
         os._exit(code if code < 256 else 99)
 
 
-def _write(path: Path, text: str) -> None:
+def write_source(path: Path, text: str) -> None:
     """Write a source file and drop its bytecode, which would be taken for a file of equal size."""
     path.write_text(text)
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):

@@ -8,12 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.data.prompts import PromptStream
+from rlcore.data.prompts import PromptStream, permutation
 from rlcore.errors import DataError
 
 
 def rows(stream: PromptStream, count: int) -> list[int]:
     return [stream.row(draw) for draw in stream.take(count)]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64 - 1, 2**64, 2**65 - 1])
+def test_every_whole_number_is_a_seed_of_64_bits(seed):
+    assert permutation(9, seed, 2).tolist() == permutation(9, seed % 2**64, 2).tolist()
 
 
 def test_each_pass_is_a_fresh_permutation():

@@ -624,6 +624,17 @@ def test_named_sets_are_generated_together_and_scored_apart(make_service, engine
     assert metric_spec("eval/pass@8_low") is METRICS["eval/<metric>_low"]
 
 
+def test_failed_rewards_are_those_of_this_evaluation(make_service, tmp_path):
+    """The runner counts all since its start."""
+    reward = {"parts": {"nan": {"function": "user_parts:nan_for_odd"}}, "workers": 1}
+    service = make_service(evaluation=named_sets(tmp_path), reward=reward)
+    for _ in range(2):
+        metrics, samples = service.evaluate(["hard"])
+        assert metrics["eval/hard/reward_errors"] == 4.0
+        assert metrics["eval/hard/reward_timeouts"] == 0.0
+        assert sum("reward_error" in sample.metadata for sample in samples) == 4
+
+
 def test_a_set_gives_the_same_samples_whichever_are_scored_beside_it(make_service, tmp_path):
     def service():
         return make_service(engines=[FakeEngine(random_reply(31))], evaluation=named_sets(tmp_path))

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlcore.data.sample import Sample
+from rlcore.runs.checkpoints import CheckpointStore
 from rlcore.runs.rollouts import write_rollouts
-from rlcore.runs.versions import VersionJournal
+from rlcore.runs.versions import VersionJournal, read_versions
 
 
 class Disk:
@@ -55,6 +56,37 @@ def test_a_recording(
     for reward in (0.0, 1.0):  # the second time over the first
         write_rollouts(disk.path, 1, [make_sample(reward=reward)])
         assert disk.is_whole()
+
+
+def test_the_names_in_all_folders_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    part = store.begin(3) / "model" / "rank"
+    part.mkdir(parents=True)
+    (part / "weights").write_bytes(b"1")
+    store.write_state(3, {})
+    disk = Disk(part / "weights", monkeypatch)
+    monkeypatch.setattr(store, "_prune", lambda step: None)
+    rename = os.rename
+
+    def renamed(old: Path, new: Path) -> None:
+        assert disk.is_whole()
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    assert (store.commit(3) / "manifest.json").exists()
+
+
+def test_a_torn_last_version_is_cut_off_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "versions.jsonl"
+    VersionJournal(path).next(0)
+    whole = path.read_text()
+    path.write_text(whole + whole[:-3])
+    second = VersionJournal(path)
+    assert (second.last, second.next(1).version) == (1, 2)
+    assert [(one.version, one.incarnation) for one in read_versions(path)] == [(1, 0), (2, 1)]
+    assert VersionJournal(path).next(2).incarnation == 2
 
 
 def test_a_version_that_a_checkpoint_knows_is_not_taken_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -80,6 +81,26 @@ def test_it_is_committed_at_the_end_of_the_step_in_which_it_was_written(
     assert rank0.committed == [3]
     assert backend.calls == ["start", "finish"]
     assert checkpointer.poll() is None
+
+
+def test_it_took_as_long_as_the_slowest_rank() -> None:
+    store = HashStore()
+    slowness = (1.5, 4.0, 2.5)
+
+    def run(rank: int) -> float | None:
+        backend = Writing()
+        backend.seconds = slowness[rank]
+        checkpointer = Checkpointer(
+            RankSync(store, rank, len(slowness), timeout_s=20),
+            cast(PolicyBackend, backend),
+            cast(RankZero, RecordingRankZero()) if rank == 0 else None,
+            Path(),
+        )
+        checkpointer.save(3, in_background=True)
+        return checkpointer.poll()
+
+    with ThreadPoolExecutor(len(slowness)) as ranks:
+        assert next(iter(ranks.map(run, range(len(slowness))))) == 4.0
 
 
 def test_a_second_save_waits_for_the_first(

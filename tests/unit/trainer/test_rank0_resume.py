@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -128,6 +129,19 @@ def test_a_run_that_goes_on_has_no_metrics_of_later_steps(
     assert [row["step"] for row in read_metrics(directory.metrics_path)] == [*range(5)]
     conclude(directory, "failed", "killed before its first step")
     assert (directory.read_result() or {})["steps"] == 4
+
+
+def test_checkpoints_of_later_steps_are_set_aside(open_rank0: Open) -> None:
+    """A damaged one, say, or those behind a chosen step: they would count as kept ones."""
+    found = saved(open_rank0(None), 4, version=6)
+    store = found.folder.parent
+    shutil.copytree(found.folder, store / "step_000006")
+    rank0 = open_rank0(found)
+    rank0.restore()
+    assert committed_steps(store) == [4, 6], "it may still be refused"
+    rank0.begin()
+    assert committed_steps(store) == [4]
+    assert (store / "discarded_step_000006" / "manifest.json").exists()
 
 
 def test_a_run_that_begins_again_has_none(open_rank0: Open, directory: RunDirectory) -> None:

@@ -28,6 +28,15 @@ def test_a_step_is_recorded_with_the_policy_that_was_trained(
     assert [sample.draw for sample in rollouts.samples] == [0, 1]
 
 
+def test_the_policy_steps_of_a_recording_are_those_of_its_versions(
+    tmp_path: Path, make_sample: Callable[..., Sample]
+) -> None:
+    """The age of a token follows from them, and with it what is corrected and dropped."""
+    path = tmp_path / "step_000003.jsonl.zst"
+    write_rollouts(path, 3, [make_sample(0)], version=9, policy_steps={4: 1, 5: 2, 9: 3})
+    assert ReplaySource(path, vocab_size=64).next_step(1).policy_steps == {4: 1, 5: 2}
+
+
 def test_a_recording_that_does_not_say_counts_from_its_newest_token(
     tmp_path: Path, make_sample: Callable[..., Sample]
 ) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.data.packing.plan import balance, split_minibatches
+from rlcore.data.packing.plan import balance, fill, split_minibatches
 
 
 def longest_first(costs: list[float], bins: int) -> list[list[int]]:
@@ -44,6 +44,14 @@ def test_the_worst_bin_is_near_the_mean(bins: int) -> None:
     assert sorted(i for part in placed for i in part) == list(range(len(costs)))
     worst = max(sum(costs[i] for i in part) for part in placed)
     assert worst <= max(1.02 * sum(costs) / bins, max(costs))
+
+
+def test_a_micro_batch_may_be_as_large_as_the_budget() -> None:
+    sizes = [2, 3, 5, 1]
+    assert fill(sizes, [0, 1], limit=5, bins=1) == [[1, 0]]
+    assert fill(sizes, [0, 1, 2], limit=5, bins=1) == [[2], [1, 0]]
+    assert fill(sizes, [0, 1, 3], limit=5, bins=1) == [[1, 0], [3]]
+    assert fill(sizes, [2], limit=4, bins=2) == [[2], []], "alone it may be larger"
 
 
 @settings(max_examples=100, deadline=None)

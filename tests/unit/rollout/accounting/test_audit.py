@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from rlcore.data.sample import Sample
 from rlcore.errors import UserError
 from rlcore.launch.commands.ledger import MOST, describe, life_of, show_ledger
 from rlcore.runs.checkpoints import Checkpoint
 from rlcore.runs.directory import RunDirectory
+from rlcore.runs.rollouts import write_rollouts
 from rollout.accounting.audit import Audit, audit, check_checkpoint, check_recording, check_steps
 from rollout.accounting.journal_reader import read_journal
 
@@ -222,6 +224,21 @@ def test_a_checkpoint_without_its_cut_is_named(tmp_path: Path) -> None:
 
 def samples(*addresses: tuple[int, int]) -> list[dict[str, Any]]:
     return [{"draw": draw, "index": index} for draw, index in addresses]
+
+
+def test_a_recording_is_held_against_the_step_that_it_is_of(
+    tmp_path: Path, make_sample: Callable[..., Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    written(tmp_path, WHOLE)
+    checkpoint = Checkpoint(step=2, folder=tmp_path, state={})
+    monkeypatch.setattr("rollout.accounting.audit.latest_checkpoint", lambda _: checkpoint)
+    monkeypatch.setattr("rollout.accounting.audit.check_checkpoint", lambda *_: [])
+    run = RunDirectory(tmp_path)
+    run.rollouts.mkdir(exist_ok=True)
+    write_rollouts(run.rollouts_path(2), 2, [make_sample(99)])
+    said = "step 2 was trained on draws 99, which the ledger does not say it consumed"
+    assert said in audit(run).contradictions
 
 
 @pytest.mark.parametrize(

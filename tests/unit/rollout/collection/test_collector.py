@@ -299,6 +299,22 @@ def test_a_group_that_outlives_a_halt_is_ignored_after_the_next_start(make, monk
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("version", "kept"), [(1, 2), (2, 0), (9, 0)])
+def test_a_restart_keeps_no_group_of_weights_that_it_forgets(make, version, kept):
+    """Nor of those that no publication has announced yet: an engine has them a moment before."""
+
+    async def main() -> None:
+        collector, queue, _ = make(Runner(made_by(version)))
+        collector.published(0)
+        await until(lambda: queue.ledger.balance()["finished"] == 2)
+        await collector.halt()
+        collector.restore(queue.beginning(), ())
+        balance = queue.ledger.balance()
+        assert (balance["finished"], balance["requeued"]) == (kept, 2 - kept)
+
+    asyncio.run(main())
+
+
 # --- errors in callbacks ------------------------------------------------------------------------
 
 

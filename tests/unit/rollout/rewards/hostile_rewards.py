@@ -52,6 +52,14 @@ def hangs_with_children(sample: Sample) -> float:
     return 1.0
 
 
+def waits_for_a_file(sample: Sample) -> float:
+    """Score the length of the text, once it may."""
+    Path(sample.metadata["folder"], "begun").touch()
+    while not Path(sample.metadata["folder"], "go").exists():
+        time.sleep(0.01)
+    return float(len(sample.response_text))
+
+
 def child_sees(sample: Sample) -> dict[str, Any]:
     """A child that is forked, and one that executes, look for descriptors."""
     read, write = os.pipe()

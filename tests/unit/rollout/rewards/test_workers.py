@@ -96,6 +96,27 @@ def test_a_timeout_ends_the_whole_tree(sample, tmp_path):
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
+def test_a_call_that_was_given_up_answers_no_other(sample, tmp_path):
+    """Its answer comes when the next call waits: that would be one behind for ever after."""
+
+    async def scenario() -> list[Score]:
+        functions = {"f": ("hostile_rewards:waits_for_a_file", {})}
+        pool = RewardPool(functions, 1, TIMEOUT_S, USUAL)
+        texts = [sample("x" * size, folder=str(tmp_path)) for size in (1, 2, 3)]
+        try:
+            given_up = asyncio.create_task(pool.score("f", texts[0]))
+            async with asyncio.timeout(60):
+                while not (tmp_path / "begun").exists():
+                    await asyncio.sleep(0.01)
+                given_up.cancel()
+                (tmp_path / "go").touch()
+                return [await pool.score("f", text) for text in texts[1:]]
+        finally:
+            await asyncio.wait_for(pool.close(), 30)
+
+    assert [verdict(score).score for score in asyncio.run(scenario())] == [2.0, 3.0]
+
+
 def test_children_do_not_inherit_the_socket(sample):
     (found,) = scores("child_sees", sample("x"))
     info = verdict(found).info

@@ -16,6 +16,7 @@ from rlcore.stores import bound_store
 from rlcore.weights import Bucket
 from rollout.weight_sync import process_group
 from rollout.weight_sync.process_group import (
+    DistributedTransport,
     GroupAddress,
     Link,
     WeightGroup,
@@ -167,11 +168,24 @@ def test_an_engine_that_dies_before_its_first_bucket_holds_nobody_up(
     assert made.aborted.wait(10)
 
 
-def test_our_own_side_of_a_meeting_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, "engine engine-0 was not met by our side within 0.3 s"),
+        (EngineFailed("engine engine-0 is full"), "engine engine-0 is full"),
+    ],
+)
+def test_a_group_that_comes_together_after_it_was_given_up_is_closed(
+    monkeypatch: pytest.MonkeyPatch, error: EngineFailed | None, expected: str
+) -> None:
+    """Our side of a meeting has a deadline, and is not waited for when the engine fails first."""
+
     class Joins(Gone):
         url = "http://127.0.0.1:1"  # type: ignore[assignment]
 
-        async def join_group(self, address: GroupAddress, rank: int) -> None: ...
+        async def join_group(self, address: GroupAddress, rank: int) -> None:
+            if error is not None:
+                raise error
 
     go_on = threading.Event()
     late: list[str] = []
@@ -185,12 +199,41 @@ def test_our_own_side_of_a_meeting_has_a_deadline(monkeypatch: pytest.MonkeyPatc
 
     async def meet() -> None:
         told = await Link(Joins(), "gloo", torch.device("cpu"), 5.0).join()
-        assert told == "engine engine-0 was not met by our side within 0.3 s"
+        assert told == expected
         go_on.set()
         while not late:
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(meet(), 20))
+
+
+def test_the_weights_go_to_the_engines_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probed(Gone):
+        url = "http://127.0.0.1:1"  # type: ignore[assignment]
+
+        def __init__(self, health: dict[str, str | None] | None) -> None:
+            self.found = health
+
+        async def health(self) -> dict[str, str | None]:
+            if self.found is None:
+                raise EngineFailed("engine engine-0 does not answer")
+            return self.found
+
+    async def done(link: Link, *_: object) -> None:
+        calls.append(link.engine)
+
+    calls: list[object] = []
+    monkeypatch.setattr(Link, "join", done)
+    monkeypatch.setattr(Link, "send", done)
+    good, bad = Probed({"gpu": None}), Probed(None)
+    made = DistributedTransport(device=torch.device("cpu"), timeout_s=5.0, probe_s=5.0)
+
+    async def publish() -> None:
+        assert await made.open([bad, good], []) == {bad: "engine engine-0 does not answer"}
+        assert await made.send(Bucket(0, ()), torch.zeros(4, dtype=torch.uint8)) == {}
+
+    asyncio.run(asyncio.wait_for(publish(), 20))
+    assert calls == [good, good], "joined, then sent to"
 
 
 def test_whatever_a_thread_meets_is_told_to_who_waits() -> None:

@@ -18,6 +18,7 @@ from transformers import (
 from rlcore.errors import ModelError, RunFailed, UserError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rollout.engines.embedded.causal_lm import build_module
+from rollout.engines.embedded.decoding import StopStrings
 from rollout.engines.embedded.engine import plan_slots
 from rollout.engines.embedded.model_weights import as_published
 
@@ -251,6 +252,20 @@ def test_stop_strings_cut_at_the_token_that_completes_them(model, folder, stop):
         expected = ends[0] if ends else 40
         assert short.tokens.tolist() == whole.tokens[:expected].tolist()
         assert short.finish_reason == ("stop" if ends else "length")
+
+
+class SpaceTokenizer:
+    """Drops the space before the first word that it decodes, as SentencePiece does."""
+
+    def decode(self, tokens, **_):
+        return "".join("a b"[t] for t in tokens).removeprefix(" ")
+
+
+def test_a_stop_string_may_begin_with_a_token_that_reads_otherwise_alone():
+    stop = StopStrings((" b",), SpaceTokenizer())
+    response = [0, 1, 2]
+    assert stop.hit(response[-stop.window :])
+    assert not stop.hit([0, 2])
 
 
 def test_mixed_sampling_in_one_call(model, folder):

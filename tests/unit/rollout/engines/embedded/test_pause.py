@@ -20,13 +20,20 @@ PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10]]
 
 
 @pytest.fixture
-def in_the_middle(monkeypatch):
+def most_made():
+    """How many tokens of a batch were made, at most."""
+    return [0]
+
+
+@pytest.fixture
+def in_the_middle(monkeypatch, most_made):
     """An awaitable: returns once a batch has made 20 tokens."""
     reached = threading.Event()
     step = Decoding.step
 
     def watched(self, version):
         step(self, version)
+        most_made[0] = max(most_made[0], self.made)
         if self.made == 20:
             reached.set()
 
@@ -191,7 +198,7 @@ def test_closing_ends_requests_with_an_error(model, folder, in_the_middle):
     with_engine(folder, model, use)
 
 
-def test_a_cancelled_call_stops_at_its_next_token(model, folder, in_the_middle):
+def test_a_cancelled_call_stops_at_its_next_token(model, folder, in_the_middle, most_made):
     async def use(engine):
         running = asyncio.create_task(engine.generate(requests_of()))
         await in_the_middle()
@@ -204,6 +211,7 @@ def test_a_cancelled_call_stops_at_its_next_token(model, folder, in_the_middle):
         return await engine.generate(requests_of(2))
 
     assert {c.finish_reason for row in with_engine(folder, model, use) for c in row} == {"length"}
+    assert 20 <= most_made[0] < LONG, "nobody waits for the rest"
 
 
 def test_progress_tells_a_pause_from_a_standstill(model, folder, in_the_middle):
