@@ -241,13 +241,16 @@ class IndexWriter:
         Args:
             file_bytes: size of the recording.
         """
-        columns = self._columns_of(samples)
+        self.append_columns(step, file_bytes, self.columns_of(samples))
+
+    def append_columns(self, step: int, file_bytes: int, columns: Mapping[str, Column]) -> None:
+        """Add what `columns_of` has made."""
         first = self.index.end
         for name, values in columns.items():
             _write_at(self.index.path_of(name), first * values.itemsize, values)
         checksum = checksum_of(columns)
         self._say(
-            {"step": step, "first": first, "rows": len(samples), "bytes": file_bytes}
+            {"step": step, "first": first, "rows": len(columns["draw"]), "bytes": file_bytes}
             | {"crc": checksum}
         )
 
@@ -258,7 +261,8 @@ class IndexWriter:
         if lost := self.index.damaged():
             self._say({"rewind": min(lost) - 1})
 
-    def _columns_of(self, samples: Sequence[Scalars]) -> dict[str, Column]:
+    def columns_of(self, samples: Sequence[Scalars]) -> dict[str, Column]:
+        """Return the samples by column; new names and parts of the reward get their place."""
         made: dict[str, Column] = {}
         flat = flat_groups(samples)
         for name, kind in COLUMNS.items():

@@ -65,13 +65,24 @@ def sample_page(run: RunView, record: Record) -> dict[str, Any]:
 
 def excerpt_of(record: Record) -> dict[str, Any]:
     """Return beginnings of prompt and response, for a row of a table."""
-    prompt = str(record.get("prompt_text", ""))
+    prompt = _asked(record)
     return {
         "prompt": prompt[:EXCERPT],
         "response": _said(record)[:EXCERPT],
         "label": str(record.get("label", ""))[:EXCERPT],
         "prompt_id": str(record.get("prompt_id", ""))[:EXCERPT],
     }
+
+
+def _asked(record: Record) -> str:
+    """Return the prompt; in a conversation what was said last before the first answer."""
+    messages = record.get("messages")
+    if isinstance(messages, list) and record.get("turn_spans"):
+        roles = [m.get("role") if isinstance(m, dict) else None for m in messages]
+        first = roles.index("assistant") if "assistant" in roles else len(roles)
+        if first and isinstance(messages[first - 1].get("content"), str):
+            return str(messages[first - 1]["content"])
+    return str(record.get("prompt_text", ""))
 
 
 def texts_of(record: Record) -> str:
@@ -88,9 +99,12 @@ def _said(record: Record) -> str:
     if not isinstance(messages, list) or not record.get("turn_spans"):
         return str(record.get("response_text", ""))
     said = [m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
-    return " | ".join(
-        f"{m.get('content') or ''}{_call_text(m.get('tool_calls'))}".strip() for m in said
-    )
+    return " | ".join(_words(message) for message in said)
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    words = message.get("content") or message.get("reasoning_content") or ""
+    return f"{words}{_call_text(message.get('tool_calls'))}".strip()
 
 
 def _call_text(calls: Any) -> str:

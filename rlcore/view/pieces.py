@@ -20,10 +20,12 @@ class TokenTexts:
 
     Args:
         config: reads the run's configuration.
+        run: the run's folder. Relative paths of its configuration start where it was trained.
     """
 
-    def __init__(self, config: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, config: Callable[[], Mapping[str, Any]], run: Path) -> None:
         self._config = config
+        self._run = run
         self._lock = threading.Lock()
         self._tokenizer: Any = None
         self.trouble = ""  # why texts of tokens are missing
@@ -64,12 +66,11 @@ class TokenTexts:
         with self._lock:
             if self._tokenizer is not None or self.trouble:
                 return self._tokenizer
-            model = self._config().get("model")
-            given = model if isinstance(model, dict) else {}
-            folder = given.get("tokenizer") or given.get("path") or ""
-            path = Path(str(folder)) / "tokenizer.json"
-            if not folder or not path.is_file():
-                self.trouble = f"no {path} here, so tokens are shown by number"
+            candidates = self._candidates()
+            path = next((path for path in candidates if path.is_file()), None)
+            if path is None:
+                looked = ", ".join(map(str, candidates)) or "no model in config.yaml"
+                self.trouble = f"no tokenizer here ({looked}), so tokens are shown by number"
                 return None
             from tokenizers import Tokenizer
 
@@ -79,3 +80,16 @@ class TokenTexts:
             except Exception as error:  # noqa: BLE001
                 self.trouble = f"{path} cannot be read ({error}), so tokens are shown by number"
             return self._tokenizer
+
+    def _candidates(self) -> list[Path]:
+        """Return where the tokenizer may be."""
+        config = self._config()
+        model, run = (config.get(name) for name in ("model", "run"))
+        given = model if isinstance(model, dict) else {}
+        folder = Path(str(given.get("tokenizer") or given.get("path") or ""))
+        found = [folder]
+        if isinstance(run, dict) and not folder.is_absolute():
+            # `run.dir` is relative to the same folder, and the run lies one below it
+            above = len(Path(str(run.get("dir", "runs"))).parts)
+            found += [self._run.parents[above] / folder] if above < len(self._run.parents) else []
+        return [path / "tokenizer.json" for path in found if folder.parts]

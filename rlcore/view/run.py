@@ -59,7 +59,7 @@ class RunView:
         self.directory = RunDirectory(self.path)
         self.reader = RecordingReader()
         self.metrics = MetricsTable(lambda: self.inside(self.directory.metrics_path))
-        self.texts = TokenTexts(self.config)
+        self.texts = TokenTexts(self.config, self.path)
         self._own = SampleIndex(self.directory.index)
         self._cached = SampleIndex(cache)
         self._lock = threading.Lock()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.megatron.batch.pack import MicroBatch, make_micro_batch, pack_size
+from backends.megatron.batch.update_record import UpdateRecord
 from backends.megatron.parallel.agreement import broadcast_json
 from backends.megatron.parallel.state import ParallelState
 from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch, ragged_index
@@ -90,6 +91,7 @@ class LocalBatch:
         self._share_prefixes = share_prefixes
         self._shard_map: ShardMap | None = None  # on rank 0
         self._packs: dict[int, list[MicroBatch]] = {}
+        self.updates = UpdateRecord()
         steps = None
         shares = None
         if batch is not None:

@@ -90,10 +90,17 @@ function number(value, digits = 4) {
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(+value.toPrecision(digits));
 }
 
+// Heads of columns with numbers, which stand at the right.
+const NUMBERS = new Set([
+  "step", "steps", "samples", "reward", "evaluation", "length", "entropy", "KL", "staleness", "flat groups", "seconds",
+  "seconds a step", "answers", "right", "mean reward", "now right", "now wrong", "after step", "draws", "draw", "change",
+  "line of the ledger", "rewound by line",
+]);
+
 function table(options, heads, rows) {
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": options.label },
     el("table", { class: options.class },
-      el("thead", {}, el("tr", {}, heads.map((head) => (head instanceof Node ? head : el("th", { scope: "col" }, head))))),
+      el("thead", {}, el("tr", {}, heads.map((head) => (head instanceof Node ? head : el("th", { scope: "col", class: NUMBERS.has(head) ? "n" : null }, head))))),
       el("tbody", {}, rows)));
 }
 

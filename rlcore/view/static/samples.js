@@ -131,8 +131,9 @@ function sampleTable(run, given, rows, options = {}) {
     const down = is && given.sort.startsWith("-");
     const next = is && down ? name : is ? "" : "-" + name;
     const sorted = is ? (down ? "descending" : "ascending") : null;
-    if (options.fixed || name === "step") return el("th", { scope: "col", title: explanation }, title);
-    return el("th", { scope: "col", "aria-sort": sorted }, el("button", { type: "button", title: explanation, on: { click: () =>
+    const kind = NAMED.includes(name) ? null : "n";
+    if (options.fixed || name === "step") return el("th", { scope: "col", class: kind, title: explanation }, title);
+    return el("th", { scope: "col", class: kind, "aria-sort": sorted }, el("button", { type: "button", title: explanation, on: { click: () =>
       Address.go("samples", { ...given, run: run.name, sort: next, offset: "" }) } }, title, is ? (down ? " \u2193" : " \u2191") : ""));
   };
   const cell = (row, name) => {
@@ -146,7 +147,7 @@ function sampleTable(run, given, rows, options = {}) {
 }
 
 function endOf(words) {
-  return words.length > 110 ? "\u2026" + words.slice(-109) : words;
+  return words.length > 60 ? "\u2026" + words.slice(-59) : words;
 }
 
 async function fillTexts(run, rows, holder, alive) {
