@@ -21,7 +21,6 @@ with importing_megatron():
 
     from backends.megatron.batch.local_batch import LocalBatch
     from backends.megatron.batch.plan import plan_minibatches
-    from backends.megatron.batch.update_record import NAMES as UPDATE_VECTORS
     from backends.megatron.build import (
         BuildContext,
         Frozen,
@@ -262,13 +261,7 @@ class MegatronBackend:
 
     def updated_vectors(self) -> dict[str, Tensor] | None:
         """Return `ratio` and `clipped` of each token at its last update. Collective."""
-        own = None
-        if self.parallel.is_last_stage:
-            counts = range(len(self._batch.minibatches))
-            micros = (self._batch.micro_batches(k) for k in counts)
-            own = self._batch.updates.vectors([sum(m.num_trainable for m in of) for of in micros])
-        collected = self._batch.collect(own, len(UPDATE_VECTORS))
-        return None if collected is None else dict(zip(UPDATE_VECTORS, collected))
+        return self._batch.collect_updates()
 
     def _train(self, model: Model, minibatch: int, loss: Any) -> StepReport:
         return training_pass(

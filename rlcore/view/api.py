@@ -74,7 +74,7 @@ class Api:
         return {"follow": self.follow, "runs": [self._run(run) for run in self.runs.values()]}
 
     def _run(self, run: RunView) -> dict[str, Any]:
-        steps = run.steps()
+        steps = run.index.steps()
         result = run.result()
         return {
             "name": run.name,
@@ -85,8 +85,8 @@ class Api:
             "evaluated": run.metrics.last("eval/score"),
             "steps": {"count": len(steps), "first": min(steps, default=0)}
             | {"last": max(steps, default=0)},
-            "samples": sum(span.end - int(span.firsts[0]) for span in run.spans()),
-            "columns": run.columns(),
+            "samples": sum(span.end - int(span.firsts[0]) for span in run.index.spans()),
+            "columns": run.index.columns(),
             "metrics": run.metrics.names(),
             "evaluations": list(run.evaluated()),
             "indexing": {"done": run.indexer.done, "of": run.indexer.lacking}
@@ -116,7 +116,7 @@ class Api:
     def steps(self, asked: Parameters) -> Any:
         """The newest steps with their numbers."""
         run = self.run(asked)
-        recorded = run.steps()
+        recorded = run.index.steps()
         steps = sorted({*recorded[-NEWEST_STEPS:], *run.metrics.steps[-NEWEST_STEPS:]})
         rows = run.metrics.rows(steps)
         return [
@@ -139,16 +139,16 @@ class Api:
             offset=asked.whole("offset", 0),
             limit=asked.limit(),
         )
-        return {"total": found.total, "rows": run.scalars(found.places)}
+        return {"total": found.total, "rows": run.index.scalars(found.places)}
 
     def _select(self, run: RunView, asked: Parameters, **options: Any) -> Found:
         first, last = self._steps(run, asked)
-        return select(run.spans_between(first, last), asked.filters(), **options)
+        return select(run.index.spans_between(first, last), asked.filters(), **options)
 
     def _steps(self, run: RunView, asked: Parameters) -> tuple[int, int]:
         """Return the first and last step of `steps=FIRST-LAST`, `STEP`, `all` or `newest`."""
         given = asked.text("steps", "newest")
-        known = run.steps()
+        known = run.index.steps()
         if given == "newest":
             return (known[-1], known[-1]) if known else (0, 0)
         if given == "all":
@@ -185,7 +185,7 @@ class Api:
         wanted = asked.text("text").lower()
         first, last = self._steps(run, asked)
         last = min(last, asked.whole("before", last + 1) - 1)
-        steps = [step for step in reversed(run.steps()) if first <= step <= last]
+        steps = [step for step in reversed(run.index.steps()) if first <= step <= last]
         until = time.monotonic() + SEARCH_S
         places: list[Place] = []
         passing = asked.filters()
@@ -200,7 +200,7 @@ class Api:
         return self._searched(run, places, 0, missing)
 
     def _searched(self, run: RunView, places: list[Place], before: int, missing: int) -> Any:
-        rows = run.scalars(places)
+        rows = run.index.scalars(places)
         return {"rows": rows, "before": before, "missing": missing}
 
     def _hits(self, run: RunView, step: int, wanted: str, passing: Sequence[Filter]) -> list[Place]:
@@ -208,14 +208,14 @@ class Api:
         hits = {row for row, record in lines if wanted in texts_of(record)}
         if not hits or not passing:
             return [Place(step, row) for row in sorted(hits)]
-        found = select(run.spans_between(step, step), passing, limit=10_000)
+        found = select(run.index.spans_between(step, step), passing, limit=10_000)
         return [place for place in found.places if place.row in hits]
 
     def _place(self, run: RunView, asked: Parameters) -> Place:
         """Return where the sample `index` of `draw` is in `step`."""
         step = asked.whole("step")
         filters = [Filter(name, "=", asked.whole(name)) for name in ("draw", "index")]
-        found = select(run.spans_between(step, step), filters, limit=1)
+        found = select(run.index.spans_between(step, step), filters, limit=1)
         if not found.places:
             raise DataError(
                 f"step {step} of {run.name} has no sample {asked.whole('index')} of draw"
@@ -227,18 +227,18 @@ class Api:
         """One sample with everything that is known of it."""
         run = self.run(asked)
         place = self._place(run, asked)
-        return sample_page(run, record_at(run, place)) | {"scalars": run.scalars([place])[0]}
+        return sample_page(run, record_at(run, place)) | {"scalars": run.index.scalars([place])[0]}
 
     def group(self, asked: Parameters) -> Any:
         """All samples of a draw."""
         run = self.run(asked)
         step = asked.whole("step")
         filters = [Filter("draw", "=", asked.whole("draw"))]
-        found = select(run.spans_between(step, step), filters, limit=MOST_OF_A_GROUP)
+        found = select(run.index.spans_between(step, step), filters, limit=MOST_OF_A_GROUP)
         rows = [place.row for place in found.places]
         records = run.reader.records(run.recording(step), rows)
         pages = [sample_page(run, records[row]) for row in rows if row in records]
-        return {"rows": run.scalars(found.places), "samples": pages}
+        return {"rows": run.index.scalars(found.places), "samples": pages}
 
     def prompt(self, asked: Parameters) -> Any:
         """The samples of one prompt over all steps, newest first."""
@@ -248,8 +248,12 @@ class Api:
         from rlcore.runs.sample_index import prompt_number
 
         filters = [Filter("prompt", "=", prompt_number(prompt_id)), *asked.filters()]
-        found = select(run.spans(), filters, limit=asked.limit(200))
-        return {"prompt_id": prompt_id, "total": found.total, "rows": run.scalars(found.places)}
+        found = select(run.index.spans(), filters, limit=asked.limit(200))
+        return {
+            "prompt_id": prompt_id,
+            "total": found.total,
+            "rows": run.index.scalars(found.places),
+        }
 
     # --- ledger -----------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def _rewards(side: Side) -> np.ndarray[Any, Any]:
     run, step = side
     rows = [
         span.index.column("reward")[int(span.firsts[0]) : span.end]
-        for span in run.spans_between(step, step)
+        for span in run.index.spans_between(step, step)
     ]
     found = np.concatenate([np.zeros(0, dtype=np.float32), *rows])
     return found[np.isfinite(found)]
@@ -46,7 +46,7 @@ def _rewards(side: Side) -> np.ndarray[Any, Any]:
 
 def _prompts(one: Side, other: Side) -> list[dict[str, Any]]:
     """Return the prompts that both steps trained on, with a sample of each."""
-    if not all(run.spans_between(step, step) for run, step in (one, other)):
+    if not all(run.index.spans_between(step, step) for run, step in (one, other)):
         return []
     first, second = _by_prompt(one), _by_prompt(other)
     shared = [prompt for prompt in first if prompt in second][:MOST_PROMPTS]
@@ -58,7 +58,7 @@ def _prompts(one: Side, other: Side) -> list[dict[str, Any]]:
 
 def _by_prompt(side: Side) -> dict[str, list[Record]]:
     run, step = side
-    rows = [p.row for p in select(run.spans_between(step, step), limit=MOST_SAMPLES).places]
+    rows = [p.row for p in select(run.index.spans_between(step, step), limit=MOST_SAMPLES).places]
     found: dict[str, list[Record]] = {}
     for record in run.reader.records(run.recording(step), rows).values():
         found.setdefault(str(record.get("prompt_id")), []).append(record)

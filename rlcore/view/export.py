@@ -93,9 +93,9 @@ def _step_of(run: RunView, step: int | None) -> int | None:
 
 
 def _samples(run: RunView, step: int) -> dict[str, Any]:
-    run.index_now(step)
-    found = select(run.spans_between(step, step), limit=MOST_SAMPLES)
-    rows = run.scalars(found.places)
+    run.indexer.index_now(step)
+    found = select(run.index.spans_between(step, step), limit=MOST_SAMPLES)
+    rows = run.index.scalars(found.places)
     records = run.reader.records(run.recording(step), [place.row for place in found.places])
     return {
         "rows": rows,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 MOST_POINTS = 1200  # of a curve; of longer ones each piece shows its lowest and highest point
@@ -48,14 +49,17 @@ class MetricsTable:
                 added = file.read()
             whole = added[: added.rfind(b"\n") + 1]
             for line in whole.splitlines():
-                self._take(line)
+                try:
+                    self._take(line)
+                except OverflowError:  # a number that no metric is
+                    continue
             self._read += len(whole)
 
     def _take(self, line: bytes) -> None:
         try:
-            row = json.loads(line)
+            row = orjson.loads(line)
         except ValueError:
-            return
+            row = self._with_nan(line)
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             return
         before = len(self.steps)
@@ -65,6 +69,13 @@ class MetricsTable:
                 column = self._columns.setdefault(name, array("d"))
                 column.extend([math.nan] * (before - len(column)))
                 column.append(float(value))
+
+    def _with_nan(self, line: bytes) -> Any:
+        """Parse what only Python's json reads; None where there is nothing to read."""
+        try:
+            return json.loads(line)
+        except ValueError:
+            return None
 
     def names(self) -> list[str]:
         """Return the metrics that the run has written."""

@@ -127,6 +127,9 @@ class _Handler(BaseHTTPRequestHandler):
         except (DataError, ValueError) as error:
             message = to_json({"error": str(error)})
             self._send(HTTPStatus.BAD_REQUEST, message, "application/json")
+        except (LookupError, OSError) as error:  # files that were deleted or rewound meanwhile
+            message = to_json({"error": f"the run's files have changed: {error!r}; try again"})
+            self._send(HTTPStatus.CONFLICT, message, "application/json")
 
     def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
         self.send_response(status)

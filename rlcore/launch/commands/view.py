@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def view_runs(
         return 0
     for run in runs:
         run.indexer.start()
+        threading.Thread(target=run.metrics.refresh, daemon=True).start()  # before it is asked for
     try:
         server = ViewServer(api, port=port)
     except OSError as error:
