@@ -227,14 +227,22 @@ class Api:
         """One sample with everything that is known of it."""
         run = self.run(asked)
         place = self._place(run, asked)
-        return sample_page(run, record_at(run, place)) | {"scalars": run.index.scalars([place])[0]}
+        scalars = run.index.scalars([place])[0]
+        group = self._group(run, place.step, scalars["draw"])
+        return sample_page(run, record_at(run, place)) | {
+            "scalars": scalars,
+            "group": [row["index"] for row in run.index.scalars(group.places)],
+        }
+
+    def _group(self, run: RunView, step: int, draw: int) -> Found:
+        filters = [Filter("draw", "=", draw)]
+        return select(run.index.spans_between(step, step), filters, limit=MOST_OF_A_GROUP)
 
     def group(self, asked: Parameters) -> Any:
         """All samples of a draw."""
         run = self.run(asked)
         step = asked.whole("step")
-        filters = [Filter("draw", "=", asked.whole("draw"))]
-        found = select(run.index.spans_between(step, step), filters, limit=MOST_OF_A_GROUP)
+        found = self._group(run, step, asked.whole("draw"))
         rows = [place.row for place in found.places]
         records = run.reader.records(run.recording(step), rows)
         pages = [sample_page(run, records[row]) for row in rows if row in records]

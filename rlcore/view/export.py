@@ -102,7 +102,7 @@ def _samples(run: RunView, step: int) -> dict[str, Any]:
         "texts": {f"{step}:{row}": excerpt_of(record) for row, record in records.items()},
         "samples": {
             f"{step}:{row['draw']}:{row['index']}": sample_page(run, records[row["row"]])
-            | {"scalars": row}
+            | {"scalars": row, "group": [r["index"] for r in rows if r["draw"] == row["draw"]]}
             for row in rows
         },
     }

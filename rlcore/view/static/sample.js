@@ -12,7 +12,7 @@ Views.sample = {
     const page = await ask("sample", where);
     if (!alive()) return;
     const tab = SAMPLE_TABS.some(([name]) => name === given.tab) ? given.tab : "talk";
-    place.append(sampleHead(run, page, where),
+    place.append(sampleHead(page, given),
       el("nav", { class: "tabs", "aria-label": "Sample" }, SAMPLE_TABS.map(([name, title]) =>
         el("a", { href: Address.of("sample", { ...given, tab: name }), "aria-current": name === tab ? "page" : null }, title))));
     const body = el("div", { class: "body" });
@@ -30,14 +30,16 @@ function fact(name, value) {
     : el("div", {}, el("dt", {}, name), el("dd", {}, typeof value === "number" ? number(value) : value));
 }
 
-function sampleHead(run, page, where) {
+function sampleHead(page, given) {
   const { record, scalars } = page;
   const parts = Object.entries(record.reward_parts ?? {});
-  const other = (by) => Address.of("sample", { ...where, index: Math.max(0, +where.index + by) });
+  const group = page.group;
+  const at = group.indexOf(scalars.index);
+  const other = (by, key, title, shown) => group[at + by] === undefined ? null
+    : el("a", { href: Address.of("sample", { ...given, index: group[at + by] }), "data-key": key, "aria-label": title }, shown);
   return el("section", { class: "head", "aria-label": "Sample" },
     el("h2", {}, `Sample ${record.draw}.${record.index} `, el("span", { class: "why" }, `of step ${record.step}, ${record.prompt_id}`), " ",
-      el("a", { href: other(-1), "data-key": "[", "aria-label": "Sample before of the group" }, "\u2039"), " ",
-      el("a", { href: other(1), "data-key": "]", "aria-label": "Sample after of the group" }, "\u203a")),
+      other(-1, "[", "Sample before of the group", "\u2039"), ` ${at + 1} of ${group.length} `, other(1, "]", "Sample after of the group", "\u203a")),
     el("dl", {}, fact("reward", record.reward), parts.length > 1 ? parts.map(([name, value]) => fact(name, value)) : null,
       fact("advantage", scalars.advantage), fact("tokens", `${scalars.length} of ${scalars.tokens}`), fact("turns", scalars.turns),
       fact("staleness", scalars.staleness), fact("finish", scalars.finish), fact("source", scalars.source),

@@ -43,7 +43,7 @@ function legendOf(scale) {
 function tokenView(page, given, changed) {
   const vectors = page.vectors;
   const chosen = vectors.find((vector) => vector.name === given.vector) ?? vectors[0];
-  const holder = el("section", { class: "tokens", "aria-label": "Tokens" });
+  const holder = el("section", { class: "tokens", "aria-label": "Tokens", "data-vector": chosen?.name });
   if (!chosen) return add(holder, [note("no vector was recorded")]);
   const scale = colours(chosen);
   const select = el("select", { "aria-label": "Colour by", on: { change: () => changed(select.value) } },

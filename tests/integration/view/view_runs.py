@@ -11,6 +11,7 @@ import numpy as np
 from rlcore.data.sample import Sample, TurnSpan, VersionSpan
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import write_rollouts
+from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import Reply
 from rollout.workflows.env import Step
 from tests.integration.workspace import ROOT, Run, Workspace
@@ -22,8 +23,12 @@ SINGLE = (
     "critic.optimizer.lr=1e-3", "algorithm.estimator.name=ppo",
 )  # fmt: skip
 TALKS = (
-    "training.steps=2", "rollout.workflow={name: env, env: 'view_runs:Asking', max_turns: 3}",
-    "rollout.sampling.max_new_tokens=8", "reward.parts={asked: {source: workflow}}",
+    "run.threads=1", "model.dtype=fp32", "policy.optimizer.lr=1e-3", "tracking.show_samples=0",
+    "rollout.samples_per_prompt=4", "training.steps=2",
+    "rollout.workflow={name: env, env: 'view_runs:Asking', max_turns: 3}",
+    # half of the symbols end a turn, so that an untrained model ends its turns
+    f"rollout.sampling={{max_new_tokens: 40, stop_token_ids: {[*range(0, 102, 2)]}}}",
+    "reward.parts={asked: {source: workflow}}",
     "rollout.prompts_per_step=2", "data.as_chat=true",
 )  # fmt: skip
 SCRIPT = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -42,6 +47,10 @@ class Asking:
         self.turns += 1
         again = {"role": "user", "content": f"and {self.turns}?"}
         return Step([again], reward=0.5 * self.turns, done=self.turns == 2)
+
+    def reward(self, conversation: Conversation) -> float:
+        """Give every conversation the same."""
+        return 1.0
 
 
 def single_turn(workspace: Workspace) -> Run:
@@ -62,7 +71,8 @@ def conversations(workspace: Workspace, folder: Path) -> Run:
     data = folder / "questions.jsonl"
     rows = [{"prompt": f"what is {k}?", "answer": str(k), "source": "counted"} for k in range(9)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = workspace.train("talks", *TALKS, f"model.path={model}", f"data.paths={data}")
+    given = (f"run.dir={workspace.folder / 'runs'}", f"model.path={model}", f"data.paths={data}")
+    run = workspace.command("train", *TALKS, "run.name=talks", *given, name="talks")
     assert run.code == 0, run.err
     return run
 
