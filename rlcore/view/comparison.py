@@ -48,7 +48,8 @@ def _prompts(one: Side, other: Side) -> list[dict[str, Any]]:
     """Return the prompts that both steps trained on, with a sample of each."""
     if not all(run.index.spans_between(step, step) for run, step in (one, other)):
         return []
-    first, second = _by_prompt(one), _by_prompt(other)
+    first = _by_prompt(one)
+    second = _by_prompt(other)
     shared = [prompt for prompt in first if prompt in second][:MOST_PROMPTS]
     return [
         {"prompt_id": prompt, "a": _told(first[prompt]), "b": _told(second[prompt])}

@@ -132,7 +132,7 @@ def test_tokens_by_every_vector_that_was_trained(reader: Reader, single: Path) -
     reader.see(f"[data-t='{first}']").hover()
     told = reader.text(".told")
     assert f"token {record['tokens'][first]} at {first}" in told
-    shown = re.search(r"\badvantage\s+(\S+)", told)
+    shown = re.search(r"\badvantage\s+([-+.\de]+\d)", told)
     assert shown
     assert float(shown[1]) == pytest.approx(record["advantages"][0], rel=1e-4)
     texts = reader.page.locator("[data-t]").all_inner_texts()
