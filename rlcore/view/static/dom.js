@@ -123,11 +123,15 @@ const Tip = {
     tip.style.top = (below + size.height > innerHeight ? Math.max(4, at.top - size.height - 6) : below) + "px";
   },
   hide() {
+    Tip.again = null;
     document.getElementById("tip").hidden = true;
   },
   // Shows what `make` returns while `node` is pointed at or focused.
   on(node, make) {
-    const show = () => Tip.show(node, make());
+    const show = () => {
+      Tip.again = show;
+      Tip.show(node, make());
+    };
     node.addEventListener("mouseenter", show);
     node.addEventListener("focus", show);
     node.addEventListener("mouseleave", Tip.hide);

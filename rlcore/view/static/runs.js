@@ -62,7 +62,12 @@ const Definitions = { found: null, asked: false };
 async function defineMetrics() {
   if (Definitions.asked) return;
   Definitions.asked = true;
-  Definitions.found = await ask("definitions");
+  try {
+    Definitions.found = await ask("definitions");
+  } catch {
+    Definitions.asked = false; // the server is asked again at the next view
+  }
+  Tip.again?.();
 }
 
 function definition(name) {
@@ -89,7 +94,7 @@ Views.curves = {
       charts.append(lineChart(name, lines, () => definition(name)));
     }
     if (!chosen.length) charts.append(note("no metric chosen"));
-    await defineMetrics();
+    defineMetrics();
   },
 };
 

@@ -108,7 +108,7 @@ def test_a_conversation_by_turns(reader: Reader, talks: Path) -> None:
     records = read_rollouts(talks / "rollouts" / "step_000002.jsonl.zst")
     reader.open(sample(talks, 2, at=next(k for k, r in enumerate(records) if r["turns"] == 2)))
     roles = reader.page.locator(".turn .who b").all_inner_texts()
-    assert roles == ["user", "assistant", "user", "assistant", "user"]
+    assert roles == ["user", "assistant", "user", "assistant"]
     told = reader.page.locator(".turn.assistant .why").all_inner_texts()
     assert ["turn 1" in told[0], "reward 0.5" in told[0]] == [True, True]
     assert ["turn 2" in told[1], "reward 1" in told[1]] == [True, True]
