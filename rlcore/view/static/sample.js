@@ -117,9 +117,9 @@ function callBox(call, result) {
 
 async function showHistory(run, page, where, body, alive) {
   const masked = Object.entries(page.masked).filter(([, count]) => count);
-  body.append(el("h3", {}, "What the update learned from"),
+  add(body, [el("h3", {}, "What the update learned from"),
     el("ul", {}, masked.map(([reason, count]) => el("li", {}, reason === "trainable" ? `${count} trainable tokens` : `${count} of them: ${reason}`))),
-    page.scalars.flat ? note("All rewards of its group are equal, so most estimators give it no advantage.") : null);
+    page.scalars.flat ? note("All rewards of its group are equal, so most estimators give it no advantage.") : null]);
   if (!run.ledger) return body.append(note("This run has no ledger."));
   const life = await ask("draw", { run: run.name, draw: where.draw });
   if (alive()) body.append(el("h3", {}, `What happened to draw ${where.draw}`), lifeTable(life));

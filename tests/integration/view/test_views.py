@@ -159,6 +159,7 @@ def test_the_same_prompt_over_the_steps_and_why(reader: Reader, single: Path) ->
     assert reader.page.locator("circle.point").count() == 4
     reader.open(sample(single, 2, tab="history"))
     assert "trainable tokens" in reader.text("main")
+    assert "null" not in reader.text("main")
     rows = reader.page.locator(".body tbody tr").all_inner_texts()
     assert [row.split("\t")[1] for row in rows] == ["drawn", "finished", "consumed"]
 
