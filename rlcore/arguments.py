@@ -138,6 +138,8 @@ def _add_others(commands: Commands) -> None:
     how.add_argument("--json", action="store_true", help="as one JSON object")
     sub.add_argument("--quick", action="store_true", help="do not read the recorded samples")
     _add_show_options(_command(commands, "show", "samples of a step as text"))
+    text = "look at runs in a browser: curves, samples, tokens, what was not trained and why"
+    _add_view_options(_command(commands, "view", text))
     text = "the runs on a Ray cluster: their step, processes and engines"
     sub = _command(commands, "status", text)
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
@@ -192,6 +194,17 @@ def _add_show_options(sub: argparse.ArgumentParser) -> None:
     sub.set_defaults(order="spread")
     text = "of a prompt or response, whose middle is left out where it is longer (2000)"
     sub.add_argument("--characters", type=_positive, default=2000, metavar="N", help=text)
+
+
+def _add_view_options(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlcore view`."""
+    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    sub.add_argument("--follow", action="store_true", help="show new steps as they come")
+    sub.add_argument("--port", type=int, default=0, help="on 127.0.0.1; default: a free one")
+    text = "write one file that needs no server, with one step of each run, instead of serving"
+    sub.add_argument("--export", type=Path, metavar="PAGE.html", help=text)
+    text = "the step that --export holds; default: the newest"
+    sub.add_argument("--step", type=int, metavar="N", help=text)
 
 
 def _add_dry_run_options(sub: argparse.ArgumentParser) -> None:

@@ -1,0 +1,223 @@
+"""The server of the page: who is answered, and what stays shut."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlcore.data.sample import Sample, VersionSpan
+from rlcore.errors import UserError
+from rlcore.launch.commands.view import greeting, named, open_run
+from rlcore.runs.directory import RunDirectory
+from rlcore.runs.rollouts import write_rollouts
+from rlcore.view.api import Api
+from rlcore.view.reader import RecordingReader
+from rlcore.view.run import RunView
+from rlcore.view.server import ViewServer
+
+Answer = tuple[int, http.client.HTTPMessage, bytes]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run without an index, as older ones are."""
+    found = RunDirectory(tmp_path / "run")
+    found.rollouts.mkdir(parents=True)
+    found.metrics_path.write_text('{"step": 1, "a": NaN, "b": 2.5}\n{"step": 2, "b": 3}\n{"torn')
+    write_rollouts(found.rollouts_path(1), 1, [sample(k) for k in range(6)])
+    return found
+
+
+def sample(k: int) -> Sample:
+    return Sample(
+        draw=k // 2,
+        index=k % 2,
+        prompt_id=f"file:{k // 2}",
+        group_id=k // 2,
+        rollout_id=k,
+        tokens=np.arange(3, dtype=np.int32),
+        loss_mask=np.array([0, 1, 1], dtype=np.uint8),
+        rollout_logprobs=np.zeros(2, dtype=np.float32),
+        versions=(VersionSpan(0, 0, 2),),
+        finish_reason="stop",
+        reward=float(k),
+        prompt_text="Prompt",
+        response_text=f"answer {k}",
+    )
+
+
+@pytest.fixture
+def view(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunView:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return open_run("run", run.path)
+
+
+@pytest.fixture
+def server(view: RunView) -> Iterator[ViewServer]:
+    made = ViewServer(Api([view], follow=False))
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join()
+
+
+def ask(server: ViewServer, path: str, *, method: str = "GET", host: str | None = None) -> Answer:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.putrequest(method, path, skip_host=True)
+    connection.putheader("Host", f"127.0.0.1:{server.port}" if host is None else host)
+    connection.endheaders()
+    answer = connection.getresponse()
+    found = answer.status, answer.headers, answer.read()
+    connection.close()
+    return found
+
+
+def get(server: ViewServer, name: str) -> object:
+    status, _, content = ask(server, f"/{server.token}/api/{name}")
+    assert status == 200, content
+    return json.loads(content)
+
+
+def test_the_page_allows_its_own_scripts_alone(server: ViewServer) -> None:
+    status, headers, content = ask(server, f"/{server.token}/")
+    assert status == 200
+    assert b"rlcore view" in content
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] == "no-referrer"
+    assert server.server_address[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/x/", "/x/api/runs", "//", "/{token}x/"])
+def test_without_the_token_there_is_nothing(server: ViewServer, path: str) -> None:
+    status, _, content = ask(server, path.format(token=server.token))
+    assert status == 403
+    assert b"run" not in content.replace(b"rlcore view has printed", b"")
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "", "127.0.0.1.evil.example:1"]
+)
+def test_another_host_name_is_refused(server: ViewServer, host: str) -> None:
+    assert ask(server, f"/{server.token}/api/runs", host=host)[0] == 403
+
+
+@pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1:9", "[::1]:9", "LOCALHOST"])
+def test_the_other_end_of_a_tunnel_is_let_in(server: ViewServer, host: str) -> None:
+    assert ask(server, f"/{server.token}/api/runs", host=host)[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD"])
+def test_it_only_reads(server: ViewServer, method: str) -> None:
+    assert ask(server, f"/{server.token}/api/runs", method=method)[0] == 501
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../server.py",
+        "static/style.css",
+        "..%2fserver.py",
+        "apis/runs",
+        "index.html",
+        "/etc/passwd",
+    ],
+)
+def test_no_other_file_is_served(server: ViewServer, path: str) -> None:
+    assert ask(server, f"/{server.token}/{path}")[0] == 404
+
+
+@pytest.mark.parametrize(
+    "asked",
+    ["samples?run=../run", "sample?run=run&step=../1&draw=0&index=0", "nothing", "samples",
+     "sample?run=run&step=1&draw=0&index=77", "samples?run=run&steps=1-x",
+     "samples?run=run&limit=-1",
+     "samples?run=run&filter=[1]", "samples?run=run&filter=[[%22reward%22,%22<%22,NaN]]",
+     "draw?run=run&draw=0", "evaluation?run=run&step=9&before=9"],
+)  # fmt: skip
+def test_wrong_requests_are_told_so(server: ViewServer, asked: str) -> None:
+    status, _, content = ask(server, f"/{server.token}/api/{asked}")
+    assert status == 400
+    assert json.loads(content)["error"]
+
+
+def test_a_run_without_an_index_is_indexed_beside_it(
+    server: ViewServer, view: RunView, run: RunDirectory
+) -> None:
+    assert get(server, "samples?run=run")["total"] == 0  # type: ignore[index]
+    view.indexer.index_now(1)
+    found = get(server, "samples?run=run&sort=-reward&limit=2")
+    assert [row["reward"] for row in found["rows"]] == [5.0, 4.0]  # type: ignore[index]
+    assert not run.index.exists()  # nothing of the run was touched
+    assert get(server, "search?run=run&text=ANSWER+3")["rows"][0]["reward"] == 3.0  # type: ignore[index]
+    assert get(server, "sample?run=run&step=1&draw=1&index=1")["group"] == [0, 1]  # type: ignore[index]
+
+
+def test_a_recording_that_was_made_anew_is_indexed_anew(view: RunView, run: RunDirectory) -> None:
+    view.indexer.index_now(1)
+    write_rollouts(run.rollouts_path(1), 1, [sample(9)])
+    assert view.index.lacking() == [1]
+    view.indexer.index_now(1)
+    assert [span.end - int(span.firsts[0]) for span in view.index.spans()] == [1]
+    run.rollouts_path(1).unlink()
+    assert view.index.lacking() == []
+    assert view.index.steps() == []
+
+
+def test_metrics_with_nan_and_a_torn_line(server: ViewServer) -> None:
+    found = get(server, "curves?metric=b&metric=a")
+    assert found == {
+        "b": {"run": {"steps": [1, 2], "values": [2.5, 3.0]}},
+        "a": {"run": {"steps": [], "values": []}},
+    }
+
+
+def test_links_out_of_the_run_are_not_followed(
+    server: ViewServer, view: RunView, run: RunDirectory
+) -> None:
+    view.indexer.index_now(1)
+    recording = run.rollouts_path(1)
+    secret = run.path.parent / "secret"
+    recording.rename(secret)
+    recording.symlink_to(secret)
+    status, _, content = ask(server, f"/{server.token}/api/sample?run=run&step=1&draw=0&index=0")
+    assert status == 400
+    assert b"link out of the run" in content
+
+
+def test_no_more_than_so_much_stays_in_memory(run: RunDirectory) -> None:
+    lines = [*RecordingReader().lines(run.rollouts_path(1))]
+    size = sum(map(len, lines))
+    write_rollouts(run.rollouts_path(2), 2, [sample(k) for k in range(6)])
+    reader = RecordingReader(size + size // 2)
+    for step in (1, 2, 1):
+        assert len([*reader.lines(run.rollouts_path(step))]) == 6
+    assert sum(reader._sizes.values()) <= reader.most_cached
+    assert reader.records(run.rollouts_path(1), [5, 77])[5]["reward"] == 5.0
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no run"):
+        open_run("x", tmp_path)
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / ".." / "a" / "run"]
+    assert [*named(paths)] == ["run", "b/run"]
+
+
+def test_over_ssh_the_tunnel_is_told(server: ViewServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    assert "ssh" not in "\n".join(greeting(server))
+    monkeypatch.setenv("SSH_CONNECTION", "1 2 3 4")
+    assert f"-L {server.port}:127.0.0.1:{server.port}" in "\n".join(greeting(server))
