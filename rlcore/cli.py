@@ -220,6 +220,14 @@ def show(arguments: argparse.Namespace) -> int:
     return _print_lines(show_samples(arguments.run, **options))
 
 
+def trace(arguments: argparse.Namespace) -> int:
+    """Write the timeline of a run as a trace for Perfetto."""
+    from rlcore.launch.commands.trace import write_timeline
+
+    first, last = arguments.steps
+    return _print_lines(write_timeline(arguments.run, arguments.output, first=first, last=last))
+
+
 def plan_layouts(arguments: argparse.Namespace) -> int:
     """Print the layouts that fit."""
     loaded = _load(arguments.settings)
@@ -332,6 +340,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "export": export,
     "ledger": ledger,
     "show": show,
+    "trace": trace,
     "status": status,
     "stop": stop,
     "init-model": init_model,

@@ -7,6 +7,7 @@ runs/<name>/config.yaml                        resolved, with the origin of each
             ledger.jsonl                       every transition of every draw
             checkpoints/step_000010/           see checkpoints.py
             logs/                              one file a process
+            timeline/                          one file a process: what it did, and when
             result.json                        how the run ended; absent while it goes on
 """
 
@@ -44,7 +45,17 @@ _EMPTY_AT_FIRST = ("rollouts", "checkpoints")
 # All that a run writes, config.yaml last.
 _OF_A_RUN = (
     *("metrics.jsonl", "result.json", "versions.jsonl", "ledger.jsonl", "rollouts", "checkpoints"),
-    *("logs", "hf", "hf_best", "weights", "tensorboard", "wandb", "wandb_run_id", CONFIG),
+    *(
+        "logs",
+        "timeline",
+        "hf",
+        "hf_best",
+        "weights",
+        "tensorboard",
+        "wandb",
+        "wandb_run_id",
+        CONFIG,
+    ),
 )
 # of a config.yaml before there was a header
 _SECTIONS = frozenset({"run", "model", "data", "policy", "algorithm", "rollout", "training"})
@@ -70,6 +81,7 @@ class RunDirectory:
         self.result_path = self.path / "result.json"
         self.logs = self.path / "logs"
         self.rollouts = self.path / "rollouts"
+        self.timeline = self.path / "timeline"
         self.checkpoints = self.path / "checkpoints"
 
     @classmethod
