@@ -2,6 +2,8 @@
 
 runs/<name>/config.yaml                        resolved, with the origin of each value
             metrics.jsonl                      one object a step
+            notices.jsonl                      what looked wrong, and when it was over
+            environment.jsonl                  machine, packages and data of each start
             rollouts/step_000001.jsonl.zst     every sample
             versions.jsonl                     every publication of weights
             ledger.jsonl                       every transition of every draw
@@ -44,7 +46,16 @@ _NOT_A_RUN = frozenset({LOCK, OWNER, "logs"})
 _EMPTY_AT_FIRST = ("rollouts", "checkpoints")
 # All that a run writes, config.yaml last.
 _OF_A_RUN = (
-    *("metrics.jsonl", "result.json", "versions.jsonl", "ledger.jsonl", "rollouts", "checkpoints"),
+    *(
+        "metrics.jsonl",
+        "notices.jsonl",
+        "environment.jsonl",
+        "result.json",
+        "versions.jsonl",
+        "ledger.jsonl",
+        "rollouts",
+        "checkpoints",
+    ),
     *(
         "logs",
         "timeline",
@@ -76,6 +87,7 @@ class RunDirectory:
     def __post_init__(self) -> None:
         self.config_path = self.path / CONFIG
         self.metrics_path = self.path / "metrics.jsonl"
+        self.notices_path = self.path / "notices.jsonl"
         self.versions_path = self.path / "versions.jsonl"
         self.ledger_path = self.path / "ledger.jsonl"
         self.result_path = self.path / "result.json"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from rlcore.timeline.idle import idle_spans
 from rlcore.timeline.read import Span, Timeline
@@ -67,18 +67,25 @@ def write_trace(timeline: Timeline, path: Path, *, title: str) -> int:
     """Write a trace, compressed where `path` ends in .gz. Returns how many events it has."""
     events = trace_events(timeline)
     about = {"run": title, "began": timeline.wall, "lost_records": timeline.lost}
-    with ExitStack() as stack:
-        raw = stack.enter_context(open(path, "wb"))
-        file: IO[bytes] = raw
-        if path.suffix == ".gz":
-            file = stack.enter_context(gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=6))
+    level = 6 if path.suffix == ".gz" else 0
+    with open(path, "wb") as raw, _compressing(raw, level) as write:
         head = {"displayTimeUnit": "ms", "otherData": about}
-        file.write(json.dumps(head)[:-1].encode() + b', "traceEvents": [\n')
+        write(json.dumps(head)[:-1].encode() + b', "traceEvents": [\n')
         for number, event in enumerate(events):
             comma = b"" if number == 0 else b",\n"
-            file.write(comma + json.dumps(event, allow_nan=False).encode())
-        file.write(b"\n]}\n")
+            write(comma + json.dumps(event, allow_nan=False).encode())
+        write(b"\n]}\n")
     return len(events)
+
+
+@contextmanager
+def _compressing(raw: BinaryIO, level: int) -> Iterator[Callable[[bytes], object]]:
+    """Yield what writes to `raw`, through gzip where `level` is not 0."""
+    if not level:
+        yield raw.write
+        return
+    with gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=level) as packed:
+        yield packed.write
 
 
 def trace_events(timeline: Timeline) -> list[Event]:
@@ -96,7 +103,7 @@ def trace_events(timeline: Timeline) -> list[Event]:
             pid, tid = lanes.place(span)
             placed[id(span)] = (pid, tid)
             args = dict(span.args)
-        event = {"ph": span.kind, "name": span.name, "pid": pid, "tid": tid, "args": args}
+        event: Event = {"ph": span.kind, "name": span.name, "pid": pid, "tid": tid, "args": args}
         event |= {"cat": category(span.group), "ts": nanoseconds(span)[0]}
         if span.kind == "X":
             event["dur"] = nanoseconds(span)[1] - nanoseconds(span)[0]

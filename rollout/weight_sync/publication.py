@@ -206,7 +206,7 @@ class WeightPublication:
         await self._all_or_again(
             self._transport.open(self._engines, buckets), "the way of the weights was not opened"
         )
-        self._record(f"transport {self._transport.name}: open")
+        self._record_stage(f"transport {self._transport.name}: open")
         self._verifier = self._verifier_if_due()
 
     def _verifier_if_due(self) -> WeightVerifier | None:
@@ -237,14 +237,14 @@ class WeightPublication:
             else self._transport.send_handles(bucket, handles),
             f"bucket {bucket.index} was not taken by all engines",
         )
-        self._record(f"bucket {bucket.index}", bytes=bucket.num_bytes)
+        self._record_stage(f"bucket {bucket.index}", bytes=bucket.num_bytes)
 
     async def _finish(self, version: int) -> None:
         assert self._transport is not None
         await self._all_or_again(
             self._transport.complete(), "the weights were not taken by all engines"
         )
-        self._record("complete")
+        self._record_stage("complete")
         await self._step("end_update", lambda e: e.end_update(), self._limit)
         if self._verifier is not None:
             await self._verify(self._verifier)
@@ -257,7 +257,7 @@ class WeightPublication:
         args = {"publication": self._transactions, "engines": len(self._engines)}
         RECORDER.add(STAGES, f"version {version}", self._opened_at, now(), **args)
 
-    def _record(self, stage: str, **args: Any) -> None:
+    def _record_stage(self, stage: str, **args: Any) -> None:
         """Record a stage of the transaction, which ends now."""
         ended = now()
         RECORDER.add(STAGES, stage, self._stage_at, ended, **args)
@@ -293,7 +293,7 @@ class WeightPublication:
         """Run one step on every engine, and return its results. Engines that fail are out."""
         self._stage_at = now()  # the trainer gathers between the stages
         answers = await ask(self._engines, what, call, seconds)
-        self._record(what, slowest=answers.slowest)
+        self._record_stage(what, slowest=answers.slowest)
         await self._out(answers.failed)
         return answers.results
 
