@@ -141,6 +141,13 @@ def _add_others(commands: Commands) -> None:
     _add_show_options(_command(commands, "show", "samples of a step as text"))
     text = "the timeline of a run as a file for ui.perfetto.dev: phases, requests, rewards, weights"
     _add_trace_options(_command(commands, "trace", text))
+    text = "what differs between two runs, and where their metrics part; exit code 1 if anything"
+    sub = _command(commands, "compare", text)
+    sub.add_argument("a", type=Path, metavar="A", help="the folder of a run")
+    sub.add_argument("b", type=Path, metavar="B", help="the folder of another")
+    text = "by which part of its size a metric may differ (0.001)"
+    sub.add_argument("--tolerance", type=float, default=1e-3, metavar="SHARE", help=text)
+    sub.add_argument("--json", action="store_true", help="as one JSON object")
     text = "the runs on a Ray cluster: their step, processes and engines"
     sub = _command(commands, "status", text)
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)

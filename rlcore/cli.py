@@ -228,6 +228,15 @@ def trace(arguments: argparse.Namespace) -> int:
     return _print_lines(write_timeline(arguments.run, arguments.output, first=first, last=last))
 
 
+def compare(arguments: argparse.Namespace) -> int:
+    """Print what differs between two runs; exit code 1 if anything does."""
+    from rlcore.launch.commands.compare import compare_runs
+
+    return compare_runs(
+        arguments.a, arguments.b, tolerance=arguments.tolerance, as_json=arguments.json
+    )
+
+
 def plan_layouts(arguments: argparse.Namespace) -> int:
     """Print the layouts that fit."""
     loaded = _load(arguments.settings)
@@ -341,6 +350,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "ledger": ledger,
     "show": show,
     "trace": trace,
+    "compare": compare,
     "status": status,
     "stop": stop,
     "init-model": init_model,

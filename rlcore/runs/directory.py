@@ -87,6 +87,7 @@ class RunDirectory:
     def __post_init__(self) -> None:
         self.config_path = self.path / CONFIG
         self.metrics_path = self.path / "metrics.jsonl"
+        self.environment_path = self.path / "environment.jsonl"
         self.notices_path = self.path / "notices.jsonl"
         self.versions_path = self.path / "versions.jsonl"
         self.ledger_path = self.path / "ledger.jsonl"

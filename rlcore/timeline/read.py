@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def read_spans(run: Path, first: int | None = None, last: int | None = None) -> 
     ]
     if not wanted:
         raise DataError(_none(run, steps))
-    offsets = _offsets(found)
+    offsets, wall = _offsets(found)
     near = [part for part in found if wanted[0] - 1 <= part.step <= wanted[-1] + LONGEST]
     spans = [span for part in near for span in _spans(part, offsets[part.boot])]
     windows = _windows(spans, wanted)
@@ -106,7 +106,7 @@ def read_spans(run: Path, first: int | None = None, last: int | None = None) -> 
     origin = min(span.begin for span in chosen)  # of what had begun before the first step
     return Timeline(
         sorted((_moved(span, origin) for span in chosen), key=lambda s: (s.begin, -s.end)),
-        origin,
+        origin + wall,
         {step: (a - origin, b - origin) for step, (a, b) in windows.items()},
         sum(part.chunk.head.get("lost", 0) for part in near),
     )
@@ -165,13 +165,18 @@ def _parts_by_file(folder: Path, marks: list[dict[str, Any]]) -> Iterator[_Part]
         yield from kept
 
 
-def _offsets(parts: Iterable[_Part]) -> dict[str, float]:
-    """Return of each boot what to add to its clock for the wall's; of its first part."""
+def _offsets(parts: Sequence[_Part]) -> tuple[dict[str, float], float]:
+    """Return of each boot what to add to its clock for rank 0's, and to that for the wall's.
+
+    By the first part of each boot: the wall's clock may have been set since.
+    """
     first: dict[str, _Part] = {}
     for part in parts:
         if part.boot not in first or part.clock < first[part.boot].clock:
             first[part.boot] = part
-    return {boot: part.wall - part.clock for boot, part in first.items()}
+    main = next(part.boot for part in parts if MAIN.fullmatch(part.path.name))
+    wall = first[main].wall - first[main].clock
+    return {boot: part.wall - part.clock - wall for boot, part in first.items()}, wall
 
 
 def _spans(part: _Part, offset: float) -> Iterator[Span]:
