@@ -102,8 +102,8 @@ def compare(a: Path, b: Path, *, tolerance: float = TOLERANCE) -> Comparison:
     found.steps = (max(rows[0], default=0), max(rows[1], default=0))
     common = sorted(rows[0].keys() & rows[1].keys())
     found.common_steps = len(common)
-    found.exact = _parting(*rows, common, 0.0)
-    found.beyond = _parting(*rows, common, tolerance)
+    found.exact = _parting(rows[0], rows[1], common, 0.0)
+    found.beyond = _parting(rows[0], rows[1], common, tolerance)
     return found
 
 
