@@ -29,7 +29,6 @@ from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import mark_opened, open_run, pin_initial_policy, record_timeline
 from rlcore.launch.torchrun_attempts import RunHasEnded, mark_ended
 from rlcore.runs.directory import Status
-from rlcore.timeline.recorder import RECORDER
 from rlcore.tracking.hub import push_run, reach_hub
 from rlcore.trainer.loop import Trainer
 from rlcore.trainer.rank0 import FINISHED, Outcome, RankZero
@@ -116,8 +115,7 @@ def run_rank(
             timeout_s=start_s,
         )
         process.log.open(log_folder(config.run))
-        record_timeline(config, f"rank_{process.rank}")
-        stack.callback(RECORDER.close)
+        stack.callback(record_timeline(config, f"rank_{process.rank}"))
         if run is not None:
             mark_opened(sync.store)
             process.on_failure.append(lambda failure: run.end_with(RunFailed(str(failure))))

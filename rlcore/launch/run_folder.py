@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,10 +120,11 @@ def open_run(
     return run
 
 
-def record_timeline(config: Config, process: str) -> None:
-    """Record what this process does, in the run's folder."""
+def record_timeline(config: Config, process: str) -> Callable[[], None]:
+    """Record what this process does, in the run's folder. Returns what ends that."""
     folder = RunDirectory(Path(config.run.dir) / config.run.name).timeline
     RECORDER.open(folder, process, limit_bytes=config.tracking.timeline_mb << 20)
+    return RECORDER.close
 
 
 def mark_opened(store: Store) -> None:
