@@ -148,6 +148,8 @@ def _add_others(commands: Commands) -> None:
     text = "by which part of its size a metric may differ (0.001)"
     sub.add_argument("--tolerance", type=float, default=1e-3, metavar="SHARE", help=text)
     sub.add_argument("--json", action="store_true", help="as one JSON object")
+    text = "look at runs in a browser: curves, samples, tokens, what was not trained and why"
+    _add_view_options(_command(commands, "view", text))
     text = "the runs on a Ray cluster: their step, processes and engines"
     sub = _command(commands, "status", text)
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
@@ -220,6 +222,17 @@ def _steps(text: str) -> tuple[int, int]:
     if text in ("", ":") or any(part and not part.isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected steps, as 10:20, 10: or 10")
     return int(parts[0] or 0), int(parts[1] or sys.maxsize)
+
+
+def _add_view_options(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlcore view`."""
+    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    sub.add_argument("--follow", action="store_true", help="show new steps as they come")
+    sub.add_argument("--port", type=int, default=0, help="on 127.0.0.1; default: a free one")
+    text = "write one file that needs no server, with one step of each run, instead of serving"
+    sub.add_argument("--export", type=Path, metavar="PAGE.html", help=text)
+    text = "the step that --export holds; default: the newest"
+    sub.add_argument("--step", type=int, metavar="N", help=text)
 
 
 def _add_dry_run_options(sub: argparse.ArgumentParser) -> None:

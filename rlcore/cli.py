@@ -263,6 +263,19 @@ def dry_run(arguments: argparse.Namespace) -> int:
     )
 
 
+def view(arguments: argparse.Namespace) -> int:
+    """Serve a page on runs, or write it to a file."""
+    from rlcore.launch.commands.view import view_runs
+
+    return view_runs(
+        arguments.runs,
+        port=arguments.port,
+        follow=arguments.follow,
+        export=arguments.export,
+        step=arguments.step,
+    )
+
+
 def status(arguments: argparse.Namespace) -> int:
     """Print the runs on a Ray cluster."""
     from rlcore.launch.launchers import need_ray
@@ -351,6 +364,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "show": show,
     "trace": trace,
     "compare": compare,
+    "view": view,
     "status": status,
     "stop": stop,
     "init-model": init_model,

@@ -62,6 +62,14 @@ class PolicyBackend(Protocol):
     def update(self, minibatch: int, *, train_policy: bool = True) -> UpdateResult:
         """Take one optimizer step on a mini-batch of the plan, of policy and critic (if any)."""
 
+    def updated_vectors(self) -> dict[str, Tensor] | None:
+        """Return what the updates of the loaded batch did to each token, for its record.
+
+        Returns:
+            `ratio` of the policy at the token's last update to `old_logprobs`, and `clipped` (1
+            where the clip changed its loss); fp32 [M] on rank 0, NaN where no update trained it.
+        """
+
     def buckets(self) -> tuple[Bucket, ...]:
         """Return the fixed layout of the policy's weights under their Hugging Face names.
 

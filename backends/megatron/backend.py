@@ -259,6 +259,10 @@ class MegatronBackend:
             metrics, moments, skipped=any(report.skipped for report in reports.values())
         )
 
+    def updated_vectors(self) -> dict[str, Tensor] | None:
+        """Return `ratio` and `clipped` of each token at its last update. Collective."""
+        return self._batch.collect_updates()
+
     def _train(self, model: Model, minibatch: int, loss: Any) -> StepReport:
         return training_pass(
             model,

@@ -5,6 +5,8 @@ runs/<name>/config.yaml                        resolved, with the origin of each
             notices.jsonl                      what looked wrong, and when it was over
             environment.jsonl                  machine, packages and data of each start
             rollouts/step_000001.jsonl.zst     every sample
+            evaluations/step_000010.jsonl.zst  every held-out sample
+            index/                             the scalars of the samples: see sample_index.py
             versions.jsonl                     every publication of weights
             ledger.jsonl                       every transition of every draw
             checkpoints/step_000010/           see checkpoints.py
@@ -46,27 +48,9 @@ _NOT_A_RUN = frozenset({LOCK, OWNER, "logs"})
 _EMPTY_AT_FIRST = ("rollouts", "checkpoints")
 # All that a run writes, config.yaml last.
 _OF_A_RUN = (
-    *(
-        "metrics.jsonl",
-        "notices.jsonl",
-        "environment.jsonl",
-        "result.json",
-        "versions.jsonl",
-        "ledger.jsonl",
-        "rollouts",
-        "checkpoints",
-    ),
-    *(
-        "logs",
-        "timeline",
-        "hf",
-        "hf_best",
-        "weights",
-        "tensorboard",
-        "wandb",
-        "wandb_run_id",
-        CONFIG,
-    ),
+    *("metrics.jsonl", "notices.jsonl", "environment.jsonl", "result.json", "versions.jsonl"),
+    *("ledger.jsonl", "rollouts", "checkpoints", "evaluations", "index", "logs", "timeline", "hf"),
+    *("hf_best", "weights", "tensorboard", "wandb", "wandb_run_id", CONFIG),
 )
 # of a config.yaml before there was a header
 _SECTIONS = frozenset({"run", "model", "data", "policy", "algorithm", "rollout", "training"})
@@ -95,6 +79,8 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.rollouts = self.path / "rollouts"
         self.timeline = self.path / "timeline"
+        self.evaluations = self.path / "evaluations"
+        self.index = self.path / "index"
         self.checkpoints = self.path / "checkpoints"
 
     @classmethod
@@ -132,12 +118,17 @@ class RunDirectory:
         """Return the file of a step's samples."""
         return self.rollouts / f"step_{step:06d}.jsonl.zst"
 
+    def evaluations_path(self, step: int) -> Path:
+        """Return the file of the samples of the evaluation after a step."""
+        return self.evaluations / self.rollouts_path(step).name
+
     def recorded_steps(self) -> list[int]:
         """Return the steps whose samples were recorded, in order."""
-        if not self.rollouts.is_dir():
-            return []
-        found = (_ROLLOUT.fullmatch(path.name) for path in self.rollouts.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        return _steps_in(self.rollouts)
+
+    def evaluated_steps(self) -> list[int]:
+        """Return the steps after which held-out samples were recorded, in order."""
+        return _steps_in(self.evaluations)
 
     def prune_rollouts(self, step: int, *, keep: int) -> None:
         """Delete the samples of all but the `keep` newest steps up to `step`.
@@ -154,6 +145,7 @@ class RunDirectory:
             write_atomic(self.rollouts / PRUNED, f"{through}\n".encode())
         for old in doomed:
             self.rollouts_path(old).unlink(missing_ok=True)
+            self.evaluations_path(old).unlink(missing_ok=True)
 
     def pruned_through(self) -> int:
         """Return the newest step whose samples `prune_rollouts` may have deleted, 0 for none."""
@@ -208,7 +200,8 @@ class RunDirectory:
         Metrics and checkpoints have their own `rewind`.
         """
         self.result_path.unlink(missing_ok=True)
-        for path in self.rollouts.iterdir():
+        folders = (folder for folder in (self.rollouts, self.evaluations) if folder.is_dir())
+        for path in (path for folder in folders for path in folder.iterdir()):
             match = _ROLLOUT.fullmatch(path.name)
             if path.suffix == ".tmp" or (match and int(match[1]) > step):
                 path.unlink()
@@ -218,6 +211,13 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _steps_in(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    found = (_ROLLOUT.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
 
 
 def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool) -> bool:

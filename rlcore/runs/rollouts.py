@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rlcore.data.sample import ARRAYS, Sample
 from rlcore.errors import DataError
 from rlcore.runs.files import sync
+from rlcore.runs.sample_index import Scalars, scalars_of
 
 LEVEL = 3
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
@@ -30,16 +31,22 @@ def write_rollouts(
     *,
     version: int | None = None,
     policy_steps: Mapping[int, int] = MappingProxyType({}),
-) -> None:
+    vectors: Mapping[str, Sequence[NDArray[np.float32]]] = MappingProxyType({}),
+) -> list[Scalars]:
     """Write all samples of `step` to `path`.
 
-    A line is `Sample.to_record()` with `step`, `policy_version`, `policy_steps` and `advantages`.
-    The file is written aside and renamed: a kill leaves no half file. It is on the disk on return.
+    A line is `Sample.to_record()` with `step`, `policy_version`, `policy_steps`, `advantages` and
+    `vectors`. The file is written aside and renamed: a kill leaves no half file. It is on the disk
+    on return.
 
     Args:
         advantages: of each sample, float32 [m] for its m trainable tokens.
+        vectors: more of these, by name: log-probs of the trainer, entropy, loss weights, ...
         version: of the policy that was trained.
         policy_steps: version -> updates behind those weights; written for each span of versions.
+
+    Returns:
+        The scalars of each sample, for an index.
     """
     if advantages is not None and len(advantages) != len(samples):
         raise ValueError(
@@ -47,15 +54,21 @@ def write_rollouts(
         )
     aside = path.with_name(f".{path.name}.tmp")
     compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
+    scalars = []
     with open(aside, "wb") as file:
         with compressor.stream_writer(file, closefd=False) as stream:
             for row, sample in enumerate(samples):
                 given = None if advantages is None else advantages[row]
-                stream.write(_line(step, sample, given, version, policy_steps))
+                record = _record(step, sample, given, version, policy_steps)
+                if vectors:
+                    record["vectors"] = {name: of[row] for name, of in vectors.items()}
+                scalars.append(scalars_of(record))
+                stream.write(_encoded(record))
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
     sync(path.parent)
+    return scalars
 
 
 def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
@@ -91,13 +104,13 @@ def decode_samples(content: bytes) -> list[Sample]:
     return [Sample.from_record(json.loads(line)) for line in lines.split(b"\n") if line]
 
 
-def _line(
+def _record(
     step: int,
     sample: Sample,
     advantages: NDArray[np.float32] | None,
     version: int | None,
     policy_steps: Mapping[int, int],
-) -> bytes:
+) -> dict[str, Any]:
     record = sample.to_record(arrays=True) | {"step": step, "policy_version": version}
     if policy_steps:
         record["policy_steps"] = [policy_steps[span.version] for span in sample.versions]
@@ -108,7 +121,7 @@ def _line(
                 f" {advantages.shape}, expected ({sample.num_trainable},)"
             )
         record["advantages"] = np.ascontiguousarray(advantages, dtype=np.float32)
-    return _encoded(record)
+    return record
 
 
 def _encoded(record: dict[str, Any]) -> bytes:

@@ -83,6 +83,7 @@ class CreditAssignment:
                 batch.set("old_logprobs", vectors["rollout_logprobs"])
             elif "logprobs" in vectors:
                 batch.set("old_logprobs", vectors["logprobs"])
+            self._set_correction(batch)
         batch.set("weights", self._weights(batch, minibatches))
         names = ("advantages", "weights", "old_logprobs", "ref_logprobs", "values", "returns")
         return {name: vectors[name] for name in names if name in vectors} | self._batch_stats(
@@ -118,6 +119,19 @@ class CreditAssignment:
             result.advantages, inputs.cu_seqlens, inputs.group_ids, self.normalization
         )
         return replace(result, advantages=normalized)
+
+    def _set_correction(self, batch: RolloutBatch) -> None:
+        """Store the factor that the correction gives each token, where it is known by now.
+
+        The ranks compute their own; this one is for the record of the step.
+        """
+        correction = self.objective.correction
+        vectors = batch.vectors
+        if correction is not None and "old_logprobs" in vectors and "rollout_logprobs" in vectors:
+            found = correction(
+                vectors["old_logprobs"], vectors["rollout_logprobs"], batch.cu_seqlens
+            )
+            batch.set("correction", found.weights * found.keep)
 
     def _weights(self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]) -> Tensor:
         """Return the loss weight of each token within its optimizer step; 0 for a token too old."""

@@ -83,6 +83,7 @@ class Trainer:
                 self.score(step, batch)
                 self.assign_credit(step, batch)
                 updates = self.update(step)
+                self.record_updates(batch, updates)
                 self.publish(step)
             status = self.end_step(step, batch, updates)
             self.evaluate(step, ended=status in FINISHED)
@@ -175,6 +176,17 @@ class Trainer:
                     ):
                         return results
         return results
+
+    def record_updates(self, batch: RolloutBatch | None, updates: list[UpdateResult]) -> None:
+        """Gather what the updates did to each token, where the step is recorded.
+
+        A step that compares the policy with itself alone has nothing to tell.
+        """
+        config = self.config
+        compares = self.credit.passes.policy or config.algorithm.old_logprobs == "rollout"
+        if updates and compares and config.tracking.save_rollouts and not config.is_sft:
+            with self.clock("transfer"):
+                put(batch, self.backend.updated_vectors())
 
     def publish(self, step: int) -> None:
         """Send the weights after `step` to all engines, if there are any."""

@@ -26,7 +26,7 @@ from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.environment import append_start, describe_start
 from rlcore.runs.files import rotate_logs
 from rlcore.runs.metrics import MetricsFile, read_metrics
-from rlcore.runs.rollouts import write_rollouts
+from rlcore.runs.recorder import RolloutRecorder
 from rlcore.runs.state import restore_rng, rng_state
 from rlcore.tracking.format import HELD_OUT, TRAINING, pick_samples
 from rlcore.tracking.report import format_report, summarize
@@ -127,6 +127,7 @@ class RankZero:
         self.source = source
         self.tracker = tracker
         self.directory = directory
+        self.recorder = RolloutRecorder(directory, keep=config.tracking.keep_rollouts)
         self.checkpoints = checkpoints
         self.total_steps = total_steps
         self.interrupted = interrupted
@@ -284,6 +285,8 @@ class RankZero:
         if step > 0 or self._evaluation:
             self.tracker.log(step, self.metrics)
         self._show_held_out(step)
+        if self._evaluated and self.config.tracking.save_rollouts:
+            self.recorder.record_evaluation(step, self._evaluated)
         self._evaluation = {}
         self._evaluated = []
         if step > 0 and not self.config.is_sft:
@@ -295,17 +298,13 @@ class RankZero:
         assert self._rollouts is not None
         assert self._batch is not None
         if self.config.tracking.save_rollouts:
-            advantages = self._batch.vectors["advantages"].split(self._batch.num_trainable_each)
-            write_rollouts(
-                self.directory.rollouts_path(step),
+            self.recorder.record(
                 step,
                 self._rollouts.samples,
-                [part.numpy() for part in advantages],
+                self._batch,
                 version=self._version,
                 policy_steps=self._rollouts.policy_steps,
             )
-            if self.config.tracking.keep_rollouts is not None:
-                self.directory.prune_rollouts(step, keep=self.config.tracking.keep_rollouts)
         if step % self.config.tracking.show_every == 0:
             self._show(step, self._rollouts.samples, TRAINING)
 
@@ -400,7 +399,7 @@ class RankZero:
         found = self._resume_from
         # Without a checkpoint the evaluation before training, step 0, comes again too.
         MetricsFile(self.directory.metrics_path).rewind(-1 if found is None else self.step)
-        self.directory.rewind(self.step)
+        self.recorder.begin(self.step)
         # After the samples: recorded samples of a draw that the ledger lacks are a contradiction.
         self.source.keep_ledger(self.directory.ledger_path)
         self.directory.write_config(self.config.model_dump(mode="json"), self._origins)

@@ -118,7 +118,7 @@ class History:
             (number, transition, detail, lines.rewound_by)
             for lines in sorted([*self.counted, *self.rewound], key=lambda lines: lines.begin.line)
             for number, entry in self._read(lines)
-            for transition, moved, detail in _transitions(entry)
+            for transition, moved, detail in transitions_of(entry)
             if moved == draw
         ]
 
@@ -197,7 +197,7 @@ def _parsed(path: Path) -> Iterator[tuple[Entry, int]]:
                 return
             try:
                 entry = orjson.loads(line)
-                _check(entry)
+                check_entry(entry)
             except ValueError as error:
                 raise DataError(
                     f"{path}:{number}: not an entry of a ledger's journal: {error}"
@@ -205,7 +205,7 @@ def _parsed(path: Path) -> Iterator[tuple[Entry, int]]:
             yield entry, len(line)
 
 
-def _check(entry: Any) -> None:
+def check_entry(entry: Any) -> None:
     """Raises ValueError unless `entry` has the shape of an entry."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
@@ -258,7 +258,10 @@ def _is_list(found: Any, of: type) -> bool:
     return isinstance(found, list) and all(type(one) is of for one in found)
 
 
-def _transitions(entry: Mapping[str, Any]) -> Iterator[tuple[Transition, int, int | str | None]]:
+def transitions_of(
+    entry: Mapping[str, Any],
+) -> Iterator[tuple[Transition, int, int | str | None]]:
+    """Yield the transition, draw and detail of each draw in an entry."""
     for transition in TRANSITIONS:
         draws = entry.get(transition, ())
         each = entry.get(OF_EACH.get(transition, ""))
@@ -271,7 +274,7 @@ def _transitions(entry: Mapping[str, Any]) -> Iterator[tuple[Transition, int, in
 def _apply(ledger: Ledger, entry: Mapping[str, Any]) -> None:
     if "ledger" in entry:
         ledger.restore(entry["ledger"])
-    for transition, draw, detail in _transitions(entry):
+    for transition, draw, detail in transitions_of(entry):
         if transition == "drawn":
             ledger.draw([draw])
         elif transition == "finished":

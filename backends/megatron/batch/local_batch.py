@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.megatron.batch.pack import MicroBatch, make_micro_batch, pack_size
+from backends.megatron.batch.update_record import NAMES as UPDATE_VECTORS
+from backends.megatron.batch.update_record import UpdateRecord
 from backends.megatron.parallel.agreement import broadcast_json
 from backends.megatron.parallel.state import ParallelState
 from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch, ragged_index
@@ -90,6 +92,7 @@ class LocalBatch:
         self._share_prefixes = share_prefixes
         self._shard_map: ShardMap | None = None  # on rank 0
         self._packs: dict[int, list[MicroBatch]] = {}
+        self.updates = UpdateRecord()
         steps = None
         shares = None
         if batch is not None:
@@ -151,6 +154,15 @@ class LocalBatch:
         for rows, part in zip(all_rows, parts):
             whole[:, rows] = part
         return list(whole)
+
+    def collect_updates(self) -> dict[str, Tensor] | None:
+        """Gather what the updates did to each token to rank 0, by name. Collective."""
+        own = None
+        if self._parallel.is_last_stage:
+            packs = (self.micro_batches(k) for k in range(len(self.minibatches)))
+            own = self.updates.vectors([sum(one.num_trainable for one in of) for of in packs])
+        found = self.collect(own, len(UPDATE_VECTORS))
+        return None if found is None else dict(zip(UPDATE_VECTORS, found))
 
     def micro_batches(self, minibatch: int) -> list[MicroBatch]:
         """The packs of one optimizer step; every pass and epoch uses the same."""

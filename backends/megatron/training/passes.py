@@ -237,6 +237,7 @@ def policy_loss(
     Without assigned `old_logprobs` the step is on-policy and takes its own, detached.
     """
     stats = batch.batch_stats(minibatch)
+    batch.updates.begin(minibatch)
 
     def loss(micro: MicroBatch, output: Any) -> Tensor:
         logprobs, entropy = output
@@ -258,6 +259,8 @@ def policy_loss(
         )
         result = objective(inputs)
         assert inputs.weights is not None
+        if old is not None:
+            batch.updates.add(minibatch, inputs, result)
         moments.add_objective(result, inputs.weights)
         return (inputs.weights * result.per_token).sum()
 

@@ -1,0 +1,126 @@
+"""`rlcore view RUN ...`: a local page on runs, or one file that holds the page and its data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import UserError
+from rlcore.launch.signals import handling_stop_signals
+from rlcore.terminal import printable
+from rlcore.view.api import Api
+from rlcore.view.export import export_page
+from rlcore.view.run import RunView
+from rlcore.view.server import ViewServer
+from rollout.accounting.untrained import UntrainedDraws, life_of
+
+MOST_EVENTS = 2000  # that a page lists
+
+
+class RunLedger:
+    """Reads the ledger of a run for the page."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._draws = UntrainedDraws(path)
+
+    def untrained(self) -> dict[str, Any]:
+        """Return counts by reason, and the newest draws that were given up or given back."""
+        self._draws.refresh()
+        newest = list(self._draws.newest)[-MOST_EVENTS:][::-1]
+        return {
+            "restarts": max(self._draws.restarts - 1, 0),
+            "counts": [[what, why, count] for (what, why), count in self._draws.counts.items()],
+            "events": [event._asdict() for event in newest],
+        }
+
+    def life(self, draw: int) -> list[dict[str, Any]]:
+        """Return what happened to a draw, by line of the journal."""
+        names = ("line", "what", "detail", "rewound_by")
+        return [dict(zip(names, moment)) for moment in life_of(self.path, draw)]
+
+
+def view_runs(
+    paths: Sequence[Path], *, port: int, follow: bool, export: Path | None, step: int | None
+) -> int:
+    """Serve the page until Ctrl-C, or write it to `export`; return the exit code.
+
+    Args:
+        step: to be exported; default: the newest of each run.
+
+    Raises:
+        UserError: a folder is no run, or the port is taken.
+    """
+    runs = [open_run(name, path) for name, path in named(paths).items()]
+    api = Api(runs, follow=follow)
+    if export is not None:
+        print(printable(export_page(api, export, step=step)))
+        return 0
+    for run in runs:
+        run.indexer.start()
+        threading.Thread(target=run.metrics.refresh, daemon=True).start()  # before it is asked for
+    try:
+        server = ViewServer(api, port=port)
+    except OSError as error:
+        raise UserError(f"--port {port}: {error.strerror}; another one, or 0 for a free one") from (
+            error
+        )
+    print("\n".join(greeting(server)), flush=True)
+    with handling_stop_signals(signal.default_int_handler), server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("", file=sys.stderr)
+    return 0
+
+
+def open_run(name: str, path: Path) -> RunView:
+    """Open a run for reading. Raises UserError where the folder is none."""
+    ledger = RunLedger(path.resolve() / "ledger.jsonl")
+    return RunView(name, path, cache_of(path), ledger)
+
+
+def cache_of(path: Path) -> Path:
+    """Return the folder of this user's own index of a run."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    mark = hashlib.blake2b(os.fsencode(path.resolve()), digest_size=12).hexdigest()
+    return Path(base) / "rlcore" / "view" / mark
+
+
+def named(paths: Sequence[Path]) -> dict[str, Path]:
+    """Return the runs by name; a second one of a name carries its folder's name too."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        full = path.resolve()
+        if full in [known.resolve() for known in found.values()]:
+            continue
+        name = full.name
+        if name in found:
+            name = f"{full.parent.name}/{name}"
+        while name in found:
+            name += "'"
+        found[name] = path
+    return found
+
+
+def greeting(server: ViewServer) -> list[str]:
+    """Return the lines that say where the page is."""
+    lines = [f"rlcore view: {server.url}"]
+    if os.environ.get("SSH_CONNECTION"):
+        tunnel = f"ssh -N -L {server.port}:127.0.0.1:{server.port}"
+        lines.append(
+            f"  from your own machine first: {tunnel} {_user()}@{socket.gethostname()}"
+            "   (then open the address above there)"
+        )
+    return [*lines, "  the address is a key to these runs; Ctrl-C ends it"]
+
+
+def _user() -> str:
+    return os.environ.get("USER") or "USER"

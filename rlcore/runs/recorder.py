@@ -1,0 +1,105 @@
+"""Records the samples of steps and evaluations, and keeps their index."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.data.batch import RolloutBatch
+from rlcore.data.sample import Sample
+from rlcore.errors import DataError
+from rlcore.runs.directory import RunDirectory
+from rlcore.runs.rollouts import write_rollouts
+from rlcore.runs.sample_index import IndexWriter
+
+logger = logging.getLogger(__name__)
+
+# What a step may have computed of each trainable token, for its update. Whatever of it is there is
+# recorded; `advantages` and the engine's log-probs have their own place in a record.
+VECTORS = (
+    *("logprobs", "entropy", "ref_logprobs", "teacher_logprobs", "values", "returns"),
+    *("weights", "correction", "ratio", "clipped"),
+)
+CHECKED = "checked_logprobs"  # the trainer's log-probs, where only the engine check computed them
+
+
+class RolloutRecorder:
+    """Writes rollouts/, evaluations/ and index/ of a run.
+
+    Args:
+        keep: how many of the newest steps stay on the disk; None keeps all.
+    """
+
+    def __init__(self, directory: RunDirectory, *, keep: int | None) -> None:
+        self.directory = directory
+        self.keep = keep
+        self._index: IndexWriter | None = None
+
+    def begin(self, step: int) -> None:
+        """Delete what the folder holds of steps after `step`, and open the index."""
+        self.directory.rewind(step)
+        try:
+            self._index = IndexWriter(self.directory.index)
+            self._index.rewind(step)
+        except (OSError, DataError) as error:
+            self._without_index(error)
+
+    def record(
+        self,
+        step: int,
+        samples: Sequence[Sample],
+        batch: RolloutBatch,
+        *,
+        version: int | None,
+        policy_steps: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """Write the samples of `step` with the vectors that they were trained with.
+
+        Args:
+            version, policy_steps: as in `write_rollouts`.
+        """
+        path = self.directory.rollouts_path(step)
+        scalars = write_rollouts(
+            path,
+            step,
+            samples,
+            each(batch, "advantages"),
+            version=version,
+            policy_steps=policy_steps,
+            vectors=vectors_of(batch),
+        )
+        if self._index is not None:
+            try:
+                self._index.append(step, path.stat().st_size, scalars)
+            except (OSError, DataError) as error:
+                self._without_index(error)
+        if self.keep is not None:
+            self.directory.prune_rollouts(step, keep=self.keep)
+
+    def record_evaluation(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write the held-out samples of the evaluation after `step`."""
+        self.directory.evaluations.mkdir(exist_ok=True)
+        write_rollouts(self.directory.evaluations_path(step), step, samples)
+
+    def _without_index(self, error: Exception) -> None:
+        # A viewer makes the index anew, so this is no reason to end a run.
+        self._index = None
+        logger.warning("the index of samples is not kept any more: %s", error)
+
+
+def vectors_of(batch: RolloutBatch) -> dict[str, list[NDArray[np.float32]]]:
+    """Return what is known of the tokens of each sample, by name."""
+    found = {name: each(batch, name) for name in VECTORS if name in batch.vectors}
+    if "logprobs" not in found and CHECKED in batch.vectors:
+        found["logprobs"] = each(batch, CHECKED)
+    return found
+
+
+def each(batch: RolloutBatch, name: str) -> list[NDArray[np.float32]]:
+    """Return a vector of the batch in the parts of its samples, float32 [m] each."""
+    parts = batch.vectors[name].split(batch.num_trainable_each)
+    return [part.float().numpy() for part in parts]

@@ -1,0 +1,287 @@
+"""What the page asks for, as values that become JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlcore.errors import DataError
+from rlcore.view.detail import excerpt_of, sample_page, texts_of
+from rlcore.view.evaluations import answers_of, sets_of
+from rlcore.view.parameters import Parameters
+from rlcore.view.query import Filter, Found, Place, select
+from rlcore.view.run import RunView, record_at
+
+SEARCH_S = 0.35  # a search answers after this, with where to go on
+MOST_OF_A_GROUP = 512
+NEWEST_STEPS = 400
+PROGRESS = (
+    *("rollout/reward", "eval/score", "rollout/staleness_mean", "rollout/zero_std_groups"),
+    *("val/sequence_lengths", "policy/entropy_avg", "objective/kl", "time/step"),
+)
+
+
+class Api:
+    """Answers the page. It only reads.
+
+    Args:
+        follow: whether the page asks again by itself.
+    """
+
+    def __init__(self, runs: Sequence[RunView], *, follow: bool) -> None:
+        self.runs = {run.name: run for run in runs}
+        self.follow = follow
+        self.answers: Mapping[str, Callable[[Parameters], Any]] = {
+            "runs": self.list_runs,
+            "curves": self.curves,
+            "definitions": self.definitions,
+            "steps": self.steps,
+            "samples": self.samples,
+            "texts": self.texts,
+            "search": self.search,
+            "sample": self.sample,
+            "group": self.group,
+            "prompt": self.prompt,
+            "ledger": self.ledger,
+            "draw": self.draw,
+            "evaluations": self.evaluations,
+            "evaluation": self.evaluation,
+            "compare": self.compare,
+        }
+
+    def answer(self, name: str, given: Mapping[str, Sequence[str]]) -> Any:
+        """Answer one request.
+
+        Raises:
+            DataError: there is no such thing, or a parameter is wrong.
+        """
+        if name not in self.answers:
+            raise DataError(f"there is no {name[:40]!r} to ask for")
+        return self.answers[name](Parameters(given))
+
+    def run(self, asked: Parameters, name: str = "run") -> RunView:
+        """Return the run that is asked for, by its name."""
+        wanted = asked.text(name)
+        if wanted not in self.runs:
+            raise DataError(f"no run {wanted[:80]!r} here; there is {', '.join(self.runs)}")
+        return self.runs[wanted]
+
+    # --- runs and metrics -------------------------------------------------------------------------
+
+    def list_runs(self, asked: Parameters) -> Any:
+        """Every run: its state, its newest numbers, and what can be asked of it."""
+        return {"follow": self.follow, "runs": [self._run(run) for run in self.runs.values()]}
+
+    def _run(self, run: RunView) -> dict[str, Any]:
+        steps = run.index.steps()
+        result = run.result()
+        return {
+            "name": run.name,
+            "path": str(run.path),
+            "status": result.get("status", "going on or killed"),
+            "reason": result.get("reason", ""),
+            "newest": run.metrics.newest(),
+            "evaluated": run.metrics.last("eval/score"),
+            "steps": {"count": len(steps), "first": min(steps, default=0)}
+            | {"last": max(steps, default=0)},
+            "samples": sum(span.end - int(span.firsts[0]) for span in run.index.spans()),
+            "columns": run.index.columns(),
+            "metrics": run.metrics.names(),
+            "evaluations": list(run.evaluated()),
+            "indexing": {"done": run.indexer.done, "of": run.indexer.lacking}
+            | {"trouble": run.indexer.trouble},
+            "ledger": run.directory.ledger_path.is_file(),
+        }
+
+    def curves(self, asked: Parameters) -> Any:
+        """The curve of each metric that is asked for, of each run."""
+        return {
+            name: {run.name: run.metrics.curve(name) for run in self.runs.values()}
+            for name in asked.given.get("metric", ())[:50]
+        }
+
+    def definitions(self, asked: Parameters) -> Any:
+        """The definition of each metric that any run has."""
+        from rlcore.algorithms.metric_table import metric_spec  # torch: seconds to import
+
+        names = {name for run in self.runs.values() for name in run.metrics.names()}
+        specs = {name: metric_spec(name) for name in sorted(names)}
+        return {
+            name: {"text": spec.definition, "over": spec.denominator, "unit": spec.unit}
+            for name, spec in specs.items()
+            if spec is not None
+        }
+
+    def steps(self, asked: Parameters) -> Any:
+        """The newest steps with their numbers."""
+        run = self.run(asked)
+        recorded = run.index.steps()
+        steps = sorted({*recorded[-NEWEST_STEPS:], *run.metrics.steps[-NEWEST_STEPS:]})
+        rows = run.metrics.rows(steps)
+        return [
+            {"step": step, "recorded": step in recorded}
+            | {name: row[name] for name in PROGRESS if name in row}
+            for step, row in zip(steps, rows)
+        ][::-1]
+
+    # --- samples ----------------------------------------------------------------------------------
+
+    def samples(self, asked: Parameters) -> Any:
+        """A page of the table of samples, by their scalars."""
+        run = self.run(asked)
+        order = asked.text("sort", "")
+        found = self._select(
+            run,
+            asked,
+            order=order.removeprefix("-"),
+            descending=order.startswith("-"),
+            offset=asked.whole("offset", 0),
+            limit=asked.limit(),
+        )
+        return {"total": found.total, "rows": run.index.scalars(found.places)}
+
+    def _select(self, run: RunView, asked: Parameters, **options: Any) -> Found:
+        first, last = self._steps(run, asked)
+        return select(run.index.spans_between(first, last), asked.filters(), **options)
+
+    def _steps(self, run: RunView, asked: Parameters) -> tuple[int, int]:
+        """Return the first and last step of `steps=FIRST-LAST`, `STEP`, `all` or `newest`."""
+        given = asked.text("steps", "newest")
+        known = run.index.steps()
+        if given == "newest":
+            return (known[-1], known[-1]) if known else (0, 0)
+        if given == "all":
+            return 0, known[-1] if known else 0
+        first, dash, last = given.partition("-")
+        ends = [first, last if dash else first]
+        if not all(text.isascii() and text.isdigit() and len(text) < 13 for text in ends):
+            raise DataError(f"steps: expected newest, all, STEP or FIRST-LAST, got {given[:40]!r}")
+        return int(ends[0]), int(ends[1])
+
+    def texts(self, asked: Parameters) -> Any:
+        """The beginnings of the texts of samples, by `at=STEP:ROW`."""
+        run = self.run(asked)
+        by_step: dict[int, list[int]] = {}
+        for place in asked.places():
+            by_step.setdefault(place.step, []).append(place.row)
+        found: dict[str, Any] = {}
+        for step, rows in by_step.items():
+            try:
+                records = run.reader.records(run.recording(step), rows)
+            # recovery: the table shows the scalars, and why a text is missing
+            except DataError as error:
+                found |= {f"{step}:{row}": {"missing": str(error)} for row in rows}
+                continue
+            found |= {f"{step}:{row}": excerpt_of(record) for row, record in records.items()}
+        return found
+
+    def search(self, asked: Parameters) -> Any:
+        """Samples with a text in them, newest step first: as many steps as there is time for.
+
+        `before` is the step that an earlier answer said to go on from.
+        """
+        run = self.run(asked)
+        wanted = asked.text("text").lower()
+        first, last = self._steps(run, asked)
+        last = min(last, asked.whole("before", last + 1) - 1)
+        steps = [step for step in reversed(run.index.steps()) if first <= step <= last]
+        until = time.monotonic() + SEARCH_S
+        places: list[Place] = []
+        passing = asked.filters()
+        missing = 0
+        for step in steps:
+            if time.monotonic() > until or len(places) >= asked.limit():
+                return self._searched(run, places, step + 1, missing)
+            try:
+                places += self._hits(run, step, wanted, passing)
+            except DataError:
+                missing += 1  # told to the reader, who sees how much was not searched
+        return self._searched(run, places, 0, missing)
+
+    def _searched(self, run: RunView, places: list[Place], before: int, missing: int) -> Any:
+        rows = run.index.scalars(places)
+        return {"rows": rows, "before": before, "missing": missing}
+
+    def _hits(self, run: RunView, step: int, wanted: str, passing: Sequence[Filter]) -> list[Place]:
+        lines = enumerate(run.reader.all(run.recording(step)))
+        hits = {row for row, record in lines if wanted in texts_of(record)}
+        if not hits or not passing:
+            return [Place(step, row) for row in sorted(hits)]
+        found = select(run.index.spans_between(step, step), passing, limit=10_000)
+        return [place for place in found.places if place.row in hits]
+
+    def _place(self, run: RunView, asked: Parameters) -> Place:
+        """Return where the sample `index` of `draw` is in `step`."""
+        step = asked.whole("step")
+        filters = [Filter(name, "=", asked.whole(name)) for name in ("draw", "index")]
+        found = select(run.index.spans_between(step, step), filters, limit=1)
+        if not found.places:
+            raise DataError(
+                f"step {step} of {run.name} has no sample {asked.whole('index')} of draw"
+                f" {asked.whole('draw')}: it was rewound, or is not indexed yet"
+            )
+        return found.places[0]
+
+    def sample(self, asked: Parameters) -> Any:
+        """One sample with everything that is known of it."""
+        run = self.run(asked)
+        place = self._place(run, asked)
+        return sample_page(run, record_at(run, place)) | {"scalars": run.index.scalars([place])[0]}
+
+    def group(self, asked: Parameters) -> Any:
+        """All samples of a draw."""
+        run = self.run(asked)
+        step = asked.whole("step")
+        filters = [Filter("draw", "=", asked.whole("draw"))]
+        found = select(run.index.spans_between(step, step), filters, limit=MOST_OF_A_GROUP)
+        rows = [place.row for place in found.places]
+        records = run.reader.records(run.recording(step), rows)
+        pages = [sample_page(run, records[row]) for row in rows if row in records]
+        return {"rows": run.index.scalars(found.places), "samples": pages}
+
+    def prompt(self, asked: Parameters) -> Any:
+        """The samples of one prompt over all steps, newest first."""
+        run = self.run(asked)
+        place = self._place(run, asked)
+        prompt_id = str(record_at(run, place).get("prompt_id"))
+        from rlcore.runs.sample_index import prompt_number
+
+        filters = [Filter("prompt", "=", prompt_number(prompt_id)), *asked.filters()]
+        found = select(run.index.spans(), filters, limit=asked.limit(200))
+        return {
+            "prompt_id": prompt_id,
+            "total": found.total,
+            "rows": run.index.scalars(found.places),
+        }
+
+    # --- ledger -----------------------------------------------------------------------------------
+
+    def ledger(self, asked: Parameters) -> Any:
+        """What was not trained, and why."""
+        return self.run(asked).ledger.untrained()
+
+    def draw(self, asked: Parameters) -> Any:
+        """What happened to one draw."""
+        return self.run(asked).ledger.life(asked.whole("draw"))
+
+    # --- evaluations ------------------------------------------------------------------------------
+
+    def evaluations(self, asked: Parameters) -> Any:
+        """The sets of every evaluation, and how many answers of each flipped."""
+        return sets_of(self.run(asked))
+
+    def evaluation(self, asked: Parameters) -> Any:
+        """The answers of one set at two steps."""
+        run = self.run(asked)
+        return answers_of(run, asked.text("set", ""), asked.whole("step"), asked.whole("before"))
+
+    # --- side by side -----------------------------------------------------------------------------
+
+    def compare(self, asked: Parameters) -> Any:
+        """Two steps, of one run or of two: metrics, rewards and prompts of both."""
+        from rlcore.view.comparison import side_by_side
+
+        one = (self.run(asked, "a"), asked.whole("a_step"))
+        other = (self.run(asked, "b"), asked.whole("b_step"))
+        return side_by_side(one, other)

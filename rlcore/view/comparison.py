@@ -1,0 +1,76 @@
+"""Two steps side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlcore.view.detail import excerpt_of
+from rlcore.view.query import select
+from rlcore.view.reader import Record
+from rlcore.view.run import RunView
+
+MOST_SAMPLES = 10_000
+MOST_PROMPTS = 200
+BINS = 20
+Side = tuple[RunView, int]
+
+
+def side_by_side(one: Side, other: Side) -> dict[str, Any]:
+    """Return metrics, rewards and shared prompts of two steps, of one run or of two."""
+    sides = [one, other]
+    metrics = [run.metrics.rows([step])[0] for run, step in sides]
+    names = sorted({*metrics[0], *metrics[1]} - {"step"})
+    rewards = [_rewards(side) for side in sides]
+    everything = np.concatenate(rewards)
+    low, high = (everything.min(), everything.max()) if len(everything) else (0.0, 1.0)
+    edges = np.linspace(low, high if high > low else low + 1.0, BINS + 1)
+    return {
+        "metrics": [[name, metrics[0].get(name), metrics[1].get(name)] for name in names],
+        "edges": edges,
+        "histograms": [np.histogram(values, edges)[0] for values in rewards],
+        "prompts": _prompts(one, other),
+    }
+
+
+def _rewards(side: Side) -> np.ndarray[Any, Any]:
+    run, step = side
+    rows = [
+        span.index.column("reward")[int(span.firsts[0]) : span.end]
+        for span in run.index.spans_between(step, step)
+    ]
+    found = np.concatenate([np.zeros(0, dtype=np.float32), *rows])
+    return found[np.isfinite(found)]
+
+
+def _prompts(one: Side, other: Side) -> list[dict[str, Any]]:
+    """Return the prompts that both steps trained on, with a sample of each."""
+    if not all(run.index.spans_between(step, step) for run, step in (one, other)):
+        return []
+    first, second = _by_prompt(one), _by_prompt(other)
+    shared = [prompt for prompt in first if prompt in second][:MOST_PROMPTS]
+    return [
+        {"prompt_id": prompt, "a": _told(first[prompt]), "b": _told(second[prompt])}
+        for prompt in shared
+    ]
+
+
+def _by_prompt(side: Side) -> dict[str, list[Record]]:
+    run, step = side
+    rows = [p.row for p in select(run.index.spans_between(step, step), limit=MOST_SAMPLES).places]
+    found: dict[str, list[Record]] = {}
+    for record in run.reader.records(run.recording(step), rows).values():
+        found.setdefault(str(record.get("prompt_id")), []).append(record)
+    return found
+
+
+def _told(records: list[Record]) -> dict[str, Any]:
+    rewards = [float(record.get("reward") or 0.0) for record in records]
+    first = records[0]
+    return excerpt_of(first) | {
+        "reward": sum(rewards) / len(rewards),
+        "samples": len(records),
+        "draw": first.get("draw"),
+        "index": first.get("index"),
+    }

@@ -1,0 +1,213 @@
+"""One sample as the page shows it: conversation, tokens, and every vector that was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.errors import DataError
+from rlcore.view.reader import Record
+from rlcore.view.run import RunView
+
+EXCERPT = 240  # characters of a text in a table
+Vector = NDArray[Any]
+# name, title, definition, scale: "diverging" around 0 or 1, "sequential", or "steps" of few values
+VECTORS: tuple[tuple[str, str, str, str], ...] = (
+    ("advantage", "advantage", "what the update multiplied the token's log-prob by", "around 0"),
+    ("logprob", "log-prob", "of the trainer before the update", "up to 0"),
+    ("engine_logprob", "log-prob of the engine", "with which the token was drawn", "up to 0"),
+    ("gap", "trainer - engine", "log-prob of the trainer less that of the engine", "around 0"),
+    ("ratio", "ratio", "probability at the last update over that before the step", "around 1"),
+    ("clipped", "clipped", "1 where the clip changed the policy loss at that update", "from 0"),
+    ("entropy", "entropy", "of the policy at this token, in nats", "from 0"),
+    ("value", "value", "of the critic", "around 0"),
+    ("return", "return", "what the critic learns", "around 0"),
+    ("weight", "loss weight", "share of the token in its optimizer step; 0: masked", "from 0"),
+    ("correction", "correction", "factor of the loss for the engine's log-probs", "around 1"),
+    ("ref_gap", "policy - reference", "log-prob of the trainer less the reference's", "around 0"),
+    ("teacher_gap", "policy - teacher", "log-prob of the trainer less the teacher's", "around 0"),
+    ("token_reward", "token reward", "reward that the workflow gave the token", "around 0"),
+    ("version", "version", "of the weights that made the token", "steps"),
+    ("staleness", "staleness", "training steps since those weights", "from 0"),
+    ("turn", "turn", "of the conversation that made the token", "steps"),
+)
+
+
+def sample_page(run: RunView, record: Record) -> dict[str, Any]:
+    """Return all that the page shows of a sample. Raises DataError where the record is damaged."""
+    try:
+        tokens = [int(token) for token in record["tokens"]]
+        mask = [int(bit) for bit in record["loss_mask"]]
+        vectors = _vectors(record)
+        known = [entry for entry in VECTORS if entry[0] in vectors]
+        return {
+            "record": _fields(record),
+            "messages": messages_of(record),
+            "turns": _turns(record, vectors),
+            "tokens": tokens,
+            "texts": run.texts.of(tokens),
+            "trouble": run.texts.trouble,
+            "mask": mask,
+            "vectors": [
+                {"name": n, "title": title, "text": text, "scale": scale, "values": vectors[n]}
+                for n, title, text, scale in known
+            ],
+            "masked": _masked(vectors),
+        }
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise DataError(
+            f"step {record.get('step')}: a sample cannot be shown: {type(error).__name__}: {error}"
+        ) from error
+
+
+def excerpt_of(record: Record) -> dict[str, Any]:
+    """Return beginnings of prompt and response, for a row of a table."""
+    prompt = _asked(record)
+    return {
+        "prompt": prompt[:EXCERPT],
+        "response": _said(record)[:EXCERPT],
+        "label": str(record.get("label", ""))[:EXCERPT],
+        "prompt_id": str(record.get("prompt_id", ""))[:EXCERPT],
+    }
+
+
+def _asked(record: Record) -> str:
+    """Return the prompt; in a conversation what was said last before the first answer."""
+    messages = record.get("messages")
+    if isinstance(messages, list) and record.get("turn_spans"):
+        roles = [m.get("role") if isinstance(m, dict) else None for m in messages]
+        first = roles.index("assistant") if "assistant" in roles else len(roles)
+        if first and isinstance(messages[first - 1].get("content"), str):
+            return str(messages[first - 1]["content"])
+    return str(record.get("prompt_text", ""))
+
+
+def texts_of(record: Record) -> str:
+    """Return everything that a search looks at, in lower case."""
+    metadata = record.get("metadata") or {}
+    parts = [str(record.get("prompt_text", "")), _said(record), str(record.get("prompt_id", ""))]
+    parts += [str(record.get("label", "")), str(metadata.get("reward_error", ""))]
+    return "\n".join(parts).lower()
+
+
+def _said(record: Record) -> str:
+    """Return what the model wrote: in a conversation its messages one after the other."""
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not record.get("turn_spans"):
+        return str(record.get("response_text", ""))
+    said = [m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
+    return " | ".join(_words(message) for message in said)
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    words = message.get("content") or message.get("reasoning_content") or ""
+    return f"{words}{_call_text(message.get('tool_calls'))}".strip()
+
+
+def _call_text(calls: Any) -> str:
+    given = calls if isinstance(calls, list) else []
+    functions = [call.get("function") for call in given if isinstance(call, dict)]
+    return "".join(
+        f" {f.get('name')}({f.get('arguments')})" for f in functions if isinstance(f, dict)
+    )
+
+
+def messages_of(record: Record) -> list[dict[str, Any]]:
+    """Return the conversation; of a plain prompt and its response as two messages."""
+    messages = record.get("messages")
+    if isinstance(messages, list) and record.get("turn_spans"):
+        return [message for message in messages if isinstance(message, dict)]
+    return [
+        {"role": "prompt", "content": str(record.get("prompt_text", ""))},
+        {"role": "assistant", "content": str(record.get("response_text", ""))},
+    ]
+
+
+def _fields(record: Record) -> dict[str, Any]:
+    names = (
+        *("step", "draw", "index", "group_id", "rollout_id", "prompt_id", "reward"),
+        *("reward_parts", "finish_reason", "policy_version", "baseline_reward", "label"),
+        *("metadata", "outcome", "measured"),
+    )
+    return {name: record.get(name) for name in names}
+
+
+def _vectors(record: Record) -> dict[str, Vector]:
+    """Return every vector of the trainable tokens, float32 or int64 [m]."""
+    m = len(record["rollout_logprobs"])
+    given = record.get("vectors") or {}
+    known: Mapping[str, Any] = {
+        "advantage": record.get("advantages"),
+        "engine_logprob": record["rollout_logprobs"],
+        "logprob": given.get("logprobs"),
+        "ratio": given.get("ratio"),
+        "clipped": given.get("clipped"),
+        "entropy": given.get("entropy"),
+        "value": given.get("values"),
+        "return": given.get("returns"),
+        "weight": given.get("weights"),
+        "correction": given.get("correction"),
+        "token_reward": record.get("token_rewards"),
+    }
+    found = {
+        name: np.array(values, dtype=np.float32)  # null, which stands for NaN, becomes NaN
+        for name, values in known.items()
+        if isinstance(values, list) and len(values) == m
+    }
+    if "logprob" in found:
+        found["gap"] = found["logprob"] - found["engine_logprob"]
+        for name, key in (("ref_gap", "ref_logprobs"), ("teacher_gap", "teacher_logprobs")):
+            if isinstance(given.get(key), list):
+                found[name] = found["logprob"] - np.array(given[key], dtype=np.float32)
+    lengths = [int(end) - int(start) for _, start, end in record["versions"]]
+    if sum(lengths) == m and m:
+        found["version"] = np.repeat([int(span[0]) for span in record["versions"]], lengths)
+        steps = record.get("policy_steps")
+        if steps and len(steps) == len(lengths):
+            ages = [int(record["step"]) - 1 - int(step) for step in steps]
+            found["staleness"] = np.repeat(ages, lengths)
+    if spans := record.get("turn_spans"):
+        found["turn"] = np.repeat([s[0] for s in spans], [s[3] - s[2] for s in spans])
+    return found
+
+
+def _turns(record: Record, vectors: Mapping[str, Vector]) -> list[dict[str, Any]]:
+    """Return what is known of each turn that was trained: its message, tokens, reward, credit."""
+    spans: Sequence[Sequence[int]] = record.get("turn_spans") or [
+        [0, 1, 0, len(record["rollout_logprobs"])]
+    ]
+    return [
+        {
+            "turn": turn,
+            "message": message,
+            "start": start,
+            "end": end,
+            "reward": _reduced(np.nansum, vectors.get("token_reward"), start, end),
+            "advantage": _reduced(np.nanmean, vectors.get("advantage"), start, end),
+            "entropy": _reduced(np.nanmean, vectors.get("entropy"), start, end),
+        }
+        for turn, message, start, end in spans
+    ]
+
+
+def _reduced(how: Any, vector: Vector | None, start: int, end: int) -> float | None:
+    if vector is None or end <= start:
+        return None
+    part = vector[start:end]
+    return None if np.isnan(part).all() else float(how(part))
+
+
+def _masked(vectors: Mapping[str, Vector]) -> dict[str, int]:
+    """Count tokens that the update did not learn from, by the reason."""
+    found = {"trainable": len(vectors["engine_logprob"])}
+    for name, key in (("weight", "no weight"), ("correction", "dropped by the correction")):
+        if name in vectors:
+            found[key] = int((vectors[name] == 0).sum())
+    if "advantage" in vectors:
+        found["no advantage"] = int((vectors["advantage"] == 0).sum())
+    if "clipped" in vectors:
+        found["clipped"] = int((vectors["clipped"] > 0).sum())
+    return found

@@ -1,0 +1,92 @@
+"""Recorded evaluations: sets by step, and the answers that changed from one to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlcore.config.evaluation_sets import SET_KEY
+from rlcore.errors import DataError
+from rlcore.view.detail import excerpt_of
+from rlcore.view.reader import Record
+from rlcore.view.run import RunView
+
+MOST_ANSWERS = 2000
+NEWEST = 50  # evaluations that a page looks at
+Key = tuple[str, int]  # the prompt, the number of its answer
+
+
+def sets_of(run: RunView) -> list[dict[str, Any]]:
+    """Return each set of each evaluation, newest first, with the flips since the one before."""
+    found: list[dict[str, Any]] = []
+    before: dict[str, tuple[int | None, dict[Key, Record]]] = {}
+    for step, path in list(run.evaluated().items())[-NEWEST:]:
+        for name, answers in _by_set(run, path).items():
+            earlier, known = before.get(name, (None, {}))
+            common = answers.keys() & known.keys()
+            better = sum(_is_right(answers[k]) and not _is_right(known[k]) for k in common)
+            worse = sum(_is_right(known[k]) and not _is_right(answers[k]) for k in common)
+            rewards = [float(answer.get("reward") or 0.0) for answer in answers.values()]
+            found.append(
+                {"step": step, "set": name, "answers": len(answers), "before": earlier}
+                | {"reward": sum(rewards) / len(rewards), "better": better, "worse": worse}
+                | {"right": sum(map(_is_right, answers.values()))}
+            )
+            before[name] = (step, answers)
+    return found[::-1]
+
+
+def answers_of(run: RunView, name: str, step: int, before: int) -> dict[str, Any]:
+    """Return the answers of a set at two steps side by side; those that flipped come first."""
+    now = _answers(run, name, step)
+    then = _answers(run, name, before) if before != step else {}
+    rows: list[dict[str, Any]] = [
+        {
+            "prompt_id": key[0],
+            "index": key[1],
+            "flip": _flip(now[key], then.get(key)),
+            "now": _answer(now[key]),
+            "then": _answer(then[key]) if key in then else None,
+        }
+        for key in now
+    ]
+    rows.sort(key=lambda row: {"worse": 0, "better": 1}.get(row["flip"], 2))
+    return {"set": name, "step": step, "before": before, "rows": rows[:MOST_ANSWERS]}
+
+
+def _answers(run: RunView, name: str, step: int) -> dict[Key, Record]:
+    path = run.evaluated().get(step)
+    found = {} if path is None else _by_set(run, path)
+    if name not in found:
+        raise DataError(f"no answers of the set {name or 'without a name'} after step {step}")
+    return found[name]
+
+
+def _by_set(run: RunView, path: Path) -> dict[str, dict[Key, Record]]:
+    found: dict[str, dict[Key, Record]] = {}
+    for record in run.reader.all(run.inside(path)):
+        metadata = record.get("metadata") or {}
+        key = (str(record.get("prompt_id")), int(record.get("index") or 0))
+        found.setdefault(str(metadata.get(SET_KEY, "")), {})[key] = record
+    return found
+
+
+def _is_right(record: Record) -> bool:
+    """Whether an answer is right: by the verdict, where there is one, else by half of a reward."""
+    verdict = (record.get("metadata") or {}).get("correct")
+    return verdict if isinstance(verdict, bool) else float(record.get("reward") or 0.0) > 0.5
+
+
+def _flip(now: Record, then: Record | None) -> str:
+    if then is None or _is_right(now) == _is_right(then):
+        return ""
+    return "better" if _is_right(now) else "worse"
+
+
+def _answer(record: Record) -> dict[str, Any]:
+    return excerpt_of(record) | {
+        "reward": record.get("reward"),
+        "right": _is_right(record),
+        "finish": record.get("finish_reason"),
+        "length": len(record.get("rollout_logprobs") or ()),
+    }

@@ -1,0 +1,128 @@
+"""Writes the page and its data to one file that needs no server."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import DataError, UserError
+from rlcore.runs.files import write_atomic
+from rlcore.view.api import Api
+from rlcore.view.detail import excerpt_of, sample_page
+from rlcore.view.query import select
+from rlcore.view.run import RunView
+from rlcore.view.server import PAGE, POLICY, SCRIPTS, STYLE, static, to_json
+
+MOST_SAMPLES = 512  # of a step: those after them are left out, and the file says so
+MOST_EVALUATIONS = 5
+
+
+def export_page(api: Api, target: Path, *, step: int | None) -> str:
+    """Write the page with one step of each run; return a line that says what it holds.
+
+    Raises:
+        UserError: no run has that step, or the file cannot be written.
+    """
+    told = []
+    runs = {}
+    answers: dict[str, Any] = {}
+    for run in api.runs.values():
+        chosen = _step_of(run, step)
+        runs[run.name] = (
+            {"rows": [], "texts": {}, "samples": {}} if chosen is None else (_samples(run, chosen))
+        )
+        told.append(f"{run.name} step {chosen} ({len(runs[run.name]['rows'])} samples)")
+        answers |= _answers(api, run, runs[run.name])
+    names = {name for run in api.runs.values() for name in run.metrics.names()}
+    data = {
+        "runs": runs,
+        "curves": api.answer("curves", {"metric": sorted(names)}),
+        "answers": answers
+        | {"runs?": api.answer("runs", {}), "definitions?": api.answer("definitions", {})},
+    }
+    data["answers"]["runs?"]["follow"] = False
+    try:
+        write_atomic(target, page_with(to_json(data)), mode=0o600)
+    except OSError as error:
+        raise UserError(f"--export {target}: {error.strerror}") from error
+    return f"{target}: {', '.join(told)}"
+
+
+def page_with(data: bytes) -> bytes:
+    """Return the page with scripts, style and data inside, and a policy that allows these alone."""
+    # "<" is escaped, so that no text of a run can end the block; it is data, never run.
+    block = data.replace(b"<", b"\\u003c").replace(b">", b"\\u003e").replace(b"&", b"\\u0026")
+    style = static(STYLE)
+    script = b"\n".join(static(name).replace(b'"use strict";\n', b"", 1) for name in SCRIPTS)
+    script = b'"use strict";\n' + script
+    if b"</script" in script or b"</style" in style:
+        raise ValueError("a file of the page would end its own block")
+    policy = POLICY.format(sources=f"script-src {_hash(script)}; style-src {_hash(style)}")
+    policy = policy.replace(" frame-ancestors 'none';", "")  # of which a <meta> may not speak
+    page = static(PAGE)
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'.encode()
+    page = page.replace(b'<meta charset="utf-8">\n', b'<meta charset="utf-8">\n' + head)
+    page = page.replace(
+        b'<link rel="stylesheet" href="style.css">', b"<style>" + style + b"</style>"
+    )
+    for name in SCRIPTS:
+        page = page.replace(f'<script src="{name}"></script>\n'.encode(), b"")
+    return page.replace(
+        b"</body>",
+        b'<script type="application/json" id="embedded">'
+        + block
+        + b"</script>\n<script>"
+        + script
+        + b"</script>\n</body>",
+    )
+
+
+def _hash(content: bytes) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
+
+
+def _step_of(run: RunView, step: int | None) -> int | None:
+    """Return the step to export; None where a run has no samples and none was asked for."""
+    steps = [*run.recorded()]
+    if step is not None and step not in steps:
+        has = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has none"
+        raise UserError(f"{run.path}: no samples of step {step}; {has}")
+    return step if step is not None else max(steps, default=None)
+
+
+def _samples(run: RunView, step: int) -> dict[str, Any]:
+    run.indexer.index_now(step)
+    found = select(run.index.spans_between(step, step), limit=MOST_SAMPLES)
+    rows = run.index.scalars(found.places)
+    records = run.reader.records(run.recording(step), [place.row for place in found.places])
+    return {
+        "rows": rows,
+        "texts": {f"{step}:{row}": excerpt_of(record) for row, record in records.items()},
+        "samples": {
+            f"{step}:{row['draw']}:{row['index']}": sample_page(run, records[row["row"]])
+            | {"scalars": row}
+            for row in rows
+        },
+    }
+
+
+def _answers(api: Api, run: RunView, samples: dict[str, Any]) -> dict[str, Any]:
+    """Return what the other views of a run ask for, by the question."""
+    asked: list[tuple[str, dict[str, Any]]] = [("steps", {}), ("evaluations", {}), ("ledger", {})]
+    asked += [("draw", {"draw": row["draw"]}) for row in samples["rows"]]
+    for one in api.answer("evaluations", {"run": [run.name]})[:MOST_EVALUATIONS]:
+        before = one["step"] if one["before"] is None else one["before"]
+        asked.append(("evaluation", {"set": one["set"], "step": one["step"], "before": before}))
+    found = {}
+    for name, parameters in asked:
+        given = {"run": run.name, **parameters}
+        try:
+            answer = api.answer(name, {key: [str(value)] for key, value in given.items()})
+        # recovery: the view says that it is not in the file
+        except DataError:
+            continue
+        question = "&".join(f"{key}={value}" for key, value in sorted(given.items()))
+        found[f"{name}?{question}"] = answer
+    return found

@@ -1,0 +1,263 @@
+"""Each view of the page, on a run with single answers and one with conversations."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from conftest import Reader, reading, serving
+
+from rlcore.runs.rollouts import read_rollouts
+
+NARROW = (390, 800)
+
+
+@pytest.fixture(scope="module")
+def reader(
+    single: Path, talks: Path, chromium: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Reader]:
+    with (
+        serving(tmp_path_factory.mktemp("cache"), single, talks) as server,
+        reading(chromium, server.url) as reader,
+    ):
+        yield reader
+
+
+def sample(run: Path, step: int, **more: object) -> str:
+    """The address of a step's first sample."""
+    record = read_rollouts(run / "rollouts" / f"step_{step:06d}.jsonl.zst")[0]
+    where = {"run": run.name, "step": step, "draw": record["draw"], "index": record["index"]}
+    return f"sample?{urlencode({**where, **more})}"
+
+
+def test_runs_and_their_steps(reader: Reader) -> None:
+    reader.open("runs")
+    assert "completed" in reader.text("table >> nth=0")
+    assert reader.page.locator(".spark").count() == 2
+    assert reader.page.locator("tr[data-row]").count() == 5  # four steps, and 0
+    reader.see("tr[data-row] a").click()
+    reader.shown("samples")
+    assert reader.page.locator("tr[data-row]").count() == 16
+
+
+def test_curves_have_definitions(reader: Reader) -> None:
+    reader.open("curves?metrics=rollout/reward,eval/score")
+    assert reader.page.locator(".chart svg path.line").count() == 3  # one run was not evaluated
+    heading = reader.see(".chart h3")
+    reader.page.locator("aside input").nth(1).wait_for()
+    heading.hover()
+    reader.see("#tip:has-text('averaged over')")
+    assert "reward" in reader.text("#tip")
+    reader.page.locator(".chart svg").first.hover()
+    assert "step" in reader.text(".chart figcaption")
+
+
+def test_samples_sort_filter_and_search(reader: Reader) -> None:
+    reader.open("samples?run=single&steps=all")
+    assert reader.text("[data-total]") == "64 samples"
+    reader.see("th button:has-text('reward')").click()
+    reader.see("th[aria-sort=descending]")
+    rewards = cells(reader, "reward")
+    assert rewards == sorted(rewards, reverse=True)
+    reader.see("[aria-label='Add a condition']").fill(f"reward<{rewards[10]}")
+    reader.press("Enter")
+    reader.see(".chip")
+    assert max(cells(reader, "reward")) < rewards[10]
+    reader.see(".chip").click()
+    reader.see("[data-total='64']")
+    asked = read_rollouts(reader_run(reader, "single"))[3]["prompt_text"]
+    reader.see("[aria-label='Search the texts']").fill(asked)
+    reader.press("Enter")
+    reader.see(f"[role=status]:has-text('{asked}')")
+    reader.see("tr[data-filled]")
+    found = reader.page.locator("tr[data-row] .prompt").all_inner_texts()
+    assert found
+    assert all(asked.strip()[-20:] in text for text in found)
+
+
+def reader_run(reader: Reader, name: str) -> Path:
+    """The newest recording of a run."""
+    answer = reader.page.request.get(f"{reader.url}api/runs").json()
+    path = next(Path(run["path"]) for run in answer["runs"] if run["name"] == name)
+    return max((path / "rollouts").glob("*.zst"))
+
+
+def cells(reader: Reader, title: str) -> list[float]:
+    """The numbers of a column, as they are shown."""
+    reader.see("tr[data-row]")
+    heads = [head.strip("\u2191\u2193 ") for head in reader.page.locator("th").all_inner_texts()]
+    column = reader.page.locator(f"tr[data-row] td:nth-child({heads.index(title) + 1})")
+    return [float(text) for text in column.all_inner_texts()]
+
+
+def test_groups_without_variance_are_found(reader: Reader) -> None:
+    query = urlencode({"run": "talks", "steps": "all", "filter": json.dumps([["flat", "=", 1]])})
+    reader.open(f"samples?{query}")
+    # all answers of this environment get the same reward
+    assert reader.page.locator("tr[data-row]").count() == 16
+
+
+def test_a_conversation_by_turns(reader: Reader, talks: Path) -> None:
+    reader.open(sample(talks, 2))
+    roles = reader.page.locator(".turn .who b").all_inner_texts()
+    assert roles == ["user", "assistant", "user", "assistant", "user"]
+    told = reader.page.locator(".turn.assistant .why").all_inner_texts()
+    assert ["turn 1" in told[0], "reward 0.5" in told[0]] == [True, True]
+    assert ["turn 2" in told[1], "reward 1" in told[1]] == [True, True]
+
+
+def test_tokens_by_every_vector_that_was_trained(reader: Reader, single: Path) -> None:
+    reader.open(sample(single, 2, tab="tokens"))
+    names = [
+        str(o.get_attribute("value"))
+        for o in reader.page.locator("[aria-label='Colour by'] option").all()
+    ]
+    assert {"advantage", "logprob", "engine_logprob", "gap", "ratio", "clipped", "entropy"} <= {
+        *names
+    }
+    assert {"value", "return", "weight", "correction", "version", "staleness"} <= {*names}
+    record = read_rollouts(single / "rollouts" / "step_000002.jsonl.zst")[0]
+    for name in names:
+        reader.see("[aria-label='Colour by']").select_option(name)
+        reader.see(f"[aria-label='Colour by'] option[value='{name}'][selected]")
+    first = record["loss_mask"].index(1)
+    reader.see(f"[data-t='{first}']").hover()
+    told = reader.text(".told")
+    assert f"token {record['tokens'][first]} at {first}" in told
+    shown = re.search(r"\badvantage\s+(\S+)", told)
+    assert shown
+    assert float(shown[1]) == pytest.approx(record["advantages"][0], rel=1e-4)
+    texts = reader.page.locator("[data-t]").all_inner_texts()
+    assert record["response_text"] in "".join(texts)
+    assert "context" in str(reader.see("[data-t='0']").get_attribute("class"))
+
+
+def test_a_group_side_by_side(reader: Reader, single: Path) -> None:
+    reader.open(sample(single, 3, tab="group"))
+    assert reader.page.locator(".group article").count() == 4
+    records = read_rollouts(single / "rollouts" / "step_000003.jsonl.zst")[:4]
+    answers = [[t for t, bit in zip(r["tokens"], r["loss_mask"]) if bit] for r in records]
+    common = next((k for k, tokens in enumerate(zip(*answers)) if len({*tokens}) > 1), None)
+    common = min(map(len, answers)) if common is None else common
+    assert f"share the first {common} tokens" in reader.text(".note")
+    shown = reader.page.locator(".group pre").all_inner_texts()
+    assert all(record["response_text"] in text for record, text in zip(records, shown))
+
+
+def test_the_same_prompt_over_the_steps_and_why(reader: Reader, single: Path) -> None:
+    reader.open(sample(single, 2, tab="prompt"))
+    record = read_rollouts(single / "rollouts" / "step_000002.jsonl.zst")[0]
+    assert f"4 samples of {record['prompt_id']}" in reader.text(".note")
+    assert reader.page.locator("circle.point").count() == 4
+    reader.open(sample(single, 2, tab="history"))
+    assert "trainable tokens" in reader.text("main")
+    rows = reader.page.locator(".body tbody tr").all_inner_texts()
+    assert [row.split("\t")[1] for row in rows] == ["drawn", "finished", "consumed"]
+
+
+def test_evaluations_and_flips(reader: Reader, single: Path) -> None:
+    reader.open("evaluations?run=single&step=4&before=0")
+    assert reader.page.locator("[aria-label=Evaluations] tr[data-row]").count() == 3
+    now = read_rollouts(single / "evaluations" / "step_000004.jsonl.zst")
+    then = read_rollouts(single / "evaluations" / "step_000000.jsonl.zst")
+    flips = sum((a["reward"] > 0.5) != (b["reward"] > 0.5) for a, b in zip(now, then))
+    assert reader.page.locator("tr.better, tr.worse").count() == flips
+    assert reader.page.locator("table.answers tr[data-row]").count() == 6
+
+
+def test_two_runs_side_by_side(reader: Reader) -> None:
+    reader.open("compare?a=single&a_step=1&b=single&b_step=4")
+    assert "rollout/reward" in reader.text("table >> nth=0")
+    assert reader.page.locator("rect.bar").count() == 40
+    reader.see("[aria-label='Run b']").select_option("talks")
+    reader.see("th:has-text('talks 2')")
+
+
+def test_keys_alone_lead_through_the_page(reader: Reader) -> None:
+    reader.open("runs")
+    reader.press("3")
+    reader.shown("samples")
+    reader.press("j", "j")
+    assert reader.page.locator("tr.here").count() == 1
+    at = reader.see("tr.here").get_attribute("data-at")
+    assert str(at).endswith(":1")
+    reader.press("k", "j", "Enter")
+    reader.shown("sample")
+    reader.press("t")
+    reader.see(".tokens .text").focus()
+    reader.press("ArrowRight", "ArrowRight")
+    assert reader.see(".token.at").get_attribute("data-t") == "1"
+    reader.press("g")
+    reader.see(".group")
+    reader.press("]")
+    reader.see("article.chosen")
+    reader.press("?")
+    assert "next, previous row" in reader.text("dialog")
+    reader.press("Escape")
+    reader.open("samples")
+    reader.press("/")
+    assert (
+        reader.page.evaluate("document.activeElement.getAttribute('aria-label')")
+        == "Add a condition"
+    )
+    reader.press("Escape")
+    assert reader.page.evaluate("document.activeElement === document.body")
+
+
+VIEWS = ("runs", "curves", "samples?run=single&steps=all", "evaluations", "untrained", "compare")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [(1280, 800), NARROW], ids=["wide", "narrow"])
+def test_every_width_and_scheme(
+    single: Path, talks: Path, chromium: Any, tmp_path: Path, scheme: str, size: tuple[int, int]
+) -> None:
+    """Nothing is wider than the window; text can be told from what is behind it."""
+    with (
+        serving(tmp_path, single, talks) as server,
+        reading(chromium, server.url, size=size, color_scheme=scheme) as reader,
+    ):
+        for view in (*VIEWS, *(sample(single, 2, tab=t) for t in ("talk", "tokens", "group"))):
+            reader.open(view)
+            wide = reader.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0, view
+            assert len(reader.page.screenshot()) > 5_000
+        text, back = (
+            reader.page.evaluate(f"getComputedStyle(document.documentElement).{name}")
+            for name in ("color", "backgroundColor")
+        )
+        assert (lightness(text) > lightness(back)) == (scheme == "dark")
+        assert abs(lightness(text) - lightness(back)) > 150
+
+
+def lightness(colour: str) -> float:
+    """The mean of the three numbers of `rgb(...)`."""
+    numbers = colour.partition("(")[2].rstrip(")").split(",")[:3]
+    return sum(map(float, numbers)) / 3
+
+
+def test_a_run_that_goes_on_is_followed(single: Path, chromium: Any, tmp_path: Path) -> None:
+    """Its files grow behind the page, which shows the new step by itself."""
+    growing = tmp_path / "growing"
+    (growing / "rollouts").mkdir(parents=True)
+    (growing / "config.yaml").write_text("model: {}\n")
+    rows = (single / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (growing / "metrics.jsonl").write_text("".join(rows[:2]))
+    with (
+        serving(tmp_path / "cache", growing, follow=True) as server,
+        reading(chromium, server.url) as reader,
+    ):
+        reader.open("runs")
+        assert reader.page.locator("tr[data-row]").count() == 2
+        for row in rows[2:]:
+            with open(growing / "metrics.jsonl", "a") as file:
+                file.write(row)
+        name = "step_000004.jsonl.zst"
+        (growing / "rollouts" / name).write_bytes((single / "rollouts" / name).read_bytes())
+        reader.see("tr[data-row] >> nth=4")
+        reader.see("td a[href*='steps=4']")  # indexed too
