@@ -9,6 +9,7 @@ from rlcore.timeline.read import Span
 
 LEAST = 1e-4  # seconds; shorter gaps are no wait
 IDLE = "idle"  # the lane
+NOT_OWN = ("step", "generation", "evaluation")  # phases in which the trainer itself waits
 Interval = tuple[float, float]
 Named = tuple[float, float, str]
 
@@ -41,12 +42,12 @@ def idle_spans(spans: Sequence[Span]) -> list[Span]:
             *(
                 (phase.begin, phase.end, f"the trainer: {phase.name}")
                 for phase in rank0
-                if phase.name not in ("step", "generation") and not phase.name.startswith("wait")
+                if phase.name not in NOT_OWN and not phase.name.startswith("waits")
             ),
         ]
         found += [
             Span("X", engine, IDLE, f"waits for {name}", a, b, 0)
-            for a, b, name in named(gaps(busy, begin, end), reasons, default="prompts or room")
+            for a, b, name in named(gaps(busy, begin, end), reasons, default="the rollout service")
         ]
     return found
 
