@@ -26,7 +26,7 @@ from rlcore.launch.compose import (
 from rlcore.launch.environment import supervised, wait_for_reporter
 from rlcore.launch.logs import describe_failure, log_folder
 from rlcore.launch.process import Process, join
-from rlcore.launch.run_folder import mark_opened, open_run, pin_initial_policy
+from rlcore.launch.run_folder import mark_opened, open_run, pin_initial_policy, record_timeline
 from rlcore.launch.torchrun_attempts import RunHasEnded, mark_ended
 from rlcore.runs.directory import Status
 from rlcore.tracking.hub import push_run, reach_hub
@@ -115,6 +115,7 @@ def run_rank(
             timeout_s=start_s,
         )
         process.log.open(log_folder(config.run))
+        stack.callback(record_timeline(config, f"rank_{process.rank}"))
         if run is not None:
             mark_opened(sync.store)
             process.on_failure.append(lambda failure: run.end_with(RunFailed(str(failure))))

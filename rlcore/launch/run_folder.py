@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from rlcore.runs.files import remove_tree
 from rlcore.runs.metrics import read_metrics
 from rlcore.runs.versions import VersionJournal
 from rlcore.stores import Store
+from rlcore.timeline.recorder import RECORDER
 from rlcore.trainer.rank0 import FINISHED, EarlyStopping
 from rlcore.trainer.rank_sync import Failure, in_one_line
 
@@ -117,6 +118,13 @@ def open_run(
     if found is None:
         directory.write_config(config.model_dump(mode="json"), loaded.origins)
     return run
+
+
+def record_timeline(config: Config, process: str) -> Callable[[], None]:
+    """Record what this process does, in the run's folder. Returns what ends that."""
+    folder = RunDirectory(Path(config.run.dir) / config.run.name).timeline
+    RECORDER.open(folder, process, limit_bytes=config.tracking.timeline_mb << 20)
+    return RECORDER.close
 
 
 def mark_opened(store: Store) -> None:

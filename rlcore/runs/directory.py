@@ -2,6 +2,8 @@
 
 runs/<name>/config.yaml                        resolved, with the origin of each value
             metrics.jsonl                      one object a step
+            notices.jsonl                      what looked wrong, and when it was over
+            environment.jsonl                  machine, packages and data of each start
             rollouts/step_000001.jsonl.zst     every sample
             evaluations/step_000010.jsonl.zst  every held-out sample
             index/                             the scalars of the samples: see sample_index.py
@@ -9,6 +11,7 @@ runs/<name>/config.yaml                        resolved, with the origin of each
             ledger.jsonl                       every transition of every draw
             checkpoints/step_000010/           see checkpoints.py
             logs/                              one file a process
+            timeline/                          one file a process: what it did, and when
             result.json                        how the run ended; absent while it goes on
 """
 
@@ -45,9 +48,9 @@ _NOT_A_RUN = frozenset({LOCK, OWNER, "logs"})
 _EMPTY_AT_FIRST = ("rollouts", "checkpoints")
 # All that a run writes, config.yaml last.
 _OF_A_RUN = (
-    *("metrics.jsonl", "result.json", "versions.jsonl", "ledger.jsonl", "rollouts", "checkpoints"),
-    *("evaluations", "index", "logs", "hf", "hf_best", "weights", "tensorboard", "wandb"),
-    *("wandb_run_id", CONFIG),
+    *("metrics.jsonl", "notices.jsonl", "environment.jsonl", "result.json", "versions.jsonl"),
+    *("ledger.jsonl", "rollouts", "checkpoints", "evaluations", "index", "logs", "timeline", "hf"),
+    *("hf_best", "weights", "tensorboard", "wandb", "wandb_run_id", CONFIG),
 )
 # of a config.yaml before there was a header
 _SECTIONS = frozenset({"run", "model", "data", "policy", "algorithm", "rollout", "training"})
@@ -68,11 +71,14 @@ class RunDirectory:
     def __post_init__(self) -> None:
         self.config_path = self.path / CONFIG
         self.metrics_path = self.path / "metrics.jsonl"
+        self.environment_path = self.path / "environment.jsonl"
+        self.notices_path = self.path / "notices.jsonl"
         self.versions_path = self.path / "versions.jsonl"
         self.ledger_path = self.path / "ledger.jsonl"
         self.result_path = self.path / "result.json"
         self.logs = self.path / "logs"
         self.rollouts = self.path / "rollouts"
+        self.timeline = self.path / "timeline"
         self.evaluations = self.path / "evaluations"
         self.index = self.path / "index"
         self.checkpoints = self.path / "checkpoints"

@@ -38,6 +38,9 @@ class BaseTracker:
     def note(self, line: str) -> None:
         """Show one line to the people who watch."""
 
+    def show_notices(self, names: Sequence[str]) -> None:
+        """Show what looks wrong now, by the names of the rules of `rlcore.tracking.notices`."""
+
     def state(self) -> dict[str, Any]:
         """Return, JSON-able, what the tracker needs to go on in another process."""
         return {}

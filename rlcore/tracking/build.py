@@ -14,8 +14,10 @@ from rlcore.config import Config
 from rlcore.config.secrets import masked
 from rlcore.data.sample import Sample
 from rlcore.runs.directory import RunDirectory
+from rlcore.runs.metrics import read_metrics
 from rlcore.tracking.base import BaseTracker, JsonlTracker
 from rlcore.tracking.format import TRAINING
+from rlcore.tracking.notices import Notices
 from rlcore.tracking.progress import open_progress
 
 logger = logging.getLogger(__name__)
@@ -30,10 +32,15 @@ class Trackers(BaseTracker):
     """
 
     def __init__(
-        self, required: Mapping[str, BaseTracker], optional: Mapping[str, BaseTracker] | None = None
+        self,
+        required: Mapping[str, BaseTracker],
+        optional: Mapping[str, BaseTracker] | None = None,
+        *,
+        notices: Notices | None = None,
     ) -> None:
         self._required = dict(required)
         self._optional = dict(optional or {})
+        self._notices = notices
 
     @property
     def url(self) -> str | None:  # type: ignore[override]
@@ -48,6 +55,11 @@ class Trackers(BaseTracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
+        if self._notices is not None:
+            for notice in self._notices.check(step, metrics):
+                self.note(str(notice))
+            current = self._notices.current
+            self._each(lambda tracker: tracker.show_notices(current))
 
     def show_samples(self, step: int, samples: Sequence[Sample], label: str = TRAINING) -> None:
         self._each(lambda tracker: tracker.show_samples(step, samples, label))
@@ -121,4 +133,9 @@ def build_trackers(
             settings=settings,
             state=(resume_state or {}).get("wandb"),
         )
-    return Trackers(required, optional)
+    notices = Notices(
+        directory.notices_path,
+        groups=0 if config.is_sft else config.rollout.prompts_per_step,
+        earlier=lambda: read_metrics(directory.metrics_path),
+    )
+    return Trackers(required, optional, notices=notices)

@@ -1,18 +1,19 @@
-"""The progress display: a line for a step, and a bar below on a terminal.
+"""The progress display: a line for a step, and a screen below on a terminal.
 
 step  12/40 | reward 0.412 | kl 0.0031 | length 3.21 | 1.23k tok/s | 2.1 s/step | 1m02s left
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
+from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from rlcore.data.sample import Sample
@@ -33,6 +34,7 @@ from rlcore.tracking.format import (
     of_set,
     sample_lines,
 )
+from rlcore.tracking.screen import BARS, PLAIN_BARS, Screen
 
 WINDOW = 20  # steps over which the time left is estimated
 # The first step, the last, and steps with an evaluation are always shown; of the others at most one
@@ -173,42 +175,57 @@ class Progress(BaseTracker):
 
 
 class TerminalProgress(Progress):
-    """The same lines above a bar that stays at the bottom of the terminal."""
+    """The same lines above a screen that stays at the bottom of the terminal: `Screen`."""
 
     def __init__(
         self, name: str, total_steps: int, stream: TextIO, *, clock: Clock = time.monotonic
     ) -> None:
         super().__init__(name, total_steps, stream, clock=clock)
         self.console = Console(file=stream, highlight=False)
-        columns = (
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
+        bars = BARS if self.console.encoding.startswith("utf") else PLAIN_BARS
+        self.screen = Screen(name, total_steps, bars=bars, clock=clock)
+        self._renewing = threading.Lock()  # the display asks from a thread of its own
+        self._live = Live(
+            console=self.console, get_renderable=self._table, transient=True, refresh_per_second=2
         )
-        self._bar = Bar(*columns, console=self.console, expand=True, transient=True)
-        self._task = self._bar.add_task(name, total=total_steps, left="")
 
     def start(self, description: Mapping[str, str]) -> None:
-        """Show what was chosen, then the bar."""
+        """Show what was chosen, then the screen."""
         super().start(description)
-        self._bar.start()
+        self._live.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step, and move the bar."""
+        """Show the step, and renew the screen."""
         super().log(step, metrics)
-        left = "" if self.seconds_left is None else f"{duration(self.seconds_left)} left"
-        self._bar.update(self._task, completed=step, left=left)
+        with self._renewing:
+            self.screen.log(step, metrics)
+            self.screen.seconds_left = self.seconds_left
+        self._live.refresh()
+
+    def show_notices(self, names: Sequence[str]) -> None:
+        """Keep what looks wrong on the screen."""
+        self.screen.notices = list(names)
 
     def close(self, status: str) -> None:
-        """Remove the bar, then show how the run ended."""
-        self._bar.stop()
+        """Remove the screen, then show how the run ended."""
+        self._live.stop()
         super().close(status)
 
     def write(self, line: str) -> None:
-        """Write one line above the bar."""
+        """Write one line above the screen."""
         self.console.print(_styled(printable(line)), soft_wrap=True)
+
+    def _table(self) -> Table:
+        """Return the screen, a line cut where the terminal is too narrow."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        with self._renewing:
+            lines = self.screen.lines()
+        for name, text in lines:
+            style = "bold red" if name == "LOOKS WRONG" else "bold cyan"
+            table.add_row(Text(name, style=style), Text(printable(text)))
+        return table
 
 
 def _styled(line: str) -> Text:
@@ -217,6 +234,6 @@ def _styled(line: str) -> Text:
     text.highlight_regex(r"^step +\d+/\d+", "bold cyan")
     text.highlight_regex(r"\breward [^ ]+", "green")
     text.highlight_regex(r"(?<=\| )eval [^|]+", "bold green")
-    text.highlight_regex(r"\bnan\b|\b-?inf\b|FAILED", "bold red")
+    text.highlight_regex(r"\bnan\b|\b-?inf\b|FAILED|^NOTICE", "bold red")
     text.highlight_regex(r"^    [<>] .*", "dim")
     return text

@@ -6,7 +6,6 @@ Rollouts, the disk and the trackers are met on rank 0 alone, through `RankZero`.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from rlcore.deadlines import STEP_GRACE_S
 from rlcore.errors import RunFailed
 from rlcore.interfaces import PolicyBackend
 from rlcore.runs.directory import RunDirectory, Status
+from rlcore.timeline.recorder import RECORDER, now
 from rlcore.trainer.checkpointer import Checkpointer, folder_inside
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.engine_check import PASS, EngineCheck
@@ -72,7 +72,9 @@ class Trainer:
             self.evaluate(0)
             self.log(0)
             self.find_best(0)
+            self.end_row(0)
         self.seconds = {}
+        RECORDER.drop()  # the publication of a resumed run is of no step
         while status == CONTINUE and not self.no_engines_reason:
             with self.clock("step"):
                 batch = self.load_rollouts(step + 1)
@@ -92,7 +94,7 @@ class Trainer:
                 step,
                 ", ".join(f"{phase} {spent:.3f} s" for phase, spent in self.seconds.items()),
             )
-            self.seconds = {}
+            self.end_row(step)
             is_due = status != CONTINUE or every(step, self.config.checkpoint.every)
             if self.find_best(step) or is_due:
                 self.save(
@@ -260,9 +262,15 @@ class Trainer:
 
     def log(self, step: int) -> None:
         """Write the metrics of `step` and its evaluation."""
-        self.sync.run_on_rank0(
-            f"the log of step {step}", lambda: on_rank0(self.rank0).log(step, self.seconds)
-        )
+        with self.sync.span("log"):
+            self.sync.run_on_rank0(
+                f"the log of step {step}", lambda: on_rank0(self.rank0).log(step, self.seconds)
+            )
+
+    def end_row(self, step: int) -> None:
+        """Begin the times of the next row, in metrics and timeline alike."""
+        self.seconds = {}
+        RECORDER.flush(step)
 
     def save(self, step: int, *, in_background: bool) -> None:
         """Save a checkpoint of `step`."""
@@ -296,6 +304,8 @@ class Trainer:
             self.backend.load(folder_inside([self.checkpoints, *given], folder))
         # Records of later steps are deleted only now, when nothing can be refused any more.
         step, status = self.sync.broadcast("going on", lambda: on_rank0(self.rank0).begin()).split()
+        # Without a checkpoint the evaluation before training, step 0, comes again too.
+        RECORDER.begin(int(step) or -1)
         self.checkpointer.newest = int(step)
         return int(step), status
 
@@ -316,9 +326,11 @@ class Trainer:
     def clock(self, phase: str) -> Iterator[None]:
         """Add the time of the block to `seconds[phase]`."""
         self.sync.doing = phase
-        start = time.perf_counter()
+        start = now()
         yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        end = now()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + end - start
+        RECORDER.add(self.sync.track, phase, start, end)
 
 
 def every(step: int, period: int) -> bool:

@@ -23,6 +23,7 @@ from rlcore.errors import ConfigError, EngineFailed, RunFailed
 from rlcore.interfaces import RolloutSource, Tracker
 from rlcore.runs.checkpoints import Best, Checkpoint, CheckpointStore, best_of
 from rlcore.runs.directory import RunDirectory, Status
+from rlcore.runs.environment import append_start, describe_start
 from rlcore.runs.files import rotate_logs
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.runs.recorder import RolloutRecorder
@@ -402,6 +403,9 @@ class RankZero:
         # After the samples: recorded samples of a draw that the ledger lacks are a contradiction.
         self.source.keep_ledger(self.directory.ledger_path)
         self.directory.write_config(self.config.model_dump(mode="json"), self._origins)
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        start = describe_start(self.step, self.source.snapshot(), gpus=gpus)
+        append_start(self.directory.environment_path, start)
         if found is None:
             return f"{self.step} {CONTINUE}"
         self._restore_best(found)

@@ -15,17 +15,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch.distributed import DistError
 
 from rlcore.deadlines import BLAME_S
 from rlcore.errors import DeadlineExceeded, FailedElsewhere, RlcoreError, RunFailed, UserError
 from rlcore.stores import Store
+from rlcore.timeline.recorder import RECORDER, now
 
 T = TypeVar("T")
+SHORT_WAIT_S = 0.001  # a shorter one is not in the timeline
 TIDY_EVERY = 256  # keys, some 25 steps
 POLL_S = 0.002
 POLL_MAX_S = 0.05
@@ -102,6 +104,7 @@ class RankSync:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self.track = (f"rank {rank}", "main")  # of the timeline
         self.doing = "starting"  # reported with each heartbeat: shows where a rank is stuck
         self._count = 0
         self._tidied = 0  # rank 0: the newest key that was deleted
@@ -167,6 +170,7 @@ class RankSync:
             DeadlineExceeded: naming `what`.
             UserError, PeerFailed: another rank failed meanwhile.
         """
+        began = now()
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         pause = POLL_S
@@ -178,6 +182,12 @@ class RankSync:
                 raise DeadlineExceeded(f"rank {self.rank} waited {limit_s:.0f} s for {what}")
             time.sleep(pause)
             pause = min(pause * 1.5, POLL_MAX_S)
+        if (ended := now()) - began > SHORT_WAIT_S:
+            RECORDER.add(self.track, f"waits for {what}", began, ended)
+
+    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
+        """Record the time of a block on this rank's track of the timeline."""
+        return RECORDER.span(self.track, name, **args)
 
     def _next_key(self, what: str) -> str:
         self.doing = what

@@ -20,6 +20,7 @@ from rlcore.errors import PartLost, PublicationFailed, RlcoreError, RunFailed
 from rlcore.interfaces import PolicyBackend, WeightSink
 from rlcore.quantised_weights import quantise_bucket, quantised_bucket
 from rlcore.runs.versions import VersionJournal
+from rlcore.timeline.recorder import RECORDER, now
 from rlcore.trainer.handle_exchange import HandleExchange
 from rlcore.trainer.rank_sync import RankSync, on_rank0
 from rlcore.weights import Bucket
@@ -91,27 +92,39 @@ class WeightPublisher:
             `DONE`, `AGAIN`, or why another attempt would not help.
         """
         failure: RlcoreError | None = None
+        began = now()
         buckets = self.backend.buckets()
         if self.quantised:
             buckets = tuple(quantised_bucket(bucket) for bucket in buckets)
         opened = self.sync.broadcast(
             "opening a publication", lambda: self._open(step, buckets), timeout_s=self.timeout_s
         )
+        self._record("opening", began)
         if not opened.startswith(OPEN):
             return opened
         owners = json.loads(opened.removeprefix(OPEN))
         if self.exchange is not None:
             self.exchange.open(owners)
+        began = now()
         for bucket, flat in self._exported(everywhere=bool(owners)):
+            began = self._record(f"gathering bucket {bucket.index}", began)
             handles = self.exchange.collect(bucket, flat) if owners and self.exchange else None
             if self.sink is not None and flat is not None:
                 failure = self._send(bucket, flat, handles, failure)
+                began = self._record(f"sending bucket {bucket.index}", began)
         outcome = self.sync.broadcast(
             "closing a publication", lambda: self._close(failure, step), timeout_s=self.timeout_s
         )
         if self.exchange is not None:
             self.exchange.close()
+        self._record("closing", began)
         return outcome
+
+    def _record(self, stage: str, began: float) -> float:
+        """Record a stage on this sender's track of the timeline. Returns its end."""
+        ended = now()
+        RECORDER.add(("publication", self.sync.track[0]), stage, began, ended)
+        return ended
 
     def _exported(self, *, everywhere: bool) -> Iterator[tuple[Bucket, Tensor | None]]:
         """Yield the buckets in the form in which they are sent."""

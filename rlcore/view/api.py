@@ -12,6 +12,7 @@ from rlcore.view.evaluations import answers_of, sets_of
 from rlcore.view.parameters import Parameters
 from rlcore.view.query import Filter, Found, Place, select
 from rlcore.view.run import RunView, record_at
+from rlcore.view.timeline import timeline_of
 
 SEARCH_S = 0.35  # a search answers after this, with where to go on
 MOST_OF_A_GROUP = 512
@@ -48,6 +49,7 @@ class Api:
             "evaluations": self.evaluations,
             "evaluation": self.evaluation,
             "compare": self.compare,
+            "timeline": self.timeline,
         }
 
     def answer(self, name: str, given: Mapping[str, Sequence[str]]) -> Any:
@@ -124,6 +126,11 @@ class Api:
             | {name: row[name] for name in PROGRESS if name in row}
             for step, row in zip(steps, rows)
         ][::-1]
+
+    def timeline(self, asked: Parameters) -> Any:
+        """What every process did in a step, and who waited for whom."""
+        step = asked.whole("step") if "step" in asked.given else None
+        return timeline_of(self.run(asked), step)
 
     # --- samples ----------------------------------------------------------------------------------
 

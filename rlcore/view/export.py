@@ -111,6 +111,7 @@ def _samples(run: RunView, step: int) -> dict[str, Any]:
 def _answers(api: Api, run: RunView, samples: dict[str, Any]) -> dict[str, Any]:
     """Return what the other views of a run ask for, by the question."""
     asked: list[tuple[str, dict[str, Any]]] = [("steps", {}), ("evaluations", {}), ("ledger", {})]
+    asked.append(("timeline", {}))
     asked += [("draw", {"draw": row["draw"]}) for row in samples["rows"]]
     for one in api.answer("evaluations", {"run": [run.name]})[:MOST_EVALUATIONS]:
         before = one["step"] if one["before"] is None else one["before"]

@@ -22,7 +22,7 @@ HOST = "127.0.0.1"
 IDLE_S = 60.0  # a connection that asks nothing for so long is closed
 SCRIPTS = (
     *("dom.js", "data.js", "charts.js", "runs.js", "samples.js", "tokens.js", "sample.js"),
-    *("groups.js", "others.js", "main.js"),
+    *("groups.js", "others.js", "timeline.js", "main.js"),
 )
 STYLE = "style.css"
 PAGE = "index.html"

@@ -25,6 +25,7 @@ from typing import Any
 from rlcore.config import Config
 from rlcore.deadlines import CANCEL_S
 from rlcore.errors import EmptyBatch
+from rlcore.timeline.recorder import RECORDER
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.buffer import (
     STALE,
@@ -362,6 +363,15 @@ class Collector:
         epoch = stream.epoch - unused / stream.size
         counts = self._counts
         self._counts = DropCounts()
+        RECORDER.instant(
+            ("rollouts", "hand-over"),
+            f"step {self._scheduler.steps_done}",
+            groups=len(groups),
+            dropped=counts.dropped.total(),
+            requeued=counts.requeued,
+        )
+        RECORDER.counter("rollouts", "buffered groups", self._scheduler.num_finished)
+        RECORDER.counter("rollouts", "groups in flight", self._scheduler.num_in_flight)
         self._halted = self._lockstep
         self.wake()
         return StepGroups(groups, counts, epoch, self.snapshot(), metrics)

@@ -19,6 +19,7 @@ from rlcore.data.sample import Sample
 from rlcore.data.sample_checks import check_sample
 from rlcore.data.tokenizer import decode, stop_token_ids
 from rlcore.errors import RolloutFailed
+from rlcore.timeline.recorder import GROUP, group_key
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.collection.attempts import Aborted, Attempts, Failure, GivenUp, PartialRollouts
 from rollout.engines.checks import folder_vocab_size
@@ -94,6 +95,7 @@ class GroupRunner:
         self.workflow_name = config.rollout.workflow.name
         self.workflow = build_workflow(context)
         self.greedy = None if greedy is None else build_workflow(greedy)
+        self._seed = context.seed
         # one that runs its rollouts one by one: each waits for itself alone
         self._rollouts = {
             False: self._rollouts_of(self.workflow, context),
@@ -150,6 +152,7 @@ class GroupRunner:
     ) -> Group:
         """The scored group of one draw, or why there is none."""
         draw, _, _ = next(iter(generators))
+        GROUP.set(group_key(self._seed, draw))  # of this task and those that it starts
         group = Group(draw, [])
         work = [self._samples(key, prompt, one, batcher) for key, one in generators.items()]
         try:

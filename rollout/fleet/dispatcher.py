@@ -22,12 +22,14 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import Completion, Generate, GenerateRequest
 from rlcore.deadlines import ABORT_S, REQUEST_S
 from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, RunFailed
+from rlcore.timeline.recorder import RECORDER, Lanes, group_key, now
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.engines.checks import check_completion
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.router import Lease
 from rollout.weight_sync.base import describe
 
+SHORT_WAIT_S = 0.001
 logger = logging.getLogger(__name__)
 
 
@@ -49,6 +51,7 @@ class Dispatcher:
         self.retried = 0  # requests that were sent again, so far
         self.overdue = 0  # requests whose time was up, so far
         self._aborts: set[asyncio.Task[None]] = set()
+        self._slots: dict[str, Lanes] = {}  # of each engine, for the timeline
         self._calls = 0  # in progress
         self._busy_since = 0.0
         self._busy_s = 0.0  # up to the last time that none was
@@ -110,9 +113,10 @@ class Dispatcher:
                 ask.
         """
         for attempts_left in range(self.config.retries, -1, -1):
+            asked = now()
             lease = await self.fleet.router.lease(*keys, room=room)
             try:
-                return await self._call(lease, requests)
+                return await self._recorded_call(lease, requests, now() - asked)
             except EngineFailed as error:
                 if not lease.overdue:
                     self.fleet.lost(lease, str(error))
@@ -122,6 +126,40 @@ class Dispatcher:
             finally:
                 self.fleet.router.release(lease)
         raise AssertionError("the last attempt returns or raises")
+
+    async def _recorded_call(
+        self, lease: Lease, requests: Sequence[GenerateRequest], waited_s: float
+    ) -> list[list[Completion]]:
+        """Make a call, which the timeline shows in a slot of its engine.
+
+        Args:
+            waited_s: for an engine with room.
+        """
+        if not RECORDER.enabled:
+            return await self._call(lease, requests)
+        group = f"engine {lease.member.name}"
+        slots = self._slots.setdefault(group, Lanes(group, "slot"))
+        slot = slots.take()
+        began = now()
+        args: dict[str, Any] = {
+            "groups": [group_key(request.seed, request.draw) for request in requests],
+            "samples": [(request.first_sample, request.n) for request in requests],
+            "turn": requests[0].turn,
+            "prompt_tokens": sum(len(request.prompt) for request in requests),
+            "waited_s": round(waited_s, 6),
+            "waited_for": "room at an engine" if waited_s > SHORT_WAIT_S else "nothing",
+        }
+        try:
+            answers = await self._call(lease, requests)
+            made = [completion for answer in answers for completion in answer]
+            args["tokens"] = sum(len(completion.tokens) for completion in made)
+            return answers
+        except BaseException as error:
+            args["failed"] = type(error).__name__
+            raise
+        finally:
+            RECORDER.add(slots.track(slot), "request", began, now(), **args)
+            slots.give_back(slot)
 
     async def _call(
         self, lease: Lease, requests: Sequence[GenerateRequest]

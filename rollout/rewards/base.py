@@ -45,6 +45,8 @@ class RewardPart:
     A failure is a value and not an exception, since it concerns one sample.
     """
 
+    records_samples = False  # whether it puts each sample into the timeline itself
+
     async def start(self) -> None:
         """Make ready to score."""
 

@@ -29,6 +29,7 @@ import orjson
 from rlcore.data.sample import Sample
 from rlcore.deadlines import CANCEL_S, REAP_S, REWARD_START_S, STRAYS_S, WORKER_ENDS_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
+from rlcore.timeline.recorder import RECORDER, Lanes, now, of_group
 from rollout.asyncio_utils import within
 from rollout.rewards.base import RewardFailure, RewardPart, Score, checked
 from rollout.rewards.environment import allowed_environment
@@ -220,6 +221,7 @@ class RewardPool:
     _idle: asyncio.Queue[Worker | None] = field(default_factory=asyncio.Queue)
     _workers: set[Worker] = field(default_factory=set)
     _starting: asyncio.Future[None] | None = None
+    _lanes: Lanes = field(default_factory=lambda: Lanes("rewards", "worker"))
 
     async def start(self) -> None:
         """Start all workers at once; every part that shares the pool may call this."""
@@ -244,7 +246,10 @@ class RewardPool:
     async def score(self, part: str, sample: Sample) -> Score:
         """The score of one part. Its deadline does not count the time in the queue."""
         await self.start()
+        asked = now()
         worker = await self._idle.get()
+        lane = self._lanes.take()
+        began = now()
         try:
             if worker is None:
                 worker = await self._start_worker()
@@ -254,6 +259,9 @@ class RewardPool:
                 self._workers.discard(worker)
                 worker = None
             self._idle.put_nowait(worker)
+            args = {"sample": sample.index, "waited_s": round(began - asked, 6), **of_group()}
+            RECORDER.add(self._lanes.track(lane), part, began, now(), **args)
+            self._lanes.give_back(lane)
 
     async def close(self) -> None:
         """End all workers."""
@@ -266,6 +274,8 @@ class RewardPool:
 
 class PooledPart(RewardPart):
     """A reward part that one function of the pool scores."""
+
+    records_samples = True
 
     def __init__(self, name: str, pool: RewardPool) -> None:
         self._name = name

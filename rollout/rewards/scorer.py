@@ -18,6 +18,7 @@ from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DataError, EmptyBatch
+from rlcore.timeline.recorder import Lanes, of_group
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
 from rollout.rewards.graders import shape, text
 from rollout.rewards.graders.code import CodePart
@@ -137,6 +138,7 @@ class Scorer:
             for name, part in config.parts.items()
             if part.function in GRADERS and GRADERS[part.function].verifies
         }
+        self._lanes = Lanes("rewards", "call")  # of parts without workers
         self._warnings = 0
         self._tried = {name: Tried() for name in self._parts}
         self._unchecked = {"step", "evaluation"}
@@ -164,7 +166,7 @@ class Scorer:
 
         rows = {name: [at for at, of in enumerate(chosen) if name in of] for name in self._parts}
         columns = await asyncio.gather(
-            *(part.score([samples[at] for at in rows[name]]) for name, part in self._parts.items())
+            *(self._scored_by(name, [samples[at] for at in asked]) for name, asked in rows.items())
         )
         for (name, asked), column in zip(rows.items(), columns, strict=True):
             for at, score in zip(asked, column, strict=True):
@@ -174,6 +176,14 @@ class Scorer:
             self._note(sample, found)
             self._settle(sample, found, counts)
         return counts
+
+    async def _scored_by(self, name: str, samples: Sequence[Sample]) -> list[Score]:
+        """The scores of one part, whose call is put into the timeline."""
+        part = self._parts[name]
+        if part.records_samples or not samples:
+            return await part.score(samples)
+        with self._lanes.span(name, samples=len(samples), **of_group()):
+            return await part.score(samples)
 
     def _chosen(self, sample: Sample, found: dict[str, Score]) -> tuple[str, ...]:
         try:

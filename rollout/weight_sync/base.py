@@ -88,6 +88,7 @@ class Answers:
 
     results: dict[Engine, Any] = field(default_factory=dict)
     failed: Failures = field(default_factory=dict)
+    slowest: str = ""  # the engine that answered last
 
 
 async def ask(
@@ -104,6 +105,7 @@ async def ask(
         work = within(seconds + TRANSPORT_GRACE_S, call(engine), lambda: late)
         outcomes: Any = await asyncio.gather(work, return_exceptions=True)
         [outcome] = outcomes
+        answers.slowest = engine.name
         if isinstance(outcome, BaseException):
             answers.failed[engine] = describe(outcome)
         else:

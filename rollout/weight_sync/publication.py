@@ -28,6 +28,7 @@ from rlcore.config.derived import comeback_s, engine_place_s, longest_request_s
 from rlcore.deadlines import ABORT_S, CLOSE_ENGINES_S, TRANSPORT_GRACE_S
 from rlcore.errors import ConfigError, DeadlineExceeded, PublicationFailed
 from rlcore.interfaces import RolloutEngine, WeightVerifier
+from rlcore.timeline.recorder import RECORDER, now
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import call_on
 from rollout.weight_sync.base import Failures, Transport, ask, gpus_of
@@ -38,6 +39,7 @@ UNASKED = (
     "looked at because this was the first publication by handle, or an engine does not tell what it"
     " receives; rollout.engine.verify_every: 0 turns that off"
 )
+STAGES = ("publication", "stages")  # of the timeline
 LAST_RESORT = 6  # times the longest limit: then the loop itself is stuck
 
 T = TypeVar("T")
@@ -114,6 +116,10 @@ class WeightPublication:
         self._verifier: WeightVerifier | None = None
         self._transport: Transport | None = None
         self._engines: list[RolloutEngine] = []  # in the current transaction
+        # of the timeline: the number of the transaction, its begin, the begin of its stage
+        self._transactions = 0
+        self._opened_at = 0.0
+        self._stage_at = 0.0
 
     # --- the transaction, for the trainer's thread ------------------------------------------------
 
@@ -165,6 +171,7 @@ class WeightPublication:
     async def _give_up(self) -> None:
         for engine in self._engines:
             self._participants.missed(engine)
+        self._record_engines(self._engines, "given up")
 
     def close(self) -> None:
         """Close the transport at the end of a run, without an error of its own and without waiting
@@ -182,6 +189,8 @@ class WeightPublication:
         self, buckets: Sequence[Bucket], only_stale: bool, trainer_gpus: Sequence[str]
     ) -> None:
         participants = self._participants
+        self._transactions += 1
+        self._opened_at = self._stage_at = now()
         self._engines = list(
             await participants.stale() if only_stale else await participants.candidates()
         )
@@ -198,6 +207,7 @@ class WeightPublication:
         await self._all_or_again(
             self._transport.open(self._engines, buckets), "the way of the weights was not opened"
         )
+        self._record_stage(f"transport {self._transport.name}: open")
         self._verifier = self._verifier_if_due()
 
     def _verifier_if_due(self) -> WeightVerifier | None:
@@ -248,12 +258,14 @@ class WeightPublication:
             else self._transport.send_handles(bucket, handles),
             f"bucket {bucket.index} was not taken by all engines",
         )
+        self._record_stage(f"bucket {bucket.index}", bytes=bucket.num_bytes)
 
     async def _finish(self, version: int) -> None:
         assert self._transport is not None
         await self._all_or_again(
             self._transport.complete(), "the weights were not taken by all engines"
         )
+        self._record_stage("complete")
         await self._step("end_update", lambda e: e.end_update(), self._limit)
         if self._verifier is not None:
             await self._verify(self._verifier)
@@ -262,6 +274,22 @@ class WeightPublication:
         await self._step("resume", lambda e: e.resume(), self._limit)
         for engine in self._engines:
             self._participants.published(engine, version)
+        self._record_engines(self._engines, f"version {version}")
+        args = {"publication": self._transactions, "engines": len(self._engines)}
+        RECORDER.add(STAGES, f"version {version}", self._opened_at, now(), **args)
+
+    def _record_stage(self, stage: str, **args: Any) -> None:
+        """Record a stage of the transaction, which ends now."""
+        ended = now()
+        RECORDER.add(STAGES, stage, self._stage_at, ended, **args)
+        self._stage_at = ended
+
+    def _record_engines(self, engines: Sequence[RolloutEngine], outcome: str) -> None:
+        """Record for how long the transaction has held these engines."""
+        for engine in engines:
+            track = (f"engine {engine.name}", "weights")
+            args = {"publication": self._transactions}
+            RECORDER.add(track, outcome, self._opened_at, now(), **args)
 
     @staticmethod
     def _record(verifier: WeightVerifier, bucket: Bucket, flat: Tensor) -> None:
@@ -284,12 +312,15 @@ class WeightPublication:
         self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float
     ) -> dict[Any, Any]:
         """Run one step on every engine, and return its results. Engines that fail are out."""
+        self._stage_at = now()  # the trainer gathers between the stages
         answers = await ask(self._engines, what, call, seconds)
+        self._record_stage(what, slowest=answers.slowest)
         await self._out(answers.failed)
         return answers.results
 
     async def _all_or_again(self, work: Awaitable[Failures], what: str) -> None:
         """Await a step of the transport. Raises PublicationFailed if any engine failed."""
+        self._stage_at = now()
         failed = await work
         if failed:
             await self._out(failed)
@@ -299,6 +330,7 @@ class WeightPublication:
         for engine, why in failed.items():
             logger.warning("engine %s is out: %s", engine.name, why)
             self._engines.remove(engine)
+        self._record_engines([*failed], "out")
         await asyncio.gather(
             *(self._participants.out(engine, why) for engine, why in failed.items())
         )

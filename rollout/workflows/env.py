@@ -15,6 +15,7 @@ from rlcore.data.messages import Message
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DeadlineExceeded, RolloutFailed
+from rlcore.timeline.recorder import Lanes, of_group
 from rollout.asyncio_utils import gather_or_cancel, in_thread, within
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import ToolCall
@@ -70,6 +71,7 @@ class EnvironmentWorkflow:
         self._tool_timeout_s = tool_timeout_s
         self._max_tool_tokens = max_tool_tokens
         self._mcp = McpTools(mcp)
+        self._lanes = Lanes("tools", "call")  # of the timeline
         self._class, self._tools = load_environment(env, self._options, mcp=bool(self._mcp))
         self._closing: set[asyncio.Task[None]] = set()
         self._unclosed = 0
@@ -171,7 +173,8 @@ class EnvironmentWorkflow:
                 raise ToolError(call.problem)
             if call.name in remote:
                 session = remote[call.name]
-                result = await session.call(call.name, call.arguments, self._tool_timeout_s)
+                with self._lanes.span(call.name, **of_group()):
+                    result = await session.call(call.name, call.arguments, self._tool_timeout_s)
             elif call.name in self._tools:
                 result = await self._own(getattr(environment, call.name), call)
             else:
@@ -221,7 +224,8 @@ class EnvironmentWorkflow:
             return f"{name} took more than {limit}"
 
         try:
-            return await within(self._tool_timeout_s, work, late)
+            with self._lanes.span(method.__name__, **of_group()):
+                return await within(self._tool_timeout_s, work, late)
         except DeadlineExceeded as error:
             raise RolloutFailed("timeout", str(error), place_of(method)) from error
 

@@ -25,6 +25,7 @@ from tests.integration.async_checks import (
     sample_staleness,
 )
 from tests.integration.resume_runs import UPDATES, Runs, result_of
+from tests.timeline_checks import check_timeline
 
 MODES = ("drain", pytest.param("retract", marks=pytest.mark.full), "in_place", "abort")
 CORRECTED = ("algorithm.correction={name: tis}",)
@@ -49,7 +50,9 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.everyday
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_run_ahead_of_its_trainer_learns(workspace: Workspace, staleness: int) -> None:
+def test_a_run_ahead_of_its_trainer_learns(
+    workspace: Workspace, staleness: int, tmp_path: Path
+) -> None:
     run = workspace.train(
         f"async {staleness}", *LEARNING, *CORRECTED, "training.steps=32",
         f"rollout.max_staleness={staleness}", "rollout.on_update=in_place",
@@ -73,6 +76,14 @@ def test_a_run_ahead_of_its_trainer_learns(workspace: Workspace, staleness: int)
     ), "none was made in vain"
     states = audit(RunDirectory(run.folder)).states
     assert states["consumed"] == sum(states.values()) == 32 * 4
+    groups = check_timeline(run.folder, run.rows, tmp_path / "trace.json.gz")
+    training = [span for span in groups["rank 0"] if span.name == "training"]
+    assert any(
+        request.begin < phase.end and request.end > phase.begin
+        for request in groups["engine engine-0"]
+        if request.name == "request"
+        for phase in training
+    ), "engines work while the trainer trains"
 
 
 def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(workspace: Workspace) -> None:

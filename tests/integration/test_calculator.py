@@ -18,6 +18,7 @@ from tests.integration.calculator_kit import (
     train,
     warm_up,
 )
+from tests.timeline_checks import check_timeline
 
 GRPO = (
     *ENV_RUN, "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
@@ -55,7 +56,7 @@ def test_conversations_are_held_to_the_calculator(made: Path) -> None:
 
 
 def test_the_policy_talks_to_it_and_a_resumed_run_says_the_same(
-    workspace: Workspace, made: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(made)
     monkeypatch.syspath_prepend(str(CALCULATOR))
@@ -69,6 +70,11 @@ def test_the_policy_talks_to_it_and_a_resumed_run_says_the_same(
     train(workspace, "halves", *GRPO, "training.steps=1")
     again = train(workspace, "halves", *GRPO, "training.steps=2", "--resume")
     assert [s["tokens"] for s in read_rollouts(again.rollouts(2))] == [s["tokens"] for s in samples]
+    groups = check_timeline(again.folder, again.rows, tmp_path / "trace.json.gz", lockstep=True)
+    used = [span for span in groups["tools"] if span.step == 2 and span.name in ("add", "subtract")]
+    right = [call for called in calls for call in called or ()]
+    assert 0 < len(used) <= len(right), "each call of a tool that there is, with its arguments"
+    assert all("/" in span.args["group"] for span in used)
 
 
 def check_conversation(sample: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import math
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torchrun_runs import Launcher
 from workspace import LEARNING
 
 from tests.listeners import programs
+from tests.timeline_checks import check_timeline
 
 LIMIT_S = 150.0
 TWO_RANKS = ("policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true")
@@ -44,7 +46,7 @@ def assert_same_metrics(rows: Sequence[dict[str, Any]], expected: Sequence[dict[
 
 @pytest.mark.everyday
 def test_two_nodes_of_the_multi_node_script(
-    launcher: Launcher, supervised: list[dict[str, Any]]
+    launcher: Launcher, supervised: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     run = launcher.two_nodes("two-nodes", *TWO_RANKS)
     run.reach(1)
@@ -63,6 +65,12 @@ def test_two_nodes_of_the_multi_node_script(
     ]
     assert_same_metrics(run.rows, supervised)
     assert run.processes() == []
+    rows = {row["step"]: row for row in run.rows}
+    groups = check_timeline(run.folder, rows, tmp_path / "trace.json", lockstep=True)
+    waits = {span.name for span in groups["rank 1"] if span.name.startswith("waits for rank 0")}
+    assert "waits for rank 0: the rollouts of step 1" in waits
+    senders = {span.lane for span in groups["publication"]}
+    assert senders == {"rank 0", "rank 1", "stages"}
 
 
 @pytest.mark.full

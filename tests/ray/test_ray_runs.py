@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ from tests.integration.workspace import Run, Workspace
 from tests.listeners import programs
 from tests.ray.clusters import add_node, lose_node, node_of
 from tests.ray.ray_runs import COMMON, TWO_RANKS, Going, RayRuns, check_as_undisturbed, command
+from tests.timeline_checks import check_timeline
 
 
 @pytest.mark.everyday
-def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) -> None:
+def test_a_run_on_a_cluster_equals_a_local_one(
+    ray_runs: RayRuns, local: Run, tmp_path: Path
+) -> None:
     seen: list[str] = []
     listening: dict[str, set[str]] = {}
 
@@ -34,6 +38,11 @@ def test_a_run_on_a_cluster_equals_a_local_one(ray_runs: RayRuns, local: Run) ->
     assert {path.name for path in (run.folder / "logs").iterdir()} == {
         "rank_0.log", "rank_1.log", "service.log", "engine_0.log",
     }  # fmt: skip
+    assert {path.name for path in (run.folder / "timeline").iterdir()} == {
+        "rank_0.spans", "rank_1.spans", "service.spans",
+    }  # fmt: skip
+    groups = check_timeline(run.folder, run.rows, tmp_path / "trace.json.gz")
+    assert {"rank 0", "rank 1", "engine engine-0", "rewards", "publication"} <= set(groups)
     assert seen[0].startswith("thin: step ")
     assert [line.split()[0] for line in seen[1:]] == [
         "restarts",

@@ -18,6 +18,7 @@ from rlcore.data.tokenizer import load_tokenizer
 from rollout.engines.factories import ADMIN_KEY, API_KEY
 from tests.integration.accounting_checks import check_accounting, samples_of
 from tests.integration.workspace import LEARNING, Run, Workspace
+from tests.timeline_checks import check_timeline
 
 GAP = "rollout/train_rollout_logprob_diff"
 
@@ -53,7 +54,9 @@ def check_ends(run: Run, model: Path, *, steps: int) -> None:
 
 
 @pytest.mark.everyday
-def test_a_run_on_a_server_given_by_url(workspace: Workspace, by_url: tuple[str, ...]) -> None:
+def test_a_run_on_a_server_given_by_url(
+    workspace: Workspace, by_url: tuple[str, ...], tmp_path: Path
+) -> None:
     """Trained, evaluated, resumed, scored; the server outlives them all."""
     given = (
         *LEARNING,
@@ -77,6 +80,7 @@ def test_a_run_on_a_server_given_by_url(workspace: Workspace, by_url: tuple[str,
     assert run.rows[0]["eval/sampled/pass@1"] <= run.rows[0]["eval/sampled/pass@4"]
     check_accounting(run, steps=3)
     check_ends(run, workspace.model, steps=3)
+    check_timeline(run.folder, run.rows, tmp_path / "trace.json.gz", lockstep=True)
 
     resumed = workspace.train("by url", *given, "training.steps=4", "--resume")
     assert resumed.code == 0, resumed.err

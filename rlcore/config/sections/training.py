@@ -102,6 +102,8 @@ class TrackingConfig(Section):
     """Write the samples of each step to rollouts/."""
     keep_rollouts: PositiveInt | None = None
     """Newest steps whose samples are kept, and those a kept checkpoint goes on with; null: all."""
+    timeline_mb: NonNegativeInt = 64
+    """Most megabytes of each process's timeline, the newest steps; 0: none is recorded."""
     peak_tflops: PositiveFloat | None = None
     """Peak of one GPU, for perf/mfu; default: its data sheet's, where rlcore knows it."""
 

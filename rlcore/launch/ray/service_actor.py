@@ -27,6 +27,8 @@ from rlcore.launch.logs import log_folder
 from rlcore.launch.ray.actor_env import ActorEnv, log_to
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost
 from rlcore.launch.ray.engine_hosts import cluster_engines
+from rlcore.launch.run_folder import record_timeline
+from rlcore.timeline.recorder import RECORDER
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 from rollout.weight_sync.base import gpus_of
 
@@ -152,6 +154,7 @@ class ServiceActor:
         if self._starting is None:
             self._actor_env.redirect_output()
             log_to(log_folder(self._config.run) / "service.log")
+            record_timeline(self._config, "service")
             again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
             self._starting = asyncio.ensure_future(
                 asyncio.to_thread(self.service.start, again=again)
@@ -168,11 +171,16 @@ class ServiceActor:
         )
         self._pending.add(work)
         work.add_done_callback(self._pending.discard)
-        return await work
+        found = await work
+        if method == "restore":
+            RECORDER.begin(self.service.ledger.last_step)
+        return found
 
     async def next_step(self, token: str, step: int) -> tuple[StepRollouts, dict[str, Any]] | None:
         """Return a step's rollouts, and the state from which another service could continue."""
         found = await self.source(token, "next_step", step)
+        if found is not None:
+            RECORDER.flush(step)
         return None if found is None else (found, await self.source(token, "snapshot"))
 
     async def memory(self, token: str, method: str, *arguments: Any) -> Any:

@@ -87,7 +87,7 @@ setInterval(() => {
 // --- keys -------------------------------------------------------------------------------------------
 
 const KEYS = [
-  ["1 to 6", "the views"], ["j k", "next, previous row"], ["Enter", "open the row"], ["/", "to the search field"],
+  ["1 to 7", "the views"], ["j k", "next, previous row"], ["Enter", "open the row"], ["/", "to the search field"],
   ["Esc", "out of a field; back from a sample"], ["[ ]", "previous, next sample of a group"], ["g c t", "group, conversation, tokens of a sample"],
   ["\u2190 \u2192 \u2191 \u2193", "from token to token"], ["?", "these keys"],
 ];

@@ -1,0 +1,204 @@
+"""Records what each process of a run does, and when: spans, instants and counters.
+
+A process has one recorder, `RECORDER`. Until `open` it records nothing, and costs one comparison a
+call. Records are kept in memory until `flush` at the end of a step; files.py has their format.
+
+    with RECORDER.span(("rank 0", "main"), "training"):
+        ...
+
+A track is a pair: a group (a rank, an engine, the reward workers) and a lane in it. Spans of a lane
+nest; those that may overlap, as requests do, take lanes of their own from `Lanes`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from rlcore.timeline.files import Record, TimelineFile
+
+logger = logging.getLogger(__name__)
+
+Track = tuple[str, str]
+MOST_RECORDS = 200_000  # that wait in memory, some 100 MB; further ones are counted and lost
+now = time.perf_counter  # on Linux one clock for all processes of a machine
+GROUP: ContextVar[str] = ContextVar("GROUP", default="")
+"""The group of samples that the current task works for, as `group_key` names it."""
+
+
+def group_key(seed: int, draw: int) -> str:
+    """Return the name of a group of samples: evaluation sets have seeds of their own."""
+    return f"{seed}/{draw}"
+
+
+class Recorder:
+    """Records spans; any thread and any task may call it.
+
+    A file that cannot be written is left alone from there on, with a warning: a timeline is no
+    reason to end a run.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.most_records = MOST_RECORDS
+        self._records: deque[Record] = deque()  # its operations are atomic
+        self._lost = 0
+        self._writing = threading.Lock()
+        self._file: TimelineFile | None = None
+
+    def open(self, folder: Path, process: str, *, limit_bytes: int) -> None:
+        """Begin to record, to files of `process` in `folder`; with a limit of 0 do nothing."""
+        self.close()
+        if limit_bytes > 0:
+            self._file = TimelineFile(folder, process, limit_bytes=limit_bytes)
+            self.enabled = True
+
+    # --- records ----------------------------------------------------------------------------------
+
+    def add(self, track: Track, name: str, began: float, ended: float, **args: Any) -> None:
+        """Record a span between two times of `now`. `args` are JSON-able."""
+        if self.enabled:
+            self._put(("X", track, name, began, ended, args))
+
+    def span(self, track: Track, name: str, **args: Any) -> AbstractContextManager[None]:
+        """Record the time of the block, also of one that fails."""
+        return _Span(self, track, name, args) if self.enabled else NOTHING
+
+    def instant(self, track: Track, name: str, **args: Any) -> None:
+        """Record a moment."""
+        if self.enabled:
+            moment = now()
+            self._put(("i", track, name, moment, moment, args))
+
+    def counter(self, group: str, name: str, value: float) -> None:
+        """Record the value that `name` has from now on."""
+        if self.enabled:
+            moment = now()
+            self._put(("C", (group, name), name, moment, moment, {"value": value}))
+
+    def _put(self, record: Record) -> None:
+        if len(self._records) < self.most_records:
+            self._records.append(record)
+        else:
+            self._lost += 1
+
+    # --- files ------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Say that the run goes on after `step`: what was recorded of later steps is void."""
+        self._write(lambda file: file.begin(step))
+
+    def flush(self, step: int) -> None:
+        """Write what was recorded since the last flush, as the records of `step`."""
+        self._write(lambda file: self._flush(file, step))
+
+    def drop(self) -> None:
+        """Forget what was recorded since the last flush."""
+        self._records.clear()
+
+    def close(self) -> None:
+        """Stop recording. What belongs to no whole step is dropped."""
+        with self._writing:
+            self._stop()
+
+    def _stop(self) -> None:
+        self.enabled = False
+        self._file = None
+        self._records.clear()
+        self._lost = 0
+
+    def _flush(self, file: TimelineFile, step: int) -> None:
+        records = [self._records.popleft() for _ in range(len(self._records))]
+        lost = self._lost
+        self._lost -= lost
+        file.append(step, records, lost=lost)
+
+    def _write(self, write: Callable[[TimelineFile], None]) -> None:
+        with self._writing:
+            if self._file is None:
+                return
+            try:
+                write(self._file)
+            except OSError as error:  # recovery: the run goes on without a timeline
+                logger.warning("the timeline is not recorded any more: %s", error)
+                self._stop()
+
+
+RECORDER = Recorder()
+NOTHING = nullcontext()
+
+
+class _Span:
+    """Records the time of a block; a generator would cost three times as much."""
+
+    __slots__ = ("_args", "_began", "_name", "_recorder", "_track")
+
+    def __init__(self, recorder: Recorder, track: Track, name: str, args: dict[str, Any]) -> None:
+        self._recorder = recorder
+        self._track = track
+        self._name = name
+        self._args = args
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = now()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self._args["failed"] = kind.__name__
+        self._recorder.add(self._track, self._name, self._began, now(), **self._args)
+
+
+class Lanes:
+    """Numbers lanes of a group, so that spans which overlap lie beside each other.
+
+    Used by the tasks of one event loop.
+    """
+
+    def __init__(self, group: str, name: str) -> None:
+        self.group = group
+        self._name = name
+        self._free: list[int] = []
+        self._count = 0
+
+    def take(self) -> int:
+        """Return the lowest lane that is free."""
+        if self._free:
+            return heapq.heappop(self._free)
+        self._count += 1
+        return self._count - 1
+
+    def give_back(self, lane: int) -> None:
+        """Free a lane."""
+        heapq.heappush(self._free, lane)
+
+    def track(self, lane: int) -> Track:
+        """Return the track of a lane."""
+        return (self.group, f"{self._name} {lane}")
+
+    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
+        """Record the time of the block on a lane of its own."""
+        return self._on_a_lane(name, args) if RECORDER.enabled else NOTHING
+
+    @contextmanager
+    def _on_a_lane(self, name: str, args: dict[str, Any]) -> Iterator[None]:
+        lane = self.take()
+        try:
+            with RECORDER.span(self.track(lane), name, **args):
+                yield
+        finally:
+            self.give_back(lane)
+
+
+def of_group() -> dict[str, str]:
+    """Return the argument that says for which group of samples the current task works."""
+    group = GROUP.get()
+    return {"group": group} if group else {}

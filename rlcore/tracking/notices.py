@@ -1,0 +1,312 @@
+"""Says in words when something looks wrong in a run, once until it is over.
+
+`RULES` is the table: what is wrong, why from there on, and what to look at. A rule is said once
+it holds in `patience` rows of the log in a row, and is over once it has not held in as many. Both
+are kept in notices.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from rlcore.runs.files import write_atomic
+from rlcore.tracking.format import LENGTH, LOSS, REWARD, TOKENS_PER_SECOND, first, number
+
+Row = Mapping[str, float]
+WINDOW = 20  # rows before the newest that it is compared with
+LEAST = 5  # of them, for a comparison
+RAISED: Literal["raised"] = "raised"
+CLEARED: Literal["cleared"] = "cleared"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that may look wrong.
+
+    Attributes:
+        check: from the newest row and those before it, what is wrong; "" for nothing. It begins
+            behind the name of the rule, as in "kl: it is ...".
+        why: the reason for its threshold.
+        look_at: what to do next.
+    """
+
+    name: str
+    check: Callable[[Row, Sequence[Row], int], str]
+    why: str
+    look_at: str
+    patience: int = 1
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that looks wrong from `step` on, or does so no more."""
+
+    step: int
+    notice: str
+    state: Literal["raised", "cleared"]
+    text: str
+    look_at: str = ""
+
+    def __str__(self) -> str:
+        if self.state == CLEARED:
+            return f"notice of step {self.step}: {self.notice}: over ({self.text})"
+        return f"NOTICE of step {self.step}: {self.notice}: {self.text}. Look at: {self.look_at}"
+
+
+# --- the rules ------------------------------------------------------------------------------------
+
+
+def _kl(row: Row, before: Sequence[Row], groups: int) -> str:
+    length = first(row, LENGTH)
+    kl = row.get("objective/kl")
+    earlier = _values(before, "objective/kl")
+    if kl is None or not length or len(earlier) < LEAST:
+        return ""
+    usual = statistics.median(earlier)
+    if kl / length < 0.02 or kl < 5 * usual:
+        return ""
+    return (
+        f"objective/kl is {number(kl)} nats a sequence, {number(kl / length)} a token, and its"
+        f" median over {len(earlier)} steps was {number(usual)}"
+    )
+
+
+def _one_step(row: Row, before: Sequence[Row], groups: int) -> str:
+    moved = row.get("policy/approxkl_avg", 0.0)
+    return f"policy/approxkl_avg is {number(moved)}, above 0.1" if moved > 0.1 else ""
+
+
+def _entropy(row: Row, before: Sequence[Row], groups: int) -> str:
+    entropy = row.get("policy/entropy_avg")
+    earlier = _values(before, "policy/entropy_avg")
+    if entropy is None or len(earlier) < LEAST:
+        return ""
+    most = max(earlier)
+    if entropy >= 0.1 * most and entropy >= 0.005:
+        return ""
+    return f"policy/entropy_avg is {number(entropy)} nats a token; it was {number(most)} lately"
+
+
+def _variance(row: Row, before: Sequence[Row], groups: int) -> str:
+    equal = row.get("rollout/zero_std_groups", 0.0)
+    if not groups or equal < groups:
+        return ""
+    reward = first(row, REWARD)
+    mean = "" if reward is None else f" (their mean is {number(reward)})"
+    return f"the rewards of all {groups} groups are equal within the group{mean}: nothing is learnt"
+
+
+def _apart(row: Row, before: Sequence[Row], groups: int) -> str:
+    gap = row.get("rollout/train_rollout_logprob_diff", 0.0)
+    share = row.get("rollout/ess", 1.0)
+    if gap <= 0.2 and share >= 0.5:
+        return ""
+    return (
+        f"the engines' log-probs are {number(gap)} nats from the trainer's on average, and the"
+        f" effective sample size is {share:.0%}"
+    )
+
+
+def _rewards(row: Row, before: Sequence[Row], groups: int) -> str:
+    scored = row.get("rollout/scored_samples", 0.0)
+    failed = row.get("rollout/reward_errors", 0.0) + row.get("rollout/reward_timeouts", 0.0)
+    if not scored or failed <= 0.05 * scored:
+        return ""
+    return f"the reward failed on {failed:.0f} of {scored:.0f} samples, {failed / scored:.0%}"
+
+
+def _finite(row: Row, before: Sequence[Row], groups: int) -> str:
+    names = (*REWARD, *LOSS, "train/grad_norm", "objective/kl")
+    bad = [name for name in names if not math.isfinite(row.get(name, 0.0))]
+    skipped = row.get("train/skipped_updates", 0.0)
+    found = [f"{name} is {row[name]}" for name in bad]
+    if skipped:
+        found.append(f"{skipped:.0f} optimizer steps were left out: their gradient was not finite")
+    return "; ".join(found)
+
+
+def _speed(row: Row, before: Sequence[Row], groups: int) -> str:
+    speed = first(row, TOKENS_PER_SECOND)
+    earlier = [value for one in before if (value := first(one, TOKENS_PER_SECOND)) is not None]
+    if speed is None or len(earlier) < LEAST or speed >= 0.5 * statistics.median(earlier):
+        return ""
+    usual = statistics.median(earlier)
+    return (
+        f"{number(speed)} tokens/s, where the median over {len(earlier)} steps is {number(usual)}"
+    )
+
+
+def _engines(row: Row, before: Sequence[Row], groups: int) -> str:
+    serving = row.get("rollout/engines_serving")
+    most = max(_values(before, "rollout/engines_serving"), default=0.0)
+    if serving is None or serving >= most:
+        return ""
+    return f"{serving:.0f} engines serve, where {most:.0f} did"
+
+
+RULES = (
+    Rule(
+        "the KL runs away",
+        _kl,
+        "at 0.02 nats a token a response of 500 tokens is e^10 times as likely as under the"
+        " reference; five times the median is no slow drift",
+        "policy.optimizer.lr (too large?), algorithm.kl.reward_coef and training.target_kl;"
+        " `rlcore show RUN --best` for a reward that is gamed",
+        patience=2,
+    ),
+    Rule(
+        "one step moves the policy far",
+        _one_step,
+        "PPO's usual target is 0.01 to 0.02; at five times that its clipping holds nothing",
+        "policy/clipfrac_avg, policy.optimizer.lr, algorithm.epochs, training.max_update_kl",
+        patience=2,
+    ),
+    Rule(
+        "the entropy has collapsed",
+        _entropy,
+        "a tenth of what it lately was is no slow decline; below 0.005 nats a token two samples of"
+        " a prompt hardly differ",
+        "rollout/zero_std_groups; raise rollout.sampling.temperature, the clip's upper end or an"
+        " entropy bonus, lower policy.optimizer.lr; `rlcore show RUN`",
+        patience=2,
+    ),
+    Rule(
+        "no group has a variance",
+        _variance,
+        "advantages within a group are then all 0; two steps in a row are no chance",
+        "`rlcore show RUN --worst`: a reward that is always the same, or prompts that are all too"
+        " easy or too hard (data.mixture, rollout.filters)",
+        patience=2,
+    ),
+    Rule(
+        "engines and trainer are apart",
+        _apart,
+        "0.2 nats is what FP8 engines may differ by, twice what bf16 does; below one half most"
+        " tokens weigh nothing in a correction",
+        "rollout/train_rollout_logprob_diff_max, rollout/staleness_mean, algorithm.correction;"
+        " rollout.engine.verify_every: 1 shows weights that did not arrive",
+        patience=2,
+    ),
+    Rule(
+        "the reward fails",
+        _rewards,
+        "failed samples are trained with reward.on_error; one in twenty is more than noise",
+        "`rlcore show RUN --worst` and logs/ say why; reward.timeout_s, reward.workers",
+    ),
+    Rule(
+        "a number is not finite",
+        _finite,
+        "none may be: what follows from it is lost",
+        "the first such row of metrics.jsonl, then the samples of that step; policy.optimizer.lr"
+        " and the dtype; an estimator or reward that divides by 0",
+    ),
+    Rule(
+        "the run has become slow",
+        _speed,
+        "half the usual speed for five steps is more than a long response",
+        "`rlcore trace RUN`: who waits for whom; time/* in metrics.jsonl",
+        patience=5,
+    ),
+    Rule(
+        "an engine is out",
+        _engines,
+        "any engine that is missing makes steps slower; one that is only restarted is back in the"
+        " next",
+        "rollout/engine_restarts and the log of rank 0 (under Ray: service.log)",
+        patience=2,
+    ),
+)
+
+
+# --- saying each once -----------------------------------------------------------------------------
+
+
+@dataclass
+class _Streak:
+    """For how many rows in a row a rule has held, or not held while it is said."""
+
+    rows: int = 0
+    said: bool = False
+
+
+class Notices:
+    """Checks each row of the log against `RULES`, and keeps what it said in a file.
+
+    Args:
+        path: notices.jsonl of the run.
+        groups: that a step trains on; 0 if there are none.
+        earlier: rows that the run has written before this process.
+    """
+
+    def __init__(
+        self, path: Path, *, groups: int = 0, earlier: Callable[[], Sequence[Row]] = lambda: ()
+    ) -> None:
+        self.path = path
+        self._groups = groups
+        self._earlier = earlier
+        self._rows: deque[Row] = deque(maxlen=WINDOW)
+        self._streaks = {rule.name: _Streak() for rule in RULES}
+        self._begun = False
+
+    @property
+    def current(self) -> list[str]:
+        """The names of what looks wrong now."""
+        return [name for name, streak in self._streaks.items() if streak.said]
+
+    def check(self, step: int, row: Row) -> list[Notice]:
+        """Return what is new with the row of `step`, and write it to the file."""
+        if not self._begun:
+            self._go_on(step)
+        found = [notice for rule in RULES if (notice := self._check(rule, step, row))]
+        if step > 0:  # the evaluation before training is no step to compare with
+            self._rows.append(row)
+        if found:
+            with open(self.path, "a") as file:
+                file.writelines(json.dumps(asdict(notice)) + "\n" for notice in found)
+        return found
+
+    def _check(self, rule: Rule, step: int, row: Row) -> Notice | None:
+        text = rule.check(row, list(self._rows), self._groups)
+        streak = self._streaks[rule.name]
+        if bool(text) == streak.said:
+            streak.rows = 0
+            return None
+        streak.rows += 1
+        if streak.rows < rule.patience:
+            return None
+        streak.rows = 0
+        streak.said = not streak.said
+        if streak.said:
+            return Notice(step, rule.name, RAISED, text, rule.look_at)
+        return Notice(step, rule.name, CLEARED, "it has not been so since")
+
+    def _go_on(self, step: int) -> None:
+        """Continue the file of an earlier process: what it said of `step` and later is void."""
+        self._begun = True
+        kept = [notice for notice in read_notices(self.path) if notice.step < step]
+        if self.path.exists():
+            lines = "".join(json.dumps(asdict(notice)) + "\n" for notice in kept)
+            write_atomic(self.path, lines.encode())
+        for notice in kept:
+            if notice.notice in self._streaks:
+                self._streaks[notice.notice].said = notice.state == RAISED
+        self._rows.extend(row for row in self._earlier() if 0 < row["step"] < step)
+
+
+def read_notices(path: Path) -> list[Notice]:
+    """Read what was said of a run. A last line without its end is being written, or was torn."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    return [Notice(**json.loads(line)) for line in lines]
+
+
+def _values(rows: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if name in row and math.isfinite(row[name])]

@@ -1,0 +1,77 @@
+"""Checks the timeline of a run against the trace-event format and against its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.timeline.chrome import write_trace
+from rlcore.timeline.idle import merged
+from rlcore.timeline.read import Span, read_spans
+from rlcore.tracking.report import NOT_PHASES
+from tests.trace_rules import names_of, read_trace
+
+NEAR = 0.02  # of a sum of spans to its metric, relative
+LEAST_S = 0.002  # of a phase that is compared
+
+
+def check_timeline(
+    folder: Path, rows: Mapping[int, Mapping[str, Any]], output: Path, *, lockstep: bool = False
+) -> dict[str, list[Span]]:
+    """Check the timeline of a run whose metrics are `rows`, by step; return its spans by group.
+
+    Args:
+        output: where the trace may be written.
+        lockstep: the time of the engines is that of their requests.
+    """
+    timeline = read_spans(folder)
+    assert timeline.lost == 0
+    assert [step for step in timeline.windows if step > 0] == [step for step in rows if step > 0]
+    write_trace(timeline, output, title="run")
+    events = read_trace(output)
+    flows = [event for event in events if event["ph"] == "s"]
+    groups: dict[str, list[Span]] = {}
+    for span in timeline.spans:
+        groups.setdefault(span.group, []).append(span)
+    assert groups.keys() <= {group for group, _ in names_of(events).values()}
+    engines = [group for group in groups if group.startswith("engine ")]
+    for name, wanted in (("scored", "rewards" in groups), ("weights", bool(engines))):
+        assert any(flow["name"] == name for flow in flows) == wanted, name
+    for step, row in rows.items():
+        _check_sums(timeline.spans, step, row)
+    if lockstep:
+        _check_engine_time(groups, engines, rows)
+    return groups
+
+
+def _check_sums(spans: list[Span], step: int, row: Mapping[str, Any]) -> None:
+    for name, value in row.items():
+        phase = name.removeprefix("time/")
+        if phase == name or (name in NOT_PHASES and phase != "step"):
+            continue
+        total = sum(
+            span.seconds
+            for span in spans
+            if (span.group, span.lane, span.name, span.step) == ("rank 0", "main", phase, step)
+        )
+        assert total == pytest.approx(value, rel=NEAR, abs=LEAST_S * NEAR), f"{name} of step {step}"
+
+
+def _check_engine_time(
+    groups: Mapping[str, list[Span]], engines: list[str], rows: Mapping[int, Mapping[str, Any]]
+) -> None:
+    phases = {(s.step, s.name): s for s in groups["rank 0"] if s.lane == "main"}
+    for step, row in rows.items():
+        if "time/engine" in row:
+            phase = phases[step, "generation"]
+            requests = merged(
+                (span.begin, span.end)
+                for group in engines
+                for span in groups[group]
+                if span.name == "request" and phase.begin <= span.begin < phase.end
+            )
+            total = sum(end - begin for begin, end in requests)
+            assert total == pytest.approx(row["time/engine"], rel=NEAR, abs=LEAST_S), step

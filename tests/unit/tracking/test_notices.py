@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.tracking.notices import RULES, Notice, Notices, read_notices
+
+GOOD = {
+    "rollout/reward": 0.4,
+    "objective/kl": 0.2,
+    "val/sequence_lengths": 20.0,
+    "policy/approxkl_avg": 0.004,
+    "policy/entropy_avg": 0.8,
+    "rollout/zero_std_groups": 1.0,
+    "rollout/train_rollout_logprob_diff": 0.01,
+    "rollout/ess": 0.98,
+    "rollout/scored_samples": 64.0,
+    "rollout/reward_errors": 1.0,
+    "rollout/engines_serving": 2.0,
+    "perf/tokens_per_second": 4000.0,
+    "train/grad_norm": 0.5,
+}
+BAD: dict[str, dict[str, float]] = {
+    "the KL runs away": {"objective/kl": 1.2},
+    "one step moves the policy far": {"policy/approxkl_avg": 0.3},
+    "the entropy has collapsed": {"policy/entropy_avg": 0.07},
+    "no group has a variance": {"rollout/zero_std_groups": 4.0},
+    "engines and trainer are apart": {"rollout/ess": 0.4},
+    "the reward fails": {"rollout/reward_errors": 2.0, "rollout/reward_timeouts": 3.0},
+    "a number is not finite": {"train/grad_norm": math.nan},
+    "the run has become slow": {"perf/tokens_per_second": 1500.0},
+    "an engine is out": {"rollout/engines_serving": 1.0},
+}
+
+
+def rows_of(path: Path, rows: list[dict[str, float]], *, first: int = 1) -> list[Notice]:
+    notices = Notices(path, groups=4)
+    return [n for step, row in enumerate(rows, first) for n in notices.check(step, row)]
+
+
+def test_a_good_run_is_left_in_peace(tmp_path: Path) -> None:
+    path = tmp_path / "notices.jsonl"
+    assert rows_of(path, [{"eval/score": 0.1}, *[GOOD] * 40, {}], first=0) == []
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_each_rule_is_said_once_until_it_is_over(rule: Any, tmp_path: Path) -> None:
+    bad = GOOD | BAD[rule.name]
+    path = tmp_path / "notices.jsonl"
+    long = rule.patience + 3
+    rows = [GOOD] * 8 + [bad] * long + [GOOD] * long
+    found = rows_of(path, rows)
+    assert [(n.notice, n.state) for n in found] == [(rule.name, "raised"), (rule.name, "cleared")]
+    assert [n.step for n in found] == [8 + rule.patience, 8 + long + rule.patience]
+    raised = found[0]
+    assert raised.text
+    assert raised.look_at == rule.look_at
+    assert str(raised).startswith(f"NOTICE of step {raised.step}: {rule.name}: ")
+    assert rule.why
+    assert read_notices(path) == found
+
+
+def test_what_is_bad_for_a_moment_is_not_said(tmp_path: Path) -> None:
+    bad = GOOD | BAD["no group has a variance"]
+    assert rows_of(tmp_path / "n", [GOOD, bad, GOOD, bad, GOOD]) == []
+
+
+def test_a_drift_is_no_runaway(tmp_path: Path) -> None:
+    """The KL of a healthy run grows, and its entropy falls, slowly."""
+    rows = [
+        GOOD | {"objective/kl": 0.01 * 1.05**step, "policy/entropy_avg": 0.97**step}
+        for step in range(1, 120)
+    ]
+    assert rows_of(tmp_path / "n", rows) == []
+
+
+def test_a_resumed_run_says_again_only_what_it_makes_again(tmp_path: Path) -> None:
+    path = tmp_path / "notices.jsonl"
+    bad = GOOD | BAD["an engine is out"]
+    rows = [GOOD] * 6 + [bad] * 4
+    first = rows_of(path, rows)
+    assert [n.step for n in first] == [8]
+    path.write_text(path.read_text() + '{"step": 10, "notice": "to')  # torn by a kill
+
+    def resumed(after: int) -> list[Notice]:
+        earlier = [{"step": at, **row} for at, row in enumerate(rows[:after], 1)]
+        notices = Notices(path, groups=4, earlier=lambda: earlier)
+        return [n for step in range(after + 1, 15) for n in notices.check(step, bad)]
+
+    assert resumed(9) == [], "it was said, and is not over"
+    assert [n.step for n in resumed(5)] == [7], "it is over with the steps that were undone"
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [7]
+
+
+def test_a_run_without_groups_or_engines_has_nothing_to_say(tmp_path: Path) -> None:
+    sft = {"loss/policy_avg": 2.0, "train/grad_norm": 1.0, "perf/tokens_per_second": 100.0}
+    notices = Notices(tmp_path / "n")
+    assert [n for step in range(1, 30) for n in notices.check(step, sft)] == []
+    assert notices.current == []
