@@ -67,7 +67,7 @@ def _check_memo(content: bytes) -> None:
     This takes about a microsecond an operation.
     """
     for operation, argument, _ in pickletools.genops(content):
-        if "PUT" in operation.name and int(argument) > len(content):
+        if "PUT" in operation.name and int(str(argument)) > len(content):
             raise ValueError(f"place {argument} in the memo of a pickle of {len(content)} bytes")
 
 
