@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz.harness import Report, run
 from tests.fuzz.targets import TARGETS
 
-QUICK = 20  # cases of a target
+QUICK = 10  # cases of a target
 MINUTE_S = 60.0
 
 
