@@ -137,6 +137,8 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
     before = {name: weights(backend, *model) for name, model in models.items()}
     for _ in range(case.get("steps", 1)):
         update = backend.update(case.get("update", 0))
+    result["updated"] = backend.updated_vectors()
+    result["old_logprobs"] = None if vectors is None else vectors.get("old_logprobs")
     after = {name: weights(backend, *model) for name, model in models.items()}
     result["metrics"] = update.metrics
     result["skipped"] = update.skipped

@@ -287,6 +287,33 @@ def test_without_old_logprobs_the_step_is_on_policy(results: Results, folder: Pa
     assert results["on_policy"]["metrics"]["val/ratio"] == 1.0
 
 
+RATIOS = [
+    case["name"]
+    for cases in CASES.values()
+    for case in cases
+    if case.get("dtype") is None and case.get("steps", 1) == 1
+]
+
+
+@pytest.mark.parametrize("name", each(*RATIOS))
+def test_recorded_ratios_are_those_of_the_update(name: str, results: Results) -> None:
+    """What is recorded of each token's update reaches rank 0 in its order from every layout."""
+    got = results[name]
+    ratio = got["updated"]["ratio"]
+    clipped = got["updated"]["clipped"]
+    old = got["old_logprobs"]
+    if old is None:  # the step is on-policy, and has no ratio
+        assert ratio.isnan().all()
+        return
+    trained = ~ratio.isnan()
+    assert bool(trained.all()) == ("update" not in case_named(name))
+    assert trained.any()
+    expected = (got["scores"]["logprobs"] - old).exp()
+    torch.testing.assert_close(ratio[trained], expected[trained], rtol=1e-4, atol=0)
+    assert set(clipped[trained].tolist()) <= {0.0, 1.0}
+    assert torch.equal(trained, ~clipped.isnan())
+
+
 EXACT = [
     case["name"]
     for cases in CASES.values()
