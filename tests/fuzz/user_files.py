@@ -33,7 +33,11 @@ from tests.fuzz.mutation import Mutator, written
 from tests.fuzz.oracle import check_tokens, need
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ("recipes/gsm8k/qwen2.5-0.5b-grpo.yaml", "addition/ppo.yaml", "recipes/judge/qwen2.5-7b.yaml")
+EXAMPLES = (
+    "recipes/gsm8k/qwen2.5-0.5b-grpo.yaml",
+    "addition/ppo.yaml",
+    "recipes/judge/qwen2.5-7b.yaml",
+)
 OVERRIDES = (
     "rollout.sampling.temperature=0.7",
     "algorithm.estimator={name: ppo, lam: 0.9}",
