@@ -177,6 +177,8 @@ def _parse(text: str, source: str, where: Where) -> Setting | Tree | None:
             return None
         _check_keys(node, where, frozenset())
         return _convert(loader, node, where)
+    except RecursionError as error:
+        raise ConfigError(f"{source}: not valid YAML: too many parts inside each other") from error
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_one_line(error, source)) from None
     except yaml.YAMLError as error:

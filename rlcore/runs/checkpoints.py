@@ -312,8 +312,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         if wrong:
             raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} {wrong}")
     state = _read_json(folder, STATE)
-    for name, step in ((MANIFEST, manifest.get("step")), (STATE, state.get("step", ""))):
-        if step != "" and (type(step) is not int or step_name(step) != folder.name):
+    said = {MANIFEST: manifest.get("step")} | ({STATE: state["step"]} if "step" in state else {})
+    for name, step in said.items():
+        if type(step) is not int or step_name(step) != folder.name:
             raise DamagedCheckpoint(
                 f"checkpoint {folder} is damaged: {name} is of step {str(step)[:20]}"
             )

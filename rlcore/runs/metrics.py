@@ -51,14 +51,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{path}:{number}: not JSON ({error}); delete the line to go on without it"
             ) from None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise DataError(
                 f"{path}:{number}: expected an object with an integer `step`, got"
-                f" {line[:80].decode()!r}"
+                f" {line[:80].decode(errors='replace')!r}"
             )
         rows.append(row)
     return rows

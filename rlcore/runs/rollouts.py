@@ -85,7 +85,7 @@ def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
         if not decompressor.eof:
             raise ValueError("it ends in the middle")
         return [json.loads(line) for line in content.split(b"\n") if line]
-    except (OSError, zstandard.ZstdError, ValueError) as error:
+    except (OSError, zstandard.ZstdError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a readable rollout file: {error}") from error
 
 

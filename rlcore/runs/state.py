@@ -32,8 +32,15 @@ def decode_state(content: bytes) -> dict[str, Any]:
     """Decode what `encode_state` made; ValueError for anything but a JSON object."""
     try:
         state = json.loads(content, object_hook=_restore)
-    # an array that is none, or far too many brackets
-    except (LookupError, TypeError, OverflowError, MemoryError, RecursionError) as error:
+    # an array that is none (numpy reads some types as syntax), or far too many brackets
+    except (
+        LookupError,
+        TypeError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+        SyntaxError,
+    ) as error:
         raise ValueError(f"no state: {error!r}") from error
     if not isinstance(state, dict):
         raise ValueError(f"expected a JSON object, got {type(state).__name__}")

@@ -32,6 +32,7 @@ STATE_NAMES = {
 }
 # draws that a snapshot keeps as one string, once all of them are settled
 CHUNK = 1024
+MOST_DRAWS = 1 << 28  # that a snapshot run-length codes: unsettled ones, with a few settled
 Codes = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -206,6 +207,8 @@ class Ledger:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go back to a snapshot. Raises ValueError where a draw of it is in no known state."""
         self._settled = list(state.get("settled", ()))  # older checkpoints have none
+        if sum(state["lengths"]) > MOST_DRAWS:  # before the memory is taken
+            raise ValueError(f"{sum(state['lengths'])} draws, expected at most {MOST_DRAWS}")
         tail = np.repeat(np.array(state["codes"], dtype=np.int64), state["lengths"])
         self._codes = array("q", b"".join([*map(unpacked, self._settled), tail.tobytes()]))
         self._filters = list(state["filters"])

@@ -212,10 +212,13 @@ def open_classify() -> Iterator[Case]:
     )  # fmt: skip
     port = server.start("127.0.0.1", 0)
     ended = threading.Event()
+    wrong: list[list[int]] = []  # that came to the model
 
     def score() -> None:
         while not ended.is_set():
             taken = server.take(64, timeout_s=0.01)
+            rows = [text.tokens.tolist() for text in taken]
+            wrong.extend(row for row in rows if not row or min(row) < 0 or max(row) >= vocab_size)
             server.answer(taken, [float(np.sum(text.tokens)) for text in taken])
 
     thread = threading.Thread(target=score)
@@ -226,7 +229,9 @@ def open_classify() -> Iterator[Case]:
         bodies: tuple[Any, ...] = ({"text": ["1+1=", "2"]}, {"input_ids": [[3, 4], [5]]})
         sent = broken_request(mutator, "/classify", "the-key", mutator.random.choice(bodies))
         work = exchange(port, sent, whole=not mutator.changed)
-        return check_answered(loop.run_until_complete(work), mutator)
+        line = loop.run_until_complete(work)
+        need(not wrong, f"tokens {wrong} are scored")
+        return check_answered(line, mutator)
 
     try:
         yield case

@@ -5,7 +5,6 @@ A `Mutator` draws from one seeded generator: target, seed and number of a case m
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections.abc import Callable
@@ -48,8 +47,8 @@ class Mutator:
     def value(self, example: Any) -> Any:
         """Return a copy of a JSON-able value, with some of its nodes changed."""
         if self.keep:
-            return copy.deepcopy(example)
-        holder = [copy.deepcopy(example)]
+            return _copy(example)
+        holder = [_copy(example)]
         for _ in range(self.random.choice((1, 1, 1, 2, 3))):
             self._change_node(holder)
         self.changed = True

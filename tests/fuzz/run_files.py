@@ -153,7 +153,8 @@ def read_metric_file(path: Path) -> None:
 
 def read_replay(path: Path) -> None:
     """Read recorded samples for a replay."""
-    source = ReplaySource(path, vocab_size=VOCAB)
+    recorded = {"sampling_mask": "policy.logprobs.keep_sets"}
+    source = ReplaySource(path, vocab_size=VOCAB, recorded=recorded)
     for sample in source.samples:
         check_sample(sample, vocab_size=VOCAB, versions=range(2**62))
 
