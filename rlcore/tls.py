@@ -73,9 +73,14 @@ def client_context(ca_file: str | None, *, where: str) -> ssl.SSLContext:
         raise ConfigError(f"{where}: {ca_file} has no certificate in PEM: {error}") from error
 
 
-def engine_client(tls: TLSConfig | None) -> ssl.SSLContext | Literal[True]:
-    """Make the context of a client of engines, as aiohttp takes it: True is its own choice."""
-    return True if tls is None else client_context(tls.ca_file, where=f"{KEY}.ca_file")
+def engine_client(tls: TLSConfig | None, url: str) -> ssl.SSLContext | Literal[True]:
+    """Make the context of a client of engines, as aiohttp takes it: True where none is needed.
+
+    aiohttp's own one would have the system's authorities of the time of its import.
+    """
+    if not url.startswith("https:"):
+        return True
+    return client_context(None if tls is None else tls.ca_file, where=f"{KEY}.ca_file")
 
 
 def refused_engine(error: BaseException, url: str, tls: TLSConfig | None) -> str | None:

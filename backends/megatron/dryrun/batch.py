@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from backends.megatron.batch.local_batch import LocalBatch, LocalMinibatch
+from backends.megatron.batch.update_record import UpdateRecord
 from backends.megatron.parallel.state import ParallelState
 from rlcore.data.batch import RolloutBatch
 
@@ -107,3 +108,4 @@ class RankBatch(LocalBatch):
         self._share_prefixes = work.siblings > 1
         self._shard_map = None
         self._packs = {}
+        self.updates = UpdateRecord()

@@ -105,7 +105,7 @@ class RemoteEngine:
         self._version = None
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {self._key}"},
-            connector=aiohttp.TCPConnector(ssl=engine_client(self._tls)),
+            connector=aiohttp.TCPConnector(ssl=engine_client(self._tls, self.url)),
         )
         await self.health()
 

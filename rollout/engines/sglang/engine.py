@@ -132,7 +132,8 @@ class SGLangEngine:
         try:
             self._device = str(info["device"])
             self._dtype = str(info["dtype"])
-            self.digests_buckets = SERVER_INFO in info["internal_states"][0]
+            states = info.get("internal_states") or [{}]  # a router's answer has none
+            self.digests_buckets = SERVER_INFO in states[0]
         except (IndexError, KeyError, TypeError) as error:
             raise no_sglang(self.name, error) from error
 

@@ -160,7 +160,7 @@ class ServerClient:
             }
             self._session = aiohttp.ClientSession(
                 connector=Connector(
-                    limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=engine_client(self._tls)
+                    limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=engine_client(self._tls, self.url)
                 ),
                 headers=headers | self._authorization(admin=False),
                 cookie_jar=aiohttp.DummyCookieJar(),

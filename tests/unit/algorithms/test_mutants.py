@@ -105,7 +105,6 @@ def test_every_algorithm_has_a_defect(mutants: ModuleType) -> None:
             "kl",
             "metrics",
             "moments",
-            "normalization",
             "ragged",
             "scan",
             "reward_shaping",

@@ -51,7 +51,7 @@ def test_urls_may_be_named(stage: Stage) -> None:
         ).returncode
         == 0
     )
-    [call] = stage.calls("torch.distributed.run")
+    [call] = stage.calls("rlcore.launch.torchrun")
     assert call["arguments"][-1] == "rollout.engine.urls=[http://a:1, http://b:2]"
 
 
@@ -78,7 +78,7 @@ def test_engines_that_do_not_come_are_waited_for_until_a_deadline(stage: Stage) 
     )
     assert done.returncode == 1, "engines of an earlier run, perhaps"
     assert "has 2 files, expected 1: use a new folder" in done.stderr
-    assert stage.calls("torch.distributed.run") == []
+    assert stage.calls("rlcore.launch.torchrun") == []
 
 
 def test_engines_in_a_folder_that_others_write_to_are_not_believed(stage: Stage) -> None:
@@ -90,7 +90,7 @@ def test_engines_in_a_folder_that_others_write_to_are_not_believed(stage: Stage)
     done = stage.run("torchrun_multinode.sh", "run.yaml", **NODE, **given)
     assert done.returncode == 1
     assert f"everybody may write to {engines}" in done.stderr
-    assert stage.calls("torch.distributed.run") == []
+    assert stage.calls("rlcore.launch.torchrun") == []
 
 
 def test_the_wait_for_engines_ends_with_its_script(stage: Stage) -> None:
@@ -165,7 +165,7 @@ def test_ppo_on_two_nodes_trains_on_the_first_and_generates_on_the_second(stage:
     engines.terminate()
     assert engines.wait(10) == 0
     root = stage.folder / "checkout"
-    [trainer] = stage.calls("torch.distributed.run")
+    [trainer] = stage.calls("rlcore.launch.torchrun")
     [served] = stage.calls("engine")
     told = trainer["arguments"]
     assert [value_of(told, "--nnodes"), value_of(told, "--nproc-per-node")] == ["1", "8"]
@@ -204,7 +204,7 @@ def test_ppo_on_two_nodes_without_ray_needs_engines(stage: Stage) -> None:
     done = stage.run("ppo_8b_2nodes.sh", "model.path=m", MASTER_ADDR="10.0.0.1", NODE_RANK="0")
     assert done.returncode == 2
     assert "set ENGINES to a new one that both share" in done.stderr
-    assert stage.calls("torch.distributed.run") == []
+    assert stage.calls("rlcore.launch.torchrun") == []
 
 
 # --- which Python ---------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_python_may_be_a_name_or_a_path(stage: Stage) -> None:
     (stage.folder / "python3.77").symlink_to(stage.folder / "python")
     for given in ("python3.77", "../python", str(stage.folder / "python")):
         assert stage.run("torchrun_multinode.sh", "run.yaml", **NODE, PYTHON=given).returncode == 0
-    assert len(stage.calls("torch.distributed.run")) == 3
+    assert len(stage.calls("rlcore.launch.torchrun")) == 3
 
 
 @pytest.mark.parametrize("given", ["python3.99", "/no/such/python", "/tmp"])
