@@ -96,7 +96,7 @@ def test_a_certificate_that_nobody_vouches_for(certificate):
     tls.load_cert_chain(certificate)
 
     async def use(client, _):
-        with pytest.raises(UserError, match="the certificate of 127.0.0.1 is not accepted"):
+        with pytest.raises(UserError, match=r"the certificate of 127\.0\.0\.1 is not accepted"):
             await ask(client)
 
     against(lambda _, body: answer(body), use, tls=tls, scheme="https")
