@@ -176,7 +176,7 @@ def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(folder, tmp_path
         engines[0]._tls = stranger  # its client, from now on
         await engines[0]._hang_up()
         engines[0]._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=engine_client(stranger))
+            connector=aiohttp.TCPConnector(ssl=engine_client(stranger, engines[0].url))
         )
         with pytest.raises(UserError, match=r"127\.0\.0\.1 is not accepted by .*stranger\.pem"):
             await engines[0].health()
