@@ -126,10 +126,6 @@ class RunDirectory:
         """Return the steps whose samples were recorded, in order."""
         return _steps_in(self.rollouts)
 
-    def evaluated_steps(self) -> list[int]:
-        """Return the steps after which held-out samples were recorded, in order."""
-        return _steps_in(self.evaluations)
-
     def prune_rollouts(self, step: int, *, keep: int) -> None:
         """Delete the samples of all but the `keep` newest steps up to `step`.
 
