@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,13 +195,4 @@ def _windows(spans: Iterable[Span], steps: Iterable[int]) -> dict[int, tuple[flo
 
 
 def _moved(span: Span, begin: float) -> Span:
-    return Span(
-        span.kind,
-        span.group,
-        span.lane,
-        span.name,
-        span.begin - begin,
-        span.end - begin,
-        span.step,
-        span.args,
-    )
+    return replace(span, begin=span.begin - begin, end=span.end - begin)

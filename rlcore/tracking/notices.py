@@ -182,7 +182,7 @@ RULES = (
         _variance,
         "advantages within a group are then all 0; two steps in a row are no chance",
         "`rlcore show RUN --worst`: a reward that is always the same, or prompts that are all too"
-        " easy or too hard (data.mixture, rollout.filters)",
+        " easy or too hard (data.curriculum, rollout.filters)",
         patience=2,
     ),
     Rule(

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlcore.tracking.notices import RULES, Notice, Notices, read_notices
+from rlcore.algorithms.metric_table import metric_spec
+from rlcore.config.schema import known_keys
+from rlcore.tracking.notices import RULES, Notice, Notices, Rule, read_notices
 
 GOOD = {
     "rollout/reward": 0.4,
@@ -35,6 +38,15 @@ BAD: dict[str, dict[str, float]] = {
     "the run has become slow": {"perf/tokens_per_second": 1500.0},
     "an engine is out": {"rollout/engines_serving": 1.0},
 }
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_names_keys_and_metrics_that_there_are(rule: Rule) -> None:
+    sections = ("algorithm", "data", "policy", "reward", "rollout", "training")
+    named = re.findall(rf"\b(?:{'|'.join(sections)})\.[\w.]*\w", rule.look_at)
+    assert all(any(f"{key}.".startswith(f"{one}.") for key in known_keys()) for one in named), named
+    metrics = re.findall(r"\b[a-z]+/[a-z_]+\b", f"{rule.look_at} {' '.join(BAD[rule.name])}")
+    assert all(metric_spec(one) for one in metrics), metrics
 
 
 def rows_of(path: Path, rows: list[dict[str, float]], *, first: int = 1) -> list[Notice]:
