@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlcore.errors import DataError
+from rlcore.runs.sample_index import prompt_number
+from rlcore.view.comparison import side_by_side
 from rlcore.view.detail import excerpt_of, sample_page, texts_of
 from rlcore.view.evaluations import answers_of, sets_of
 from rlcore.view.parameters import Parameters
-from rlcore.view.query import Filter, Found, Place, select
+from rlcore.view.query import DEEPEST, Filter, Found, Place, select
 from rlcore.view.run import RunView, record_at
 from rlcore.view.timeline import timeline_of
 
@@ -215,7 +217,7 @@ class Api:
         hits = {row for row, record in lines if wanted in texts_of(record)}
         if not hits or not passing:
             return [Place(step, row) for row in sorted(hits)]
-        found = select(run.index.spans_between(step, step), passing, limit=10_000)
+        found = select(run.index.spans_between(step, step), passing, limit=DEEPEST)
         return [place for place in found.places if place.row in hits]
 
     def _place(self, run: RunView, asked: Parameters) -> Place:
@@ -260,8 +262,6 @@ class Api:
         run = self.run(asked)
         place = self._place(run, asked)
         prompt_id = str(record_at(run, place).get("prompt_id"))
-        from rlcore.runs.sample_index import prompt_number
-
         filters = [Filter("prompt", "=", prompt_number(prompt_id)), *asked.filters()]
         found = select(run.index.spans(), filters, limit=asked.limit(200))
         return {
@@ -295,8 +295,6 @@ class Api:
 
     def compare(self, asked: Parameters) -> Any:
         """Two steps, of one run or of two: metrics, rewards and prompts of both."""
-        from rlcore.view.comparison import side_by_side
-
         one = (self.run(asked, "a"), asked.whole("a_step"))
         other = (self.run(asked, "b"), asked.whole("b_step"))
         return side_by_side(one, other)

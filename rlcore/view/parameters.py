@@ -53,7 +53,7 @@ class Parameters:
         try:
             given = json.loads(text)
             return [_filter(*one) for one in given]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise DataError(
                 f"filter must be a list of [column, comparison, value], got {text[:80]!r} ({error})"
             ) from None

@@ -27,6 +27,7 @@ ABSENT = "(absent)"
 TIMES = ("time/", "perf/")
 SECONDS = "_s"  # the end of a measured time's name
 OWN = ("run.name",)
+START = ("rlcore", "commit", "python", "platform", "gpus")
 
 Pair = tuple[Any, Any]
 
@@ -95,8 +96,8 @@ def compare(a: Path, b: Path, *, tolerance: float = TOLERANCE) -> Comparison:
             raise DataError(f"{path} is no run: it has no config.yaml; give folders, as runs/NAME")
     runs = (RunDirectory(a), RunDirectory(b))
     found = Comparison()
-    settings = [_settings(run.config_path) for run in runs]
-    found.config = _different(*settings, leave_out=OWN)
+    settings = (_settings(runs[0].config_path), _settings(runs[1].config_path))
+    found.config = {key: (str(a), str(b)) for key, (a, b) in _different(*settings).items()}
     _compare_starts(found, runs)
     rows = [{row["step"]: row for row in read_metrics(run.metrics_path)} for run in runs]
     found.steps = (max(rows[0], default=0), max(rows[1], default=0))
@@ -110,15 +111,26 @@ def compare(a: Path, b: Path, *, tolerance: float = TOLERANCE) -> Comparison:
 # --- configuration, packages, data ----------------------------------------------------------------
 
 
-def _settings(path: Path) -> dict[str, str]:
-    """Return each key with its value as text and its origin, which stands behind it."""
+@dataclass(frozen=True)
+class _Told:
+    """A value as text, and where it comes from, which does not count in a comparison."""
+
+    value: str
+    origin: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.value}  ({self.origin})" if self.origin else self.value
+
+
+def _settings(path: Path) -> dict[str, _Told]:
+    """Return each key but the run's own with its value, whose origin stands behind it."""
     lines = path.read_text(encoding="utf-8").splitlines()
     found = {}
     for key, setting in _leaves(read_file(path), ""):
         line = lines[int(setting.origin.rpartition(":")[2]) - 1]
         _, mark, origin = line.rpartition("  # ")
-        value = json.dumps(setting.value)
-        found[key] = f"{value}  ({origin})" if mark else value
+        if key not in OWN:
+            found[key] = _Told(json.dumps(setting.value), origin if mark else "")
     return found
 
 
@@ -130,19 +142,9 @@ def _leaves(tree: Tree, path: str) -> Iterator[tuple[str, Setting]]:
             yield from _leaves(value, f"{path}{key}.")
 
 
-def _different(
-    a: Mapping[str, str], b: Mapping[str, str], *, leave_out: Sequence[str] = ()
-) -> dict[str, Pair]:
-    """Return what differs in more than its origin."""
-    return {
-        key: (a.get(key, ABSENT), b.get(key, ABSENT))
-        for key in dict.fromkeys([*a, *b])
-        if key not in leave_out and _value(a.get(key)) != _value(b.get(key))
-    }
-
-
-def _value(text: str | None) -> str | None:
-    return None if text is None else text.partition("  (")[0]
+def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
+    pairs = {key: (a.get(key, ABSENT), b.get(key, ABSENT)) for key in dict.fromkeys([*a, *b])}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _compare_starts(found: Comparison, runs: Sequence[RunDirectory]) -> None:
@@ -152,17 +154,11 @@ def _compare_starts(found: Comparison, runs: Sequence[RunDirectory]) -> None:
         found.notes.append(f"no record of packages and data: {lacking}")
         return
     a, b = (its[-1] for its in starts)
-    for key in ("rlcore", "commit", "python", "platform", "gpus"):
-        if a.get(key) != b.get(key):
-            found.environment[key] = (a.get(key), b.get(key))
-    packages = (a.get("packages", {}), b.get("packages", {}))
-    for key, pair in _different(*packages).items():
+    whole = [{key: its[key] for key in START if key in its} for its in (a, b)]
+    found.environment = _different(*whole)
+    for key, pair in _different(a.get("packages", {}), b.get("packages", {})).items():
         found.environment[f"packages.{key}"] = pair
-    found.data = {
-        key: (a["data"].get(key), b["data"].get(key))
-        for key in dict.fromkeys([*a["data"], *b["data"]])
-        if a["data"].get(key) != b["data"].get(key)
-    }
+    found.data = _different(a["data"], b["data"])
 
 
 # --- metrics --------------------------------------------------------------------------------------

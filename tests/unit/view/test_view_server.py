@@ -143,6 +143,7 @@ def test_no_other_file_is_served(server: ViewServer, path: str) -> None:
      "sample?run=run&step=1&draw=0&index=77", "samples?run=run&steps=1-x",
      "samples?run=run&limit=-1",
      "samples?run=run&filter=[1]", "samples?run=run&filter=[[%22reward%22,%22<%22,NaN]]",
+     f"samples?run=run&filter=[[%22reward%22,%22<%22,1{'0' * 400}]]",
      "draw?run=run&draw=0", "evaluation?run=run&step=9&before=9"],
 )  # fmt: skip
 def test_wrong_requests_are_told_so(server: ViewServer, asked: str) -> None:

@@ -51,6 +51,17 @@ def test_equal_runs_are_equal_whatever_the_time(
     assert "exactly: the same in all 2 steps of both" in out
 
 
+def test_a_value_that_looks_like_one_with_an_origin_is_compared_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = make(tmp_path, "a", [ROW], config={"data": ["x  (one)"]})
+    b = make(tmp_path, "b", [ROW], config={"data": ["x  (other)"]})
+    code, out = compare(capsys, a, b)
+    assert code == 1
+    assert "configuration: 1 differ" in out
+    assert '    B  ["x  (other)"]' in out
+
+
 def test_what_differs_is_named_with_its_origin_and_its_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
