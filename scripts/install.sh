@@ -36,4 +36,5 @@ if [[ " $* " = *" te "* ]]; then
 fi
 # With the setuptools of the lock, not with one that pip fetches.
 pip_into .venv --no-deps --no-build-isolation --editable .
+compile_imports .venv "import transformers, backends.megatron.backend"
 echo "$want" >> "$stamp"

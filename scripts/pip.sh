@@ -53,7 +53,7 @@ pip_into() {
     local venv=$1 installer pid from=$SECONDS next=20
     shift
     local log=$venv/pip.log
-    # What is imported is compiled then; compiling all packages here takes longer than unpacking them.
+    # compile_imports does it for what is imported; compiling all packages takes longer than unpacking them.
     installer=("$venv/bin/python" -m pip install --progress-bar off --no-compile)
     # As pip does, uv is to look into all indexes; what it takes is known by its hash.
     if command -v uv > /dev/null; then
@@ -75,3 +75,7 @@ pip_into() {
         return 1
     fi
 }
+
+# compile_imports VENV PROGRAM: write the bytecode of all that PROGRAM imports. Where PYTHONDONTWRITEBYTECODE is set, as in many
+# images, each process would compile torch anew.
+compile_imports() { PYTHONDONTWRITEBYTECODE="" "$1/bin/python" -W ignore -c "$2"; }

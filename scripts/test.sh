@@ -15,6 +15,7 @@ esac
 
 # Ranks are processes: one thread each keeps them from fighting over the cores. Nothing may be fetched while testing.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
+export PYTHONDONTWRITEBYTECODE=""      # what is imported is compiled once, not in each of the processes
 
 step() {    # step NAME COMMAND...
     local name=$1 from=$SECONDS

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 
+EVERYWHERE = "::"
 PORTS = Path(__file__).resolve().parents[1] / "docs" / "ports.md"
 # the processes of runs, by their command line, the first that fits; names as in the table
 PROGRAMS = (
@@ -38,14 +39,16 @@ def listening(*pids: int) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for process in tree(*pids):
         try:
-            addresses = {
+            addresses = [
                 connection.laddr.ip
                 for connection in process.net_connections("tcp")
                 if connection.status == psutil.CONN_LISTEN
-            }
+            ]
             name = " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             continue
+        if name.startswith("ray::") and EVERYWHERE in addresses:
+            addresses.remove(EVERYWHERE)  # one is Ray's own, as in all of its workers
         if addresses:
             found.setdefault(name, set()).update(addresses)
     return found

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 TITLE = "## One prompt, from its row to a gradient\n"
 
 MOST_FILES = 61
-MOST_CROSSINGS = 12  # from one of rlcore, rollout and backends to another
+MOST_CROSSINGS = 11  # from one of rlcore, rollout and backends to another
 
 
 def stops() -> list[str]:

@@ -60,7 +60,7 @@ class Reader:
             self.page.keyboard.press(key)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while playwright is on, asyncio.run fails in its thread
 def chromium() -> Iterator[Any]:
     """A browser. Without it the tests fail: scripts/install_chromium.sh brings it."""
     from playwright.sync_api import sync_playwright
