@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
-from aiohttp.http_exceptions import HttpProcessingError
-
 from rlcore.deadlines import CANCEL_S, LOOP_GRACE_S
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rollout.daemon_threads import DaemonExecutor
@@ -20,11 +18,6 @@ from rollout.daemon_threads import DaemonExecutor
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-http_logger = logging.getLogger("rollout.http")  # of our HTTP servers
-http_logger.addFilter(
-    # The client has got its 400: whoever reaches a port must not fill the log with tracebacks.
-    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-)
 MOST_CALLS = 256  # of users' functions that are not async, side by side
 MOST_HANGING = 1024  # of these that were given up and have not returned
 MOST_OWN = 32  # threads of a loop itself

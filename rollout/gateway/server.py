@@ -12,10 +12,11 @@ from aiohttp import web
 
 from rlcore.deadlines import GATEWAY_CLOSES_S, GATEWAY_STARTS_S
 from rlcore.errors import RunFailed
-from rollout.asyncio_utils import http_logger, within
+from rollout.asyncio_utils import within
 from rollout.conversation.conversation import Conversation
 from rollout.gateway.sessions import MODEL, OVER, Session
 from rollout.gateway.wire import Refused, held_values, model_list, read_request, streamed, whole
+from rollout.http_logger import http_logger
 
 BODY_BYTES = 64 << 20  # longer requests are not read
 BACKLOG = 4096  # programs that connect at once

@@ -36,6 +36,10 @@ class Kernel(Protocol):
     def keys(self) -> Tensor:
         """The rows of the gradients of keys and values: int64 [m]."""
 
+    @property
+    def causal(self) -> bool:
+        """Whether these are own tokens, which come first of the parts of a query."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return the output [n, heads, d] and the log-sum-exp, fp32 [n, heads]."""
 
@@ -265,6 +269,10 @@ class _Merged(torch.autograd.Function):
         merged = query.new_zeros(*shape, value.size(-1), dtype=torch.float32)
         for kernel in kernels:
             out, own = kernel.forward(query, key, value, scale)
+            if kernel.causal:
+                merged[kernel.slots] = out.float()
+                lse[kernel.slots] = own
+                continue
             before = lse[kernel.slots]
             both = torch.logaddexp(before, own)
             weighted = out * (own - both).exp()[..., None]

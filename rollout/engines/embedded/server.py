@@ -32,9 +32,9 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
 from rlcore.tls import server_context
-from rollout.asyncio_utils import http_logger
 from rollout.engines.embedded.client import decode_buckets, decode_request, encode_completion
 from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.http_logger import http_logger
 from rollout.weight_sync.digests import digest
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, gpu_identity
 

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from rlcore.deadlines import CLOSE_ENGINES_S, SCORE_S
 from rlcore.errors import ConfigError, DataError, DeadlineExceeded
-from rollout.asyncio_utils import LoopThread, http_logger, within
+from rollout.asyncio_utils import LoopThread, within
+from rollout.http_logger import http_logger
 
 MAX_BODY = 32 << 20
 MAX_REQUESTS = 1024  # that are read, wait or are scored
