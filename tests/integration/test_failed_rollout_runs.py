@@ -22,7 +22,11 @@ from rollout.accounting.audit import audit
 from rollout.collection import attempts
 
 STEPS = 2
-SHORT = (*LEARNING, f"training.steps={STEPS}", "checkpoint.every=1")
+SHORT = (
+    *LEARNING, f"training.steps={STEPS}", "checkpoint.every=1",
+    # what is tried again is scored with others than before
+    "reward.parts.liked.model.batch_size=1",
+)  # fmt: skip
 OUTCOME = ("reward={parts: {env: {source: workflow}}}",)
 
 

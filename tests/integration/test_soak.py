@@ -26,7 +26,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
         # an engine is killed in every third step of test_chaos.py, too
         pytest.param("local", "engine", 3, marks=pytest.mark.full),
         ("torchrun", "rank", 2),
-        ("ray", "service", 1),
+        pytest.param("ray", "service", 1, marks=pytest.mark.full),
         pytest.param("ray-nodes", "raylet", 4, marks=pytest.mark.full),
     ],
 )

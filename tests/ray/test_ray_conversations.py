@@ -55,7 +55,7 @@ def samples_of(run: Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("_in_a_calculator")
-@pytest.mark.parametrize("kind", list(RUNS))
+@pytest.mark.parametrize("kind", ["env", pytest.param("agent", marks=pytest.mark.full)])
 def test_conversations_on_a_cluster_equal_local_ones(
     workspace: Workspace, cluster: Any, kind: str
 ) -> None:
@@ -70,6 +70,7 @@ def test_conversations_on_a_cluster_equal_local_ones(
     assert balance(run, STEPS)["consumed"] == 4 * STEPS
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("_in_a_calculator")
 def test_an_agent_command_over_sglang_on_a_cluster(workspace: Workspace, cluster: Any) -> None:

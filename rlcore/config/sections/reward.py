@@ -17,7 +17,8 @@ class RewardModelConfig(Section):
     path: str
     """Hugging Face folder of the reward model."""
     batch_size: PositiveInt = 16
-    """Samples that the model scores at a time."""
+    """Samples that the model scores at a time, as they come; with 1 no other changes a score's last
+    bits."""
     device: str | None = None
     """Torch device of the model; default: chosen by rlcore."""
 
