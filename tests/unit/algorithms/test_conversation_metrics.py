@@ -34,5 +34,10 @@ def test_means_are_over_rollouts_that_measured() -> None:
     assert spec.unit == "tokens"
 
 
+def test_a_measurement_of_a_workflow_alone_counts_no_token() -> None:
+    rows = [{"generated_tokens": 10.0, "trained_tokens": 5.0}, {"doors": 1.0}]
+    assert conversation_metrics(rows)["conversation/merge_ratio"] == 0.5
+
+
 def test_without_conversations_there_are_none() -> None:
     assert conversation_metrics([{}, {}]) == {}

@@ -97,6 +97,14 @@ def test_ties_are_kept_in_the_order_of_ids():
     )
 
 
+def test_top_p_of_1_keeps_what_has_no_probability():
+    probs = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
+    everything = keep_mask(probs, torch.tensor([1.0]).double(), torch.tensor([4]))
+    assert everything.all()
+    most = keep_mask(probs, torch.tensor([0.999]).double(), torch.tensor([4]))
+    assert most[0].tolist() == [True, True, False, False]
+
+
 def draw_many(logits: torch.Tensor, params: SamplingParams, count: int) -> torch.Tensor:
     rows = logits.expand(count, -1)
     table = SamplingTable.build([params] * count, logits.shape[-1])
