@@ -88,6 +88,7 @@ SPEAKER_S = 10.0  # the rank that tells the user to do so before another one lea
 
 # --- the run's folder -----------------------------------------------------------------------------
 
+RECORD_S = 600.0  # the samples of one step to be on the disk
 OWNER_BEAT_S = 10.0  # from one sign of life in an owner file to the next, where there are no locks
 OWNER_LOST_S = 45.0  # more than four beats: without one the owner of a folder counts as gone
 

@@ -1,4 +1,4 @@
-"""Records the samples of steps and evaluations, and keeps their index."""
+"""Records the samples of steps and evaluations in the background, and keeps their index."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample
+from rlcore.deadlines import RECORD_S
 from rlcore.errors import DataError
+from rlcore.runs.background import Background
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import write_rollouts
-from rlcore.runs.sample_index import IndexWriter
+from rlcore.runs.sample_index import IndexWriter, Scalars
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +26,14 @@ VECTORS = (
     *("logprobs", "entropy", "ref_logprobs", "teacher_logprobs", "values", "returns"),
     *("weights", "correction", "ratio", "clipped"),
 )
+MOST_UNWRITTEN = 2  # steps and evaluations that wait for the disk, in memory
 CHECKED = "checked_logprobs"  # the trainer's log-probs, where only the engine check computed them
 
 
 class RolloutRecorder:
-    """Writes rollouts/, evaluations/ and index/ of a run.
+    """Writes rollouts/, evaluations/ and index/ of a run, while training goes on.
+
+    An error of the disk comes at the next step, or where `finish` waits.
 
     Args:
         keep: how many of the newest steps stay on the disk; None keeps all.
@@ -38,6 +43,7 @@ class RolloutRecorder:
         self.directory = directory
         self.keep = keep
         self._index: IndexWriter | None = None
+        self._background = Background("recorder", most=MOST_UNWRITTEN, timeout_s=RECORD_S)
 
     def begin(self, step: int) -> None:
         """Delete what the folder holds of steps after `step`, and open the index."""
@@ -60,21 +66,29 @@ class RolloutRecorder:
         """Write the samples of `step` with the vectors that they were trained with.
 
         Args:
+            batch: nobody may change its vectors any more.
             version, policy_steps: as in `write_rollouts`.
         """
-        path = self.directory.rollouts_path(step)
-        scalars = write_rollouts(
-            path,
-            step,
-            samples,
-            each(batch, "advantages"),
-            version=version,
-            policy_steps=policy_steps,
-            vectors=vectors_of(batch),
-        )
+
+        def write() -> None:
+            scalars = write_rollouts(
+                self.directory.rollouts_path(step),
+                step,
+                samples,
+                each(batch, "advantages"),
+                version=version,
+                policy_steps=policy_steps,
+                vectors=vectors_of(batch),
+            )
+            self._recorded(step, scalars)
+
+        self._background.submit(f"recording the samples of step {step}", write)
+
+    def _recorded(self, step: int, scalars: Sequence[Scalars]) -> None:
         if self._index is not None:
             try:
-                self._index.append(step, path.stat().st_size, scalars)
+                size = self.directory.rollouts_path(step).stat().st_size
+                self._index.append(step, size, scalars)
             except (OSError, DataError) as error:
                 self._without_index(error)
         if self.keep is not None:
@@ -82,8 +96,21 @@ class RolloutRecorder:
 
     def record_evaluation(self, step: int, samples: Sequence[Sample]) -> None:
         """Write the held-out samples of the evaluation after `step`."""
-        self.directory.evaluations.mkdir(exist_ok=True)
-        write_rollouts(self.directory.evaluations_path(step), step, samples)
+
+        def write() -> None:
+            self.directory.evaluations.mkdir(exist_ok=True)
+            write_rollouts(self.directory.evaluations_path(step), step, samples)
+
+        self._background.submit(f"recording the evaluation after step {step}", write)
+
+    def finish(self) -> None:
+        """Wait until all that was recorded is on the disk.
+
+        Raises:
+            DeadlineExceeded: it takes longer than RECORD_S a step.
+            OSError: it could not be written.
+        """
+        self._background.finish()
 
     def _without_index(self, error: Exception) -> None:
         # A viewer makes the index anew, so this is no reason to end a run.

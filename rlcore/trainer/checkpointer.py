@@ -163,7 +163,7 @@ class Checkpointer:
 
     def _commit(self, step: int) -> None:
         self._sync.run_on_rank0(
-            "committing a checkpoint", lambda: on_rank0(self._rank0).checkpoints.commit(step)
+            "committing a checkpoint", lambda: on_rank0(self._rank0).commit_checkpoint(step)
         )
 
     @contextmanager

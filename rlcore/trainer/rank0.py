@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ from rlcore.tracking.format import HELD_OUT, TRAINING, pick_samples
 from rlcore.tracking.report import format_report, summarize
 from rlcore.trainer.engine_check import EngineCheck
 from rlcore.trainer.step_metrics import Utilization, step_metrics
+
+logger = logging.getLogger(__name__)
 
 CONTINUE = "continue"
 READY = "ready"  # the rollouts are there
@@ -374,6 +377,11 @@ class RankZero:
         )
         return folder
 
+    def commit_checkpoint(self, step: int) -> None:
+        """Make the checkpoint count, once all samples up to it are recorded."""
+        self.recorder.finish()
+        self.checkpoints.commit(step)
+
     def restore(self) -> str:
         """Restore rank 0's state from the checkpoint, if there is one.
 
@@ -431,7 +439,17 @@ class RankZero:
     # --- the end ----------------------------------------------------------------------------------
 
     def conclude(self, status: Status, *, reason: str = "") -> None:
-        """Write `result.json` and show a summary of the run."""
+        """Write `result.json`, once all samples are recorded, and show a summary of the run.
+
+        Args:
+            reason: of a run that failed, which no later error may hide.
+        """
+        try:
+            self.recorder.finish()
+        except (OSError, RunFailed) as error:
+            if not reason:
+                raise
+            logger.error("the last samples were not recorded: %s", error)
         told = self.reason if self.best is None else self.reason | {"best": asdict(self.best)}
         self.directory.write_result(status, self.step, reason, seconds=self._elapsed, **told)
         rows = read_metrics(self.directory.metrics_path)

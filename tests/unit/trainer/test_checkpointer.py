@@ -48,13 +48,12 @@ class RecordingRankZero:
     def __init__(self) -> None:
         self.begun: list[int] = []
         self.committed: list[int] = []
-        self.checkpoints = self  # as a store
 
     def begin_checkpoint(self, step: int) -> Path:
         self.begun.append(step)
         return Path("model")
 
-    def commit(self, step: int) -> None:
+    def commit_checkpoint(self, step: int) -> None:
         self.committed.append(step)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from rlcore.config import Config
 from rlcore.config.evaluation_sets import set_of
@@ -16,6 +20,7 @@ from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, UserError
 from rlcore.interfaces import RolloutSource
 from rlcore.launch.run_folder import conclude, find_checkpoint
+from rlcore.runs import recorder
 from rlcore.runs.checkpoints import (
     Best,
     Checkpoint,
@@ -27,6 +32,7 @@ from rlcore.runs.checkpoints import (
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.files import remove_tree
 from rlcore.runs.metrics import MetricsFile, read_metrics
+from rlcore.runs.rollouts import write_rollouts
 from rlcore.tracking.base import BaseTracker
 from rlcore.trainer.rank0 import CONTINUE, RankZero
 
@@ -103,7 +109,7 @@ def saved(rank0: RankZero, step: int, version: int) -> Checkpoint:
     rank0.generate(step)
     rank0.build_batch(step, version)
     rank0.begin_checkpoint(step)
-    rank0.checkpoints.commit(step)
+    rank0.commit_checkpoint(step)
     found = latest_checkpoint(rank0.checkpoints.folder)
     assert found is not None
     return found
@@ -112,6 +118,57 @@ def saved(rank0: RankZero, step: int, version: int) -> Checkpoint:
 def test_a_checkpoint_knows_the_newest_version(open_rank0: Open) -> None:
     """Published after its step was trained: the journal of versions may be lost."""
     assert saved(open_rank0(None), 4, version=6).state["version"] == 8
+
+
+def recorded(rank0: RankZero, step: int) -> None:
+    """Hand the recorder the samples of `step`, trained with advantages of 0."""
+    batch = rank0.build_batch(step, 1)
+    batch.set("advantages", torch.zeros(len(batch.vectors["rollout_logprobs"])))
+    rank0.recorder.record(step, [*rank0.source.samples], batch, version=1)  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_counts_once_its_samples_are_on_the_disk(
+    open_rank0: Open, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank0 = open_rank0(None)
+    rank0.generate(1)
+    gate = threading.Event()
+
+    def write(*given: Any, **named: Any) -> list[Any]:
+        assert gate.wait(60)
+        return write_rollouts(*given, **named)
+
+    monkeypatch.setattr(recorder, "write_rollouts", write)
+    recorded(rank0, 1)
+    assert directory.recorded_steps() == [], "training does not wait for the disk"
+    rank0.begin_checkpoint(1)
+    threading.Timer(0.05, gate.set).start()
+    rank0.commit_checkpoint(1)
+    assert directory.recorded_steps() == [1] == committed_steps(directory.checkpoints)
+
+
+def test_a_recording_that_the_disk_refuses_fails_the_run_and_no_checkpoint_counts(
+    open_rank0: Open, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank0 = open_rank0(None)
+    rank0.generate(1)
+
+    def write(*_: Any, **__: Any) -> list[Any]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(recorder, "write_rollouts", write)
+    recorded(rank0, 1)
+    rank0.begin_checkpoint(1)
+    with pytest.raises(OSError, match="No space left") as refused:
+        rank0.commit_checkpoint(1)
+    assert committed_steps(directory.checkpoints) == []
+    with pytest.raises(OSError, match="No space left"):
+        rank0.conclude("completed")
+    assert directory.read_result() is None
+    rank0.conclude("failed", reason=str(refused.value))
+    result = directory.read_result()
+    assert result is not None
+    assert result["status"] == "failed"
 
 
 def test_a_run_that_goes_on_has_no_metrics_of_later_steps(
