@@ -56,9 +56,12 @@ def publication(served: Served, tmp_path: Path) -> Iterator[Callable[[str], Publ
         return engine, sink, shared_folder(config)
 
     yield make
-    publish(make("disk")[1], folder_weights(served.model), 1)
-    for engine, sink in made:
+    for _, sink in made:  # which holds the folder
         sink.close()
+    _, last, _ = make("disk")
+    publish(last, folder_weights(served.model), 1)
+    last.close()
+    for engine, _ in made:
         served.call(engine.close())
 
 

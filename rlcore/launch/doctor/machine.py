@@ -1,11 +1,13 @@
-"""What the machine offers: shared memory, open files, disk, locks, a clock. Cheap to look at."""
+"""What the machine offers, where it is cheap to look at: memory, files, disk, locks, a clock."""
 
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -55,6 +57,25 @@ def open_files(needs: Needs) -> Iterator[Finding]:
         else f"have the hard limit of {hard} raised (limits.conf, docker --ulimit nofile)"
     )
     yield Finding("FAIL", "open files", f"at most {soft}", str(needs.files), advice)
+
+
+def bytecode() -> Iterator[Finding]:
+    """Whether processes find the modules that they import compiled."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return
+    if Path(importlib.util.cache_from_source(torch.origin)).is_file():
+        yield Finding("ok", "bytecode", "there is some of torch")
+    elif sys.dont_write_bytecode:
+        yield Finding(
+            "note",
+            "bytecode",
+            "there is none of torch, and PYTHONDONTWRITEBYTECODE is set",
+            "bytecode, else every process compiles what it imports, which takes seconds",
+            "unset PYTHONDONTWRITEBYTECODE for a first start",
+        )
+    else:
+        yield Finding("ok", "bytecode", "written at the first import")
 
 
 def run_folder(needs: Needs) -> Iterator[Finding]:

@@ -36,8 +36,8 @@ def test_a_machine_that_has_all_of_it(examined):
     assert code == 0, lines
     assert list(lines) == [
         "trainer environment", "engine environment", "GPUs", "NCCL", "kernels", "/dev/shm",
-        "open files", "disk", "locks", "clock", "interfaces", "peers connect to", "Ray", "Slurm",
-        "keys",
+        "open files", "bytecode", "disk", "locks", "clock", "interfaces",
+        "peers connect to", "Ray", "Slurm", "keys",
     ]  # fmt: skip
     assert "FAIL" not in "".join(lines.values())
 
@@ -264,6 +264,19 @@ def test_a_low_limit_of_open_files(examined, monkeypatch, stub):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     assert "have the hard limit of 1024 raised" in examined(*given)[1]["open files"]
     assert examined("run.seed=1")[0] == 0
+
+
+def test_an_image_that_writes_no_bytecode(examined, monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.cache_from_source", lambda _: str(tmp_path / "none.pyc"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert examined()[1]["bytecode"].startswith("ok ")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    code, lines = examined()
+    assert code == 0
+    assert lines["bytecode"].startswith("note ")
+    assert "unset PYTHONDONTWRITEBYTECODE" in lines["bytecode"]
+    (tmp_path / "none.pyc").touch()
+    assert examined()[1]["bytecode"].startswith("ok ")
 
 
 def test_a_file_system_without_locks(examined, monkeypatch):
