@@ -7,6 +7,7 @@ blame. Each row waits for the row below it. Keys are set in the configuration; n
     -------------------  ------------------------------  -----------------------------------------
     launcher             a sign of life of a rank        cluster.heartbeat_timeout_s
     every rank           a collective, rank 0's work     cluster.collective_timeout_s
+    rank 0               recordings, on the disk         half of cluster.collective_timeout_s
     rank 0's peers       the rollouts of a step          rollout.timeout_s + STEP_GRACE_S
     rank 0               the rollout service's thread    rollout.timeout_s + LOOP_GRACE_S
     rollout service      an engine that comes back       rollout.engine.start_timeout_s, pauses
@@ -88,7 +89,6 @@ SPEAKER_S = 10.0  # the rank that tells the user to do so before another one lea
 
 # --- the run's folder -----------------------------------------------------------------------------
 
-RECORD_S = 600.0  # the samples of one step to be on the disk
 OWNER_BEAT_S = 10.0  # from one sign of life in an owner file to the next, where there are no locks
 OWNER_LOST_S = 45.0  # more than four beats: without one the owner of a folder counts as gone
 

@@ -18,13 +18,15 @@ class Background:
 
     Args:
         most: jobs that may be unfinished; `submit` waits for the oldest where there are as many.
-        timeout_s: for a job that is waited for.
+        timeout_s: of a wait.
+        limit: what `timeout_s` follows from, for the error.
     """
 
-    def __init__(self, name: str, *, most: int, timeout_s: float) -> None:
+    def __init__(self, name: str, *, most: int, timeout_s: float, limit: str) -> None:
         self._name = name
         self._most = most
         self._timeout_s = timeout_s
+        self._limit = limit
         self._jobs: deque[Job] = deque()  # the first one is running
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
@@ -33,7 +35,7 @@ class Background:
         """Have `work` done after what was submitted before.
 
         Raises:
-            DeadlineExceeded: the oldest of too many jobs does not end.
+            DeadlineExceeded: too many jobs do not end.
             BaseException: what a job before this one raised.
         """
         with self._changed:
@@ -48,10 +50,12 @@ class Background:
             self._wait_until_left(0)
 
     def _wait_until_left(self, most: int) -> None:
-        while self._failure is None and len(self._jobs) > most:
+        ended = self._changed.wait_for(
+            lambda: self._failure is not None or len(self._jobs) <= most, self._timeout_s
+        )
+        if not ended:
             what, _ = self._jobs[0]
-            if not self._changed.wait(self._timeout_s):
-                raise DeadlineExceeded(f"{what}: not done after {self._timeout_s:g} s")
+            raise DeadlineExceeded(f"{what}: not done after {self._timeout_s:g} s ({self._limit})")
         if self._failure is not None:
             raise self._failure
 

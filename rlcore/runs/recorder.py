@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample
-from rlcore.deadlines import RECORD_S
 from rlcore.errors import DataError
 from rlcore.runs.background import Background
 from rlcore.runs.directory import RunDirectory
@@ -37,13 +36,21 @@ class RolloutRecorder:
 
     Args:
         keep: how many of the newest steps stay on the disk; None keeps all.
+        collective_timeout_s: for which other ranks wait for rank 0; here it is half as long.
     """
 
-    def __init__(self, directory: RunDirectory, *, keep: int | None) -> None:
+    def __init__(
+        self, directory: RunDirectory, *, keep: int | None, collective_timeout_s: float
+    ) -> None:
         self.directory = directory
         self.keep = keep
         self._index: IndexWriter | None = None
-        self._background = Background("recorder", most=MOST_UNWRITTEN, timeout_s=RECORD_S)
+        self._background = Background(
+            "recorder",
+            most=MOST_UNWRITTEN,
+            timeout_s=collective_timeout_s / 2,
+            limit="half of cluster.collective_timeout_s",
+        )
 
     def begin(self, step: int) -> None:
         """Delete what the folder holds of steps after `step`, and open the index."""
@@ -107,10 +114,17 @@ class RolloutRecorder:
         """Wait until all that was recorded is on the disk.
 
         Raises:
-            DeadlineExceeded: it takes longer than RECORD_S a step.
+            DeadlineExceeded: it takes too long.
             OSError: it could not be written.
         """
         self._background.finish()
+
+    def finish_if_possible(self) -> None:
+        """Do the same at the end of a run that has failed: any error is told, and not raised."""
+        try:
+            self.finish()
+        except Exception as error:  # noqa: BLE001 - recovery: the run has failed anyway
+            logger.error("the last samples were not recorded: %s", error)
 
     def _without_index(self, error: Exception) -> None:
         # A viewer makes the index anew, so this is no reason to end a run.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +32,6 @@ from rlcore.tracking.format import HELD_OUT, TRAINING, pick_samples
 from rlcore.tracking.report import format_report, summarize
 from rlcore.trainer.engine_check import EngineCheck
 from rlcore.trainer.step_metrics import Utilization, step_metrics
-
-logger = logging.getLogger(__name__)
 
 CONTINUE = "continue"
 READY = "ready"  # the rollouts are there
@@ -130,7 +127,11 @@ class RankZero:
         self.source = source
         self.tracker = tracker
         self.directory = directory
-        self.recorder = RolloutRecorder(directory, keep=config.tracking.keep_rollouts)
+        self.recorder = RolloutRecorder(
+            directory,
+            keep=config.tracking.keep_rollouts,
+            collective_timeout_s=config.cluster.collective_timeout_s,
+        )
         self.checkpoints = checkpoints
         self.total_steps = total_steps
         self.interrupted = interrupted
@@ -439,22 +440,22 @@ class RankZero:
     # --- the end ----------------------------------------------------------------------------------
 
     def conclude(self, status: Status, *, reason: str = "") -> None:
-        """Write `result.json`, once all samples are recorded, and show a summary of the run.
+        """Write `result.json` and show a summary of the run.
+
+        All samples are on the disk first. Of a run that failed they come last, as they may not.
 
         Args:
-            reason: of a run that failed, which no later error may hide.
+            reason: why it failed, which no later error may hide.
         """
-        try:
+        if not reason:
             self.recorder.finish()
-        except (OSError, RunFailed) as error:
-            if not reason:
-                raise
-            logger.error("the last samples were not recorded: %s", error)
         told = self.reason if self.best is None else self.reason | {"best": asdict(self.best)}
         self.directory.write_result(status, self.step, reason, seconds=self._elapsed, **told)
         rows = read_metrics(self.directory.metrics_path)
         if rows and status != "failed":
             self.tracker.note(format_report(summarize(rows), result=self.directory.read_result()))
+        if reason:
+            self.recorder.finish_if_possible()
 
     @property
     def _elapsed(self) -> float:

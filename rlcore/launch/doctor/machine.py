@@ -64,9 +64,8 @@ def bytecode() -> Iterator[Finding]:
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return
-    if Path(importlib.util.cache_from_source(torch.origin)).is_file():
-        yield Finding("ok", "bytecode", "there is some of torch")
-    elif sys.dont_write_bytecode:
+    written = Path(importlib.util.cache_from_source(torch.origin)).is_file()
+    if sys.dont_write_bytecode and not written:
         yield Finding(
             "note",
             "bytecode",
@@ -75,7 +74,7 @@ def bytecode() -> Iterator[Finding]:
             "unset PYTHONDONTWRITEBYTECODE for a first start",
         )
     else:
-        yield Finding("ok", "bytecode", "written at the first import")
+        yield Finding("ok", "bytecode", "is there" if written else "written at the first import")
 
 
 def run_folder(needs: Needs) -> Iterator[Finding]:

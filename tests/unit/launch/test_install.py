@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,27 @@ def test_uv_is_taken_where_there_is_one(checkout: Checkout) -> None:
     assert len(calls) == 3
     for call in calls:
         assert call.startswith(" unsafe-best-match uv pip install --python .venv/bin/python")
+
+
+def test_bytecode_is_written_where_the_environment_says_not_to(tmp_path: Path) -> None:
+    """Of what is imported: an image with that variable would compile torch in every process."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / "imported.py").write_text("")
+    (tmp_path / "not_imported.py").write_text("")
+    subprocess.run(
+        ["bash", "-euc", f'. "{ROOT}/scripts/pip.sh"; compile_imports . "import imported"'],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert [path.name.partition(".")[0] for path in tmp_path.glob("__pycache__/*")] == ["imported"]
+    done = subprocess.run(
+        ["bash", "-euc", f'. "{ROOT}/scripts/pip.sh"; compile_imports . "import missing"; echo on'],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "No module named 'missing'" in done.stderr
+    assert done.stdout.splitlines()[-1] == "on"

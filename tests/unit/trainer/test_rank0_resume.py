@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -147,25 +146,26 @@ def test_a_checkpoint_counts_once_its_samples_are_on_the_disk(
     assert directory.recorded_steps() == [1] == committed_steps(directory.checkpoints)
 
 
-def test_a_recording_that_the_disk_refuses_fails_the_run_and_no_checkpoint_counts(
-    open_rank0: Open, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), ValueError("a defect")])
+def test_a_recording_that_cannot_be_written_fails_the_run_and_no_checkpoint_counts(
+    open_rank0: Open, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     rank0 = open_rank0(None)
     rank0.generate(1)
 
     def write(*_: Any, **__: Any) -> list[Any]:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise error
 
     monkeypatch.setattr(recorder, "write_rollouts", write)
     recorded(rank0, 1)
     rank0.begin_checkpoint(1)
-    with pytest.raises(OSError, match="No space left") as refused:
+    with pytest.raises(type(error), match=str(error.args[-1])):
         rank0.commit_checkpoint(1)
     assert committed_steps(directory.checkpoints) == []
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(type(error)):
         rank0.conclude("completed")
     assert directory.read_result() is None
-    rank0.conclude("failed", reason=str(refused.value))
+    rank0.conclude("failed", reason=str(error))
     result = directory.read_result()
     assert result is not None
     assert result["status"] == "failed"
