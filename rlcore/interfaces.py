@@ -6,7 +6,7 @@ Nothing here imports a backend or an engine, and no implementation sees behind a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -354,12 +354,25 @@ class WeightSink(Protocol):
         *,
         only_stale: bool = False,
         trainer_gpus: Sequence[str] = (),
+        trainer_hosts: Sequence[str] = (),
     ) -> None:
         """Pause the engines, agree on participants and layout, open the update.
 
         Args:
             only_stale: take only the engines that wait for weights; the others go on serving.
             trainer_gpus: the GPUs on which a rank can make handles.
+            trainer_hosts: the machines of the ranks, if all of them can send (`BucketSender`).
+        """
+
+    @property
+    def sender_orders(self) -> Mapping[int, str]:
+        """What `BucketSender.open` of each rank that serves engines beside rank 0 is told."""
+
+    def meet(self, places: Mapping[int, str]) -> None:
+        """Bring engines to the ranks that serve them.
+
+        Args:
+            places: what `BucketSender.open` returned on those ranks.
         """
 
     def send(self, bucket: Bucket, flat: Tensor, handles: Mapping[str, str] | None = None) -> None:
@@ -374,6 +387,32 @@ class WeightSink(Protocol):
 
     def cancel(self) -> None:
         """Give up this publication; the participants are then without whole weights."""
+
+
+class BucketSender(Protocol):
+    """A rank other than rank 0, as it sends weights to engines of its own."""
+
+    def open(self, order: str) -> str:
+        """Begin a publication to the engines that the rank serves.
+
+        Args:
+            order: of this rank, from `WeightSink.sender_orders`.
+
+        Returns:
+            Where they meet this rank, for `WeightSink.meet`.
+        """
+
+    def send(self, bucket: Bucket, flat: Tensor, given_up: Callable[[], bool]) -> None:
+        """Send the bytes of one bucket, uint8 [num_bytes], to them, and wait until they have it.
+
+        An engine that fails is left out from there on; rank 0 hears of it from the engine.
+
+        Args:
+            given_up: whether rank 0 has given the publication up; then nothing is sent any more.
+        """
+
+    def close(self) -> None:
+        """Close the connections."""
 
 
 class EngineMemory(Protocol):

@@ -43,6 +43,7 @@ from rlcore.trainer.gpu_sharing import GpuSharing
 from rlcore.trainer.handle_exchange import HandleExchange
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.rank0 import RankZero
+from rlcore.trainer.sender_ranks import SenderRanks
 from rlcore.trainer.step_metrics import Utilization
 from rlcore.trainer.weight_publisher import WeightPublisher
 from rlcore.weights import DTYPES
@@ -246,6 +247,7 @@ def build_weight_publisher(
         journal=journal,
         timeout_s=all_engines_timeout_s(config),
         exchange=build_exchange(process),
+        senders=build_senders(config, process),
         quantised=config.rollout.engine.quantization is not None,
     )
     if handles is not None:
@@ -261,6 +263,16 @@ def build_exchange(process: Process) -> HandleExchange | None:
 
     [gpu] = visible_names([process.device.index], os.environ)
     return HandleExchange(process.sync, SerializedHandles(gpu))
+
+
+def build_senders(config: Config, process: Process) -> SenderRanks | None:
+    """Make what lets every rank send weights; None where there is one. All ranks do."""
+    if process.world_size == 1:
+        return None
+    from rollout.weight_sync.links import RankSender
+
+    sender = RankSender(process.device, config.rollout.engine.update_timeout_s)
+    return SenderRanks(process.sync, sender)
 
 
 def build_gpu_sharing(

@@ -14,7 +14,7 @@ import json
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar
@@ -143,19 +143,31 @@ class RankSync:
         """Hold rank 0 until every rank has come here; the others go on. Errors as in `gather`."""
         self.gather(what, "", timeout_s=timeout_s)
 
-    def gather(self, what: str, word: str, *, timeout_s: float | None = None) -> list[str]:
+    def gather(
+        self,
+        what: str,
+        word: str,
+        *,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[str]:
         """Return every rank's word in rank order on rank 0; the others get [] at once.
+
+        Args:
+            ranks: those beside rank 0 whose words are wanted, in their order; None: all.
 
         Raises:
             UserError: a rank was given bad input (rank 0).
             PeerFailed: a rank failed otherwise.
         """
         key = self._next_key(what)
+        wanted = range(1, self.world_size) if ranks is None else ranks
         if self.rank != 0:
-            self.store.set(f"{key}/{self.rank}", word)
+            if self.rank in wanted:
+                self.store.set(f"{key}/{self.rank}", word)
             return []
         words = [word]
-        for rank in range(1, self.world_size):
+        for rank in wanted:
             self._wait(f"{key}/{rank}", f"rank {rank}: {what}", timeout_s)
             words.append(self.store.get(f"{key}/{rank}").decode())
             self.store.delete_key(f"{key}/{rank}")  # it may be long, and the run too

@@ -4,8 +4,9 @@
     resume)
 
 All trainer ranks take part, since a bucket is gathered from all of them; only rank 0 talks to
-engines. When an engine fails in the middle, rank 0 still takes part in the gathers to the end; then
-the whole transaction runs again with the engines that are left. An engine that was started again in
+engines, and ranks to which it deals some of them send (sender_ranks.py). When an engine fails in
+the middle, all ranks still take part in the gathers to the end; then the whole transaction runs
+again with the engines that are left. An engine that was started again in
 between gets the current version in a transaction of its own, while the others go on serving.
 """
 
@@ -23,13 +24,14 @@ from rlcore.runs.versions import VersionJournal
 from rlcore.timeline.recorder import RECORDER, now
 from rlcore.trainer.handle_exchange import HandleExchange
 from rlcore.trainer.rank_sync import RankSync, on_rank0
+from rlcore.trainer.sender_ranks import SenderRanks
 from rlcore.weights import Bucket
 
 MAX_ATTEMPTS = 5
 # Rank 0's answer to an attempt; any other is the reason why there can be no further attempt.
 DONE = "done"
 AGAIN = "again"
-OPEN = "open"  # ... with the ranks that make handles, if engines take those
+OPEN = "open"  # ... with the ranks that make handles, and the orders of those that send
 
 
 class WeightPublisher:
@@ -37,6 +39,7 @@ class WeightPublisher:
 
     Args:
         exchange: brings handles of all ranks' GPUs to rank 0; None on the CPU.
+        senders: the ranks that send beside rank 0; None where there is one rank.
         timeout_s: how long a rank waits for rank 0 to open or close a publication.
         quantised: weights are sent in FP8 (rlcore/quantised_weights.py).
         published: called with step, version and incarnation once all engines that are left have
@@ -52,6 +55,7 @@ class WeightPublisher:
         journal: VersionJournal | None,
         timeout_s: float,
         exchange: HandleExchange | None = None,
+        senders: SenderRanks | None = None,
         quantised: bool = False,
         published: Callable[[int, int, int], None] = lambda step, version, incarnation: None,
     ) -> None:
@@ -60,6 +64,7 @@ class WeightPublisher:
         self.sink = sink
         self.journal = journal
         self.exchange = exchange
+        self.senders = senders
         self.quantised = quantised
         self.published = published
         self.timeout_s = timeout_s
@@ -102,15 +107,24 @@ class WeightPublisher:
         self._record("opening", began)
         if not opened.startswith(OPEN):
             return opened
-        owners = json.loads(opened.removeprefix(OPEN))
+        told = json.loads(opened.removeprefix(OPEN))
+        owners = told["owners"]
+        orders = {int(rank): order for rank, order in told["orders"].items()}
         if self.exchange is not None:
             self.exchange.open(owners)
+        if self.senders is not None:
+            met = self.senders.open(orders, self._meet, self.timeout_s)
+            if met not in ("", OPEN):
+                return met
         began = now()
-        for bucket, flat in self._exported(everywhere=bool(owners)):
+        for bucket, flat in self._exported(everywhere=bool(owners or orders)):
             began = self._record(f"gathering bucket {bucket.index}", began)
             handles = self.exchange.collect(bucket, flat) if owners and self.exchange else None
             if self.sink is not None and flat is not None:
                 failure = self._send(bucket, flat, handles, failure)
+                began = self._record(f"sending bucket {bucket.index}", began)
+            elif self.senders is not None and flat is not None:
+                self.senders.send(bucket, flat)
                 began = self._record(f"sending bucket {bucket.index}", began)
         outcome = self.sync.broadcast(
             "closing a publication", lambda: self._close(failure, step), timeout_s=self.timeout_s
@@ -151,6 +165,8 @@ class WeightPublisher:
                 return None
             except RlcoreError as error:  # recovery: gather to the end, then tell every rank
                 failure = error
+                if self.senders is not None:
+                    self.senders.give_up()
                 read_on = sink.handle_gpus  # the engines that failed have ended
                 if handles is not None:
                     on_rank0(self.exchange).give_up()
@@ -163,12 +179,22 @@ class WeightPublisher:
             self.version = on_rank0(self.journal).next(step).version
         sink = on_rank0(self.sink)
         gpus = [] if self.exchange is None else self.exchange.trainer_gpus
+        hosts = [] if self.senders is None else self.senders.hosts
         try:
-            sink.prepare(buckets, only_stale=step is None, trainer_gpus=gpus)
+            sink.prepare(buckets, only_stale=step is None, trainer_gpus=gpus, trainer_hosts=hosts)
         except RlcoreError as error:
             return self._cancel(error)
         owners = {} if self.exchange is None else self.exchange.owners(sink.handle_gpus)
-        return f"{OPEN} {json.dumps(owners)}"
+        orders = {} if self.senders is None else dict(sink.sender_orders)
+        return f"{OPEN} {json.dumps({'owners': owners, 'orders': orders})}"
+
+    def _meet(self, places: Mapping[int, str]) -> str:
+        """Have engines meet the ranks that serve them (rank 0)."""
+        try:
+            on_rank0(self.sink).meet(places)
+        except RlcoreError as error:
+            return self._cancel(error)
+        return OPEN
 
     def _close(self, failure: RlcoreError | None, step: int | None) -> str:
         if failure is None:

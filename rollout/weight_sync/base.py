@@ -4,6 +4,7 @@ A transport is chosen once for a run. Its methods run on the engines' event loop
 this order:
 
     open(engines, buckets)  once a transaction; every engine is paused and has its update open
+    meet(places)            if ranks other than rank 0 send: they have opened places for engines
     send(bucket, flat)      for each bucket, always in the same order
     complete()              returns when every engine holds all buckets; `end_update` comes next
     close()                 drops the connections at the end of the run
@@ -49,6 +50,8 @@ class Transport(ABC):
         self._engines: list[Engine] = []  # in the current transaction
         # the GPUs on which a rank of the trainer can make handles
         self.trainer_gpus: Sequence[str] = ()
+        # the machines of the trainer's ranks, if ranks other than rank 0 may send
+        self.trainer_hosts: Sequence[str] = ()
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Begin a publication to `engines`."""
@@ -58,6 +61,19 @@ class Transport(ABC):
     @abstractmethod
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
         """Send one bucket. `flat`, uint8 [num_bytes], does not change until this returns."""
+
+    @property
+    def orders(self) -> Mapping[int, str]:
+        """What the ranks that serve engines of this transaction beside rank 0 are told, by rank."""
+        return {}
+
+    async def meet(self, places: Mapping[int, str]) -> Failures:
+        """Bring engines to the ranks that serve them.
+
+        Args:
+            places: what those ranks answered to `orders`.
+        """
+        return {}
 
     @property
     def by_handle(self) -> bool:

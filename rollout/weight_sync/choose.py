@@ -14,7 +14,7 @@ from rlcore.interfaces import RolloutEngine
 from rollout.weight_sync.base import CopyTransport, Transport
 from rollout.weight_sync.delta import DeltaTransport
 from rollout.weight_sync.folders import DiskTransport, WeightFolders
-from rollout.weight_sync.process_group import DistributedTransport
+from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.serialized import TensorTransport
 
 
@@ -33,6 +33,7 @@ def choose_transport(
             timeout_s=limit,
             probe_s=probe,
             digests=config.rollout.engine.bucket_digests,
+            senders=config.rollout.engine.senders,
         )
     if name == "tensor":
         return TensorTransport(timeout_s=limit)

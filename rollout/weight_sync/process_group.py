@@ -1,11 +1,8 @@
-"""Engines in other processes take each bucket over a process group: NCCL between different GPUs,
-else gloo.
+"""A process group of a rank of the trainer and one engine: NCCL between different GPUs, else gloo.
 
-`DistributedTransport` has one `Link` an engine: a `WeightGroup` of the trainer and that engine, and
-all links send at once. In one common group, an engine that hangs would hold up the others, and we
-could not free them: neither gloo nor NCCL lets go of a collective whose other ranks are alive, and
-SGLang sets no deadline of its own. The price is that every engine's copy leaves the trainer's
-device.
+In one common group, an engine that hangs would hold up the others, and we could not free them:
+neither gloo nor NCCL lets go of a collective whose other ranks are alive, and SGLang sets no
+deadline of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,12 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.deadlines import GROUP_JOIN_S
-from rlcore.errors import DeadlineExceeded, EngineFailed, RunFailed
+from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.stores import bound_store
-from rlcore.weights import Bucket
-from rollout.weight_sync.base import Engine, Failures, Transport, ask
-from rollout.weight_sync.bucket_checks import SentDigests, Wanted, digest_kind
 
 POLL_S = 0.001
 NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -56,187 +49,19 @@ class GroupAddress:
     name: str = "weights"  # SGLang makes no second group of a name, even after the trainer died
 
 
-class DistributedTransport(Transport):
-    """Broadcasts the weights in a group with each engine, which has these members:
-
-        url           where it is reached; the way there tells which address of ours it can reach
-        group_ranks   the ranks of the group that are its own: its tensor-parallel ranks
-        in_group      the name of its group; None again after a start or a new connection
-        join_group(address, rank)
-                      leaves its group and enters another, with the ranks from `rank` on; returns
-                      when all ranks of the group are there
-        receive_bucket(index, None)
-                      receives bucket `index` over the group, and loads it
-        health()      tells under `gpu` what identifies its GPU; None stands for the CPU, and for a
-                      GPU that it shares with the trainer
-
-    and, if its `digests_buckets` is true, `receive_bucket(index, None, order)` for a digest of what
-    it receives (digests.py), and `bucket_digests()`: those since `begin_update`, by index.
-
-    Args:
-        device: where the trainer's buckets are.
-        timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
-        probe_s: for an answer to /health (`rollout.engine.health_timeout_s`).
-        digests: `rollout.engine.bucket_digests`.
-    """
-
-    name = "distributed"
-
-    def __init__(
-        self, *, device: torch.device, timeout_s: float, probe_s: float, digests: Wanted = "auto"
-    ) -> None:
-        super().__init__(timeout_s=timeout_s)
-        self._device = device
-        self._probe_s = probe_s
-        self._links: dict[Engine, Link] = {}
-        self._digests = digests
-        self._sent = SentDigests()  # in the current transaction
-
-    async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
-        """Join a group with each engine, unless one from an earlier publication is still whole."""
-        for engine in [engine for engine, link in self._links.items() if not link.is_whole]:
-            self._links.pop(engine).close()
-        new = [engine for engine in engines if engine not in self._links]
-        answers = await ask(new, "health", lambda e: e.health(), self._probe_s)
-        for engine, health in answers.results.items():
-            backend = choose_backend(gpu_identity(self._device), health["gpu"])
-            self._links[engine] = Link(engine, backend, self._device, self._timeout_s)
-        self._engines = [engine for engine in engines if engine not in answers.failed]
-        self._sent = SentDigests()
-        return answers.failed | await self._on_links(lambda link: link.join())
-
-    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
-        """Broadcast the bucket in all groups at once."""
-        if all(self._links[engine].backend == "gloo" for engine in self._engines):
-            flat = flat.cpu()  # once for all
-        orders = SentDigests.orders(map(self._kind, self._engines))
-        sending = self._on_links(
-            lambda link: link.send(bucket, flat, orders[self._kind(link.engine)])
-        )
-        failed, _ = await asyncio.gather(sending, self._sent.add(bucket, flat, orders))
-        return failed
-
-    async def complete(self) -> Failures:
-        """Compare the digests of what the engines received with those of what was sent."""
-        return await self._sent.compare(
-            {engine: self._kind(engine) for engine in self._engines}, self._timeout_s
-        )
-
-    def _kind(self, engine: Engine) -> str | None:
-        return digest_kind(self._digests, engine, self._links[engine].backend)
-
-    async def close(self) -> None:
-        """Close all groups."""
-        await super().close()
-        for link in self._links.values():
-            link.close()
-        self._links = {}
-
-    async def _on_links(self, step: Callable[[Link], Any]) -> Failures:
-        reasons = await asyncio.gather(*(step(self._links[engine]) for engine in self._engines))
-        return {engine: why for engine, why in zip(self._engines, reasons) if why is not None}
-
-
-class Link:
-    """The process group of the trainer, rank 0, and one engine.
-
-    `join` and `send` return why the engine failed, or None.
-    """
-
-    def __init__(
-        self, engine: Engine, backend: Backend, device: torch.device, timeout_s: float
-    ) -> None:
-        self.engine = engine
-        self.backend = backend
-        self._device = device
-        self._timeout_s = timeout_s
-        self.group: WeightGroup | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether both sides are in it. An engine that was started again is in no group."""
-        return (
-            self.group is not None
-            and self.group.is_open
-            and self.group.address.name == self.engine.in_group
-        )
-
-    async def join(self) -> str | None:
-        """Make the group unless it is whole."""
-        if self.is_whole:
-            return None
-        limit = min(self._timeout_s, GROUP_JOIN_S)
-        try:
-            host = await asyncio.to_thread(own_address, self.engine.url)
-            store = await asyncio.to_thread(bound_store, host, self._timeout_s)
-        # recovery: without this engine, by the caller
-        except (EngineFailed, OSError, dist.DistError) as error:
-            return f"engine {self.engine.name} cannot be met: {error}"
-        size = 1 + self.engine.group_ranks
-        address = GroupAddress(
-            host, store.port, size, self.backend, self._timeout_s, f"weights-{secrets.token_hex(8)}"
-        )
-        meeting = in_thread(lambda: WeightGroup(address, 0, device=self._device, store=store))
-        why = await self._asked("join_group", lambda e: e.join_group(address, 1), limit)
-        if why is not None:
-            meeting.add_done_callback(close_late)
-            return why
-        done, _ = await asyncio.wait({meeting}, timeout=limit)
-        if not done:
-            meeting.add_done_callback(close_late)
-            return f"engine {self.engine.name} was not met by our side within {limit:g} s"
-        try:
-            self.group = meeting.result()
-        except RunFailed as error:  # recovery: as above
-            return str(error)
-        return None
-
-    async def send(self, bucket: Bucket, flat: Tensor, order: str | None = None) -> str | None:
-        """Broadcast the bucket, and wait until the engine has loaded it (and made its digest)."""
-        group = self.group
-        assert group is not None, "open the transport first"
-        sending = in_thread(lambda: group.send(flat))
-        try:
-            ordered = () if order is None else (order,)
-            why = await self._asked(
-                "receive_bucket",
-                lambda e: e.receive_bucket(bucket.index, None, *ordered),
-                self._timeout_s,
-            )
-        # half a bucket may have been sent: the next publication needs a new group
-        except asyncio.CancelledError:
-            self.close()
-            raise
-        # our side may hang until its own deadline, and is not waited for
-        if why is not None:
-            sending.add_done_callback(lambda done: done.exception())
-            self.close()
-            return why
-        try:
-            await sending
-        except RunFailed as error:  # recovery: as above
-            self.close()
-            return str(error)
-        return None
-
-    def close(self) -> None:
-        """Close the group, if there is one."""
-        if self.group is not None:
-            self.group.close()
-            self.group = None
-
-    async def _asked(self, what: str, call: Callable[[Any], Any], seconds: float) -> str | None:
-        return (await ask([self.engine], what, call, seconds)).failed.get(self.engine)
-
-
-def close_late(meeting: asyncio.Future[WeightGroup]) -> None:
+def close_late(meeting: Future[WeightGroup] | asyncio.Future[WeightGroup]) -> None:
     """Close a group that came together after it was given up."""
     if meeting.exception() is None:
         meeting.result().close()
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work` in a thread of its own, which may outlive the event loop.
+    """Run `work` as `start_thread` does, and await its result on the event loop."""
+    return asyncio.wrap_future(start_thread(work))
+
+
+def start_thread(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a thread of its own, which may outlive the caller.
 
     The thread ends at a deadline of its own, which is not waited for.
     """
@@ -250,7 +75,7 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
             future.set_exception(failure)
 
     threading.Thread(target=run, name="weights", daemon=True).start()
-    return asyncio.wrap_future(future)
+    return future
 
 
 # --- the group ------------------------------------------------------------------------------------
@@ -402,6 +227,20 @@ def make_group(address: GroupAddress, rank: int, store: dist.Store, device: torc
 
 
 # --- devices and addresses ------------------------------------------------------------------------
+
+
+def meeting_place(
+    url: str, ranks: int, backend: Backend, timeout_s: float
+) -> tuple[GroupAddress, dist.Store]:
+    """Open a store where an engine at `url` can reach it, for a group of this rank and `ranks` of
+    the engine.
+
+    Raises OSError and torch's DistError where there is no way to the engine.
+    """
+    host = own_address(url)
+    store = bound_store(host, timeout_s)
+    name = f"weights-{secrets.token_hex(8)}"
+    return GroupAddress(host, store.port, 1 + ranks, backend, timeout_s, name), store
 
 
 def choose_backend(trainer: str | None, engine: str | None) -> Backend:

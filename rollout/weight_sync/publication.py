@@ -33,7 +33,7 @@ from rlcore.weights import Bucket
 from rollout.asyncio_utils import call_on
 from rollout.weight_sync.base import Failures, Transport, ask, gpus_of
 from rollout.weight_sync.choose import choose_transport
-from rollout.weight_sync.process_group import DistributedTransport
+from rollout.weight_sync.links import DistributedTransport
 
 UNASKED = (
     "looked at because this was the first publication by handle, or an engine does not tell what it"
@@ -129,16 +129,32 @@ class WeightPublication:
         *,
         only_stale: bool = False,
         trainer_gpus: Sequence[str] = (),
+        trainer_hosts: Sequence[str] = (),
     ) -> None:
         """Pause the engines, agree with them on the layout, open the update.
 
         Args:
             only_stale: publish only to the engines that wait for weights; the others go on serving.
             trainer_gpus: the GPUs on which a rank can make handles.
+            trainer_hosts: the machines of the ranks, if all of them can send.
 
         Raises PublicationFailed when no engine can be reached, RunFailed when none is left.
         """
-        self._call(self._prepare(buckets, only_stale, trainer_gpus))
+        self._call(self._prepare(buckets, only_stale, trainer_gpus, trainer_hosts))
+
+    @property
+    def sender_orders(self) -> Mapping[int, str]:
+        """See `WeightSink.sender_orders`."""
+        return {} if self._transport is None else self._transport.orders
+
+    def meet(self, places: Mapping[int, str]) -> None:
+        """See `WeightSink.meet`."""
+        assert self._transport is not None
+        self._call(
+            self._all_or_again(
+                self._transport.meet(places), "the trainer's ranks were not met by all engines"
+            )
+        )
 
     @property
     def handle_gpus(self) -> list[str]:
@@ -186,7 +202,11 @@ class WeightPublication:
     # --- its steps, on the engines' loop ----------------------------------------------------------
 
     async def _prepare(
-        self, buckets: Sequence[Bucket], only_stale: bool, trainer_gpus: Sequence[str]
+        self,
+        buckets: Sequence[Bucket],
+        only_stale: bool,
+        trainer_gpus: Sequence[str],
+        trainer_hosts: Sequence[str],
     ) -> None:
         participants = self._participants
         self._transactions += 1
@@ -204,6 +224,7 @@ class WeightPublication:
         if self._transport is None:
             self._transport = choose_transport(self._config, self._engines, device=self._device)
         self._transport.trainer_gpus = trainer_gpus
+        self._transport.trainer_hosts = trainer_hosts
         await self._all_or_again(
             self._transport.open(self._engines, buckets), "the way of the weights was not opened"
         )

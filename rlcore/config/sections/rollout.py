@@ -122,6 +122,9 @@ class EngineConfig(Section):
     # publication, health
     transport: Literal["auto", "distributed", "tensor", "disk", "delta"] = "auto"
     """How weights reach the engines."""
+    senders: PositiveInt | None = None
+    """Transport distributed: ranks of the trainer that engines are dealt to, each of which sends to
+    its own; default: on GPUs as many as engines, on the CPU one."""
     weights_dir: str | None = None
     """Transports disk and delta: folder shared with the engines; default: the run's."""
     bucket_digests: Literal["auto", "sha256", "none"] = "auto"

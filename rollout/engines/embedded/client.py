@@ -197,7 +197,7 @@ class RemoteEngine:
         await self._call("receive_bucket", {"index": index, "order": order})
 
     async def bucket_digests(self) -> dict[int, str]:
-        """See `rollout.weight_sync.process_group.DistributedTransport`."""
+        """See `rollout.weight_sync.links.DistributedTransport`."""
         found = await self._call("bucket_digests")
         try:
             return {int(index): str(digest) for index, digest in found.items()}

@@ -297,7 +297,7 @@ class SGLangEngine:
             await self._control("/begin_weight_update", {"selector": "all"})
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
-        """See `rollout.weight_sync.process_group.DistributedTransport`."""
+        """See `rollout.weight_sync.links.DistributedTransport`."""
         if self.in_group is not None:
             await self._control("/destroy_weights_update_group", {"group_name": self.in_group})
         self.in_group = address.name
@@ -339,7 +339,7 @@ class SGLangEngine:
         self.weights.received(index)
 
     async def bucket_digests(self) -> dict[int, str]:
-        """See `rollout.weight_sync.process_group.DistributedTransport`."""
+        """See `rollout.weight_sync.links.DistributedTransport`."""
         return self._digests
 
     async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from engine_kit import flatten, layout, remote_engine, tiny_qwen3
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, UserError
 from rlcore.tls import engine_client
-from rollout.weight_sync.process_group import DistributedTransport
+from rollout.weight_sync.links import DistributedTransport
 from tests.certificates import Authority
 from tests.listeners import addresses
 from tests.man_in_the_middle import ManInTheMiddle

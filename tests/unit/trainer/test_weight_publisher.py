@@ -53,6 +53,7 @@ class Sink:
         *,
         only_stale: bool = False,
         trainer_gpus: Sequence[str] = (),
+        trainer_hosts: Sequence[str] = (),
     ) -> None:
         self._step("prepare", "stale" if only_stale else "")
 

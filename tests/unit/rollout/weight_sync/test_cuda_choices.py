@@ -22,16 +22,12 @@ from torch.multiprocessing import reductions
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.stores import bound_store
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
-from rollout.weight_sync import process_group as distributed
+from rollout.weight_sync import links
 from rollout.weight_sync import process_group as weight_group
 from rollout.weight_sync import serialized as tensor
 from rollout.weight_sync.choose import choose_name
-from rollout.weight_sync.process_group import (
-    DistributedTransport,
-    GroupAddress,
-    choose_backend,
-    make_group,
-)
+from rollout.weight_sync.links import DistributedTransport
+from rollout.weight_sync.process_group import GroupAddress, choose_backend, make_group
 from rollout.weight_sync.serialized import COUNTER, DEVICE, SerializedHandles, TensorTransport
 
 SGLANG = ("distributed", "tensor", "disk", "delta")
@@ -89,8 +85,8 @@ def test_both_sides_of_a_group_are_told_nccl(monkeypatch: pytest.MonkeyPatch) ->
         made.append(address)
         return SimpleNamespace(address=address, is_open=True, close=lambda: None)
 
-    monkeypatch.setattr(distributed, "gpu_identity", lambda device: "GPU-a")
-    monkeypatch.setattr(distributed, "WeightGroup", group)
+    monkeypatch.setattr(links, "gpu_identity", lambda device: "GPU-a")
+    monkeypatch.setattr(links, "WeightGroup", group)
     engine = Engine("GPU-b")
     transport = DistributedTransport(device=CUDA, timeout_s=5.0, probe_s=5.0)
     assert asyncio.run(transport.open([engine], [BUCKET])) == {}

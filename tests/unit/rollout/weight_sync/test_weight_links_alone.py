@@ -14,15 +14,9 @@ import torch
 from rlcore.errors import EngineFailed
 from rlcore.stores import bound_store
 from rlcore.weights import Bucket
-from rollout.weight_sync import process_group
-from rollout.weight_sync.process_group import (
-    DistributedTransport,
-    GroupAddress,
-    Link,
-    WeightGroup,
-    in_thread,
-    own_address,
-)
+from rollout.weight_sync import links, process_group
+from rollout.weight_sync.links import DistributedTransport, Link
+from rollout.weight_sync.process_group import GroupAddress, WeightGroup, in_thread, own_address
 
 
 def other_addresses() -> list[str]:
@@ -194,8 +188,8 @@ def test_a_group_that_comes_together_after_it_was_given_up_is_closed(
         assert go_on.wait(20)
         return SimpleNamespace(close=lambda: late.append("closed"))
 
-    monkeypatch.setattr(process_group, "WeightGroup", group)
-    monkeypatch.setattr(process_group, "GROUP_JOIN_S", 0.3)
+    monkeypatch.setattr(links, "WeightGroup", group)
+    monkeypatch.setattr(links, "GROUP_JOIN_S", 0.3)
 
     async def meet() -> None:
         told = await Link(Joins(), "gloo", torch.device("cpu"), 5.0).join()

@@ -1,0 +1,64 @@
+"""Ranks beside rank 0 that send weights, each to engines of its own.
+
+Rank 0 deals the engines out, talks to them, and judges the publication. The other ranks open the
+groups that it orders, send what it sends, and learn through the store when it has given up.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from rlcore.interfaces import BucketSender
+from rlcore.trainer.rank_sync import RankSync
+from rlcore.weights import Bucket
+
+
+class SenderRanks:
+    """Brings the orders of rank 0 to the ranks. Every rank makes one, and then the same calls."""
+
+    def __init__(self, sync: RankSync, sender: BucketSender) -> None:
+        self._sync = sync
+        self._sender = sender
+        self._opened = 0
+        self._serves = False  # in the current publication
+        # the machine of each rank, on rank 0
+        self.hosts = sync.gather("the machines of the ranks", socket.gethostname())
+
+    def open(
+        self, orders: Mapping[int, str], meet: Callable[[Mapping[int, str]], str], timeout_s: float
+    ) -> str:
+        """Begin a publication. Returns the answer of `meet` on every rank, "" without orders.
+
+        Args:
+            orders: for the ranks that send beside rank 0, the same on every rank.
+            meet: run on rank 0, with the answers of those ranks.
+        """
+        self._opened += 1
+        own = orders.get(self._sync.rank)
+        self._serves = own is not None
+        if not orders:
+            return ""
+        word = "" if own is None else self._sender.open(own)
+        words = self._sync.gather("where ranks meet their engines", word, ranks=[*orders])
+        return self._sync.broadcast(
+            "meeting the engines", lambda: meet(dict(zip(orders, words[1:]))), timeout_s=timeout_s
+        )
+
+    def send(self, bucket: Bucket, flat: Tensor) -> None:
+        """Send a bucket to the engines that this rank serves, if there are any."""
+        if self._serves:
+            self._sender.send(bucket, flat, self._is_given_up)
+
+    def give_up(self) -> None:
+        """Let no rank send any more (rank 0)."""
+        self._sync.store.set(self._key, "")
+
+    @property
+    def _key(self) -> str:
+        return f"senders/{self._opened}/given up"
+
+    def _is_given_up(self) -> bool:
+        return bool(self._sync.store.check([self._key]))
