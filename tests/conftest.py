@@ -13,6 +13,9 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
+# Of the everyday tests, those that take longest begin first once the quick ones are done: the last
+# file decides when both workers are.
+LONGEST = ("ray", "sglang", "parity")
 FOLDERS = ("unit", "fuzz", "nccl_rules", "parity", "checkpoint", "integration", "ray", "sglang")
 
 
@@ -22,9 +25,19 @@ def folder_of(nodeid: str) -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is in no everyday run: all outside tests/unit that is not marked "everyday"."""
+    everyday: dict[pytest.Item, bool] = {}
     for item in items:
-        if folder_of(item.nodeid) != "unit" and not any(item.iter_markers("everyday")):
+        everyday[item] = any(item.iter_markers("everyday"))
+        if folder_of(item.nodeid) != "unit" and not everyday[item]:
             item.add_marker(pytest.mark.rest)
+
+    def place(item: pytest.Item) -> int:
+        folder = folder_of(item.nodeid)
+        if folder == "unit":
+            return -1
+        return LONGEST.index(folder) if everyday[item] and folder in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

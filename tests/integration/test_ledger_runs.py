@@ -52,7 +52,6 @@ def whole(runs: Runs) -> Ended:
     return ended
 
 
-@pytest.mark.everyday
 def test_a_whole_run(runs: Runs, whole: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     found = balanced(runs.path("whole"))
     assert (found.steps, found.checkpoint, found.recorded, found.restarts) == (

@@ -68,16 +68,32 @@ def publish(exporter: WeightExporter) -> tuple[dict[str, torch.Tensor], list[int
     return weights, enqueued
 
 
+def share(exporter: WeightExporter) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """The weights, which every rank gets, and the ranks that assembled a bucket."""
+    weights: dict[str, torch.Tensor] = {}
+    for bucket, flat in exporter.export_buckets(everywhere=True):
+        assert flat is not None
+        weights |= {name: tensor.clone() for name, tensor in bucket.views(flat)}
+    return weights, sorted({exporter._root(bucket) for bucket in exporter.buckets})
+
+
 def run(case: dict[str, Any], folder: Path) -> None:
     layout = ParallelConfig(**case["parallel"])
     export._ALONE_BYTES = case["alone_bytes"]
     with megatron_device("cpu"):
         parallel = init_parallel(layout, timeout_s=60, seed=0)
         exporter = exporter_of(Path(case["model"]), layout, parallel)
+        shared, roots = share(exporter)
+        save_file(shared, folder / f"{case['name']}_{parallel.rank}.safetensors")
         if parallel.rank == 0:
             weights, enqueued = publish(exporter)
             group = dist.get_process_group_ranks(exporter._group)
-            told = {"group": group, "enqueued": enqueued, "buckets": len(exporter.buckets)}
+            told = {
+                "group": group,
+                "enqueued": enqueued,
+                "buckets": len(exporter.buckets),
+                "roots": roots,
+            }
             (folder / f"{case['name']}.json").write_text(json.dumps(told))
             save_file(weights, folder / f"{case['name']}.safetensors")
         else:

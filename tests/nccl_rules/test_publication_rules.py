@@ -31,12 +31,19 @@ GROUPS = {
     "dense": [0, 1, 2, 3],
 }
 
+ROOTS = {  # the first rank of each pipeline stage, or of the experts that a bucket is full of
+    "two copies of each expert": [0, 1],
+    "experts on two stages": [0, 1, 2, 3],
+    "dense": [0, 2],
+}
+
 
 class Published(NamedTuple):
     """The results of a case."""
 
     told: dict[str, Any]
     weights: dict[str, torch.Tensor]
+    shared: list[dict[str, torch.Tensor]]  # of each rank, where all get them
     source: dict[str, torch.Tensor]
 
 
@@ -57,6 +64,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Published]:
         name: Published(
             json.loads((root / "ranks" / f"{name}.json").read_text()),
             load_file(root / "ranks" / f"{name}.safetensors"),
+            [load_file(root / "ranks" / f"{name}_{rank}.safetensors") for rank in range(4)],
             read_folder(root / case["model"]),
         )
         for name, case in CASES.items()
@@ -80,6 +88,18 @@ def test_every_weight_arrives(name: str, published: dict[str, Published]) -> Non
     for weight, tensor in found.source.items():
         assert torch.equal(found.weights[weight], tensor.float()), weight
     assert found.told["group"] == GROUPS[name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_gets_every_weight_from_where_most_of_it_is(
+    name: str, published: dict[str, Published]
+) -> None:
+    found = published[name]
+    for shared in found.shared:
+        assert shared.keys() == found.weights.keys()
+        for weight, tensor in found.weights.items():
+            assert torch.equal(shared[weight], tensor), weight
+    assert found.told["roots"] == ROOTS[name]
 
 
 @pytest.mark.parametrize("name", CASES)

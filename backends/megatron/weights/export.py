@@ -6,7 +6,8 @@ So each weight is sent once, a bucket costs one message a rank however many tens
 the pipeline stages convert and send independently of one another. A large part is sent by itself:
 straight from the parameter where its bytes are those of the bucket, and straight into the bucket
 where it is rows of its tensor. Rank 0 prefetches: it gathers the next bucket while the last is on
-its way to the engines.
+its way to the engines. Where ranks send to engines of their own, every rank needs the bucket: the
+rank with most of it assembles it and broadcasts it, and all prefetch.
 
 Rank 0 tells the others how far it is, and a sender enqueues a bucket once rank 0 has begun the one
 before it. NCCL takes an operation at once and counts its timeout from there: without this all
@@ -189,35 +190,29 @@ class WeightExporter:
         Args:
             everywhere: yield the bytes on every rank.
         """
-        if self.parallel.rank == 0:
+        if everywhere:
+            yield from prefetched(self._shared, self.buckets, self._device)
+        elif self.parallel.rank == 0:
             told: list[dist.Work] = []
 
             def gathered(bucket: Bucket) -> tuple[Bucket, Tensor]:
-                last = bucket is self.buckets[-1]
-                if not (everywhere or last):
+                if bucket is not self.buckets[-1]:
                     told.extend(self._tell())
-                flat = self._gather(bucket)
-                if everywhere:
-                    self._shared(flat)
-                    # in the senders' order: the two groups are one where all ranks are on the CPU
-                    told.extend([] if last else self._tell())
-                return bucket, flat
+                return bucket, self._gather(bucket)
 
             yield from prefetched(gathered, self.buckets, self._device)
             _wait(told)
-            return
-        sending: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
-        for bucket in self.buckets:
-            if bucket.index > 0:  # rank 0 has begun the bucket before this one
-                self._tell()
-            slot = bucket.index % _IN_FLIGHT
-            _wait(sending[slot])
-            sending[slot] = self._send(bucket, slot)
-            # in this order, which is rank 0's: two communicators must not wait for one another
-            whole = self._buffer("whole", slot, bucket.num_bytes) if everywhere else None
-            yield bucket, None if whole is None else self._shared(whole)
-        for works in sending:
-            _wait(works)
+        else:
+            sending: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
+            for bucket in self.buckets:
+                if bucket.index > 0:  # rank 0 has begun the bucket before this one
+                    self._tell()
+                slot = bucket.index % _IN_FLIGHT
+                _wait(sending[slot])
+                sending[slot] = self._send(bucket, slot)
+                yield bucket, None
+            for works in sending:
+                _wait(works)
 
     def free_buffers(self) -> None:
         """Free the buffers until the next export."""
@@ -225,20 +220,38 @@ class WeightExporter:
 
     # --- one bucket -------------------------------------------------------------------------------
 
-    def _shared(self, flat: Tensor) -> Tensor:
-        """Broadcast a bucket from rank 0 to all ranks."""
+    def _shared(self, bucket: Bucket) -> tuple[Bucket, Tensor]:
+        """Assemble a bucket on the rank that has most of it, and broadcast it from there."""
+        slot = bucket.index % _IN_FLIGHT
+        root = self._root(bucket)
+        sending: list[dist.Work] = []
+        if self.parallel.rank == root:
+            flat = self._gather(bucket)
+        else:
+            flat = self._buffer("bucket", slot, bucket.num_bytes)
+            sending = self._send(bucket, slot, root)
+        # in this order on every rank: two communicators must not wait for one another
         if self.parallel.world_size > 1:
-            dist.broadcast(flat, 0)
-        return flat
+            dist.broadcast(flat, root)
+        _wait(sending)
+        return bucket, flat
+
+    def _root(self, bucket: Bucket) -> int:
+        """The rank with the most bytes of a bucket: what it has need not be sent to it."""
+        plan = self._plan(bucket)
+        sizes = {rank: sum(part.num_bytes for part in parts) for rank, parts in plan.items()}
+        return max(sorted(sizes), key=lambda rank: sizes[rank])
 
     def _gather(self, bucket: Bucket) -> Tensor:
-        """On rank 0, receive every other rank's parts, and copy the own ones meanwhile."""
+        """Receive every other rank's parts, and copy the own ones meanwhile."""
+        here = self.parallel.rank
         flat = self._buffer("bucket", bucket.index % _IN_FLIGHT, bucket.num_bytes)
         out = dict(bucket.views(flat))
         arrivals: list[tuple[list[_Part], Tensor]] = []
         receives: list[dist.P2POp] = []
         messages = {
-            rank: self._messages(bucket, rank) for rank in sorted(self._plan(bucket).keys() - {0})
+            rank: self._messages(bucket, rank)
+            for rank in sorted(self._plan(bucket).keys() - {here})
         }
         asides = {
             rank: [part for part in alone if part.slice.dim not in (None, 0)] + packed
@@ -258,7 +271,7 @@ class WeightExporter:
             arrivals.append((aside, buffer))
             receives += [dist.P2POp(dist.irecv, memory, rank, self._group) for memory in into]
         works = dist.batch_isend_irecv(receives) if receives else []
-        for part in self._parts(bucket, 0):
+        for part in self._parts(bucket, here):
             self._copy_own(part, part.slice.of(out[part.spec.name]))
         _wait(works)
         for parts, buffer in arrivals:
@@ -266,8 +279,8 @@ class WeightExporter:
                 part.slice.of(out[part.spec.name]).copy_(piece)
         return flat
 
-    def _send(self, bucket: Bucket, slot: int) -> list[dist.Work]:
-        """On other ranks, start sending this rank's parts to rank 0."""
+    def _send(self, bucket: Bucket, slot: int, root: int = 0) -> list[dist.Work]:
+        """Start sending this rank's parts to the rank that assembles the bucket."""
         alone, packed = self._messages(bucket, self.parallel.rank)
         pieces = {part.spec.name: self._own(part) for part in alone}
         copied = [part for part in alone if not _is_sent_as(part, pieces[part.spec.name])] + packed
@@ -278,7 +291,7 @@ class WeightExporter:
         out = [_raw(pieces[part.spec.name]) for part in alone]
         if packed:
             out.append(_tail(buffer, packed))
-        sends = [dist.P2POp(dist.isend, memory, 0, self._group) for memory in out]
+        sends = [dist.P2POp(dist.isend, memory, root, self._group) for memory in out]
         return list(dist.batch_isend_irecv(sends)) if sends else []
 
     def _tell(self) -> list[dist.Work]:

@@ -140,7 +140,6 @@ def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trainer]
     made.close()
 
 
-@pytest.mark.everyday
 @pytest.mark.parametrize("trainer", [{"engines": 4}], indirect=True)
 def test_engines_are_dealt_out_and_keep_their_groups(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch

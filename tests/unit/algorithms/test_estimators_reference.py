@@ -32,7 +32,7 @@ def test_every_estimator_of_ours_has_a_reference() -> None:
 
 
 @each_case
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_ragged_batches(name: str, options: dict[str, Any], seed: int) -> None:
     lengths = torch.randint(0, 9, (24,), generator=torch.Generator().manual_seed(seed)).tolist()
     # empty, one token, longer than a block of the scan
@@ -54,10 +54,11 @@ def test_groups_of_one(name: str, options: dict[str, Any]) -> None:
 
 
 @each_case
-@pytest.mark.parametrize("value", [0.0, 0.1, -3.0])
-def test_constant_rewards(name: str, options: dict[str, Any], value: float) -> None:
-    equal = torch.full((len(LENGTHS),), value, dtype=torch.float64)
-    agree(name, random_inputs(rewards=equal, reward_parts=equal[:, None].expand(-1, 3)), options)
+def test_constant_rewards(name: str, options: dict[str, Any]) -> None:
+    for value in (0.0, 0.1, -3.0):
+        equal = torch.full((len(LENGTHS),), value, dtype=torch.float64)
+        parts = equal[:, None].expand(-1, 3)
+        agree(name, random_inputs(rewards=equal, reward_parts=parts), options)
 
 
 @each_case
@@ -196,10 +197,8 @@ def test_an_empty_sequence_changes_nothing_and_is_not_read(
 
 
 @each_case
-@pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)])
-def test_a_batch_without_tokens_has_no_advantages(
-    name: str, options: dict[str, Any], lengths: tuple[int, ...]
-) -> None:
-    result = build_estimator(name, **options)(random_inputs(lengths))
-    assert result.advantages.shape == (0,)
-    assert result.returns is None or result.returns.shape == (0,)
+def test_a_batch_without_tokens_has_no_advantages(name: str, options: dict[str, Any]) -> None:
+    for lengths in ((), (0,), (0, 0, 0)):
+        result = build_estimator(name, **options)(random_inputs(lengths))
+        assert result.advantages.shape == (0,)
+        assert result.returns is None or result.returns.shape == (0,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from functools import cache
 from typing import Any
@@ -166,21 +167,17 @@ def test_any_finite_input(
 
 
 @each_case()
-@pytest.mark.parametrize(
-    "gaps", [(1e4,), (-1e4,), (1e4, 0.0), (-1e4, 0.5, -0.5), (1e4, -1e4, 0.25), (21.0, 19.0)]
-)
-@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_extreme_log_ratios_in_float32(
-    name: str, kwargs: dict[str, Any], gaps: tuple[float, ...], advantage: float
-) -> None:
+def test_extreme_log_ratios_in_float32(name: str, kwargs: dict[str, Any]) -> None:
     """Loss and gradient stay finite and right, also where the engine is far from the trainer."""
-    n = len(gaps)
-    step = [Sequence(3, [gap - 1.0 for gap in gaps], [-1.0] * n, [-1e4] * n, [advantage] * n)]
-    values, jacobian = values_and_jacobian(name, kwargs, inputs_of(step, torch.float32))
-    want_values, want_jacobian = expected(REFERENCES[name](step, **kwargs))
-    assert want_values.isfinite().all()
-    torch.testing.assert_close(values.double(), want_values, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(jacobian.double(), want_jacobian, rtol=1e-4, atol=1e-6)
+    far = [(1e4,), (-1e4,), (1e4, 0.0), (-1e4, 0.5, -0.5), (1e4, -1e4, 0.25), (21.0, 19.0)]
+    for gaps, advantage in itertools.product(far, [1.0, -1.0, 0.0]):
+        n = len(gaps)
+        step = [Sequence(3, [gap - 1.0 for gap in gaps], [-1.0] * n, [-1e4] * n, [advantage] * n)]
+        values, jacobian = values_and_jacobian(name, kwargs, inputs_of(step, torch.float32))
+        want_values, want_jacobian = expected(REFERENCES[name](step, **kwargs))
+        assert want_values.isfinite().all(), (gaps, advantage)
+        for got, want in ((values, want_values), (jacobian, want_jacobian)):
+            assert torch.allclose(got.double(), want, rtol=1e-4, atol=1e-6), (gaps, advantage)
 
 
 @each_case()

@@ -38,19 +38,19 @@ def test_suffix_sum_by_hand() -> None:
     assert torch.equal(discounted_suffix_sum(x, torch.tensor([0, 3, 3, 5]), 0.5), expected)
 
 
-@pytest.mark.parametrize("decay", [0.0, 1e-3, 0.5, 0.95, 0.9999, 1.0])
 @pytest.mark.parametrize(
     "lengths", [LENGTHS, (0, 0), (), (1, 1, 1), (3, 2, 3), (2500,), (0, 1100, 1, 1030, 0)]
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 def test_suffix_sum_is_the_recursion(
-    lengths: tuple[int, ...], decay: float, dtype: torch.dtype, tolerance: float
+    lengths: tuple[int, ...], dtype: torch.dtype, tolerance: float
 ) -> None:
     x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(1), dtype=dtype)
-    y = discounted_suffix_sum(x, cu(lengths), decay)
-    assert y.dtype == dtype
-    expected = slow_suffix_sum(x.double(), cu(lengths), decay)
-    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance * 10)
+    for decay in (0.0, 1e-3, 0.5, 0.95, 0.9999, 1.0):
+        y = discounted_suffix_sum(x, cu(lengths), decay)
+        assert y.dtype == dtype
+        expected = slow_suffix_sum(x.double(), cu(lengths), decay)
+        torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance * 10)
 
 
 def test_suffix_sum_with_decay_one_telescopes() -> None:

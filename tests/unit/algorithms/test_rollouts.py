@@ -90,7 +90,7 @@ def test_statistics_of_a_group_by_hand(name: str, expected: list[float]) -> None
 
 
 @pytest.mark.parametrize("name", estimator_names())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(layout=LAYOUTS, seed=st.integers(0, 2**31))
 def test_cutting_rollouts_into_segments_changes_no_advantage(
     name: str, layout: Layout, seed: int

@@ -97,8 +97,9 @@ def test_a_group_above_the_budget_is_cut_and_its_prefix_repeated() -> None:
     assert made.shared_squares == 4 * 20**2
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize(("prompts", "n"), [(32, 8), (8, 16), (5, 32), (64, 4)])
+@pytest.mark.parametrize(
+    ("prompts", "n", "ranks"), [(32, 8, 4), (8, 16, 2), (8, 16, 8), (5, 32, 4), (16, 4, 8)]
+)
 def test_ranks_are_as_even_as_the_best_known_split(prompts: int, n: int, ranks: int) -> None:
     """Beside whole groups, single samples, and cuts of the groups in order, whichever is best."""
     sequences, groups = groups_of(random.Random(prompts * ranks), prompts, n, 40, 20)

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[4]
 
 
+@pytest.mark.rest
 def test_the_benchmark_prints_each_side(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     command = [sys.executable, "benchmarks/conversations.py", "--quick", "--json", str(numbers)]

@@ -1,0 +1,161 @@
+"""Calculates how long publications to many engines take, from our own buckets and senders.
+
+Nothing is transferred. For every bucket of a real model's layout (`weight_specs`, `cut_buckets`)
+the times of its stages follow one another as they do in a run: a bucket is assembled and broadcast
+while the one before it is sent; a bucket is sent when every engine has taken the one before it.
+
+    one sender     rank 0 gathers through its network card, and each engine's copy leaves through it
+    a sender each  `spread` chooses the ranks; a bucket is assembled over NVLink on the rank that
+                   has most of it, is broadcast once, and leaves each sender once for each engine
+                   that it serves
+
+`bound` is what one network card needs for the model once: no engine gets it sooner from one sender.
+The costs that are no transfer can be given: of a bucket at the engine (HTTP, loading), and of a
+control call on rank 0, of which each bucket needs one an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from backends.megatron.convert.read import read_architecture
+from backends.megatron.cpu.shim import importing_megatron
+
+with importing_megatron():
+    from backends.megatron.weights.export import weight_specs
+
+from rlcore.weights import Bucket, cut_buckets
+from rollout.weight_sync.links import spread
+
+GIB = 1 << 30
+ENGINES = (8, 16, 64, 256)
+GOALS = {("7B", 64): 1.0, ("70B", 64): 4.0, ("235B", 64): 10.0}  # seconds
+# (name of a configuration of transformers, its values, ranks of the trainer)
+MODELS: dict[str, tuple[str, dict[str, int], int]] = {
+    "7B": (
+        "Qwen2",
+        {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+         "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064},
+        16,
+    ),
+    "70B": (
+        "Llama",
+        {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+         "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256},
+        64,
+    ),
+    "235B": (
+        "Qwen3Moe",
+        {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
+         "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288,
+         "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8,
+         "vocab_size": 151936},
+        128,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes and seconds of the stages of a bucket."""
+
+    card: float  # bytes/s through one network card
+    nvlink: float  # bytes/s into one rank from its node
+    bucket_s: float  # at the engine, beside the transfer
+    call_s: float  # of rank 0's CPU, a control call
+
+
+def one_sender(buckets: Sequence[Bucket], engines: int, costs: Costs) -> float:
+    """Seconds where rank 0 gathers everything, and sends it to every engine."""
+    made = [bucket.num_bytes / costs.card for bucket in buckets]
+    sent = [
+        engines * bucket.num_bytes / costs.card + costs.bucket_s + engines * costs.call_s
+        for bucket in buckets
+    ]
+    return in_turn(made, sent)
+
+
+def sender_each(buckets: Sequence[Bucket], engines: int, world: int, costs: Costs) -> float:
+    """Seconds where each engine has a sender, or several share one if there are more than ranks."""
+    ranks = spread(world, engines)
+    busiest = max(Counter(ranks[i % len(ranks)] for i in range(engines)).values())
+    made = [bucket.num_bytes / costs.nvlink + bucket.num_bytes / costs.card for bucket in buckets]
+    sent = [
+        busiest * bucket.num_bytes / costs.card + costs.bucket_s + engines * costs.call_s
+        for bucket in buckets
+    ]
+    return in_turn(made, sent)
+
+
+def in_turn(made: Sequence[float], sent: Sequence[float]) -> float:
+    """The end of the last bucket: each is made while the one before it is sent."""
+    ready = made[0]
+    for making, sending in zip([*made[1:], 0.0], sent):
+        ready += max(making, sending)
+    return ready
+
+
+def buckets_of(family: str, values: dict[str, int], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """The buckets that a run would publish, in bf16."""
+    config = getattr(transformers, f"{family}Config")(
+        **values, architectures=[f"{family}ForCausalLM"], tie_word_embeddings=False
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        config.save_pretrained(scratch)
+        (Path(scratch) / "model.safetensors").touch()
+        architecture = read_architecture(Path(scratch))
+    return cut_buckets(weight_specs(architecture, torch.bfloat16), bucket_bytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--card-gb", type=float, default=48.0, help="GB/s of a network card")
+    parser.add_argument("--nvlink-gb", type=float, default=300.0, help="GB/s within a node")
+    parser.add_argument("--bucket-ms", type=float, default=20.0, help="an engine's, a bucket")
+    parser.add_argument("--call-ms", type=float, default=0.3, help="rank 0's, a control call")
+    parser.add_argument("--bucket-gib", type=float, default=1.0)
+    given = parser.parse_args()
+    costs = Costs(
+        given.card_gb * 1e9, given.nvlink_gb * 1e9, given.bucket_ms / 1e3, given.call_ms / 1e3
+    )
+    rows = [
+        ("model", "ranks", "buckets", "engines", "bound", "one sender", "a sender each", "goal")
+    ]
+    for name, (family, values, world) in MODELS.items():
+        buckets = buckets_of(family, values, int(given.bucket_gib * GIB))
+        size = sum(bucket.num_bytes for bucket in buckets)
+        for engines in ENGINES:
+            goal = GOALS.get((name, engines))
+            rows.append(
+                (
+                    f"{name}, {size / 1e9:.0f} GB",
+                    str(world),
+                    str(len(buckets)),
+                    str(engines),
+                    f"{size / costs.card:.1f} s",
+                    f"{one_sender(buckets, engines, costs):.1f} s",
+                    f"{sender_each(buckets, engines, world, costs):.1f} s",
+                    "" if goal is None else f"{goal:g} s",
+                )
+            )
+    for number, row in enumerate(rows):
+        print(f"| {' | '.join(row)} |")
+        if number == 0:
+            print("|" + " --- |" * len(row))
+
+
+if __name__ == "__main__":
+    main()
