@@ -1,4 +1,4 @@
-"""Ten steps of GRPO on two tensor-parallel ranks, with an embedded engine and a reward worker."""
+"""Ten steps of GRPO on two tensor-parallel ranks, with two embedded engines and a reward worker."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ CONFIG: dict[str, Any] = {
         "engine": {
             "in_process": False,
             "threads": 1,
+            "count": 2,
+            "senders": 2,  # each rank publishes to one of them
             "bucket_bytes": 8192,  # many buckets: a kill can fall between two
             "health_every_s": 0.5,
             "restart": {"backoff_s": 0.1},
