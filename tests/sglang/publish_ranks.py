@@ -46,14 +46,17 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.handle_exchange import HandleExchange
 from rlcore.trainer.rank_sync import RankSync
+from rlcore.trainer.sender_ranks import SenderRanks
 from rlcore.trainer.weight_publisher import WeightPublisher
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
+from rollout.weight_sync.links import DistributedTransport, RankSender
 from rollout.weight_sync.serialized import SerializedHandles
 
 BUCKET_BYTES = 20_000
 HANDLES = "handles"  # the transport `tensor`, with a handle from each rank
+SENDER = "sender"  # the transport `distributed`, with the last rank as the engine's sender
 
 
 def main() -> None:
@@ -90,6 +93,8 @@ def publish(
     exporter = export_of(model, layout, parallel)
     if transport == HANDLES:
         return publish_handles(payload, exporter, model, version)
+    if transport == SENDER:
+        return publish_from_last(payload, exporter, model, version)
     if parallel.rank != 0:
         for _ in exporter.export_buckets():
             pass
@@ -141,6 +146,39 @@ def publish_handles(
     told = what_it_holds(model, engine, loop)
     return {"dropped": participants.dropped, "buckets": len(exporter.buckets), **told} | {
         "transport": HANDLES
+    }
+
+
+def publish_from_last(
+    payload: dict[str, Any], exporter: WeightExporter, model: Path, version: int
+) -> dict[str, Any]:
+    """Publish as a run with more engines would to the one that the last rank serves."""
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    store = dist.PrefixStore(SENDER, dist.distributed_c10d._get_default_store())
+    sync = RankSync(store, rank, size, timeout_s=60.0)
+    sender = RankSender(torch.device("cpu"), 60.0)
+    senders = SenderRanks(sync, sender)
+    sink = journal = participants = engine = None
+    if rank == 0:
+        DistributedTransport._choose_rank = lambda *_: size - 1  # type: ignore[method-assign]
+        loop, engine = engine_of(payload, model, "distributed")
+        sink, participants = sink_over(engine_config(payload, model, "distributed"), [engine], loop)
+        journal = VersionJournal(Path(payload["runs"]) / "senders.jsonl", newest=version - 1)
+    backend = SimpleNamespace(
+        buckets=lambda: exporter.buckets, export_buckets=exporter.export_buckets
+    )
+    publisher = WeightPublisher(
+        backend, sync, sink=sink, journal=journal, timeout_s=60.0, senders=senders
+    )
+    assert publisher.publish(1) == ""
+    assert bool(sender._groups) == (rank == size - 1)
+    if rank != 0:
+        return {}
+    sink.close()
+    told = what_it_holds(model, engine, loop)
+    return {"dropped": participants.dropped, "buckets": len(exporter.buckets), **told} | {
+        "transport": SENDER
     }
 
 

@@ -18,8 +18,8 @@ from spawn import run_ranks
 
 pytestmark = pytest.mark.timeout(900)
 SCRIPT = Path(__file__).with_name("publish_ranks.py")
-# the last one is `tensor` with a handle from each rank
-TRANSPORTS = ("distributed", "tensor", "disk", "delta", "handles")
+# `handles` is `tensor` with a handle from each rank, `sender` `distributed` from the last rank
+TRANSPORTS = ("distributed", "tensor", "disk", "delta", "handles", "sender")
 DEADLINE_S = 400.0  # 20 s on a quiet machine
 
 
