@@ -237,7 +237,9 @@ class Link:
         # recovery: without this engine, by the caller
         except (EngineFailed, OSError, dist.DistError) as error:
             return f"engine {self.engine.name} cannot be met: {error}"
-        meeting = in_thread(lambda: WeightGroup(address, 0, device=self._device, store=store))
+        meeting = in_thread(
+            lambda: WeightGroup(address, 0, device=self._device, store=store), self._device
+        )
         why = await asked(self.engine, "join_group", lambda e: e.join_group(address, 1), limit)
         if why is not None:
             meeting.add_done_callback(close_late)
@@ -256,7 +258,7 @@ class Link:
         """Broadcast the bucket, and wait until the engine has loaded it (and made its digest)."""
         group = self.group
         assert group is not None, "open the transport first"
-        sending = in_thread(lambda: group.send(flat))
+        sending = in_thread(lambda: group.send(flat), self._device)
         try:
             why = await receive(self.engine, bucket, order, self._timeout_s)
         # half a bucket may have been sent: the next publication needs a new group
@@ -395,7 +397,7 @@ class RankSender:
         except (OSError, dist.DistError) as error:  # recovery: without this engine, by rank 0
             return str(error)
         self._meetings[order.engine] = start_thread(
-            lambda: WeightGroup(address, 0, device=self._device, store=store)
+            lambda: WeightGroup(address, 0, device=self._device, store=store), self._device
         )
         return asdict(address)
 
@@ -405,7 +407,7 @@ class RankSender:
             return
         self._end_meetings()
         sending = {
-            engine: start_thread(partial(self._groups[engine].send, flat))
+            engine: start_thread(partial(self._groups[engine].send, flat), self._device)
             for engine in self._served
             if engine in self._groups  # else it failed at an earlier bucket
         }

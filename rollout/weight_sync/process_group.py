@@ -55,21 +55,26 @@ def close_late(meeting: Future[WeightGroup] | asyncio.Future[WeightGroup]) -> No
         meeting.result().close()
 
 
-def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+def in_thread(work: Callable[[], T], device: torch.device) -> asyncio.Future[T]:
     """Run `work` as `start_thread` does, and await its result on the event loop."""
-    return asyncio.wrap_future(start_thread(work))
+    return asyncio.wrap_future(start_thread(work, device))
 
 
-def start_thread(work: Callable[[], T]) -> Future[T]:
+def start_thread(work: Callable[[], T], device: torch.device) -> Future[T]:
     """Run `work` in a thread of its own, which may outlive the caller.
 
     The thread ends at a deadline of its own, which is not waited for.
+
+    Args:
+        device: the current one there; a new thread would be on the first GPU.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # the caller may give it up, but not stop the thread
 
     def run() -> None:
         try:
+            if device.type == "cuda" and torch.cuda.is_available():
+                torch.cuda.set_device(device)
             future.set_result(work())
         except BaseException as failure:  # noqa: BLE001 - recovery: raised in the caller
             future.set_exception(failure)

@@ -232,7 +232,7 @@ def test_the_weights_go_to_the_engines_that_answer(monkeypatch: pytest.MonkeyPat
 
 def test_whatever_a_thread_meets_is_told_to_who_waits() -> None:
     async def wait() -> None:
-        await asyncio.wait_for(in_thread(lambda: [][0]), 5)
+        await asyncio.wait_for(in_thread(lambda: [][0], torch.device("cpu")), 5)
 
     with pytest.raises(IndexError):
         asyncio.run(wait())

@@ -1,0 +1,183 @@
+"""Which rank serves an engine, and what rank 0 makes of what that rank tells. No engine runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.weight_sync import links
+from rollout.weight_sync.links import DistributedTransport, RankSender, RemoteLink, spread
+from rollout.weight_sync.process_group import GroupAddress
+
+CPU = torch.device("cpu")
+ADDRESS = {
+    "host": "10.0.0.2", "port": 4000, "world_size": 3, "backend": "gloo", "timeout_s": 5.0,
+    "name": "weights-a",
+}  # fmt: skip
+
+
+class Engine:
+    """Joins whatever it is told to."""
+
+    def __init__(self, name: str = "engine-0", url: str = "http://10.0.0.9:30000") -> None:
+        self.name = name
+        self.url = url
+        self.group_ranks = 2
+        self.in_group: str | None = None
+        self.joined: list[tuple[GroupAddress, int]] = []
+
+    async def health(self) -> dict[str, Any]:
+        return {"gpu": None}
+
+    async def join_group(self, address: GroupAddress, rank: int) -> None:
+        self.joined.append((address, rank))
+        self.in_group = address.name
+
+
+@pytest.mark.parametrize(
+    ("world", "count", "expected"),
+    [
+        (16, 1, [0]),
+        (16, 2, [0, 8]),
+        (16, 4, [0, 4, 8, 12]),
+        (4, 64, [0, 1, 2, 3]),
+        (6, 4, [0, 1, 3, 4]),
+    ],
+)
+def test_senders_are_spread_over_the_ranks(world: int, count: int, expected: list[int]) -> None:
+    assert spread(world, count) == expected
+
+
+def ranks_of(engines: list[Engine], hosts: list[str], *, senders: int | None, device: str) -> Any:
+    transport = DistributedTransport(
+        device=torch.device(device), timeout_s=5.0, probe_s=5.0, senders=senders
+    )
+    transport.trainer_hosts = hosts
+    chosen = {}
+    for engine in engines:
+        chosen[engine] = transport._ranks[engine] = transport._choose_rank(engine, len(engines))
+    return [chosen[engine] for engine in engines]
+
+
+def test_engines_are_dealt_out_evenly() -> None:
+    engines = [Engine(f"engine-{i}") for i in range(5)]
+    two_nodes = ["a"] * 2 + ["b"] * 2
+    assert ranks_of(engines, two_nodes, senders=2, device="cpu") == [0, 2, 0, 2, 0]
+    assert ranks_of(engines, two_nodes, senders=None, device="cuda") == [0, 1, 2, 3, 0]
+    assert ranks_of(engines, two_nodes, senders=None, device="cpu") == [0] * 5
+    assert ranks_of(engines, [], senders=4, device="cuda") == [0] * 5  # one rank alone can send
+
+
+def test_an_engine_on_loopback_is_served_from_rank_0s_machine() -> None:
+    engines = [Engine(f"engine-{i}", "http://127.0.0.1:30000") for i in range(3)]
+    assert ranks_of(engines, ["a", "a", "b", "b"], senders=4, device="cpu") == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (json.dumps({"engine-0": "no route to host"}), "cannot be met by rank 3: no route to host"),
+        (json.dumps({"engine-1": ADDRESS}), "rank 3 told no place for engine engine-0"),
+        (
+            json.dumps({"engine-0": {"host": "10.0.0.2"}}),
+            "rank 3 told no place for engine engine-0",
+        ),
+        (json.dumps([1]), "rank 3 told no place for engine engine-0: '[1]'"),
+        ("", "rank 3 told no place for engine engine-0: ''"),
+    ],
+)
+def test_what_is_no_place_takes_the_engine_out(told: str, why: str) -> None:
+    engine = Engine()
+    got = asyncio.run(RemoteLink(engine, "gloo", 3, 5.0).meet(told))
+    assert got is not None
+    assert why in got
+    assert engine.joined == []
+
+
+def test_the_engine_enters_the_group_of_its_rank_behind_it() -> None:
+    engine = Engine()
+    link = RemoteLink(engine, "gloo", 3, 5.0)
+    assert not link.is_whole
+    assert asyncio.run(link.meet(json.dumps({"engine-0": ADDRESS}))) is None
+    assert engine.joined == [(GroupAddress(**ADDRESS), 1)]  # type: ignore[arg-type]
+    assert link.is_whole
+    assert asyncio.run(link.meet(json.dumps({"engine-0": None}))) is None  # the last one is whole
+    assert len(engine.joined) == 1
+
+
+def test_nothing_is_sent_once_rank_0_has_given_up() -> None:
+    sent: list[str] = []
+    closed: list[str] = []
+
+    def group(name: str) -> Any:
+        return SimpleNamespace(
+            send=lambda flat: sent.append(name), close=lambda: closed.append(name), is_open=True
+        )
+
+    sender = RankSender(CPU, 5.0)
+    sender._groups = {"engine-0": group("engine-0")}
+    sender._served = ["engine-0"]
+    bucket: Any = SimpleNamespace(index=4)
+    sender.send(bucket, torch.zeros(8, dtype=torch.uint8), lambda: True)
+    assert (sent, closed) == ([], [])
+    sender.send(bucket, torch.zeros(8, dtype=torch.uint8), lambda: False)
+    assert (sent, closed) == (["engine-0"], [])
+
+
+def test_a_send_that_waits_ends_when_rank_0_gives_up() -> None:
+    released = threading.Event()
+    group: Any = SimpleNamespace(send=lambda flat: released.wait(30), close=released.set)
+    sender = RankSender(CPU, 5.0)
+    sender._groups = {"engine-0": group}
+    sender._served = ["engine-0"]
+    answers = iter([False, False, True])
+    bucket: Any = SimpleNamespace(index=4)
+    sender.send(bucket, torch.zeros(8, dtype=torch.uint8), lambda: next(answers))
+    assert released.is_set()
+    assert sender._groups == {}
+
+
+def test_a_group_that_fails_is_left_out_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sent: list[str] = []
+
+    def fails(flat: torch.Tensor) -> None:
+        raise RuntimeError("connection reset by peer")
+
+    sender = RankSender(CPU, 5.0)
+    sender._groups = {
+        "engine-0": SimpleNamespace(send=fails, close=lambda: None),  # type: ignore[dict-item]
+        "engine-1": SimpleNamespace(send=lambda flat: sent.append("1"), close=lambda: None),  # type: ignore[dict-item]
+    }
+    sender._served = ["engine-0", "engine-1"]
+    for index in range(2):
+        bucket: Any = SimpleNamespace(index=index)
+        sender.send(bucket, torch.zeros(8, dtype=torch.uint8), lambda: False)
+    assert sent == ["1", "1"]
+    assert list(sender._groups) == ["engine-1"]
+    assert caplog.messages == [
+        "engine engine-0 is not served any more: bucket 0 was not sent: connection reset by peer"
+    ]
+
+
+def test_each_rank_is_ordered_to_serve_its_own_engines() -> None:
+    engines = [Engine(f"engine-{i}") for i in range(3)]
+    transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0, senders=2)
+    transport.trainer_hosts = ["a", "b"]
+    transport._ranks = dict.fromkeys(engines, 1)
+    assert asyncio.run(transport.open(engines, ())) == {}
+    [(rank, order)] = transport.orders.items()
+    assert rank == 1
+    assert json.loads(order) == [
+        {"engine": f"engine-{i}", "url": "http://10.0.0.9:30000", "ranks": 2, "backend": "gloo",
+         "group": None}
+        for i in range(3)
+    ]  # fmt: skip
+    assert links.Order(**json.loads(order)[0]).engine == "engine-0"
