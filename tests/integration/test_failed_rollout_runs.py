@@ -79,7 +79,7 @@ def undisturbed(workspace: Workspace) -> bytes:
 @pytest.mark.parametrize(
     ("how", "kind"),
     [
-        pytest.param("raises", "error", marks=pytest.mark.everyday),
+        ("raises", "error"),
         ("hangs", "timeout"),
         ("hangs in a thread", "timeout"),
         ("exits", "exit"),

@@ -171,7 +171,6 @@ def test_the_estimator_of_the_first_run_works_as_printed(
     assert all(max(group)[1] == 1.0 and min(group)[1] == 0.0 for group in by_group.values())
 
 
-@pytest.mark.everyday
 def test_the_readmes_task_works_as_printed(tmp_path: Path) -> None:
     """The commands of the README, in a new folder; the run is two steps long instead of sixty."""
     readme = (ROOT / "README.md").read_text().partition("## A task of your own")[2]

@@ -89,6 +89,7 @@ def test_the_trainer_gets_torch_first_then_the_rest_then_itself(checkout: Checko
     assert itself.split()[-4:] == ["--no-deps", "--no-build-isolation", "--editable", "."]
 
 
+@pytest.mark.rest
 def test_nothing_is_done_again_until_lock_or_extras_change(checkout: Checkout) -> None:
     assert len(checkout.installs("install.sh")) == 3
     assert checkout.installs("install.sh") == []
@@ -101,6 +102,7 @@ def test_nothing_is_done_again_until_lock_or_extras_change(checkout: Checkout) -
     assert len(checkout.installs("install.sh")) == 3, "its interpreter has gone"
 
 
+@pytest.mark.rest
 def test_both_installations_for_gpus_get_the_same_nccl(checkout: Checkout) -> None:
     [engines] = checkout.installs("install_sglang.sh", "--gpu")
     trainer, _ = checkout.installs("install.sh", "--gpu", "ray")
@@ -115,6 +117,7 @@ def test_both_installations_for_gpus_get_the_same_nccl(checkout: Checkout) -> No
 
 
 @pytest.mark.parametrize("script", ["install.sh", "install_sglang.sh"])
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "says",
     [
