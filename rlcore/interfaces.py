@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -354,14 +354,14 @@ class WeightSink(Protocol):
         *,
         only_stale: bool = False,
         trainer_gpus: Sequence[str] = (),
-        trainer_hosts: Sequence[str] = (),
+        trainer_ranks: Sequence[RankPlace] = (),
     ) -> None:
         """Pause the engines, agree on participants and layout, open the update.
 
         Args:
             only_stale: take only the engines that wait for weights; the others go on serving.
             trainer_gpus: the GPUs on which a rank can make handles.
-            trainer_hosts: the machines of the ranks, if all of them can send (`BucketSender`).
+            trainer_ranks: where each rank is, if all of them can send (`BucketSender`).
         """
 
     @property
@@ -389,8 +389,17 @@ class WeightSink(Protocol):
         """Give up this publication; the participants are then without whole weights."""
 
 
+class RankPlace(NamedTuple):
+    """The machine of a rank, and what identifies its GPU there; None on the CPU."""
+
+    host: str
+    gpu: str | None
+
+
 class BucketSender(Protocol):
     """A rank other than rank 0, as it sends weights to engines of its own."""
+
+    gpu: str | None  # what identifies the rank's own
 
     def open(self, order: str) -> str:
         """Begin a publication to the engines that the rank serves.
@@ -409,6 +418,11 @@ class BucketSender(Protocol):
 
         Args:
             given_up: whether rank 0 has given the publication up; then nothing is sent any more.
+        """
+
+    def abandon(self) -> None:
+        """Close the connections of a publication that was not finished: one side may have sent what
+        the other will not receive.
         """
 
     def close(self) -> None:

@@ -236,10 +236,18 @@ def build_weight_publisher(
     backend: PolicyBackend,
     handles: RolloutHandles | None,
     journal: VersionJournal | None,
+    stack: ExitStack,
 ) -> WeightPublisher | None:
-    """Make what publishes weights to the engines; None where nothing generates."""
+    """Make what publishes weights to the engines; None where nothing generates.
+
+    Args:
+        stack: closes this rank's connections to engines.
+    """
     if not generates(config):
         return None
+    senders = build_senders(config, process)
+    if senders is not None:
+        stack.callback(senders.close)
     publisher = WeightPublisher(
         backend,
         process.sync,
@@ -247,7 +255,7 @@ def build_weight_publisher(
         journal=journal,
         timeout_s=all_engines_timeout_s(config),
         exchange=build_exchange(process),
-        senders=build_senders(config, process),
+        senders=senders,
         quantised=config.rollout.engine.quantization is not None,
     )
     if handles is not None:

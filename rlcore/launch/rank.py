@@ -130,7 +130,7 @@ def run_rank(
             rank0 = build_rank0(
                 loaded, process, on_rank0(handles), run, journal, backend, credit, steps
             )
-        publisher = build_weight_publisher(config, process, backend, handles, journal)
+        publisher = build_weight_publisher(config, process, backend, handles, journal, stack)
         return finish(
             Trainer(
                 config, sync, backend, credit, steps, publisher, rank0, sharing, replay_from(config)

@@ -6,12 +6,13 @@ groups that it orders, send what it sends, and learn through the store when it h
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from rlcore.interfaces import BucketSender
+from rlcore.interfaces import BucketSender, RankPlace
 from rlcore.trainer.rank_sync import RankSync
 from rlcore.weights import Bucket
 
@@ -24,8 +25,10 @@ class SenderRanks:
         self._sender = sender
         self._opened = 0
         self._serves = False  # in the current publication
-        # the machine of each rank, on rank 0
-        self.hosts = sync.gather("the machines of the ranks", socket.gethostname())
+        # on rank 0
+        own = json.dumps(RankPlace(socket.gethostname(), sender.gpu))
+        words = sync.gather("the places of the ranks", own)
+        self.places = [RankPlace(*json.loads(word)) for word in words]
 
     def open(
         self, orders: Mapping[int, str], meet: Callable[[Mapping[int, str]], str], timeout_s: float
@@ -55,6 +58,15 @@ class SenderRanks:
     def give_up(self) -> None:
         """Let no rank send any more (rank 0)."""
         self._sync.store.set(self._key, "")
+
+    def abandon(self) -> None:
+        """End a publication that was not finished."""
+        if self._serves:
+            self._sender.abandon()
+
+    def close(self) -> None:
+        """Close this rank's connections to engines."""
+        self._sender.close()
 
     @property
     def _key(self) -> str:

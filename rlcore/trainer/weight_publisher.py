@@ -131,6 +131,8 @@ class WeightPublisher:
         )
         if self.exchange is not None:
             self.exchange.close()
+        if self.senders is not None and outcome != DONE:
+            self.senders.abandon()
         self._record("closing", began)
         return outcome
 
@@ -179,9 +181,9 @@ class WeightPublisher:
             self.version = on_rank0(self.journal).next(step).version
         sink = on_rank0(self.sink)
         gpus = [] if self.exchange is None else self.exchange.trainer_gpus
-        hosts = [] if self.senders is None else self.senders.hosts
+        ranks = [] if self.senders is None else self.senders.places
         try:
-            sink.prepare(buckets, only_stale=step is None, trainer_gpus=gpus, trainer_hosts=hosts)
+            sink.prepare(buckets, only_stale=step is None, trainer_gpus=gpus, trainer_ranks=ranks)
         except RlcoreError as error:
             return self._cancel(error)
         owners = {} if self.exchange is None else self.exchange.owners(sink.handle_gpus)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rlcore.deadlines import TRANSPORT_GRACE_S
 from rlcore.errors import RlcoreError
+from rlcore.interfaces import RankPlace
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
 
@@ -50,8 +51,8 @@ class Transport(ABC):
         self._engines: list[Engine] = []  # in the current transaction
         # the GPUs on which a rank of the trainer can make handles
         self.trainer_gpus: Sequence[str] = ()
-        # the machines of the trainer's ranks, if ranks other than rank 0 may send
-        self.trainer_hosts: Sequence[str] = ()
+        # where the trainer's ranks are, if others than rank 0 may send
+        self.trainer_ranks: Sequence[RankPlace] = ()
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Begin a publication to `engines`."""

@@ -105,29 +105,35 @@ class DistributedTransport(Transport):
             self._links.pop(engine).close()
         new = [engine for engine in engines if engine not in self._links]
         answers = await ask(new, "health", lambda e: e.health(), self._probe_s)
+        failed = answers.failed
         for engine in [engine for engine in new if engine in answers.results]:
-            backend = choose_backend(gpu_identity(self._device), answers.results[engine]["gpu"])
-            if engine not in self._ranks:
-                self._ranks[engine] = self._choose_rank(engine, len(engines))
-            self._links[engine] = self._new_link(engine, backend)
-        self._engines = [engine for engine in engines if engine not in answers.failed]
+            try:
+                if engine not in self._ranks:
+                    self._ranks[engine] = self._choose_rank(engine, len(engines))
+            except EngineFailed as error:  # recovery: without this engine, by the caller
+                failed[engine] = f"engine {engine.name} cannot be met: {error}"
+                continue
+            self._links[engine] = self._new_link(engine, answers.results[engine]["gpu"])
+        self._engines = [engine for engine in engines if engine not in failed]
         self._sent = SentDigests()
-        return answers.failed | await self._on_links(lambda link: link.join())
+        return failed | await self._on_links(lambda link: link.join())
 
     def _choose_rank(self, engine: Engine, engines: int) -> int:
         """The rank with the fewest engines, of those that reach this one."""
-        hosts = self.trainer_hosts
+        places = self.trainer_ranks
         count = self._senders or (engines if self._device.type == "cuda" else 1)
-        ranks = spread(len(hosts), count) if hosts else [0]
+        ranks = spread(len(places), count) if places else [0]
         if is_loopback(urlsplit(engine.url).hostname or ""):
-            ranks = [rank for rank in ranks if not rank or hosts[rank] == hosts[0]]
+            ranks = [rank for rank in ranks if not rank or places[rank].host == places[0].host]
         busy = Counter(self._ranks.values())
         return min(ranks, key=lambda rank: busy[rank])
 
-    def _new_link(self, engine: Engine, backend: Backend) -> Link | RemoteLink:
+    def _new_link(self, engine: Engine, gpu: str | None) -> Link | RemoteLink:
         rank = self._ranks[engine]
         if rank:
+            backend = choose_backend(self.trainer_ranks[rank].gpu, gpu)
             return RemoteLink(engine, backend, rank, self._timeout_s)
+        backend = choose_backend(gpu_identity(self._device), gpu)
         return Link(engine, backend, self._device, self._timeout_s)
 
     @property
@@ -136,15 +142,22 @@ class DistributedTransport(Transport):
         remote: dict[int, list[dict[str, Any]]] = {}
         for engine in self._engines:
             link = self._links[engine]
-            if isinstance(link, RemoteLink):
-                remote.setdefault(link.rank, []).append(asdict(link.order()))
+            if isinstance(link, RemoteLink) and link.order is not None:
+                remote.setdefault(link.rank, []).append(asdict(link.order))
         return {rank: json.dumps(orders) for rank, orders in remote.items()}
 
     async def meet(self, places: Mapping[int, str]) -> Failures:
-        """Have engines enter the groups that other ranks have opened for them."""
+        """Have engines enter the groups that other ranks have opened for them.
+
+        Who does not get there is served by rank 0 from then on.
+        """
         remote = [link for link in self._links_now() if isinstance(link, RemoteLink)]
         reasons = await asyncio.gather(*(link.meet(places.get(link.rank, "")) for link in remote))
-        return {link.engine: why for link, why in zip(remote, reasons) if why is not None}
+        failed = {link.engine: why for link, why in zip(remote, reasons) if why is not None}
+        for engine in failed:
+            self._ranks[engine] = 0
+            del self._links[engine]
+        return failed
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
         """Broadcast the bucket in all groups at once."""
@@ -316,19 +329,22 @@ class RemoteLink:
         self.backend = backend
         self.rank = rank
         self._timeout_s = timeout_s
+        self.order: Order | None = None  # for the rank, in this publication
 
     @property
     def is_whole(self) -> bool:
         """Whether the engine was not started again. What its rank has is told in `meet`."""
         return self.engine.in_group is not None
 
-    def order(self) -> Order:
-        """What the rank is told."""
-        engine = self.engine
-        return Order(engine.name, engine.url, engine.group_ranks, self.backend, engine.in_group)
-
     async def join(self) -> str | None:
-        """Nothing: the rank is not there yet."""
+        """Prepare the order for the rank, which is not there yet."""
+        engine = self.engine
+        try:
+            self.order = Order(
+                engine.name, engine.url, engine.group_ranks, self.backend, engine.in_group
+            )
+        except EngineFailed as error:  # recovery: without this engine, by the caller
+            return f"engine {engine.name} cannot be met: {error}"
         return None
 
     async def meet(self, told: str) -> str | None:
@@ -369,6 +385,7 @@ class RankSender:
     """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self.gpu = gpu_identity(device)
         self._device = device
         self._timeout_s = timeout_s
         self._groups: dict[str, WeightGroup] = {}  # by engine
@@ -439,6 +456,11 @@ class RankSender:
     def _drop(self, engine: str) -> None:
         if (group := self._groups.pop(engine, None)) is not None:
             group.close()
+
+    def abandon(self) -> None:
+        """See `BucketSender.abandon`: NCCL takes a small broadcast that nobody receives."""
+        for engine in self._served:
+            self._drop(engine)
 
     def close(self) -> None:
         """See `BucketSender.close`."""

@@ -27,7 +27,7 @@ from rlcore.config import Config
 from rlcore.config.derived import comeback_s, engine_place_s, longest_request_s
 from rlcore.deadlines import ABORT_S, CLOSE_ENGINES_S, TRANSPORT_GRACE_S
 from rlcore.errors import ConfigError, DeadlineExceeded, PublicationFailed
-from rlcore.interfaces import RolloutEngine, WeightVerifier
+from rlcore.interfaces import RankPlace, RolloutEngine, WeightVerifier
 from rlcore.timeline.recorder import RECORDER, now
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import call_on
@@ -129,18 +129,18 @@ class WeightPublication:
         *,
         only_stale: bool = False,
         trainer_gpus: Sequence[str] = (),
-        trainer_hosts: Sequence[str] = (),
+        trainer_ranks: Sequence[RankPlace] = (),
     ) -> None:
         """Pause the engines, agree with them on the layout, open the update.
 
         Args:
             only_stale: publish only to the engines that wait for weights; the others go on serving.
             trainer_gpus: the GPUs on which a rank can make handles.
-            trainer_hosts: the machines of the ranks, if all of them can send.
+            trainer_ranks: where each rank is, if all of them can send.
 
         Raises PublicationFailed when no engine can be reached, RunFailed when none is left.
         """
-        self._call(self._prepare(buckets, only_stale, trainer_gpus, trainer_hosts))
+        self._call(self._prepare(buckets, only_stale, trainer_gpus, trainer_ranks))
 
     @property
     def sender_orders(self) -> Mapping[int, str]:
@@ -206,7 +206,7 @@ class WeightPublication:
         buckets: Sequence[Bucket],
         only_stale: bool,
         trainer_gpus: Sequence[str],
-        trainer_hosts: Sequence[str],
+        trainer_ranks: Sequence[RankPlace],
     ) -> None:
         participants = self._participants
         self._transactions += 1
@@ -224,7 +224,7 @@ class WeightPublication:
         if self._transport is None:
             self._transport = choose_transport(self._config, self._engines, device=self._device)
         self._transport.trainer_gpus = trainer_gpus
-        self._transport.trainer_hosts = trainer_hosts
+        self._transport.trainer_ranks = trainer_ranks
         await self._all_or_again(
             self._transport.open(self._engines, buckets), "the way of the weights was not opened"
         )

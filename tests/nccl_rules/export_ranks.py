@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,12 @@ with importing_megatron():
     from backends.megatron.weights.export import WeightExporter
 
 from rlcore.config.sections.policy import ParallelConfig
+from rlcore.weights import Bucket
 from tests import nccl_rules
 from tests.parity.rank_main import main
 
+T = TypeVar("T")
+R = TypeVar("R")
 HOLD_S = 2.0  # rank 0 keeps the first bucket for so long
 
 
@@ -77,6 +81,39 @@ def share(exporter: WeightExporter) -> tuple[dict[str, torch.Tensor], list[int]]
     return weights, sorted({exporter._root(bucket) for bucket in exporter.buckets})
 
 
+def on_this_thread(make: Callable[[T], R], items: Sequence[T], device: object) -> Iterator[R]:
+    """As `prefetched` on CUDA, where calls return when their work is enqueued."""
+    pending = make(items[0])
+    for following in items[1:]:
+        made = pending
+        pending = make(following)
+        yield made
+    yield pending
+
+
+def begun_ahead(exporter: WeightExporter) -> list[int]:
+    """The buckets that each rank has begun while rank 0 held the first, where all get them."""
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    count = store.add(f"shares/{rank}", 1)
+    root = exporter._root
+
+    def counted(bucket: Bucket) -> int:
+        store.add(f"begun/{count}/{rank}", 1)
+        return root(bucket)
+
+    exporter._root = counted  # type: ignore[method-assign]
+    if rank != 0:
+        export.prefetched = on_this_thread
+    begun: list[int] = []
+    for bucket, _ in exporter.export_buckets(everywhere=True):
+        if rank == 0 and bucket.index == 0:
+            time.sleep(HOLD_S)
+            keys = [f"begun/{count}/{peer}" for peer in range(1, dist.get_world_size())]
+            begun = [store.add(key, 0) for key in keys]
+    return begun
+
+
 def run(case: dict[str, Any], folder: Path) -> None:
     layout = ParallelConfig(**case["parallel"])
     export._ALONE_BYTES = case["alone_bytes"]
@@ -86,18 +123,17 @@ def run(case: dict[str, Any], folder: Path) -> None:
         shared, roots = share(exporter)
         save_file(shared, folder / f"{case['name']}_{parallel.rank}.safetensors")
         if parallel.rank == 0:
+            begun = begun_ahead(exporter)
             weights, enqueued = publish(exporter)
             group = dist.get_process_group_ranks(exporter._group)
-            told = {
-                "group": group,
-                "enqueued": enqueued,
-                "buckets": len(exporter.buckets),
-                "roots": roots,
-            }
+            told = {"group": group, "enqueued": enqueued, "roots": roots, "begun": begun}
+            told["buckets"] = len(exporter.buckets)
             (folder / f"{case['name']}.json").write_text(json.dumps(told))
             save_file(weights, folder / f"{case['name']}.safetensors")
         else:
             with nccl_rules.guard():  # as on CUDA, no wait() holds the host
+                begun_ahead(exporter)
+                nccl_rules.synchronize()
                 publish(exporter)
                 nccl_rules.synchronize()
         dist.monitored_barrier(parallel.control_group, timedelta(seconds=60))

@@ -108,3 +108,4 @@ def test_senders_stay_at_most_two_buckets_ahead(name: str, published: dict[str, 
     told = published[name].told
     assert told["buckets"] > 3 * AHEAD
     assert 0 < max(told["enqueued"]) <= 1 + AHEAD, told
+    assert 0 < max(told["begun"]) <= 1 + AHEAD, told

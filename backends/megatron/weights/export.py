@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -190,18 +191,11 @@ class WeightExporter:
         Args:
             everywhere: yield the bytes on every rank.
         """
+        told: list[dist.Work] = []
         if everywhere:
-            yield from prefetched(self._shared, self.buckets, self._device)
+            yield from prefetched(partial(self._shared, told=told), self.buckets, self._device)
         elif self.parallel.rank == 0:
-            told: list[dist.Work] = []
-
-            def gathered(bucket: Bucket) -> tuple[Bucket, Tensor]:
-                if bucket is not self.buckets[-1]:
-                    told.extend(self._tell())
-                return bucket, self._gather(bucket)
-
-            yield from prefetched(gathered, self.buckets, self._device)
-            _wait(told)
+            yield from prefetched(partial(self._gathered, told=told), self.buckets, self._device)
         else:
             sending: list[list[dist.Work]] = [[] for _ in range(_IN_FLIGHT)]
             for bucket in self.buckets:
@@ -213,6 +207,7 @@ class WeightExporter:
                 yield bucket, None
             for works in sending:
                 _wait(works)
+        _wait(told)
 
     def free_buffers(self) -> None:
         """Free the buffers until the next export."""
@@ -220,12 +215,21 @@ class WeightExporter:
 
     # --- one bucket -------------------------------------------------------------------------------
 
-    def _shared(self, bucket: Bucket) -> tuple[Bucket, Tensor]:
+    def _gathered(self, bucket: Bucket, told: list[dist.Work]) -> tuple[Bucket, Tensor]:
+        """On rank 0, assemble a bucket. What it tells the others meanwhile goes to `told`."""
+        if bucket is not self.buckets[-1]:
+            told.extend(self._tell())
+        return bucket, self._gather(bucket)
+
+    def _shared(self, bucket: Bucket, told: list[dist.Work]) -> tuple[Bucket, Tensor]:
         """Assemble a bucket on the rank that has most of it, and broadcast it from there."""
+        here = self.parallel.rank
+        if here and bucket.index > 0:
+            self._tell(everybody=True)
         slot = bucket.index % _IN_FLIGHT
         root = self._root(bucket)
         sending: list[dist.Work] = []
-        if self.parallel.rank == root:
+        if here == root:
             flat = self._gather(bucket)
         else:
             flat = self._buffer("bucket", slot, bucket.num_bytes)
@@ -233,6 +237,8 @@ class WeightExporter:
         # in this order on every rank: two communicators must not wait for one another
         if self.parallel.world_size > 1:
             dist.broadcast(flat, root)
+        if here == 0 and bucket is not self.buckets[-1]:
+            told.extend(self._tell(everybody=True))
         _wait(sending)
         return bucket, flat
 
@@ -294,12 +300,15 @@ class WeightExporter:
         sends = [dist.P2POp(dist.isend, memory, root, self._group) for memory in out]
         return list(dist.batch_isend_irecv(sends)) if sends else []
 
-    def _tell(self) -> list[dist.Work]:
+    def _tell(self, *, everybody: bool = False) -> list[dist.Work]:
         """Rank 0 tells the others that it begins a bucket; they wait for it.
 
         All ranks listen, so that none waits longer than a bucket takes.
+
+        Args:
+            everybody: also where no rank sends to rank 0.
         """
-        if not self._senders:
+        if not (self._senders or everybody) or self.parallel.world_size == 1:
             return []
         group = self.parallel.control_group
         work = dist.broadcast(torch.empty(1), 0, group=group, async_op=self.parallel.rank == 0)

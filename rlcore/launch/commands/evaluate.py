@@ -114,7 +114,7 @@ def _evaluate(config: Config, process: Process, stack: ExitStack) -> Scored | No
     journal = None
     if handles is not None:
         journal = VersionJournal(Path(config.run.dir) / "versions.jsonl")
-    publisher = build_weight_publisher(config, process, backend, handles, journal)
+    publisher = build_weight_publisher(config, process, backend, handles, journal, stack)
     assert publisher is not None
     found: list[Scored] = []
 

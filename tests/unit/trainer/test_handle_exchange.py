@@ -125,7 +125,7 @@ class Sink:
         *,
         only_stale: bool = False,
         trainer_gpus: Sequence[str] = (),
-        trainer_hosts: Sequence[str] = (),
+        trainer_ranks: Sequence[object] = (),
     ) -> None:
         self.trainer_gpus = trainer_gpus
         self.read = {name: [] for name in self.engines}

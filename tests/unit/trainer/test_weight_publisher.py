@@ -53,7 +53,7 @@ class Sink:
         *,
         only_stale: bool = False,
         trainer_gpus: Sequence[str] = (),
-        trainer_hosts: Sequence[str] = (),
+        trainer_ranks: Sequence[object] = (),
     ) -> None:
         self._step("prepare", "stale" if only_stale else "")
 

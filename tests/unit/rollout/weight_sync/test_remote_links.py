@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.errors import EngineFailed
+from rlcore.interfaces import RankPlace
 from rollout.weight_sync import links
 from rollout.weight_sync.links import DistributedTransport, RankSender, RemoteLink, spread
 from rollout.weight_sync.process_group import GroupAddress
@@ -58,7 +60,7 @@ def ranks_of(engines: list[Engine], hosts: list[str], *, senders: int | None, de
     transport = DistributedTransport(
         device=torch.device(device), timeout_s=5.0, probe_s=5.0, senders=senders
     )
-    transport.trainer_hosts = hosts
+    transport.trainer_ranks = [RankPlace(host, None) for host in hosts]
     chosen = {}
     for engine in engines:
         chosen[engine] = transport._ranks[engine] = transport._choose_rank(engine, len(engines))
@@ -170,7 +172,7 @@ def test_a_group_that_fails_is_left_out_and_the_others_go_on(
 def test_each_rank_is_ordered_to_serve_its_own_engines() -> None:
     engines = [Engine(f"engine-{i}") for i in range(3)]
     transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0, senders=2)
-    transport.trainer_hosts = ["a", "b"]
+    transport.trainer_ranks = [RankPlace("a", None), RankPlace("b", None)]
     transport._ranks = dict.fromkeys(engines, 1)
     assert asyncio.run(transport.open(engines, ())) == {}
     [(rank, order)] = transport.orders.items()
@@ -181,3 +183,70 @@ def test_each_rank_is_ordered_to_serve_its_own_engines() -> None:
         for i in range(3)
     ]  # fmt: skip
     assert links.Order(**json.loads(order)[0]).engine == "engine-0"
+
+
+def test_the_backend_is_chosen_for_the_gpu_of_the_rank_that_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL makes no group of two ranks on one GPU."""
+    monkeypatch.setattr(links, "gpu_identity", lambda device: "GPU-a")
+
+    class OnGPU(Engine):
+        async def health(self) -> dict[str, Any]:
+            return {"gpu": "GPU-b"}
+
+    engines = [OnGPU(f"engine-{i}") for i in range(3)]
+    transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0, senders=3)
+    transport.trainer_ranks = [RankPlace("a", f"GPU-{gpu}") for gpu in "abc"]
+    transport._ranks = {engine: 1 + i % 2 for i, engine in enumerate(engines)}
+    asyncio.run(transport.open(engines, ()))
+    assert [link.backend for link in transport._links.values()] == ["gloo", "nccl", "gloo"]
+
+
+def test_an_engine_that_has_just_died_is_out_and_the_others_go_on() -> None:
+    class Dead(Engine):
+        """SGLang's has no address any more."""
+
+        @property
+        def url(self) -> str:
+            raise EngineFailed("engine-0 (pid 7) died: killed by SIGKILL")
+
+        @url.setter
+        def url(self, url: str) -> None: ...
+
+    for known in (False, True):
+        dead = Dead()
+        alive = Engine("engine-1")
+        transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0, senders=2)
+        transport.trainer_ranks = [RankPlace("a", None), RankPlace("b", None)]
+        transport._ranks = {alive: 1} | ({dead: 1} if known else {})
+        failed = asyncio.run(transport.open([dead, alive], ()))
+        why = "engine engine-0 cannot be met: engine-0 (pid 7) died: killed by SIGKILL"
+        assert failed == {dead: why}
+        assert "engine-0" not in transport.orders[1]
+
+
+def test_an_engine_that_does_not_reach_its_rank_goes_to_rank_0() -> None:
+    engine = Engine()
+    transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0, senders=2)
+    transport.trainer_ranks = [RankPlace("a", None), RankPlace("b", None)]
+    transport._ranks = {engine: 1}
+    asyncio.run(transport.open([engine], ()))
+    failed = asyncio.run(transport.meet({1: json.dumps({"engine-0": "no route to host"})}))
+    assert list(failed) == [engine]
+    assert transport._ranks == {engine: 0}
+    assert transport._links == {}
+
+
+def test_what_was_not_finished_leaves_no_group() -> None:
+    """NCCL completes a small broadcast that no engine receives: the next would be off by one."""
+    closed: list[str] = []
+    sender = RankSender(CPU, 5.0)
+    for name in ("engine-0", "engine-1"):
+        sender._groups[name] = SimpleNamespace(  # type: ignore[assignment]
+            close=lambda name=name: closed.append(name)
+        )
+    sender._served = ["engine-1"]
+    sender.abandon()
+    assert closed == ["engine-1"]
+    assert list(sender._groups) == ["engine-0"]
