@@ -55,12 +55,12 @@ class Backend:
 class Trainer:
     """Ranks in threads, over engines in processes."""
 
-    def __init__(self, folder: Path, *, engines: int, senders: int | None = RANKS) -> None:
+    def __init__(self, folder: Path, *, engines: int) -> None:
         torch.set_num_threads(1)
         self.model = tiny_qwen3()
         self.model.config.save_pretrained(folder / "model")
         settings = {
-            "device": "cpu", "threads": 1, "verify_every": 1, "senders": senders,
+            "device": "cpu", "threads": 1, "verify_every": 1, "senders": RANKS,
             "start_timeout_s": 300.0, "request_timeout_s": 20.0, "update_timeout_s": UPDATE_S,
         }  # fmt: skip
         self.config = Config.model_validate(
@@ -234,10 +234,3 @@ def test_a_rank_that_reaches_no_engine_says_so(
     }
     assert trainer.attempt(1) == DONE
     assert trainer.do(trainer.engines[0].health())["version"] == 2
-
-
-@pytest.mark.parametrize("trainer", [{"engines": 2, "senders": None}], indirect=True)
-def test_on_the_cpu_rank_0_serves_all_engines(trainer: Trainer) -> None:
-    trainer.publish(1)
-    assert trainer.served() == [[], []]
-    assert trainer.sink.sender_orders == {}
