@@ -93,7 +93,6 @@ def service(url: str, **keys: Any) -> str:
     return json.dumps({"url": url, "format": "sglang", "batch_size": 4, **keys})
 
 
-@pytest.mark.everyday
 def test_a_run_is_scored_by_a_reward_model_on_two_ranks(
     workspace: Workspace, tmp_path: Path
 ) -> None:

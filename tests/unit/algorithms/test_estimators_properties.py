@@ -30,7 +30,7 @@ RICHEST = list(
 
 each_estimator = pytest.mark.parametrize(("name", "options"), RICHEST, ids=case_id)
 often = settings(deadline=None, max_examples=10)
-briefly = settings(deadline=None, max_examples=6)  # of each estimator
+briefly = settings(deadline=None, max_examples=3)  # of each estimator
 
 GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce++_baseline")
 

@@ -10,6 +10,8 @@ import pytest
 from tests.script_stage import KEYS, Stage, value_of
 from tests.slurm_stubs import job
 
+pytestmark = pytest.mark.rest
+
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
