@@ -17,9 +17,9 @@ control call on rank 0, of which each bucket needs one an engine.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,23 +79,20 @@ class Costs:
 def one_sender(buckets: Sequence[Bucket], engines: int, costs: Costs) -> float:
     """Seconds where rank 0 gathers everything, and sends it to every engine."""
     made = [bucket.num_bytes / costs.card for bucket in buckets]
-    sent = [
-        engines * bucket.num_bytes / costs.card + costs.bucket_s + engines * costs.call_s
-        for bucket in buckets
-    ]
-    return in_turn(made, sent)
+    return in_turn(made, sent(buckets, engines, engines, costs))
 
 
 def sender_each(buckets: Sequence[Bucket], engines: int, world: int, costs: Costs) -> float:
     """Seconds where each engine has a sender, or several share one if there are more than ranks."""
-    ranks = spread(world, engines)
-    busiest = max(Counter(ranks[i % len(ranks)] for i in range(engines)).values())
+    copies = math.ceil(engines / len(spread(world, engines)))  # that leave the busiest sender
     made = [bucket.num_bytes / costs.nvlink + bucket.num_bytes / costs.card for bucket in buckets]
-    sent = [
-        busiest * bucket.num_bytes / costs.card + costs.bucket_s + engines * costs.call_s
-        for bucket in buckets
-    ]
-    return in_turn(made, sent)
+    return in_turn(made, sent(buckets, copies, engines, costs))
+
+
+def sent(buckets: Sequence[Bucket], copies: int, engines: int, costs: Costs) -> list[float]:
+    """Seconds from the order of each bucket until all engines have loaded it."""
+    beside = costs.bucket_s + engines * costs.call_s
+    return [copies * bucket.num_bytes / costs.card + beside for bucket in buckets]
 
 
 def in_turn(made: Sequence[float], sent: Sequence[float]) -> float:

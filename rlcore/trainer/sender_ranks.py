@@ -24,7 +24,7 @@ class SenderRanks:
         self._sync = sync
         self._sender = sender
         self._opened = 0
-        self._serves = False  # in the current publication
+        self.serves = False  # whether this rank serves engines, in the current publication
         # on rank 0
         own = json.dumps(RankPlace(socket.gethostname(), sender.gpu))
         words = sync.gather("the places of the ranks", own)
@@ -41,7 +41,7 @@ class SenderRanks:
         """
         self._opened += 1
         own = orders.get(self._sync.rank)
-        self._serves = own is not None
+        self.serves = own is not None
         if not orders:
             return ""
         word = "" if own is None else self._sender.open(own)
@@ -51,9 +51,8 @@ class SenderRanks:
         )
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
-        """Send a bucket to the engines that this rank serves, if there are any."""
-        if self._serves:
-            self._sender.send(bucket, flat, self._is_given_up)
+        """Send a bucket to the engines that this rank serves."""
+        self._sender.send(bucket, flat, self._is_given_up)
 
     def give_up(self) -> None:
         """Let no rank send any more (rank 0)."""
@@ -61,7 +60,7 @@ class SenderRanks:
 
     def abandon(self) -> None:
         """End a publication that was not finished."""
-        if self._serves:
+        if self.serves:
             self._sender.abandon()
 
     def close(self) -> None:

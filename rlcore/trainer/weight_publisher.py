@@ -6,8 +6,8 @@
 All trainer ranks take part, since a bucket is gathered from all of them; only rank 0 talks to
 engines, and ranks to which it deals some of them send (sender_ranks.py). When an engine fails in
 the middle, all ranks still take part in the gathers to the end; then the whole transaction runs
-again with the engines that are left. An engine that was started again in
-between gets the current version in a transaction of its own, while the others go on serving.
+again with the engines that are left. An engine that was started again in between gets the current
+version in a transaction of its own, while the others go on serving.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class WeightPublisher:
             if self.sink is not None and flat is not None:
                 failure = self._send(bucket, flat, handles, failure)
                 began = self._record(f"sending bucket {bucket.index}", began)
-            elif self.senders is not None and flat is not None:
+            elif self.senders is not None and self.senders.serves and flat is not None:
                 self.senders.send(bucket, flat)
                 began = self._record(f"sending bucket {bucket.index}", began)
         outcome = self.sync.broadcast(

@@ -396,9 +396,7 @@ class RankSender:
         """See `BucketSender.open`."""
         orders = [Order(**one) for one in json.loads(order)]
         self._served = [one.engine for one in orders]
-        for meeting in self._meetings.values():  # of a publication that went no further
-            meeting.add_done_callback(close_late)
-        self._meetings = {}
+        self._leave_meetings()  # of a publication that went no further
         return json.dumps({one.engine: self._open(one) for one in orders})
 
     def _open(self, order: Order) -> dict[str, Any] | str | None:
@@ -448,6 +446,11 @@ class RankSender:
                 self._fail(engine, str(error))
         self._meetings = {}
 
+    def _leave_meetings(self) -> None:
+        for meeting in self._meetings.values():
+            meeting.add_done_callback(close_late)
+        self._meetings = {}
+
     def _fail(self, engine: str, why: str) -> None:
         """Recovery: the engine fails too, and rank 0 goes on without it."""
         logger.warning("engine %s is not served any more: %s", engine, why)
@@ -466,6 +469,4 @@ class RankSender:
         """See `BucketSender.close`."""
         for engine in [*self._groups]:
             self._drop(engine)
-        for meeting in self._meetings.values():
-            meeting.add_done_callback(close_late)
-        self._meetings = {}
+        self._leave_meetings()

@@ -126,8 +126,13 @@ def run(case: dict[str, Any], folder: Path) -> None:
             begun = begun_ahead(exporter)
             weights, enqueued = publish(exporter)
             group = dist.get_process_group_ranks(exporter._group)
-            told = {"group": group, "enqueued": enqueued, "roots": roots, "begun": begun}
-            told["buckets"] = len(exporter.buckets)
+            told = {
+                "group": group,
+                "enqueued": enqueued,
+                "begun": begun,
+                "roots": roots,
+                "buckets": len(exporter.buckets),
+            }
             (folder / f"{case['name']}.json").write_text(json.dumps(told))
             save_file(weights, folder / f"{case['name']}.safetensors")
         else:

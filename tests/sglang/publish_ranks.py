@@ -91,10 +91,8 @@ def publish(
 ) -> dict[str, Any]:
     """Load `model` into this world's layout and publish it. Returns the result, on rank 0."""
     exporter = export_of(model, layout, parallel)
-    if transport == HANDLES:
-        return publish_handles(payload, exporter, model, version)
-    if transport == SENDER:
-        return publish_from_last(payload, exporter, model, version)
+    if transport in (HANDLES, SENDER):
+        return publish_as_a_run(payload, exporter, model, version, transport)
     if parallel.rank != 0:
         for _ in exporter.export_buckets():
             pass
@@ -113,72 +111,52 @@ def publish(
     }
 
 
-def publish_handles(
-    payload: dict[str, Any], exporter: WeightExporter, model: Path, version: int
+def publish_as_a_run(
+    payload: dict[str, Any], exporter: WeightExporter, model: Path, version: int, kind: str
 ) -> dict[str, Any]:
-    """Publish as a run with the engine on the ranks' GPUs would: each rank gives its own handles.
+    """Publish by all ranks: to an engine on their GPUs each gives its own handles, and an engine of
+    the last rank is sent to by that.
 
     The ranks pretend to be on GPUs; without any, a handle holds the bytes that its rank has.
     """
     rank = dist.get_rank()
     size = dist.get_world_size()
-    store = dist.PrefixStore(HANDLES, dist.distributed_c10d._get_default_store())
-    sync = RankSync(store, rank, size, timeout_s=60.0)
-    exchange = HandleExchange(sync, SerializedHandles(f"gpu-{rank}"))
-    sink = journal = participants = engine = None
-    if rank == 0:
-        loop, engine = engine_of(payload, model, "tensor")
-        # its first rank is on the last GPU of the trainer
-        engine.server.gpus = tuple(f"gpu-{k}" for k in reversed(range(size)))[: engine.group_ranks]
-        sink, participants = sink_over(engine_config(payload, model, "tensor"), [engine], loop)
-        journal = VersionJournal(Path(payload["runs"]) / "versions.jsonl", newest=version - 1)
-    backend = SimpleNamespace(
-        buckets=lambda: exporter.buckets, export_buckets=exporter.export_buckets
-    )
-    publisher = WeightPublisher(
-        backend, sync, sink=sink, journal=journal, timeout_s=60.0, exchange=exchange
-    )
-    assert publisher.publish(1) == ""
-    if rank != 0:
-        return {}
-    assert sink.handle_gpus == list(engine.gpus)
-    sink.close()
-    told = what_it_holds(model, engine, loop)
-    return {"dropped": participants.dropped, "buckets": len(exporter.buckets), **told} | {
-        "transport": HANDLES
-    }
-
-
-def publish_from_last(
-    payload: dict[str, Any], exporter: WeightExporter, model: Path, version: int
-) -> dict[str, Any]:
-    """Publish as a run with more engines would to the one that the last rank serves."""
-    rank = dist.get_rank()
-    size = dist.get_world_size()
-    store = dist.PrefixStore(SENDER, dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(kind, dist.distributed_c10d._get_default_store())
     sync = RankSync(store, rank, size, timeout_s=60.0)
     sender = RankSender(torch.device("cpu"), 60.0)
-    senders = SenderRanks(sync, sender)
+    by_handle = kind == HANDLES
+    exchange = HandleExchange(sync, SerializedHandles(f"gpu-{rank}")) if by_handle else None
+    senders = None if by_handle else SenderRanks(sync, sender)
     sink = journal = participants = engine = None
     if rank == 0:
+        transport = "tensor" if by_handle else "distributed"
+        loop, engine = engine_of(payload, model, transport)
+        # its first rank is on the last GPU of the trainer
+        engine.server.gpus = tuple(f"gpu-{k}" for k in reversed(range(size)))[: engine.group_ranks]
         DistributedTransport._choose_rank = lambda *_: size - 1  # type: ignore[method-assign]
-        loop, engine = engine_of(payload, model, "distributed")
-        sink, participants = sink_over(engine_config(payload, model, "distributed"), [engine], loop)
-        journal = VersionJournal(Path(payload["runs"]) / "senders.jsonl", newest=version - 1)
+        sink, participants = sink_over(engine_config(payload, model, transport), [engine], loop)
+        journal = VersionJournal(Path(payload["runs"]) / f"{kind}.jsonl", newest=version - 1)
     backend = SimpleNamespace(
         buckets=lambda: exporter.buckets, export_buckets=exporter.export_buckets
     )
     publisher = WeightPublisher(
-        backend, sync, sink=sink, journal=journal, timeout_s=60.0, senders=senders
+        backend,
+        sync,
+        sink=sink,
+        journal=journal,
+        timeout_s=60.0,
+        exchange=exchange,
+        senders=senders,
     )
     assert publisher.publish(1) == ""
-    assert bool(sender._groups) == (rank == size - 1)
+    assert bool(sender._groups) == (not by_handle and rank == size - 1)
     if rank != 0:
         return {}
+    assert sink.handle_gpus == (list(engine.gpus) if by_handle else [])
     sink.close()
     told = what_it_holds(model, engine, loop)
     return {"dropped": participants.dropped, "buckets": len(exporter.buckets), **told} | {
-        "transport": SENDER
+        "transport": kind
     }
 
 
