@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from rlcore.errors import DataError
@@ -148,7 +149,7 @@ class SampleIndex:
         whole = added[: added.rfind(b"\n") + 1]
         for line in whole.splitlines():
             try:
-                self._take(json.loads(line))
+                self._take(orjson.loads(line))
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
                     f"{path}: not a line of an index: {line[:80].decode(errors='replace')!r}"

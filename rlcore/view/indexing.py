@@ -161,6 +161,7 @@ class RunIndex:
 
     def lacking(self) -> list[int]:
         """Return recorded steps that no index knows as they are, newest first."""
+        self.refresh(now=True)
         with self._lock:
             self._look_at_recordings()
             self._assign()

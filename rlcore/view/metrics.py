@@ -6,7 +6,8 @@ import json
 import math
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import orjson
 from numpy.typing import NDArray
 
 MOST_POINTS = 1200  # of a curve; of longer ones each piece shows its lowest and highest point
+MOST_STEPS = 1 << 62
+ROWS_AT_ONCE = 1000
 MOST_METRICS = 5000  # names: bounds the memory that a file of nonsense takes
 
 
@@ -48,27 +51,35 @@ class MetricsTable:
                 file.seek(self._read)
                 added = file.read()
             whole = added[: added.rfind(b"\n") + 1]
-            for line in whole.splitlines():
-                try:
-                    self._take(line)
-                except OverflowError:  # a number that no metric is
-                    continue
+            lines = whole.splitlines()
+            for start in range(0, len(lines), ROWS_AT_ONCE):
+                rows = map(self._row_in, lines[start : start + ROWS_AT_ONCE])
+                self._take([row for row in rows if row is not None])
             self._read += len(whole)
 
-    def _take(self, line: bytes) -> None:
+    def _row_in(self, line: bytes) -> dict[str, Any] | None:
+        """Parse a line; None where it is no row of metrics."""
         try:
             row = orjson.loads(line)
         except ValueError:
             row = self._with_nan(line)
         if not isinstance(row, dict) or type(row.get("step")) is not int:
-            return
+            return None
+        return row if abs(row["step"]) <= MOST_STEPS else None
+
+    def _take(self, rows: list[dict[str, Any]]) -> None:
+        """Append rows to the columns, a column at a time: rows are many, and most are alike."""
         before = len(self.steps)
-        self.steps.append(row["step"])
-        for name, value in row.items():
-            if isinstance(value, int | float) and len(self._columns) < MOST_METRICS:
-                column = self._columns.setdefault(name, array("d"))
-                column.extend([math.nan] * (before - len(column)))
-                column.append(float(value))
+        self.steps.extend(row["step"] for row in rows)
+        for name in dict.fromkeys(chain.from_iterable(rows)):
+            added = _numbers([row.get(name) for row in rows])
+            column = self._columns.get(name)
+            if column is None:
+                if len(self._columns) >= MOST_METRICS or all(map(math.isnan, added)):
+                    continue
+                column = self._columns[name] = array("d")
+            column.extend([math.nan] * (before - len(column)))
+            column.extend(added)
 
     def _with_nan(self, line: bytes) -> Any:
         """Parse what only Python's json reads; None where there is nothing to read."""
@@ -114,6 +125,21 @@ class MetricsTable:
 
     def _column(self, name: str) -> NDArray[np.float64]:
         return np.array(self._columns.get(name, ()), dtype=np.float64)
+
+
+def _numbers(values: Sequence[Any]) -> array[float]:
+    """Return the values as floats, with NaN for what is no number or too large for one."""
+    try:
+        return array("d", values)
+    except (TypeError, OverflowError):
+        return array("d", map(_number, values))
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def thinned(

@@ -16,7 +16,9 @@ from rlcore.errors import UserError
 from rlcore.launch.commands.view import greeting, named, open_run
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import write_rollouts
+from rlcore.runs.sample_index import IndexWriter
 from rlcore.view.api import Api
+from rlcore.view.metrics import ROWS_AT_ONCE, MetricsTable
 from rlcore.view.reader import RecordingReader
 from rlcore.view.run import RunView
 from rlcore.view.server import ViewServer
@@ -164,6 +166,13 @@ def test_a_run_without_an_index_is_indexed_beside_it(
     assert get(server, "sample?run=run&step=1&draw=1&index=1")["group"] == [0, 1]  # type: ignore[index]
 
 
+def test_what_the_run_has_indexed_itself_is_not_indexed_again(run: RunDirectory) -> None:
+    path = run.rollouts_path(1)
+    scalars = write_rollouts(path, 1, [sample(draw) for draw in range(3)])
+    IndexWriter(run.index).append(1, path.stat().st_size, scalars)
+    assert open_run("run", run.path).index.lacking() == []  # asked before anything else was
+
+
 def test_a_recording_that_was_made_anew_is_indexed_anew(view: RunView, run: RunDirectory) -> None:
     view.indexer.index_now(1)
     write_rollouts(run.rollouts_path(1), 1, [sample(9)])
@@ -181,6 +190,29 @@ def test_metrics_with_nan_and_a_torn_line(server: ViewServer) -> None:
         "b": {"run": {"steps": [1, 2], "values": [2.5, 3.0]}},
         "a": {"run": {"steps": [], "values": []}},
     }
+
+
+def test_metrics_that_are_no_numbers_begin_late_or_end(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"step": step, "a": step} for step in range(ROWS_AT_ONCE)]
+    rows[2] |= {"a": None, "text": "x", "true": True}
+    rows[3] |= {"a": "x", "late": 0.5, "text": "y"}
+    rows += [{"step": 10**30, "a": 1}, {"step": 5000, "a": 10**400, "new": 1}]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = MetricsTable(lambda: path)
+    assert table.names() == ["a", "late", "new", "step", "true"]
+    assert list(table.steps) == [*range(ROWS_AT_ONCE), 5000]
+    assert table.rows([2, 3, 4]) == [
+        {"step": 2, "true": 1},
+        {"step": 3, "late": 0.5},
+        {"step": 4, "a": 4},
+    ]
+    assert table.newest() == {"step": 5000, "new": 1}
+    with path.open("a") as file:
+        file.write('{"step": 5001, "a": 2}\n')
+    assert table.newest() == {"step": 5001, "a": 2}
+    assert table.curve("new")["steps"].tolist() == [5000]
+    assert table.curve("a")["steps"][-2:].tolist() == [ROWS_AT_ONCE - 1, 5001]
 
 
 def test_links_out_of_the_run_are_not_followed(
