@@ -31,8 +31,9 @@ def export_page(api: Api, target: Path, *, step: int | None) -> str:
     for run in api.runs.values():
         chosen = _step_of(run, step)
         runs[run.name] = (
-            {"rows": [], "texts": {}, "samples": {}} if chosen is None else (_samples(run, chosen))
+            {"rows": [], "texts": {}, "samples": {}} if chosen is None else _samples(run, chosen)
         )
+        runs[run.name]["prompts"] = _prompts(api, run, runs[run.name]["rows"])
         told.append(f"{run.name} step {chosen} ({len(runs[run.name]['rows'])} samples)")
         answers |= _answers(api, run, runs[run.name])
     names = {name for run in api.runs.values() for name in run.metrics.names()}
@@ -40,6 +41,7 @@ def export_page(api: Api, target: Path, *, step: int | None) -> str:
         "runs": runs,
         "curves": api.answer("curves", {"metric": sorted(names)}),
         "answers": answers
+        | _comparisons(api)
         | {"runs?": api.answer("runs", {}), "definitions?": api.answer("definitions", {})},
     }
     data["answers"]["runs?"]["follow"] = False
@@ -116,9 +118,36 @@ def _answers(api: Api, run: RunView, samples: dict[str, Any]) -> dict[str, Any]:
     for one in api.answer("evaluations", {"run": [run.name]})[:MOST_EVALUATIONS]:
         before = one["step"] if one["before"] is None else one["before"]
         asked.append(("evaluation", {"set": one["set"], "step": one["step"], "before": before}))
+    return _answered(api, [(name, {"run": run.name, **given}) for name, given in asked])
+
+
+def _prompts(api: Api, run: RunView, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the samples over the steps of each draw's prompt."""
+    first = {row["draw"]: row for row in reversed(rows)}
     found = {}
-    for name, parameters in asked:
-        given = {"run": run.name, **parameters}
+    for draw, row in first.items():
+        given = {"run": run.name, "step": row["step"], "draw": draw, "index": row["index"]}
+        found[str(draw)] = api.answer("prompt", {key: [str(v)] for key, v in given.items()})
+    return found
+
+
+def _comparisons(api: Api) -> dict[str, Any]:
+    """Return what the page compares where nothing else was chosen: each run with another."""
+    asked = []
+    for run in api.runs.values():
+        other = next((one for one in api.runs.values() if one is not run), run)
+        steps = {one.name: one.index.steps() for one in (run, other)}
+        if all(steps.values()):
+            at = steps[run.name][0 if other is run else -1]
+            given = {"a": run.name, "a_step": at, "b": other.name, "b_step": steps[other.name][-1]}
+            asked.append(("compare", given))
+    return _answered(api, asked)
+
+
+def _answered(api: Api, asked: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Return the answers that there are, by the question."""
+    found = {}
+    for name, given in asked:
         try:
             answer = api.answer(name, {key: [str(value)] for key, value in given.items()})
         # recovery: the view says that it is not in the file

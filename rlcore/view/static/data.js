@@ -39,6 +39,7 @@ function offline(name, parameters, query) {
     const rows = run.rows.filter((row) => row.step === +parameters.step && row.draw === +parameters.draw);
     return { rows, samples: rows.map((row) => run.samples[[row.step, row.draw, row.index].join(":")]).filter(Boolean) };
   }
+  if (name === "prompt" && run.prompts?.[parameters.draw]) return run.prompts[parameters.draw];
   throw new Error("This file holds one step of each run; the rest is with `rlcore view` on the run itself.");
 }
 
