@@ -4,8 +4,8 @@ runs/<name>/config.yaml                        resolved, with the origin of each
             metrics.jsonl                      one object a step
             notices.jsonl                      what looked wrong, and when it was over
             environment.jsonl                  machine, packages and data of each start
-            rollouts/step_000001.jsonl.zst     every sample
-            evaluations/step_000010.jsonl.zst  every held-out sample
+            rollouts/step_000001.parquet       every sample
+            evaluations/step_000010.parquet    every held-out sample
             index/                             the scalars of the samples: see sample_index.py
             versions.jsonl                     every publication of weights
             ledger.jsonl                       every transition of every draw
@@ -56,7 +56,9 @@ _OF_A_RUN = (
 _SECTIONS = frozenset({"run", "model", "data", "policy", "algorithm", "rollout", "training"})
 _FEWEST_DEFAULTS = 20
 _LONGEST_NAME = 200  # bytes; file systems take 255, of which `.NAME.trash` needs some
-_ROLLOUT = re.compile(r"step_(\d+)\.jsonl\.zst")
+RECORDING = ".parquet"  # ends the name of a step's samples
+_EARLIER = ".jsonl.zst"  # likewise, in earlier versions
+_ROLLOUT = re.compile(r"step_(\d+)(\.parquet|\.jsonl\.zst)")
 
 
 @dataclass
@@ -116,11 +118,11 @@ class RunDirectory:
 
     def rollouts_path(self, step: int) -> Path:
         """Return the file of a step's samples."""
-        return self.rollouts / f"step_{step:06d}.jsonl.zst"
+        return _recording(self.rollouts, step)
 
     def evaluations_path(self, step: int) -> Path:
         """Return the file of the samples of the evaluation after a step."""
-        return self.evaluations / self.rollouts_path(step).name
+        return _recording(self.evaluations, step)
 
     def recorded_steps(self) -> list[int]:
         """Return the steps whose samples were recorded, in order."""
@@ -207,6 +209,13 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _recording(folder: Path, step: int) -> Path:
+    """Return the file of a step: one of an earlier version where there is no other."""
+    path = folder / f"step_{step:06d}{RECORDING}"
+    earlier = path.with_suffix(_EARLIER)
+    return earlier if earlier.exists() and not path.exists() else path
 
 
 def _steps_in(folder: Path) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -13,7 +14,7 @@ from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError
 from rlcore.runs.background import Background
-from rlcore.runs.directory import RunDirectory
+from rlcore.runs.directory import RECORDING, RunDirectory
 from rlcore.runs.rollouts import write_rollouts
 from rlcore.runs.sample_index import IndexWriter, Scalars
 
@@ -79,7 +80,7 @@ class RolloutRecorder:
 
         def write() -> None:
             scalars = write_rollouts(
-                self.directory.rollouts_path(step),
+                _anew(self.directory.rollouts_path, step),
                 step,
                 samples,
                 each(batch, "advantages"),
@@ -106,7 +107,7 @@ class RolloutRecorder:
 
         def write() -> None:
             self.directory.evaluations.mkdir(exist_ok=True)
-            write_rollouts(self.directory.evaluations_path(step), step, samples)
+            write_rollouts(_anew(self.directory.evaluations_path, step), step, samples)
 
         self._background.submit(f"recording the evaluation after step {step}", write)
 
@@ -130,6 +131,14 @@ class RolloutRecorder:
         # A viewer makes the index anew, so this is no reason to end a run.
         self._index = None
         logger.warning("the index of samples is not kept any more: %s", error)
+
+
+def _anew(path_of: Callable[[int], Path], step: int) -> Path:
+    """Return where a step is recorded; a recording of an earlier version makes room."""
+    found = path_of(step)
+    if found.suffix != RECORDING:
+        found.unlink()
+    return path_of(step)
 
 
 def vectors_of(batch: RolloutBatch) -> dict[str, list[NDArray[np.float32]]]:

@@ -1,26 +1,30 @@
-"""Recorded samples: rollouts/step_000001.jsonl.zst, one JSON object a line, compressed."""
+"""Recorded samples: rollouts/step_000001.parquet, a row for each sample (sample_table.py).
+
+Runs of earlier versions have step_000001.jsonl.zst: one JSON object a line, compressed.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import orjson
 import zstandard
 from numpy.typing import NDArray
 
 from rlcore.data.sample import ARRAYS, Sample
 from rlcore.errors import DataError
+from rlcore.runs.directory import RECORDING
 from rlcore.runs.files import sync
 from rlcore.runs.sample_index import Scalars, scalars_of
+from rlcore.runs.sample_table import LEVEL, TableWriter, read_table, to_json
 
-LEVEL = 3
-_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+MOST_ROWS = 256  # of a row group
+MOST_TOKENS = 1 << 18  # likewise, unless one sample has more
 
 
 def write_rollouts(
@@ -35,7 +39,7 @@ def write_rollouts(
 ) -> list[Scalars]:
     """Write all samples of `step` to `path`.
 
-    A line is `Sample.to_record()` with `step`, `policy_version`, `policy_steps`, `advantages` and
+    A row is `Sample.to_record()` with `step`, `policy_version`, `policy_steps`, `advantages` and
     `vectors`. The file is written aside and renamed: a kill leaves no half file. It is on the disk
     on return.
 
@@ -48,22 +52,27 @@ def write_rollouts(
     Returns:
         The scalars of each sample, for an index.
     """
+    if path.suffix != RECORDING:
+        raise ValueError(f"{path.name}: samples are recorded in files that end with {RECORDING}")
     if advantages is not None and len(advantages) != len(samples):
         raise ValueError(
             f"step {step}: {len(samples)} samples but {len(advantages)} advantage vectors"
         )
     aside = path.with_name(f".{path.name}.tmp")
-    compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
-    scalars = []
+    scalars: list[Scalars] = []
     with open(aside, "wb") as file:
-        with compressor.stream_writer(file, closefd=False) as stream:
-            for row, sample in enumerate(samples):
+        table = TableWriter(file, [*vectors])
+        for rows in _groups(samples):
+            records = []
+            for row in rows:
                 given = None if advantages is None else advantages[row]
-                record = _record(step, sample, given, version, policy_steps)
+                record = _record(step, samples[row], given, version, policy_steps)
                 if vectors:
                     record["vectors"] = {name: of[row] for name, of in vectors.items()}
-                scalars.append(scalars_of(record))
-                stream.write(_encoded(record))
+                records.append(record)
+            scalars += map(scalars_of, records)
+            table.write(records)
+        table.close()
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
@@ -71,27 +80,46 @@ def write_rollouts(
     return scalars
 
 
-def read_rollouts(path: Path | str) -> list[dict[str, Any]]:
+def _groups(samples: Sequence[Sample]) -> Iterator[range]:
+    """Yield the rows of each row group."""
+    first = tokens = 0
+    for row, sample in enumerate(samples):
+        tokens += len(sample.tokens)
+        if row > first and (row - first == MOST_ROWS or tokens > MOST_TOKENS):
+            yield range(first, row)
+            first = row
+            tokens = len(sample.tokens)
+    if first < len(samples):
+        yield range(first, len(samples))
+
+
+def read_rollouts(path: Path | str, *, arrays: bool = False) -> list[dict[str, Any]]:
     """Read the records of one step.
 
     `Sample.from_record(record)` gives the sample, `record["advantages"]` its advantages.
 
+    Args:
+        arrays: lists of numbers as numpy arrays, which is quicker (not of earlier versions' files).
+
     Raises:
         DataError: the file is missing, damaged or not a rollout file.
     """
+    path = Path(path)
+    if path.suffix == RECORDING:
+        return [record for _, record in read_table(path, arrays=arrays)]
     try:
         decompressor = zstandard.ZstdDecompressor().decompressobj()
-        content = decompressor.decompress(Path(path).read_bytes())
+        content = decompressor.decompress(path.read_bytes())
         if not decompressor.eof:
             raise ValueError("it ends in the middle")
         return [json.loads(line) for line in content.split(b"\n") if line]
     except (OSError, zstandard.ZstdError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not a readable rollout file: {error}") from error
+        raise DataError(f"{path}: not a readable recording: {error}") from error
 
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:
-    """Encode samples that no step was trained on yet, in the same format."""
-    lines = b"".join(_encoded(sample.to_record(arrays=True)) for sample in samples)
+    """Encode samples that no step was trained on yet, as JSON lines, for a checkpoint's state."""
+    lines = b"".join(to_json(_contiguous(one.to_record(arrays=True))) + b"\n" for one in samples)
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(lines)
 
 
@@ -102,6 +130,13 @@ def decode_samples(content: bytes) -> list[Sample]:
     except zstandard.ZstdError as error:
         raise ValueError(f"not encoded samples: {error}") from error
     return [Sample.from_record(json.loads(line)) for line in lines.split(b"\n") if line]
+
+
+def _contiguous(record: dict[str, Any]) -> dict[str, Any]:
+    # From arrays, float32 is written with its own shortest digits: a third of the size, and exact.
+    return record | {
+        name: np.ascontiguousarray(record[name]) for name in ARRAYS if record[name] is not None
+    }
 
 
 def _record(
@@ -122,18 +157,3 @@ def _record(
             )
         record["advantages"] = np.ascontiguousarray(advantages, dtype=np.float32)
     return record
-
-
-def _encoded(record: dict[str, Any]) -> bytes:
-    # From arrays, float32 is written with its own shortest digits: a third of the size, and exact.
-    record |= {
-        name: np.ascontiguousarray(record[name]) for name in ARRAYS if record[name] is not None
-    }
-    try:
-        return orjson.dumps(record, default=str, option=_OPTIONS)
-    except TypeError:  # orjson refuses integers beyond 64 bits, which a label may hold
-        return json.dumps(record, default=_jsonable).encode() + b"\n"
-
-
-def _jsonable(value: object) -> object:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

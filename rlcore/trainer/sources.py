@@ -132,7 +132,7 @@ class ReplaySource(SourceWithoutEngine):
         greedy_baseline: bool = False,
         recorded: Mapping[str, str] = NOTHING,
     ) -> None:
-        records = read_rollouts(path)
+        records = read_rollouts(path, arrays=True)
         if not records:
             raise DataError(f"training.replay: {path} holds no samples")
         try:

@@ -9,7 +9,7 @@ from typing import Any
 from rlcore.errors import DataError
 from rlcore.runs.sample_index import prompt_number
 from rlcore.view.comparison import side_by_side
-from rlcore.view.detail import excerpt_of, sample_page, texts_of
+from rlcore.view.detail import SEARCHED, excerpt_of, sample_page, texts_of
 from rlcore.view.evaluations import answers_of, sets_of
 from rlcore.view.parameters import Parameters
 from rlcore.view.query import DEEPEST, Filter, Found, Place, select
@@ -213,7 +213,7 @@ class Api:
         return {"rows": rows, "before": before, "missing": missing}
 
     def _hits(self, run: RunView, step: int, wanted: str, passing: Sequence[Filter]) -> list[Place]:
-        lines = enumerate(run.reader.all(run.recording(step)))
+        lines = enumerate(run.reader.all(run.recording(step), SEARCHED))
         hits = {row for row, record in lines if wanted in texts_of(record)}
         if not hits or not passing:
             return [Place(step, row) for row in sorted(hits)]

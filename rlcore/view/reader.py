@@ -1,4 +1,4 @@
-"""Reads recorded samples, and is the only place of this package that knows their file format."""
+"""Reads recorded samples, and is the only place of this package that knows their file formats."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import orjson
 import zstandard
 
 from rlcore.errors import DataError
+from rlcore.runs.directory import RECORDING
+from rlcore.runs.sample_table import read_table
 
 MOST_CACHED = 128 << 20  # bytes of decompressed steps that stay in memory
 LONGEST_LINE = 256 << 20  # bytes of one sample: a file of zeros must not fill the memory
@@ -22,7 +24,10 @@ _Key = tuple[str, int, int]  # path, time of change, size
 
 
 class RecordingReader:
-    """Reads steps from their files. The newest used stay in memory, up to `most_cached` bytes."""
+    """Reads steps from their files: tables, and the JSON lines of earlier versions.
+
+    The lines that were used last stay in memory, up to `most_cached` bytes.
+    """
 
     def __init__(self, most_cached: int = MOST_CACHED) -> None:
         self.most_cached = most_cached
@@ -36,6 +41,8 @@ class RecordingReader:
         Raises:
             DataError: the file is missing or damaged.
         """
+        if path.suffix == RECORDING:
+            return dict(read_table(path, rows=rows))
         wanted = set(rows)
         last = max(wanted, default=-1)
         found: dict[int, Record] = {}
@@ -46,12 +53,18 @@ class RecordingReader:
                 break
         return found
 
-    def all(self, path: Path) -> Iterator[Record]:
-        """Yield all samples of a recording. Raises DataError as `records` does."""
+    def all(self, path: Path, columns: Sequence[str] | None = None) -> Iterator[Record]:
+        """Yield all samples of a recording. Raises DataError as `records` does.
+
+        Args:
+            columns: what is needed of them; more may come. Default: everything.
+        """
+        if path.suffix == RECORDING:
+            return (record for _, record in read_table(path, columns=columns))
         return (parse(path, line) for line in self.lines(path))
 
     def lines(self, path: Path) -> Iterator[bytes]:
-        """Yield each sample as its JSON text."""
+        """Yield each sample as its JSON text, of a file of an earlier version."""
         key = _key_of(path)
         with self._lock:
             known = self._cached.get(key)

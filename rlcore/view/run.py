@@ -29,7 +29,7 @@ class LedgerReader(Protocol):
         """Return what happened to a draw, in order. Raises DataError as above."""
 
 
-_STEP = re.compile(r"step_(\d{1,12})\.jsonl\.zst")
+_STEP = re.compile(r"step_(\d{1,12})(?:\.parquet|\.jsonl\.zst)")
 
 
 class RunView:

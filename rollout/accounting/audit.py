@@ -228,7 +228,7 @@ def _compare_recordings(
             for step in missing
         ]
     for step in recorded:
-        records = read_rollouts(run.rollouts_path(step))
+        records = read_rollouts(run.rollouts_path(step), arrays=True)
         found.contradictions += check_recording(step, records, consumed.get(step, []))
         found.contradictions += lineage.check(step, records, history.bounds.get(step))
         found.contradictions += prompts.check(step, records)

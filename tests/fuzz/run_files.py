@@ -41,6 +41,7 @@ from rlcore.trainer.sources import ReplaySource
 from rollout.accounting.journal_reader import read_journal
 from rollout.accounting.ledger import Ledger
 from rollout.accounting.prompt_queue import LedgerJournal
+from tests.earlier_recordings import write_earlier
 from tests.fuzz.harness import ACCEPTED, Case, Target
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.oracle import check_sample, need
@@ -191,7 +192,10 @@ def write_files(folder: Path) -> dict[str, tuple[Path, Path, Read]]:
     metrics = MetricsFile(folder / "metrics.jsonl")
     for step in (1, 2, 3):
         metrics.append(step, {"loss/policy_avg": 0.5, "train/grad_norm": float("nan")})
-    write_rollouts(folder / "step_000001.jsonl.zst", 1, made_samples(), version=5)
+    table = folder / "step_000001.parquet"
+    write_rollouts(table, 1, made_samples(), version=5)
+    earlier = folder / "step_000001.jsonl.zst"
+    write_earlier(earlier, 1, made_samples())
     checkpoints = folder / "checkpoints"
     return {
         "manifest": (checkpoint / "manifest.json", checkpoints, read_checkpoints),
@@ -200,15 +204,16 @@ def write_files(folder: Path) -> dict[str, tuple[Path, Path, Read]]:
         "versions": (versions, versions, read_version_file),
         "ledger": (folder / "ledger.jsonl", folder / "ledger.jsonl", read_ledger),
         "metrics": (metrics.path, metrics.path, read_metric_file),
-        "replay": (
-            folder / "step_000001.jsonl.zst", folder / "step_000001.jsonl.zst", read_replay
-        ),
-    }  # fmt: skip
+        "replay": (table, table, read_replay),
+        "earlier replay": (earlier, earlier, read_replay),
+    }
 
 
 def broken_file(mutator: Mutator, name: str, content: bytes) -> bytes:
     """Return the content of a file with a value, a line or bytes of it changed."""
     if name == "replay":
+        return mutator.bytes(content)
+    if name == "earlier replay":
         lines = zstandard.ZstdDecompressor().decompress(content, max_output_size=1 << 24)
         if mutator.random.random() < 0.2:
             return mutator.bytes(content)

@@ -24,7 +24,7 @@ def samples_of(run: Run, step: int) -> list[Sample]:
 def read_samples(folder: Path, step: int) -> list[Sample]:
     return [
         Sample.from_record(record)
-        for record in read_rollouts(folder / "rollouts" / f"step_{step:06d}.jsonl.zst")
+        for record in read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")
     ]
 
 

@@ -25,7 +25,7 @@ def sample_staleness(folder: Path, step: int) -> list[list[int]]:
         version.version: version.step for version in read_versions(folder / "versions.jsonl")
     }
     found = []
-    for record in read_rollouts(folder / "rollouts" / f"step_{step:06d}.jsonl.zst"):
+    for record in read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet"):
         spans = Sample.from_record(record).versions
         assert [step_of[span.version] for span in spans] == record["policy_steps"]
         found.append([step - 1 - policy_step for policy_step in record["policy_steps"]])

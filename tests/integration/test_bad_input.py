@@ -221,8 +221,8 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
     "filter": (given("rollout.filters=[zero]"),
                ("rollout.filters", "'zero' is unknown", "zero_variance")),
     "replay": (
-        given("training.debug=train_only", "training.replay={wrong}/step.jsonl.zst"),
-        ("step.jsonl.zst", "No such file")),
+        given("training.debug=train_only", "training.replay={wrong}/step.parquet"),
+        ("step.parquet", "No such file")),
     # checkpoints
     "no such checkpoint": (
         given("policy.checkpoint={wrong}/nowhere"),

@@ -34,7 +34,7 @@ EOS = 1
 
 
 def records_of(run: Run | Ended, step: int) -> list[dict[str, Any]]:
-    return read_rollouts(run.folder / "rollouts" / f"step_{step:06d}.jsonl.zst")
+    return read_rollouts(run.folder / "rollouts" / f"step_{step:06d}.parquet")
 
 
 def samples_of(run: Run | Ended, step: int) -> list[Sample]:

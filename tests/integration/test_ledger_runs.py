@@ -216,7 +216,7 @@ def lie_about_versions(run: Path) -> None:
         (consume_twice, "is consumed by step 3, expected finished"),
         (forget_a_cut, "the journal has no cut of step 5, of which there is a checkpoint"),
         (forget_a_step, "the cut of step 4, while the last step that consumed draws is 3"),
-        (lose_a_recording, "step_000002.jsonl.zst is missing"),
+        (lose_a_recording, "step_000002.parquet is missing"),
         (train_twice, "step 4 was trained on draws"),
         (lie_about_versions, "step 2 has trained version 2, which is of step 0"),
     ],

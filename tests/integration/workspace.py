@@ -46,7 +46,7 @@ class Run:
         return self.folder / "checkpoints" / f"step_{step:06d}"
 
     def rollouts(self, step: int) -> Path:
-        return self.folder / "rollouts" / f"step_{step:06d}.jsonl.zst"
+        return self.folder / "rollouts" / f"step_{step:06d}.parquet"
 
     def lines(self, text: str) -> list[str]:
         """Return the lines of the terminal that hold `text`."""

@@ -141,7 +141,7 @@ def debugging(config: Config) -> Iterator[Problem]:
     training = config.training
     if training.debug == "train_only" and training.replay is None:
         message = (
-            "train_only trains on a saved step again: name its rollouts/step_*.jsonl.zst in"
+            "train_only trains on a saved step again: name its rollouts/step_*.parquet in"
             " training.replay"
         )
         yield Problem("training.debug", message)

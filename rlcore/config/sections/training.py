@@ -35,7 +35,7 @@ class TrainingConfig(Section):
     debug: Literal["rollout_only", "train_only"] | None = None
     """Generate and score alone, or train alone on a recorded step."""
     replay: str | None = None
-    """`train_only`: the rollouts/step_*.jsonl.zst file to train on again."""
+    """`train_only`: the rollouts/step_*.parquet file to train on again."""
     replay_from: str | None = None
     """`train_only`: training checkpoint to start from, optimizer state included."""
 

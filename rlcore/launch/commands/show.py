@@ -34,7 +34,8 @@ def show_samples(
     if step not in recorded:
         has = f"it has steps {min(recorded)} to {max(recorded)}" if recorded else "it has none"
         raise DataError(f"{path}: no samples of step {step} ({run.rollouts}); {has}")
-    samples = [Sample.from_record(record) for record in read_rollouts(run.rollouts_path(step))]
+    records = read_rollouts(run.rollouts_path(step), arrays=True)
+    samples = [Sample.from_record(record) for record in records]
     mean = sum(sample.reward for sample in samples) / max(len(samples), 1)
     yield f"step {step}: {len(samples)} samples, mean reward {mean:.3g}"
     for sample in _chosen(samples, count, order):

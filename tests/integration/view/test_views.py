@@ -30,7 +30,7 @@ def reader(
 
 def sample(run: Path, step: int, at: int = 0, **more: object) -> str:
     """The address of a sample of a step, by default the first."""
-    record = read_rollouts(run / "rollouts" / f"step_{step:06d}.jsonl.zst")[at]
+    record = read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet")[at]
     where = {"run": run.name, "step": step, "draw": record["draw"], "index": record["index"]}
     return f"sample?{urlencode({**where, **more})}"
 
@@ -105,7 +105,7 @@ def test_groups_without_variance_are_found(reader: Reader) -> None:
 
 
 def test_a_conversation_by_turns(reader: Reader, talks: Path) -> None:
-    records = read_rollouts(talks / "rollouts" / "step_000002.jsonl.zst")
+    records = read_rollouts(talks / "rollouts" / "step_000002.parquet")
     reader.open(sample(talks, 2, at=next(k for k, r in enumerate(records) if r["turns"] == 2)))
     roles = reader.page.locator(".turn .who b").all_inner_texts()
     assert roles == ["user", "assistant", "user", "assistant"]
@@ -124,7 +124,7 @@ def test_tokens_by_every_vector_that_was_trained(reader: Reader, single: Path) -
         *names
     }
     assert {"value", "return", "weight", "correction", "version", "staleness"} <= {*names}
-    record = read_rollouts(single / "rollouts" / "step_000002.jsonl.zst")[0]
+    record = read_rollouts(single / "rollouts" / "step_000002.parquet")[0]
     for name in names:
         reader.see("[aria-label='Colour by']").select_option(name)
         reader.see(f".tokens[data-vector='{name}']")
@@ -143,7 +143,7 @@ def test_tokens_by_every_vector_that_was_trained(reader: Reader, single: Path) -
 def test_a_group_side_by_side(reader: Reader, single: Path) -> None:
     reader.open(sample(single, 3, tab="group"))
     assert reader.page.locator(".group article").count() == 4
-    records = read_rollouts(single / "rollouts" / "step_000003.jsonl.zst")[:4]
+    records = read_rollouts(single / "rollouts" / "step_000003.parquet")[:4]
     answers = [[t for t, bit in zip(r["tokens"], r["loss_mask"]) if bit] for r in records]
     common = next((k for k, tokens in enumerate(zip(*answers)) if len({*tokens}) > 1), None)
     common = min(map(len, answers)) if common is None else common
@@ -154,7 +154,7 @@ def test_a_group_side_by_side(reader: Reader, single: Path) -> None:
 
 def test_the_same_prompt_over_the_steps_and_why(reader: Reader, single: Path) -> None:
     reader.open(sample(single, 2, tab="prompt"))
-    record = read_rollouts(single / "rollouts" / "step_000002.jsonl.zst")[0]
+    record = read_rollouts(single / "rollouts" / "step_000002.parquet")[0]
     assert f"4 samples of {record['prompt_id']}" in reader.text(".note")
     assert reader.page.locator("circle.point").count() == 4
     reader.open(sample(single, 2, tab="history"))
@@ -167,8 +167,8 @@ def test_the_same_prompt_over_the_steps_and_why(reader: Reader, single: Path) ->
 def test_evaluations_and_flips(reader: Reader, single: Path) -> None:
     reader.open("evaluations?run=single&step=4&before=0")
     assert reader.page.locator("[aria-label=Evaluations] tr[data-row]").count() == 3
-    now = read_rollouts(single / "evaluations" / "step_000004.jsonl.zst")
-    then = read_rollouts(single / "evaluations" / "step_000000.jsonl.zst")
+    now = read_rollouts(single / "evaluations" / "step_000004.parquet")
+    then = read_rollouts(single / "evaluations" / "step_000000.parquet")
     flips = sum((a["reward"] > 0.5) != (b["reward"] > 0.5) for a, b in zip(now, then))
     assert reader.page.locator("tr.better, tr.worse").count() == flips
     assert reader.page.locator("table.answers tr[data-row]").count() == 6
@@ -268,7 +268,7 @@ def test_a_run_that_goes_on_is_followed(single: Path, chromium: Any, tmp_path: P
         for row in rows[2:]:
             with open(growing / "metrics.jsonl", "a") as file:
                 file.write(row)
-        name = "step_000004.jsonl.zst"
+        name = "step_000004.parquet"
         (growing / "rollouts" / name).write_bytes((single / "rollouts" / name).read_bytes())
         reader.see("tr[data-row] >> nth=4")
         reader.see("td a[href*='steps=4']")  # indexed too

@@ -50,7 +50,7 @@ def test_a_token_must_be_in_its_set(make_sample: MakeSample) -> None:
 
 
 def test_a_record_brings_them_back(make_sample: MakeSample, tmp_path: Path) -> None:
-    path = tmp_path / "step.jsonl.zst"
+    path = tmp_path / "step.parquet"
     write_rollouts(path, 1, [make_sample(sampling_mask=sets_of([9, 3], [], [2])), make_sample(1)])
     first, second = (Sample.from_record(record) for record in read_rollouts(path))
     assert first.sampling_mask is not None
@@ -62,7 +62,7 @@ def test_a_record_brings_them_back(make_sample: MakeSample, tmp_path: Path) -> N
 def test_a_replay_has_them_where_they_are_configured_and_only_there(
     make_sample: MakeSample, tmp_path: Path
 ) -> None:
-    path = tmp_path / "step.jsonl.zst"
+    path = tmp_path / "step.parquet"
     write_rollouts(path, 1, [make_sample(sampling_mask=SamplingMasks.whole(3))])
     asked = {"sampling_mask": "policy.logprobs.keep_sets"}
     assert ReplaySource(path, vocab_size=1000, recorded=asked).samples[0].sampling_mask is not None
@@ -117,7 +117,7 @@ def experts(size: int, first: int) -> np.ndarray:
 
 
 def test_a_record_of_experts_comes_back(make_sample: MakeSample, tmp_path: Path) -> None:
-    path = tmp_path / "step.jsonl.zst"
+    path = tmp_path / "step.parquet"
     write_rollouts(path, 1, [make_sample(routed_experts=experts(4, -1)), make_sample(1)])
     first, second = (Sample.from_record(record) for record in read_rollouts(path))
     assert first.routed_experts is not None

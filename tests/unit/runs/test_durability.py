@@ -52,7 +52,7 @@ def test_a_version_that_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_sample: Callable[..., Sample]
 ) -> None:
-    disk = Disk(tmp_path / "step_000001.jsonl.zst", monkeypatch)
+    disk = Disk(tmp_path / "step_000001.parquet", monkeypatch)
     for reward in (0.0, 1.0):  # the second time over the first
         write_rollouts(disk.path, 1, [make_sample(reward=reward)])
         assert disk.is_whole()

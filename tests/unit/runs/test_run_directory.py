@@ -12,7 +12,9 @@ from rlcore.config.yaml_settings import render_config
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError, UserError
 from rlcore.runs.directory import HEADER, RunDirectory
+from rlcore.runs.recorder import RolloutRecorder
 from rlcore.runs.rollouts import read_rollouts, write_rollouts
+from tests.earlier_recordings import write_earlier
 
 MakeSample = Callable[..., Sample]
 
@@ -212,7 +214,7 @@ def test_rollouts_come_back_whole(tmp_path: Path, make_sample: MakeSample) -> No
     advantages = [np.array([0.5, 0.1, -2.0], dtype=np.float32), np.zeros(0, np.float32)]
     path = run.rollouts_path(3)
     write_rollouts(path, 3, samples, advantages)
-    assert path.name == "step_000003.jsonl.zst"
+    assert path.name == "step_000003.parquet"
     records = read_rollouts(path)
     assert [record["step"] for record in records] == [3, 3]
     np.testing.assert_array_equal(np.float32(records[0]["advantages"]), advantages[0])
@@ -243,20 +245,40 @@ def test_a_damaged_rollout_file_is_named(tmp_path: Path, make_sample: MakeSample
     path = RunDirectory.create(tmp_path, "a").rollouts_path(1)
     write_rollouts(path, 1, [make_sample(k) for k in range(9)])
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(DataError, match=r"step_000001\.jsonl\.zst: not a readable rollout file"):
+    with pytest.raises(DataError, match=r"step_000001\.parquet: not a readable recording"):
         read_rollouts(path)
+
+
+def test_recordings_of_earlier_versions_are_read_and_make_room(
+    tmp_path: Path, make_sample: MakeSample
+) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    for step in (1, 2, 3):
+        write_earlier(run.rollouts / f"step_{step:06d}.jsonl.zst", step, [make_sample(step)])
+    assert run.recorded_steps() == [1, 2, 3]
+    assert [read_rollouts(run.rollouts_path(step))[0]["draw"] for step in (1, 2, 3)] == [1, 2, 3]
+    run.rewind(2)
+    run.prune_rollouts(2, keep=1)
+    assert [path.name for path in run.rollouts.glob("step_*")] == ["step_000002.jsonl.zst"]
+    run.evaluations.mkdir()
+    write_earlier(run.evaluations / "step_000002.jsonl.zst", 2, [make_sample(7)])
+    recorder = RolloutRecorder(run, keep=None, collective_timeout_s=60)
+    recorder.record_evaluation(2, [make_sample(8)])
+    recorder.finish()
+    assert [path.name for path in run.evaluations.iterdir()] == ["step_000002.parquet"]
+    assert read_rollouts(run.evaluations_path(2))[0]["draw"] == 8
 
 
 def test_rewind_removes_what_later_steps_left(tmp_path: Path, make_sample: MakeSample) -> None:
     run = RunDirectory.create(tmp_path, "a")
     for step in (1, 2, 3):
         write_rollouts(run.rollouts_path(step), step, [make_sample()])
-    (run.rollouts / ".step_000004.jsonl.zst.tmp").write_bytes(b"half")
+    (run.rollouts / ".step_000004.parquet.tmp").write_bytes(b"half")
     run.write_result("interrupted", 3)
     run.rewind(2)
     assert sorted(path.name for path in run.rollouts.iterdir()) == [
-        "step_000001.jsonl.zst",
-        "step_000002.jsonl.zst",
+        "step_000001.parquet",
+        "step_000002.parquet",
     ]
     assert run.read_result() is None
 
@@ -281,4 +303,4 @@ def test_nothing_is_pruned_that_need_not_be(tmp_path: Path) -> None:
     run.prune_rollouts(1, keep=1)
     assert run.recorded_steps() == [1]
     assert run.pruned_through() == 0
-    assert [path.name for path in run.rollouts.iterdir()] == ["step_000001.jsonl.zst"]
+    assert [path.name for path in run.rollouts.iterdir()] == ["step_000001.parquet"]

@@ -52,7 +52,7 @@ def test_scalars_are_those_of_the_record(tmp_path: Path) -> None:
         "entropy": [np.array([1.0, 2.0], np.float32)],
         "weights": [np.array([0.5, 0.0], np.float32)],
     }
-    path = tmp_path / "step_000005.jsonl.zst"
+    path = tmp_path / "step_000005.parquet"
     found = write_rollouts(
         path, 5, [given], [np.array([2.0, 4.0], np.float32)], version=4,
         policy_steps={3: 2}, vectors=vectors,

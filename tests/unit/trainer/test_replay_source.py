@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -13,6 +15,7 @@ from rlcore.data.sample import Sample
 from rlcore.errors import DataError
 from rlcore.runs.rollouts import write_rollouts
 from rlcore.trainer.sources import ReplaySource
+from tests.earlier_recordings import write_earlier
 
 
 @pytest.mark.parametrize(("version", "expected"), [(9, 9), (None, None)])
@@ -20,7 +23,7 @@ def test_a_step_is_recorded_with_the_policy_that_was_trained(
     tmp_path: Path, make_sample: Callable[..., Sample], version: int | None, expected: int | None
 ) -> None:
     """Its tokens may all be older than that: their age must be the same in a replay."""
-    path = tmp_path / "step_000003.jsonl.zst"
+    path = tmp_path / "step_000003.parquet"
     write_rollouts(path, 3, [make_sample(0), make_sample(1)], version=version)
     rollouts = ReplaySource(path, vocab_size=64).next_step(1)
     assert rollouts.recorded_step == 3
@@ -32,7 +35,7 @@ def test_the_policy_steps_of_a_recording_are_those_of_its_versions(
     tmp_path: Path, make_sample: Callable[..., Sample]
 ) -> None:
     """The age of a token follows from them, and with it what is corrected and dropped."""
-    path = tmp_path / "step_000003.jsonl.zst"
+    path = tmp_path / "step_000003.parquet"
     write_rollouts(path, 3, [make_sample(0)], version=9, policy_steps={4: 1, 5: 2, 9: 3})
     assert ReplaySource(path, vocab_size=64).next_step(1).policy_steps == {4: 1, 5: 2}
 
@@ -43,6 +46,19 @@ def test_a_recording_that_does_not_say_counts_from_its_newest_token(
     path = tmp_path / "old.jsonl.zst"
     path.write_bytes(zstandard.compress(json.dumps(make_sample().to_record()).encode() + b"\n"))
     assert ReplaySource(path, vocab_size=64).next_step(1).recorded_version == 5
+
+
+def test_a_recording_of_an_earlier_version_is_trained_on_again(
+    tmp_path: Path, make_sample: Callable[..., Sample]
+) -> None:
+    samples = [make_sample(0), make_sample(1, reward=0.25)]
+    path = tmp_path / "step_000003.jsonl.zst"
+    write_earlier(path, 3, samples, {"policy_version": 9, "policy_steps": [1, 2]})
+    rollouts = ReplaySource(path, vocab_size=64).next_step(1)
+    assert (rollouts.recorded_step, rollouts.recorded_version) == (3, 9)
+    assert [sample.to_record() for sample in rollouts.samples] == [
+        sample.to_record() for sample in samples
+    ]
 
 
 @pytest.mark.parametrize(
@@ -58,8 +74,17 @@ def test_a_recording_that_does_not_say_counts_from_its_newest_token(
 def test_what_no_policy_can_have_made_is_not_trained_on_again(
     tmp_path: Path, make_sample: Callable[..., Sample], change: dict[str, object], said: str
 ) -> None:
-    path = tmp_path / "step_000003.jsonl.zst"
-    record = make_sample().to_record() | change
-    path.write_bytes(zstandard.compress(json.dumps(record).encode() + b"\n"))
+    earlier = tmp_path / "step_000003.jsonl.zst"
+    write_earlier(earlier, 3, [make_sample()], change)
+    table = tmp_path / "step_000003.parquet"
+    write_rollouts(table, 3, [make_sample()])
+    columns = pq.read_table(table)
+    for name, value in change.items():
+        at = columns.column_names.index(name)
+        columns = columns.set_column(at, name, pa.array([value]))  # in whatever type it needs
+    pq.write_table(columns, table)
     with pytest.raises(DataError, match=rf"training\.replay: .*{said}"):
-        ReplaySource(path, vocab_size=64)
+        ReplaySource(earlier, vocab_size=64)
+    in_table = said if said.startswith(("token", "loss_mask")) else "not a readable recording"
+    with pytest.raises(DataError, match=in_table):
+        ReplaySource(table, vocab_size=64)

@@ -22,6 +22,7 @@ from rlcore.view.metrics import ROWS_AT_ONCE, MetricsTable
 from rlcore.view.reader import RecordingReader
 from rlcore.view.run import RunView
 from rlcore.view.server import ViewServer
+from tests.earlier_recordings import write_earlier
 
 Answer = tuple[int, http.client.HTTPMessage, bytes]
 
@@ -229,14 +230,30 @@ def test_links_out_of_the_run_are_not_followed(
 
 
 def test_no_more_than_so_much_stays_in_memory(run: RunDirectory) -> None:
+    run.rollouts_path(1).unlink()
+    for step in (1, 2):
+        earlier = run.rollouts / f"step_{step:06d}.jsonl.zst"
+        write_earlier(earlier, step, [sample(k) for k in range(6)])
     lines = [*RecordingReader().lines(run.rollouts_path(1))]
     size = sum(map(len, lines))
-    write_rollouts(run.rollouts_path(2), 2, [sample(k) for k in range(6)])
     reader = RecordingReader(size + size // 2)
     for step in (1, 2, 1):
         assert len([*reader.lines(run.rollouts_path(step))]) == 6
     assert sum(reader._sizes.values()) <= reader.most_cached
     assert reader.records(run.rollouts_path(1), [5, 77])[5]["reward"] == 5.0
+
+
+def test_a_run_of_an_earlier_version_is_shown(
+    server: ViewServer, view: RunView, run: RunDirectory
+) -> None:
+    run.rollouts_path(1).unlink()
+    write_earlier(run.rollouts / "step_000001.jsonl.zst", 1, [sample(k) for k in range(6)])
+    view.indexer.index_now(1)
+    found = get(server, "search?run=run&text=ANSWER+3")
+    assert found["rows"][0]["reward"] == 3.0  # type: ignore[index]
+    assert get(server, "sample?run=run&step=1&draw=1&index=1")["group"] == [0, 1]  # type: ignore[index]
+    told = get(server, "texts?run=run&at=1:4")
+    assert told["1:4"]["response"] == "answer 4"  # type: ignore[index]
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:

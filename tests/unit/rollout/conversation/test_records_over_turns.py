@@ -143,7 +143,7 @@ def test_a_shared_turn_keeps_the_experts_that_it_was_made_with() -> None:
 
 def test_a_recorded_conversation_is_replayed_as_it_was(tmp_path: Path) -> None:
     sample, _ = talk()
-    path = tmp_path / "step_000001.jsonl.zst"
+    path = tmp_path / "step_000001.parquet"
     write_rollouts(path, 1, [sample], version=4)
     recorded = {"sampling_mask": "policy.logprobs.keep_sets"}
     (again,) = ReplaySource(path, vocab_size=1000, recorded=recorded).next_step(1).samples
