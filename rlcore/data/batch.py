@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlcore.algorithms import Moments
 from rlcore.algorithms.types import PER_PART, PER_SEQUENCE, has_shape
-from rlcore.data.sample import Sample, SamplingMasks, pad_experts
+from rlcore.data.sample import Sample, SamplingMasks
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,7 @@ class RolloutBatch:
     routed_experts: Tensor | None = None
 
     def __post_init__(self) -> None:
-        counts = torch.zeros(len(self.loss_mask) + 1, dtype=torch.int64)
-        torch.cumsum(self.loss_mask, 0, out=counts[1:])
-        self.cu_seqlens = counts[self.cu_tokens]  # int64 [B+1], over trainable tokens
+        self.cu_seqlens = self._count_trainable()  # int64 [B+1], over trainable tokens
         for name, value in self.vectors.items():
             self._check(name, value)
         if (
@@ -110,6 +108,15 @@ class RolloutBatch:
                 f"batch.sampling_mask holds {sets} sets, expected one for each of"
                 f" {self.num_trainable} tokens"
             )
+
+    def _count_trainable(self) -> Tensor:
+        counts = np.zeros(len(self.cu_tokens), dtype=np.int64)
+        filled = (self.lengths > 0).numpy()  # `reduceat` gives an empty part the next one's start
+        if filled.any():
+            starts = self.cu_tokens[:-1].numpy()[filled]
+            mask = self.loss_mask.numpy().view(np.uint8)
+            counts[1:][filled] = np.add.reduceat(mask, starts, dtype=np.int64)
+        return torch.from_numpy(counts.cumsum())
 
     def _check(self, name: str, value: Tensor) -> None:
         expected = self.num_sequences if name in PER_SEQUENCE else self.num_trainable
@@ -198,7 +205,7 @@ class RolloutBatch:
                 "rollout_ids": torch.tensor([s.rollout_id for s in samples], dtype=torch.int64),
                 "sequence_ids": torch.tensor([s.sequence_id for s in samples], dtype=torch.int64),
                 "rollout_logprobs": flat([s.rollout_logprobs for s in samples], np.float32),
-                "versions": flat([s.token_versions() for s in samples], np.int64),
+                "versions": _versions(samples),
                 **optional,
             },
         )
@@ -206,21 +213,26 @@ class RolloutBatch:
     def select(self, sequences: Tensor | Sequence[int]) -> RolloutBatch:
         """Return the batch of the chosen sequences (int64 [b]), in the order given."""
         rows = torch.as_tensor(sequences, dtype=torch.int64)
-        model = ragged_index(self.cu_tokens, rows)
-        trainable = ragged_index(self.cu_seqlens, rows)
+        model = self.lengths.tolist()
+        trainable = self.num_trainable_each
         cu = torch.zeros(len(rows) + 1, dtype=torch.int64)
         torch.cumsum(self.lengths[rows], 0, out=cu[1:])
-        picked = {k: v[rows if k in PER_SEQUENCE else trainable] for k, v in self.vectors.items()}
-        sampling_mask = None if self.sampling_mask is None else self.sampling_mask.select(trainable)
-        routed = None if self.routed_experts is None else self.routed_experts[model]
+        picked = {
+            name: value[rows] if name in PER_SEQUENCE else _picked(value, trainable, rows)
+            for name, value in self.vectors.items()
+        }
+        masks = self.sampling_mask
+        if masks is not None:
+            masks = masks.select(ragged_index(self.cu_seqlens, rows))
+        routed = self.routed_experts
         return RolloutBatch(
-            self.tokens[model],
+            _picked(self.tokens, model, rows),
             cu,
-            self.loss_mask[model],
+            _picked(self.loss_mask, model, rows),
             picked,
             self.version,
-            sampling_mask,
-            routed,
+            masks,
+            None if routed is None else _picked(routed, model, rows),
         )
 
 
@@ -234,11 +246,25 @@ class UpdateResult:
     skipped: bool = False  # whether no step was taken (non-finite gradients)
 
 
+def _picked(values: Tensor, lengths: list[int], rows: Tensor) -> Tensor:
+    """Return the parts of chosen sequences of a ragged vector, one behind the other."""
+    parts = values.split(lengths)
+    return torch.cat([parts[i] for i in rows.tolist()]) if len(rows) else values[:0]
+
+
 def flat(arrays: list[Any], dtype: Any) -> Tensor:
-    """Concatenate arrays to one tensor of type `dtype`."""
+    """Concatenate arrays to one tensor of type `dtype`, without a second copy."""
     if not arrays:
         return torch.zeros(0)
-    return torch.from_numpy(np.concatenate(arrays).astype(dtype))
+    return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))
+
+
+def _versions(samples: Sequence[Sample]) -> Tensor:
+    """Return the policy version that made each trainable token, int64 [M]."""
+    spans = [span for sample in samples for span in sample.versions]
+    lengths = np.array([span.end - span.start for span in spans], dtype=np.int64)
+    versions = np.array([span.version for span in spans], dtype=np.int64)
+    return torch.from_numpy(np.repeat(versions, lengths))
 
 
 def _sampling_mask(samples: Sequence[Sample]) -> BatchSamplingMasks | None:
@@ -256,4 +282,11 @@ def _routed_experts(samples: Sequence[Sample]) -> Tensor | None:
     if not records:
         return None
     shape = records[0].shape[1:]
-    return flat([pad_experts(s.routed_experts, len(s.tokens), shape) for s in samples], np.int16)
+    whole = np.full((sum(len(s.tokens) for s in samples), *shape), -1, dtype=np.int16)
+    start = 0
+    for sample in samples:
+        record = sample.routed_experts
+        if record is not None and len(record):
+            whole[start : start + len(record)] = record
+        start += len(sample.tokens)
+    return torch.from_numpy(whole)

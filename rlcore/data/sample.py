@@ -317,14 +317,6 @@ def join_experts(records: Sequence[Experts]) -> Experts:
     return joined
 
 
-def pad_experts(record: Experts | None, num_tokens: int, shape: tuple[int, ...]) -> Experts:
-    """Pad a record to [num_tokens, *shape], with -1 behind its end."""
-    padded = np.full((num_tokens, *shape), -1, dtype=np.int16)
-    if record is not None and len(record):
-        padded[: len(record)] = record
-    return padded
-
-
 def encode_experts(record: Experts) -> dict[str, Any]:
     """Encode a record as JSON-able values: base64 of little-endian bytes."""
     return {

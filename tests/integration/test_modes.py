@@ -212,14 +212,14 @@ def test_a_replay_that_cannot_be_says_so(
     workspace: Workspace, trained: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "damaged.parquet").write_bytes(trained.rollouts(1).read_bytes()[:100])
-    other = tmp_path / "other.parquet"
+    other = tmp_path / "other.jsonl.zst"
     other.write_bytes(zstandard.compress(b'{"prompt": "12+34="}\n'))
     given = f"training.replay={trained.rollouts(1)}"
     for overrides, text in (
         ([f"training.replay={tmp_path / 'none.zst'}", "training.debug=train_only"], "none.zst"),
         (
             [f"training.replay={tmp_path / 'damaged.parquet'}", "training.debug=train_only"],
-            "not a readable rollout file",
+            "not a readable recording",
         ),
         (
             [given, "training.debug=train_only", f"training.replay_from={tmp_path / 'none'}"],

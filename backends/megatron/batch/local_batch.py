@@ -7,9 +7,9 @@ stage sends its results to rank 0. With one process nothing is copied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from backends.megatron.parallel.agreement import broadcast_json
 from backends.megatron.parallel.state import ParallelState
 from rlcore.config import Config
 from rlcore.config.derived import micro_batch_tokens
-from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch, ragged_index
+from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch
 from rlcore.data.packing.plan import MinibatchPlan, PlanRules
 from rlcore.data.packing.sharing import Sharing, share_nothing, share_prefixes
 from rlcore.planning.shape import CostModel
@@ -30,6 +30,7 @@ from rlcore.planning.shape import CostModel
 ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}  # vectors that estimators read and losses do not
 # a vector whose name begins so belongs to no token: all of it goes to every rank
 BATCH_STATS = "batch_stats/"
+Share = dict[str, list[Tensor]]  # tensors by name, each in parts that follow one another
 
 
 def plan_rules(
@@ -51,30 +52,46 @@ def plan_rules(
 class ShardMap:
     """The sequences that each data-parallel rank holds, in its order; known to rank 0."""
 
-    num_trainable: int
-    orders: tuple[Tensor, ...]  # [dp_size] int64: sequences
-    # [dp_size] int64: indices of their tokens in a compact vector of the whole batch
-    rows: tuple[Tensor, ...]
+    lengths: tuple[int, ...]  # trainable tokens of each sequence
+    orders: tuple[tuple[int, ...], ...]  # [dp_size]: sequences
 
     @classmethod
     def of(cls, batch: RolloutBatch, plans: Sequence[MinibatchPlan], dp_size: int) -> ShardMap:
         """Read the map from the plans; ValueError unless they place every sequence once."""
         orders = tuple(
-            torch.tensor([i for plan in plans for i in plan.sequences(d)], dtype=torch.int64)
-            for d in range(dp_size)
+            tuple(i for plan in plans for i in plan.sequences(d)) for d in range(dp_size)
         )
-        placed = torch.bincount(torch.cat(orders), minlength=batch.num_sequences)
+        everything = torch.tensor([*chain(*orders)], dtype=torch.int64)
+        placed = torch.bincount(everything, minlength=batch.num_sequences)
         if placed.numel() != batch.num_sequences or bool((placed != 1).any()):
             wrong = int((placed != 1).nonzero()[0])
             raise ValueError(
                 f"the plans place sequence {wrong} of {batch.num_sequences} {int(placed[wrong])}"
                 " times, expected once"
             )
-        return cls(
-            batch.num_trainable,
-            orders,
-            tuple(ragged_index(batch.cu_seqlens, order) for order in orders),
-        )
+        return cls(tuple(batch.num_trainable_each), orders)
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of trainable tokens of each rank."""
+        return [sum(self.lengths[i] for i in order) for order in self.orders]
+
+    def deal(self, vector: Tensor, lengths: Sequence[int] | None = None) -> list[list[Tensor]]:
+        """Return each rank's parts of a vector over the sequences' tokens, as views.
+
+        Args:
+            lengths: of each sequence in the vector; default: its trainable tokens.
+        """
+        parts = vector.split([*(self.lengths if lengths is None else lengths)])
+        return [[parts[i] for i in order] or [vector[:0]] for order in self.orders]
+
+    def join(self, dealt: Sequence[Tensor]) -> Tensor:
+        """Return the vector over all trainable tokens of which each rank has a part."""
+        parts: list[Tensor] = [torch.empty(0)] * len(self.lengths)
+        for order, own in zip(self.orders, dealt):
+            for i, part in zip(order, own.split([self.lengths[i] for i in order])):
+                parts[i] = part
+        return torch.cat(parts) if parts else torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -112,12 +129,12 @@ class LocalBatch:
         self._packs: dict[int, list[MicroBatch]] = {}
         self.updates = UpdateRecord()
         steps = None
-        shares = None
+        shares: list[Share] | None = None
         if batch is not None:
             assert plans is not None
             self._shard_map = ShardMap.of(batch, plans, parallel.dp_size)
             steps = [_steps(batch, plans, d) for d in range(parallel.dp_size)]
-            shares = [_share(batch, order) for order in self._shard_map.orders]
+            shares = _shares(batch, self._shard_map)
         steps = broadcast_json(steps, 0, parallel.control_group)
         self.minibatches = [LocalMinibatch(*step) for step in steps[parallel.dp_rank]]
         share = _scatter(shares, parallel)
@@ -139,21 +156,24 @@ class LocalBatch:
 
         Raises ValueError on rank 0 for a vector of another length.
         """
-        shares = None
+        shares: list[Share] | None = None
         if vectors is not None:
             if self._shard_map is None:
                 raise ValueError("only rank 0 hands vectors over; the other ranks pass None")
-            num_trainable = self._shard_map.num_trainable
+            num_trainable = sum(self._shard_map.lengths)
+            shares = [{} for _ in self._shard_map.orders]
             for name, value in vectors.items():
-                if not name.startswith(BATCH_STATS) and value.shape != (num_trainable,):
+                if name.startswith(BATCH_STATS):
+                    dealt = [[value]] * len(shares)
+                elif value.shape != (num_trainable,):
                     raise ValueError(
                         f"{name}: shape {tuple(value.shape)}, expected one value for each of the "
                         f"{num_trainable} trainable tokens"
                     )
-            shares = [
-                {k: v if k.startswith(BATCH_STATS) else _plain(v)[rows] for k, v in vectors.items()}
-                for rows in self._shard_map.rows
-            ]
+                else:
+                    dealt = self._shard_map.deal(_plain(value))
+                for share, parts in zip(shares, dealt):
+                    share[name] = parts
         for name, value in _scatter(shares, self._parallel).items():
             where = self.stats if name.startswith(BATCH_STATS) else self.vectors
             where[name] = value.to(self._device)
@@ -164,14 +184,11 @@ class LocalBatch:
         Collective. Ranks outside the last pipeline stage pass None; ranks but 0 get None.
         """
         stacked = None if own is None else torch.stack([x.detach().float().cpu() for x in own])
-        all_rows = () if self._shard_map is None else self._shard_map.rows
-        parts = _gather(stacked, [(count, len(rows)) for rows in all_rows], self._parallel)
+        counts = [] if self._shard_map is None else self._shard_map.counts
+        parts = _gather(stacked, [(count, m) for m in counts], self._parallel)
         if self._shard_map is None or parts is None:
             return None
-        whole = torch.empty(count, self._shard_map.num_trainable)
-        for rows, part in zip(all_rows, parts):
-            whole[:, rows] = part
-        return list(whole)
+        return [self._shard_map.join([part[k] for part in parts]) for k in range(count)]
 
     def collect_updates(self) -> dict[str, Tensor] | None:
         """Gather what the updates did to each token to rank 0, by name. Collective."""
@@ -239,20 +256,38 @@ def _plain(vector: Tensor) -> Tensor:
     return vector.detach().to("cpu", torch.float32 if vector.is_floating_point() else vector.dtype)
 
 
-def _share(batch: RolloutBatch, order: Tensor) -> dict[str, Tensor]:
-    """The tensors that are sent to the data-parallel rank that holds the sequences `order`."""
-    part = batch.select(order)
-    vectors = {name: _plain(value) for name, value in part.vectors.items() if name not in ON_RANK_0}
-    mask = part.sampling_mask
-    masks = {} if mask is None else {"mask_tokens": mask.tokens, "mask_offsets": mask.offsets}
-    routed = {} if part.routed_experts is None else {"routed_experts": part.routed_experts}
+def _shares(batch: RolloutBatch, shards: ShardMap) -> list[Share]:
+    """What is sent to each data-parallel rank: views, so that the batch is not there twice."""
+    lengths = batch.lengths.tolist()
+    dealt = {
+        "tokens": shards.deal(batch.tokens, lengths),
+        "loss_mask": shards.deal(batch.loss_mask, lengths),
+    }
+    if batch.routed_experts is not None:
+        dealt["routed_experts"] = shards.deal(batch.routed_experts, lengths)
+    if batch.sampling_mask is not None:
+        dealt |= _dealt_masks(batch.sampling_mask, batch.cu_seqlens, shards)
+    for name, value in batch.vectors.items():
+        if name in PER_SEQUENCE and name not in ON_RANK_0:
+            dealt[name] = [[_plain(value)[list(order)]] for order in shards.orders]
+        elif name not in ON_RANK_0:
+            dealt[name] = shards.deal(_plain(value))
+    shares = [{name: parts[d] for name, parts in dealt.items()} for d in range(len(shards.orders))]
+    for share, order in zip(shares, shards.orders):
+        ends = accumulate((lengths[i] for i in order), initial=0)
+        share["cu_tokens"] = [torch.tensor([*ends], dtype=torch.int64)]
+    return shares
+
+
+def _dealt_masks(
+    masks: BatchSamplingMasks, cu_seqlens: Tensor, shards: ShardMap
+) -> dict[str, list[list[Tensor]]]:
+    sizes = masks.offsets[cu_seqlens].diff().tolist()
+    counts = [torch.cat(parts) for parts in shards.deal(masks.offsets.diff())]
+    zero = torch.zeros(1, dtype=torch.int64)
     return {
-        "tokens": part.tokens,
-        "cu_tokens": part.cu_tokens,
-        "loss_mask": part.loss_mask,
-        **masks,
-        **routed,
-        **vectors,
+        "mask_tokens": shards.deal(masks.tokens, sizes),
+        "mask_offsets": [[zero, own.cumsum(0)] for own in counts],
     }
 
 
@@ -271,43 +306,49 @@ def _steps(
     return steps
 
 
-def _scatter(
-    shares: Sequence[Mapping[str, Tensor]] | None, parallel: ParallelState
-) -> dict[str, Tensor]:
-    """Send the CPU tensors `shares[d]` of rank 0 to every rank of replica d. Collective."""
+def _scatter(shares: Sequence[Share] | None, parallel: ParallelState) -> dict[str, Tensor]:
+    """Send `shares[d]` of rank 0 to every rank of replica d. Collective.
+
+    A tensor is joined from its parts when it is sent.
+    """
     if parallel.world_size == 1:
         assert shares is not None
-        return dict(shares[0])
+        return {name: torch.cat(parts) for name, parts in shares[0].items()}
     layouts = None
     if shares is not None:
-        layouts = [
-            [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in s.items()]
-            for s in shares
-        ]
+        layouts = [{name: _layout(parts) for name, parts in share.items()} for share in shares]
     layouts = broadcast_json(layouts, 0, parallel.control_group)
     leader = parallel.replica_leaders[parallel.dp_rank]
     if shares is not None:
-        own = {name: tensor.contiguous() for name, tensor in shares[0].items()}
+        own = {name: torch.cat(parts) for name, parts in shares[0].items()}
         for share, other in list(zip(shares, parallel.replica_leaders))[1:]:
-            for data in _raw(share):
-                dist.send(data, other, group=parallel.control_group)
+            for parts in share.values():
+                for data in _raw([torch.cat(parts)]):
+                    dist.send(data, other, group=parallel.control_group)
     else:
         own = {
             name: torch.empty(shape, dtype=getattr(torch, dtype))
-            for name, dtype, shape in layouts[parallel.dp_rank]
+            for name, (dtype, shape) in layouts[parallel.dp_rank].items()
         }
         if parallel.rank == leader:
-            for data in _raw(own):
+            for data in _raw(own.values()):
                 dist.recv(data, 0, group=parallel.control_group)
     if parallel.replica_group.size() > 1:
-        for data in _raw(own):
+        for data in _raw(own.values()):
             dist.broadcast(data, leader, group=parallel.replica_group)
     return own
 
 
-def _raw(share: Mapping[str, Tensor]) -> list[Tensor]:
+def _layout(parts: Sequence[Tensor]) -> tuple[str, list[int]]:
+    """The type and shape of the tensor that is joined from parts."""
+    first = parts[0]
+    shape = [sum(map(len, parts)), *first.shape[1:]]
+    return str(first.dtype).removeprefix("torch."), shape
+
+
+def _raw(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The bytes of each tensor that is not empty: uint8, a view where the tensor is contiguous."""
-    return [t.contiguous().view(-1).view(torch.uint8) for t in share.values() if t.numel()]
+    return [t.contiguous().view(-1).view(torch.uint8) for t in tensors if t.numel()]
 
 
 def _gather(

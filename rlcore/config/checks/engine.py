@@ -259,6 +259,9 @@ def engine_transport(config: Config) -> Iterator[Problem]:
             f"only transports disk and delta write there: set {ENGINE}.transport to one of these"
         )
         yield Problem(f"{ENGINE}.weights_dir", f"{message}, got {engine.transport!r}")
+    if engine.senders is not None and engine.transport not in ("auto", "distributed"):
+        message = f"only transport distributed has senders: leave it out, or {ENGINE}.transport"
+        yield Problem(f"{ENGINE}.senders", f"{message}, got {engine.transport!r}")
     if engine.quantization is not None and engine.transport in ("disk", "delta"):
         message = (
             f"got {engine.transport!r}, but a folder of weights is not quantised: leave it out, or"

@@ -192,6 +192,10 @@ def paths(lines: list[str]) -> list[str]:
         ),
         ([SGLANG, "rollout.engine.weights_dir=/x"], ["rollout.engine.weights_dir"]),
         ([*BY_URL, "rollout.engine.transport=delta"], ["rollout.engine.weights_dir"]),
+        (
+            [SGLANG, "rollout.engine.transport=disk", "rollout.engine.senders=2"],
+            ["rollout.engine.senders"],
+        ),
         (["rollout.engine.max_logprob_diff=0"], ["rollout.engine.max_logprob_diff"]),
         # optimizers
         (["policy.optimizer.min_lr=1"], ["policy.optimizer.min_lr"]),
