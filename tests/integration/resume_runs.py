@@ -302,7 +302,7 @@ def _samples(run: Path) -> dict[str, list[dict[str, Any]]]:
     """
     return {
         path.name: [_unchanging(record) for record in read_rollouts(path)]
-        for path in sorted((run / "rollouts").glob("*.zst"))
+        for path in sorted((run / "rollouts").glob("*.parquet"))
     }
 
 

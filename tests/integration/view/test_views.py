@@ -86,7 +86,7 @@ def reader_run(reader: Reader, name: str) -> Path:
     """The newest recording of a run."""
     answer = reader.page.request.get(f"{reader.url}api/runs").json()
     path = next(Path(run["path"]) for run in answer["runs"] if run["name"] == name)
-    return max((path / "rollouts").glob("*.zst"))
+    return max((path / "rollouts").glob("*.parquet"))
 
 
 def cells(reader: Reader, title: str) -> list[float]:
