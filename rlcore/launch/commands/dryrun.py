@@ -74,6 +74,9 @@ def dry_run(
                 origins=holders,
             )
         planned = stage_needs(layout, in_flight, job.trained, job.frozen, stage)
+        kept = 0 if job.publication is None else job.publication.buffers(layout, stage)
+        after = {"publication": kept, "checkpoint": planned.phases["checkpoint"] + kept}
+        planned = replace(planned, phases=planned.phases | after)
         yield ""
         yield from _rank_lines(report, planned, layout, in_flight, job)
     yield ""
