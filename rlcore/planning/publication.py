@@ -144,18 +144,18 @@ class Publication:
         These are two buckets, parts that are received, and two buckets' parts that are sent; parts
         of less than 1 MB are not counted.
         """
+        received = self._received(layout)
+        copied = self._copied(layout)
         if self.is_everywhere(layout):
-            return self.two_buckets + self._received(layout) + self._copied(layout)
-        if stage == 0:
-            return self.two_buckets + max(self._received(layout), self._copied(layout))
-        return self._copied(layout)
+            # Of ranks with like parts the first assembles; with experts that is not always the same
+            aside = received + copied if layout.expert > 1 else max(received, copied)
+            return self.two_buckets + aside
+        return self.two_buckets + received if stage == 0 else copied
 
     @property
     def two_buckets(self) -> int:
         """Bytes of the two buckets that are alive at once, at most."""
-        return sum(
-            max((bucket.size for bucket in self.buckets[parity::2]), default=0) for parity in (0, 1)
-        )
+        return _of_two([bucket.size for bucket in self.buckets])
 
     def _received(self, layout: Layout) -> int:
         """Return the bytes of other ranks' parts that do not come into their bucket at once."""
@@ -167,13 +167,15 @@ class Publication:
     def _copied(self, layout: Layout) -> int:
         """Return the bytes of two buckets' parts that a rank arranges before it sends them."""
         tp = layout.tensor
-        alone = tp == 1 and layout.expert == 1  # a stage is one rank's
-        if alone and (layout.pipeline == 1 or self.is_everywhere(layout)):
-            return 0  # ... which assembles its buckets itself
-        if self.converted:
-            return self.two_buckets // tp
-        apart = max(bucket.groups for bucket in self.buckets) // tp
-        return 2 * apart if self.kv_groups > tp else 0
+        parts = [bucket.size if self.converted else bucket.groups for bucket in self.buckets]
+        if not self.converted and self.kv_groups <= tp:
+            return 0
+        if tp == 1 and layout.expert == 1 and self.is_everywhere(layout):
+            # A stage is one rank's, which assembles its buckets itself, but for one with two stages
+            return max(parts) if layout.pipeline > 1 else 0
+        if tp * layout.pipeline * layout.expert == 1:
+            return 0
+        return _of_two(parts) // tp
 
     def seconds(self, layout: Layout, costs: Costs) -> float | None:
         """Return the calculated seconds; None for a transport that has no formula."""
@@ -184,3 +186,8 @@ class Publication:
         if ranks == 1:
             return one_sender(sizes, self.engines, costs)
         return sender_each(sizes, self.engines, ranks, costs)
+
+
+def _of_two(sizes: Sequence[int]) -> int:
+    """Return the bytes of two buffers that serve every other bucket each."""
+    return sum(max(sizes[parity::2], default=0) for parity in (0, 1))

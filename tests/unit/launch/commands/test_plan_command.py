@@ -187,7 +187,7 @@ def test_a_critic_of_another_shape_is_laid_out_as_the_policy_is(
 
 
 def test_more_memory_and_other_gpus_change_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "fits, 40" in plan(capsys, "--gpus", "8", "--gpu-memory", "48G")[1]
+    assert "fits, 43" in plan(capsys, "--gpus", "8", "--gpu-memory", "48G")[1]
     assert "does NOT fit" in plan(capsys, "--gpus", "8", "--gpu-memory", "24G")[1]
     said = (plan(capsys, "--gpus", "8", "--gpu", gpu)[1] for gpu in ("A100", "B200"))
     slow, fast = (float(out.split("about ")[1].split(" s")[0]) for out in said)
