@@ -105,4 +105,8 @@ def test_buffers_of_a_publication(
             # norms, which are less than 1 MB, are not counted
             assert found == pytest.approx(planned, rel=0.01)
         else:  # which of the buckets of q, k, v are a stage's is not asked
-            assert found <= planned <= found + max(bucket.groups for bucket in published.buckets)
+            assert (
+                0.999 * found
+                <= planned
+                <= found + max(bucket.groups for bucket in published.buckets)
+            )

@@ -184,12 +184,13 @@ def _publish(backend: MegatronBackend, *, everywhere: bool) -> tuple[int, int]:
 
 def _checkpoint(backend: MegatronBackend) -> tuple[int, int]:
     """The tensors that this rank would write, of all that its models hold."""
-    written = [
-        tensor
-        for saved in backend._saved
-        for tensor in _shards(_sharded_state(saved, backend.parallel, optimizer=True))
-        if not any(_flat(tensor.replica_id))
-    ]
+    with backend._all_on_device():
+        written = [
+            tensor
+            for saved in backend._saved
+            for tensor in _shards(_sharded_state(saved, backend.parallel, optimizer=True))
+            if not any(_flat(tensor.replica_id))
+        ]
     sizes = (t.data.numel() * t.data.element_size() for t in written if t.data is not None)
     return len(written), sum(sizes)
 

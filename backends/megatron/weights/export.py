@@ -432,6 +432,8 @@ class WeightExporter:
         """The first `size` bytes of a buffer, which grows to the largest size asked for."""
         buffer = self._buffers.get((kind, key))
         if buffer is None or buffer.numel() < size:
+            buffer = None
+            self._buffers.pop((kind, key), None)  # before there are both
             buffer = self._buffers[kind, key] = torch.empty(
                 size, dtype=torch.uint8, device=self._device
             )
