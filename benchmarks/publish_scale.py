@@ -1,13 +1,7 @@
 """Calculates how long publications to many engines take, from our own buckets and senders.
 
-Nothing is transferred. For every bucket of a real model's layout (`weight_specs`, `cut_buckets`)
-the times of its stages follow one another as they do in a run: a bucket is assembled and broadcast
-while the one before it is sent; a bucket is sent when every engine has taken the one before it.
-
-    one sender     rank 0 gathers through its network card, and each engine's copy leaves through it
-    a sender each  `spread` chooses the ranks; a bucket is assembled over NVLink on the rank that
-                   has most of it, is broadcast once, and leaves each sender once for each engine
-                   that it serves
+Nothing is transferred. The buckets are those of a real model (`weight_specs`, `cut_buckets`), the
+ranks that send are those that `spread` chooses, and rlcore/planning/publication.py has the formula.
 
 `bound` is what one network card needs for the model once: no engine gets it sooner from one sender.
 The costs that are no transfer can be given: of a bucket at the engine (HTTP, loading), and of a
@@ -17,11 +11,8 @@ control call on rank 0, of which each bucket needs one an engine.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,6 +26,7 @@ from backends.megatron.cpu.shim import importing_megatron
 with importing_megatron():
     from backends.megatron.weights.export import weight_specs
 
+from rlcore.planning.publication import Costs, one_sender, sender_each
 from rlcore.weights import Bucket, cut_buckets
 from rollout.weight_sync.links import spread
 
@@ -64,43 +56,6 @@ MODELS: dict[str, tuple[str, dict[str, int], int]] = {
         128,
     ),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Bytes and seconds of the stages of a bucket."""
-
-    card: float  # bytes/s through one network card
-    nvlink: float  # bytes/s into one rank from its node
-    bucket_s: float  # at the engine, beside the transfer
-    call_s: float  # of rank 0's CPU, a control call
-
-
-def one_sender(buckets: Sequence[Bucket], engines: int, costs: Costs) -> float:
-    """Seconds where rank 0 gathers everything, and sends it to every engine."""
-    made = [bucket.num_bytes / costs.card for bucket in buckets]
-    return in_turn(made, sent(buckets, engines, engines, costs))
-
-
-def sender_each(buckets: Sequence[Bucket], engines: int, world: int, costs: Costs) -> float:
-    """Seconds where each engine has a sender, or several share one if there are more than ranks."""
-    copies = math.ceil(engines / len(spread(world, engines)))  # that leave the busiest sender
-    made = [bucket.num_bytes / costs.nvlink + bucket.num_bytes / costs.card for bucket in buckets]
-    return in_turn(made, sent(buckets, copies, engines, costs))
-
-
-def sent(buckets: Sequence[Bucket], copies: int, engines: int, costs: Costs) -> list[float]:
-    """Seconds from the order of each bucket until all engines have loaded it."""
-    beside = costs.bucket_s + engines * costs.call_s
-    return [copies * bucket.num_bytes / costs.card + beside for bucket in buckets]
-
-
-def in_turn(made: Sequence[float], sent: Sequence[float]) -> float:
-    """The end of the last bucket: each is made while the one before it is sent."""
-    ready = made[0]
-    for making, sending in zip([*made[1:], 0.0], sent):
-        ready += max(making, sending)
-    return ready
 
 
 def buckets_of(family: str, values: dict[str, int], bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -133,7 +88,8 @@ def main() -> None:
     ]
     for name, (family, values, world) in MODELS.items():
         buckets = buckets_of(family, values, int(given.bucket_gib * GIB))
-        size = sum(bucket.num_bytes for bucket in buckets)
+        sizes = [bucket.num_bytes for bucket in buckets]
+        size = sum(sizes)
         for engines in ENGINES:
             goal = GOALS.get((name, engines))
             rows.append(
@@ -143,8 +99,8 @@ def main() -> None:
                     str(len(buckets)),
                     str(engines),
                     f"{size / costs.card:.1f} s",
-                    f"{one_sender(buckets, engines, costs):.1f} s",
-                    f"{sender_each(buckets, engines, world, costs):.1f} s",
+                    f"{one_sender(sizes, engines, costs):.1f} s",
+                    f"{sender_each(sizes, engines, len(spread(world, engines)), costs):.1f} s",
                     "" if goal is None else f"{goal:g} s",
                 )
             )

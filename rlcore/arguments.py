@@ -105,6 +105,13 @@ def _add_configured(commands: Commands) -> None:
         default="H100",
         help="whose speed to assume",
     )
+    sub.add_argument(
+        "--card-gb", type=float, metavar="GB/S", help="a network card's, for publications"
+    )
+    sub.add_argument("--nvlink-gb", type=float, metavar="GB/S", help="a node's, for publications")
+    sub.add_argument(
+        "--nccl-channels", type=_positive, metavar="N", help="of a communicator (default: 16)"
+    )
     text = "run single ranks at the real sizes, on a CPU, without memory, weights or peers"
     _add_dry_run_options(_configured(commands, "dryrun", text))
 

@@ -242,8 +242,19 @@ def plan_layouts(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
     from rlcore.launch.commands.plan import plan
 
+    card, nvlink = (
+        None if x is None else 1e9 * x for x in (arguments.card_gb, arguments.nvlink_gb)
+    )
     return _print_lines(
-        plan(loaded.config, gpus=arguments.gpus, gpu_memory=arguments.gpu_memory, gpu=arguments.gpu)
+        plan(
+            loaded.config,
+            gpus=arguments.gpus,
+            gpu_memory=arguments.gpu_memory,
+            gpu=arguments.gpu,
+            card=card,
+            nvlink=nvlink,
+            nccl_channels=arguments.nccl_channels,
+        )
     )
 
 

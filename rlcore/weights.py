@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rlcore.planning.publication import cut
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -67,19 +69,12 @@ def cut_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket,
     A larger tensor gets a bucket of its own. A bucket never mixes dtypes of different sizes: every
     view is aligned.
     """
-    buckets: list[Bucket] = []
-    pending: list[TensorSpec] = []
-    size = 0
-    for spec in specs:
-        if pending and (size + spec.num_bytes > bucket_bytes or spec.dtype != pending[0].dtype):
-            buckets.append(Bucket(len(buckets), tuple(pending)))
-            pending = []
-            size = 0
-        pending.append(spec)
-        size += spec.num_bytes
-    if pending:
-        buckets.append(Bucket(len(buckets), tuple(pending)))
-    return tuple(buckets)
+    found = list(specs)
+    sizes = [(spec.num_bytes, spec.dtype) for spec in found]
+    return tuple(
+        Bucket(index, tuple(found[place.start : place.stop]))
+        for index, place in enumerate(cut(sizes, bucket_bytes))
+    )
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

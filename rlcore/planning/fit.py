@@ -15,10 +15,11 @@ from rlcore.planning.memory import (
     scoring_bytes,
     training_bytes,
 )
+from rlcore.planning.publication import Publication
 from rlcore.planning.shape import ModelShape
 
 GIB = 1 << 30
-# Share of a GPU for CUDA's context, buffers of NCCL and matmuls, and fragments of the allocator.
+# Share of a GPU for CUDA's context, workspaces of matmuls, and fragments of the allocator.
 RESERVED = 0.08
 
 
@@ -67,13 +68,31 @@ class Needs:
 
 
 def needs(
-    layout: Layout, load: Load, trained: tuple[Trained, ...], frozen: tuple[Frozen, ...]
+    layout: Layout,
+    load: Load,
+    trained: tuple[Trained, ...],
+    frozen: tuple[Frozen, ...],
+    publication: Publication | None = None,
 ) -> Needs:
     """Estimate the needs of the pipeline stage that needs most."""
-    return max(
-        (stage_needs(layout, load, trained, frozen, k) for k in range(layout.pipeline)),
-        key=lambda n: n.peak,
-    )
+
+    def of_stage(stage: int) -> Needs:
+        found = stage_needs(layout, load, trained, frozen, stage)
+        return found if publication is None else _publishing(found, publication, layout)
+
+    return max(map(of_stage, range(layout.pipeline)), key=lambda n: n.peak)
+
+
+def _publishing(found: Needs, publication: Publication, layout: Layout) -> Needs:
+    """Add the buffers of publications.
+
+    They stay, but engines that share the GPUs get that memory; these read copies of two buckets.
+    """
+    buffers = publication.buffers(layout, found.stage)
+    if publication.transport == "tensor":
+        copies = publication.two_buckets
+        return replace(found, phases=found.phases | {"publication": buffers + copies})
+    return replace(found, resident=found.resident | {"buckets of publications": buffers})
 
 
 def policy_weights(layout: Layout, shape: ModelShape, load: Load) -> Weights:
@@ -102,7 +121,8 @@ def stage_needs(
 ) -> Needs:
     """Estimate the needs of one pipeline stage."""
     resident: dict[str, int] = {}
-    phases: dict[str, int] = {}
+    # A checkpoint, which needs all trained weights and optimizers at once, is a phase of its own.
+    phases: dict[str, int] = {"checkpoint": 0}
     b = load.dtype_bytes
     shapes = [*(model.shape for model in trained), *(model.shape for model in frozen)]
     if gathers := max(gather_buffer_bytes(shape, layout, load) for shape in shapes):
@@ -128,11 +148,11 @@ def stage_needs(
         if not (model.offload or model.offload_optimizer):
             resident[f"{model.name} optimizer"] = state
         scored = b * weights.total if model.offload else 0
+        stepping = state if model.offload or model.offload_optimizer else 0
+        phases["checkpoint"] += scored + stepping
         phases[f"{model.name} pass"] = scored + scoring_bytes(model.shape, layout, load, stage)
         phases[f"{model.name} forward and backward"] = away + activations
-        phases[f"{model.name} optimizer step"] = away + (
-            state if model.offload or model.offload_optimizer else 0
-        )
+        phases[f"{model.name} optimizer step"] = away + stepping
     for other in frozen:
         size = (
             b * rank_weights(other.shape, layout, stage, vocab_multiple=load.vocab_multiple).total

@@ -162,6 +162,10 @@ def training_bytes(
     saved = _saved_bytes(shape, layout, load, stage)
     here = layout.of_stage(shape, stage)
     in_layer = _again_bytes(here, layout, load) + _transient_bytes(here, layout, load)
+    if stage == 0:
+        in_layer = max(
+            in_layer, _embedding_bytes(shape, layout, load) - _pack_bytes(here, layout, load)
+        )
     if stage < layout.pipeline - 1:
         return round(saved + in_layer)
     head = _head_bytes(shape, layout, load)
@@ -225,8 +229,22 @@ def _saved_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> f
     """Return what the layers keep from their forward to their backward pass."""
     here = layout.of_stage(shape, stage)
     in_flight = layers_in_flight(shape, layout, load.micro_batches, stage)
-    packs = in_flight / max(here.layers, 1)
-    return _layer_bytes(here, layout, load) * in_flight + _rotary_bytes(here, layout, load) * packs
+    return _pack_bytes(here, layout, load) * in_flight / max(here.layers, 1)
+
+
+def _pack_bytes(here: ModelShape, layout: Layout, load: Load) -> float:
+    """Return what the layers `here` keep of one pack."""
+    return _layer_bytes(here, layout, load) * here.layers + _rotary_bytes(here, layout, load)
+
+
+def _embedding_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """Return what the embedding's backward pass holds, when its pack's layers have run theirs.
+
+    The gradient of its weight is whole, in the model's dtype, before it is added to fp32's; the
+    gradient of its output is gathered.
+    """
+    vocabulary = padded_vocab(shape, layout, load.vocab_multiple) / layout.tensor
+    return load.dtype_bytes * shape.hidden * (vocabulary + load.tokens / layout.context)
 
 
 def _again_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
@@ -242,9 +260,21 @@ def _transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
     moments = [0.0]
     if shape.moe_layers < shape.layers:
         moments.append(_mlp_transient_bytes(shape, layout, load))
+        moments.append(_mlp_gradient_bytes(shape, layout, load))
     if shape.moe_layers:
         moments.append(_experts_transient_bytes(shape, layout, load))
     return max(moments)
+
+
+def _mlp_gradient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """Return what the backward pass of an MLP's first product holds: it counts in small packs.
+
+    The gradient of its weight is in the model's dtype before it is added to fp32's. SwiGLU's saved
+    rows are gone by then, but for the gradient of its input.
+    """
+    t = load.tokens / layout.context
+    width = shape.ffn / layout.tensor
+    return load.dtype_bytes * (2 * width * shape.hidden + t * shape.hidden - t * width)
 
 
 def _mlp_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:

@@ -8,7 +8,9 @@ from math import ceil
 
 from rlcore.planning.devices import Gpu
 from rlcore.planning.fit import GIB, RESERVED, kv_bytes_per_token
+from rlcore.planning.host import checkpoint_bytes, checkpoint_rank_bytes
 from rlcore.planning.memory import Layout
+from rlcore.planning.publication import Costs, Publication
 from rlcore.planning.search import Job, Option, usable
 from rlcore.planning.shape import ModelShape
 
@@ -42,11 +44,18 @@ def describe(layout: Layout) -> str:
 
 
 def report(
-    job: Job, gpus: int, capacity: int, gpu: Gpu, own: Option | str, found: Sequence[Option]
+    job: Job,
+    gpus: int,
+    capacity: int,
+    gpu: Gpu,
+    costs: Costs,
+    own: Option | str,
+    found: Sequence[Option],
 ) -> Iterator[str]:
     """Yield the lines of the report.
 
     Args:
+        costs: of a publication.
         own: the configuration's layout, or why it is refused.
         found: every admissible layout, the fastest first.
     """
@@ -69,6 +78,7 @@ def report(
     else:
         yield f"  {describe(own.layout)}: " + _verdict(own, capacity)
         yield from (f"    {line}" for line in breakdown(own, shape, capacity, job.dtype_bytes))
+        yield from (f"    {line}" for line in beside_the_step(own.layout, job, costs))
     yield ""
     fitting = [option for option in found if option.fits(capacity)]
     if not fitting:
@@ -107,6 +117,50 @@ def breakdown(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int
         f"{part} {seconds:.1f} s"
         for part, seconds in asdict(option.time).items()
         if seconds >= 0.05
+    )
+
+
+def beside_the_step(layout: Layout, job: Job, costs: Costs) -> Iterator[str]:
+    """Yield a publication, a checkpoint, and rank 0's host memory: all of it is calculated."""
+    if job.publication is not None:
+        yield from _publication(job.publication, layout, costs)
+    whole = 0
+    of_rank = 0
+    for model in job.trained:
+        own = replace(
+            layout,
+            distributed=layout.distributed if model.distributed is None else model.distributed,
+        )
+        sizes = (job.dtype_bytes, job.vocab_multiple, model.value_head)
+        whole += checkpoint_bytes(model.shape, own, *sizes)
+        of_rank += checkpoint_rank_bytes(model.shape, own, *sizes)
+    copied = ", from a copy in host memory" if job.async_save else ""
+    yield f"a checkpoint: {gib(whole)} on disk; a rank writes at most {gib(of_rank)}{copied}"
+    if (step := job.arrays) is not None:
+        yield (
+            f"rank 0's host memory: {gib(step.step)} for the batch of {step.tokens / 1e6:,.1f} M"
+            f" tokens, {gib(step.shares)} more while it is"
+        )
+        yield f"  sent out, {gib(step.waiting)} more if two earlier steps wait for the disk"
+
+
+def _publication(published: Publication, layout: Layout, costs: Costs) -> Iterator[str]:
+    largest = max(bucket.size for bucket in published.buckets)
+    number = f"{published.engines} engine{'s' * (published.engines > 1)}"
+    yield (
+        f"a publication: {gib(published.num_bytes)} in {len(published.buckets)} buckets of at most"
+        f" {gib(largest)} to {number};"
+    )
+    seconds = published.seconds(layout, costs)
+    if seconds is None:
+        yield f"  by {published.transport}, whose time is not estimated"
+        return
+    ranks = published.sending_ranks(layout)
+    senders = f"each of {ranks} ranks" if ranks > 1 else "rank 0"
+    copies = -(-published.engines // ranks)
+    yield (
+        f"  {senders} sends {gib(copies * published.num_bytes)}; calculated {seconds:.1f} s"
+        f" ({costs.card / 1e9:g} GB/s a card, {costs.nvlink / 1e9:g} in a node)"
     )
 
 

@@ -6,9 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from rlcore.planning.communicators import (
+    CHANNELS,
+    nccl_bytes,
+    publication_groups,
+    training_groups,
+)
 from rlcore.planning.devices import Gpu
 from rlcore.planning.fit import RESERVED, Frozen, Needs, Trained, needs, policy_weights
+from rlcore.planning.host import StepArrays
 from rlcore.planning.memory import Layout, Load, Recompute
+from rlcore.planning.publication import Publication
 from rlcore.planning.speed import GPUS_PER_NODE, StepTime, Work, step_time
 
 
@@ -27,6 +35,10 @@ class Job:
     vocab_multiple: int
     chunk_elements: int
     siblings: int = 1  # sequences whose prompt, all but `trainable`, a pack holds once
+    publication: Publication | None = None  # None: the run has no engines
+    arrays: StepArrays | None = None  # of a whole training step, on rank 0
+    async_save: bool = False
+    nccl_channels: int = CHANNELS
 
     def load(self, layout: Layout) -> Load:
         """Return the size of a micro-batch under `layout`."""
@@ -105,10 +117,31 @@ def judge(layout: Layout, job: Job, gpu: Gpu) -> Option:
         dtype_bytes=job.dtype_bytes,
     )
     weights = policy_weights(layout, shape, load)
+    found = needs(layout, load, job.trained, job.frozen, job.publication)
+    groups = communicators(layout, job)
+    if groups:
+        size = nccl_bytes(groups, channels=job.nccl_channels)
+        name = f"NCCL's buffers, {len(groups)} communicators"
+        found = replace(found, resident=found.resident | {name: size})
     return Option(
         layout,
-        needs(layout, load, job.trained, job.frozen),
+        found,
         step_time(shape, layout, work, weights, gpu),
+    )
+
+
+def communicators(layout: Layout, job: Job) -> dict[str, int]:
+    """Return the NCCL groups that the busiest rank joins, with their sizes."""
+    shape = job.trained[0].shape
+    groups = training_groups(layout, moe=shape.experts > 0, tied=shape.tied)
+    published = job.publication
+    if published is None:
+        return groups
+    served = 0
+    if published.transport == "distributed":
+        served = -(-published.engines // published.sending_ranks(layout))
+    return groups | publication_groups(
+        layout, everywhere=published.is_everywhere(layout), engines=served
     )
 
 

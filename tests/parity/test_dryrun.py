@@ -81,6 +81,19 @@ CASES = [
         ),
         32,
     ),
+    # packs so small that the embedding's gradient is the peak
+    Case(
+        ("models/grpo.yaml",),
+        "Qwen2.5-7B",
+        4,
+        (
+            "policy.parallel={pipeline: 2, tensor: 1, sequence: false}",
+            "policy.max_tokens_per_microbatch=1024",
+            "data.max_prompt_tokens=512",
+            "rollout.sampling.max_new_tokens=512",
+        ),
+        4,
+    ),
 ]  # fmt: skip
 
 

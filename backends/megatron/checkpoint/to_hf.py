@@ -28,7 +28,8 @@ from backends.megatron.checkpoint.save_load import check_architecture, read_mani
 from backends.megatron.checkpoint.shards import read_errors
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.folder import FolderWriter
-from backends.megatron.convert.layout import hf_shapes, model_entries, unpack
+from backends.megatron.convert.hf_tensors import hf_shapes, model_entries
+from backends.megatron.convert.layout import unpack
 from backends.megatron.convert.table import FUSED_NORMS, Entry
 from backends.megatron.weights.export import SHARD_BYTES, weight_specs
 from rlcore.errors import ModelError

@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.layout import Slice, hf_shapes, owned_parameters, pack, tp_slice
+from backends.megatron.convert.hf_tensors import hf_shapes
+from backends.megatron.convert.layout import Slice, owned_parameters, pack, tp_slice
 from backends.megatron.convert.table import VALUE_HEAD, Split
 from backends.megatron.parallel.state import ParallelState
 from rlcore.errors import ModelError

@@ -53,6 +53,7 @@ def rehearse(
     world: int,
     skew: float = 1.0,
     origins: bool = False,
+    everywhere: bool = False,
 ) -> RankReport:
     """Run the phases of a step as one rank of `world`.
 
@@ -61,6 +62,7 @@ def rehearse(
         work: the rank's micro-batches.
         skew: how many times the even share of tokens this rank's experts get.
         origins: remember what holds memory at each peak.
+        everywhere: a publication brings the buckets to all ranks.
 
     Raises ConfigError or ModelError for what does not fit, naming the key.
     """
@@ -88,7 +90,7 @@ def rehearse(
                     model.optimizer.prepare_for_load()
                     model.optimizer.set_steps_taken(1)
         try:
-            _run(backend, passes, work, usage, report)
+            _run(backend, passes, work, usage, report, everywhere=everywhere)
         finally:
             backend.close()
     report.operations = usage.operations
@@ -97,7 +99,13 @@ def rehearse(
 
 
 def _run(
-    backend: MegatronBackend, passes: Passes, work: Work, usage: Usage, report: RankReport
+    backend: MegatronBackend,
+    passes: Passes,
+    work: Work,
+    usage: Usage,
+    report: RankReport,
+    *,
+    everywhere: bool,
 ) -> None:
     config = backend.config
     arch = backend.policy.arch
@@ -119,7 +127,7 @@ def _run(
     _update(backend, usage)
     backend._local_batch = batch = None  # type: ignore[assignment]
     with usage.phase("publication"):
-        report.buckets = _publish(backend)
+        report.buckets = _publish(backend, everywhere=everywhere)
     with usage.phase("checkpoint"):
         report.checkpoint = _checkpoint(backend)
 
@@ -169,19 +177,20 @@ def _held(backend: MegatronBackend) -> tuple[dict[str, int], dict[str, int]]:
     return parameters, sizes
 
 
-def _publish(backend: MegatronBackend) -> tuple[int, int]:
-    buckets = [bucket for bucket, _ in backend.export_buckets()]
+def _publish(backend: MegatronBackend, *, everywhere: bool) -> tuple[int, int]:
+    buckets = [bucket for bucket, _ in backend.export_buckets(everywhere=everywhere)]
     return len(buckets), sum(bucket.num_bytes for bucket in buckets)
 
 
 def _checkpoint(backend: MegatronBackend) -> tuple[int, int]:
     """The tensors that this rank would write, of all that its models hold."""
-    written = [
-        tensor
-        for saved in backend._saved
-        for tensor in _shards(_sharded_state(saved, backend.parallel, optimizer=True))
-        if not any(_flat(tensor.replica_id))
-    ]
+    with backend._all_on_device():
+        written = [
+            tensor
+            for saved in backend._saved
+            for tensor in _shards(_sharded_state(saved, backend.parallel, optimizer=True))
+            if not any(_flat(tensor.replica_id))
+        ]
     sizes = (t.data.numel() * t.data.element_size() for t in written if t.data is not None)
     return len(written), sum(sizes)
 

@@ -31,18 +31,13 @@ from torch.distributed import ProcessGroup
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.folder import FolderWriter
-from backends.megatron.convert.layout import (
-    Slice,
-    hf_shapes,
-    model_entries,
-    owned_parameters,
-    tp_slice,
-    unpack,
-)
+from backends.megatron.convert.hf_tensors import hf_shapes, model_entries, weight_tensors
+from backends.megatron.convert.layout import Slice, owned_parameters, tp_slice, unpack
 from backends.megatron.convert.table import Entry, Split
 from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.weights.prefetch import prefetched
+from rlcore.planning.publication import bucket_limit
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 
 Head = Literal["lm", "value"]
@@ -51,21 +46,14 @@ Head = Literal["lm", "value"]
 _IN_FLIGHT = 2
 SHARD_BYTES = 4 << 30  # of a file of an exported folder
 _ALONE_BYTES = 1 << 20  # from this size on a message of its own costs less than the copies
-_BUCKETS = 16  # at least so many, so that gathering, sending and applying overlap ...
-_SMALL_BUCKET = 16 << 20  # ... but no bucket is made smaller for it: each costs a round trip
 
 
 def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> list[TensorSpec]:
-    """The name, shape and dtype of every weight of the model, in the order of a forward pass.
-
-    Weights that keep a dtype of their own come last, since no bucket mixes dtypes. Tied models have
-    no `lm_head.weight`; vocabulary padding is left out.
-    """
+    """The name, shape and dtype of every weight of the model, in the order of `weight_tensors`."""
     name = str(dtype).removeprefix("torch.")
     return [
-        TensorSpec(hf_name, shape, entry.dtype or name)
-        for entry in sorted(model_entries(arch, head), key=lambda entry: entry.dtype is not None)
-        for hf_name, shape in zip(entry.hf, hf_shapes(arch, entry))
+        TensorSpec(hf_name, shape, each)
+        for _, hf_name, shape, each in weight_tensors(arch, name, head)
     ]
 
 
@@ -164,8 +152,8 @@ class WeightExporter:
         self.parallel = parallel
         self.head = head
         self.specs = weight_specs(arch, dtype, head)
-        overlapping = sum(spec.num_bytes for spec in self.specs) // _BUCKETS
-        self.buckets = cut_buckets(self.specs, min(bucket_bytes, max(_SMALL_BUCKET, overlapping)))
+        size = sum(spec.num_bytes for spec in self.specs)
+        self.buckets = cut_buckets(self.specs, bucket_limit(size, bucket_bytes))
         own = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
         self._params: dict[str, Tensor] = {entry.megatron: param for entry, param in own}
         self._device = own[0][1].device
@@ -444,6 +432,8 @@ class WeightExporter:
         """The first `size` bytes of a buffer, which grows to the largest size asked for."""
         buffer = self._buffers.get((kind, key))
         if buffer is None or buffer.numel() < size:
+            buffer = None
+            self._buffers.pop((kind, key), None)  # before there are both
             buffer = self._buffers[kind, key] = torch.empty(
                 size, dtype=torch.uint8, device=self._device
             )

@@ -56,6 +56,7 @@ def dry_run(
 
     yield f"{describe(layout)}: {world} ranks, {arch.shape.parameters / 1e9:.2f} B parameters"
     load = replace(job.load(layout), routing_skew=skew)
+    published = job.publication
     for rank in chosen:
         stage = rank // (world // layout.pipeline)
         in_flight = replace(load, micro_batches=micro_batches_in_flight(layout, load, stage))
@@ -72,8 +73,12 @@ def dry_run(
                 world=world,
                 skew=skew,
                 origins=holders,
+                everywhere=published is not None and published.is_everywhere(layout),
             )
         planned = stage_needs(layout, in_flight, job.trained, job.frozen, stage)
+        kept = 0 if published is None else published.buffers(layout, stage)
+        after = {"publication": kept, "checkpoint": planned.phases["checkpoint"] + kept}
+        planned = replace(planned, phases=planned.phases | after)
         yield ""
         yield from _rank_lines(report, planned, layout, in_flight, job)
     yield ""

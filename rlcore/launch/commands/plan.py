@@ -2,34 +2,65 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import cast
 
 from backends.megatron.checks.layout import check_layout, check_others, layers_of_stages
 from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.hf_tensors import weight_tensors
 from backends.megatron.convert.read import read_architecture
+from backends.megatron.convert.table import Split
 from rlcore.config import Config
-from rlcore.config.derived import Passes, built_in_passes, other_folders, samples_per_step
+from rlcore.config.derived import (
+    Passes,
+    built_in_passes,
+    generates,
+    other_folders,
+    samples_per_step,
+)
 from rlcore.config.sections.policy import ParallelConfig, default_chunk_elements
 from rlcore.errors import ConfigError
 from rlcore.planning.devices import GPUS
 from rlcore.planning.fit import Frozen, Trained
+from rlcore.planning.host import StepArrays
 from rlcore.planning.memory import Layout, Recompute
+from rlcore.planning.publication import (
+    Costs,
+    Publication,
+    PublishedBucket,
+    bucket_limit,
+    cut,
+)
 from rlcore.planning.report import report
 from rlcore.planning.search import Job, judge, options
 
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _PROMPT = 1024  # tokens, where data.max_prompt_tokens does not say
 # fields that ParallelConfig and Layout share
 _SHARED = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "sequence")
 
 
-def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[str]:
+def plan(
+    config: Config,
+    *,
+    gpus: int,
+    gpu_memory: int,
+    gpu: str,
+    card: float | None = None,
+    nvlink: float | None = None,
+    nccl_channels: int | None = None,
+) -> Iterator[str]:
     """Yield lines on the configured layout, and on layouts that fit, the fastest first.
 
     Args:
         gpus: the number of GPUs.
         gpu_memory: bytes of each.
         gpu: a name in `rlcore.planning.devices.GPUS`.
+        card, nvlink: bytes/s of publications, see `Costs`; by default the GPU's.
+        nccl_channels: of a communicator.
 
     Raises ModelError for a `config.json` that is missing or of a family that is not converted.
     """
@@ -39,7 +70,11 @@ def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[st
         for key, path in other_folders(config).items()
     }
     job = make_job(config, arch, others)
+    if nccl_channels is not None:
+        job = replace(job, nccl_channels=nccl_channels)
     device = GPUS[gpu]
+    costs = Costs.of(device)
+    costs = replace(costs, card=card or costs.card, nvlink=nvlink or costs.nvlink)
 
     def why_not(parallel: ParallelConfig) -> str | None:
         try:
@@ -53,7 +88,7 @@ def plan(config: Config, *, gpus: int, gpu_memory: int, gpu: str) -> Iterator[st
         configured_layout(config, arch, gpus), job, device
     )
     found = options(job, gpus, device, lambda layout: why_not(_parallel(layout)) is None)
-    return report(job, gpus, gpu_memory, device, own, found)
+    return report(job, gpus, gpu_memory, device, costs, own, found)
 
 
 def configured_layout(config: Config, arch: Architecture, gpus: int) -> Layout:
@@ -117,6 +152,73 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         vocab_multiple=config.model.vocab_divisible_by,
         chunk_elements=policy.logprobs.chunk_elements or default_chunk_elements("cuda"),
         siblings=_siblings(config),
+        publication=make_publication(config, arch),
+        arrays=_step_arrays(config, arch, passes, prompt + response, response),
+        async_save=config.checkpoint.async_save,
+    )
+
+
+def make_publication(config: Config, arch: Architecture) -> Publication | None:
+    """How the run publishes its policy; None for a run without engines."""
+    if not generates(config):
+        return None
+    given = config.rollout.engine
+    engines = len(given.urls) or given.count
+    transport: str = given.transport
+    if given.kind == "embedded":
+        transport = "copy" if given.in_process else "distributed"
+    elif transport == "auto":
+        transport = "tensor" if given.colocated else "distributed"
+    dtype = given.dtype or config.model.dtype
+    tensors = [
+        (entry, math.prod(shape) * _ITEM_BYTES[own], own)
+        for entry, _, shape, own in weight_tensors(arch, _DTYPES[dtype], "lm")
+    ]
+    sizes = [(size, own) for _, size, own in tensors]
+    limit = bucket_limit(sum(size for size, _ in sizes), given.bucket_bytes)
+    buckets = []
+    for place in cut(sizes, limit):
+        here = [tensors[index] for index in place]
+        columns = [(entry, size) for entry, size, _ in here if entry.split is Split.ROW]
+        buckets.append(
+            PublishedBucket(
+                size=sum(size for _, size, _ in here),
+                columns=sum(size for entry, size in columns if entry.expert is None),
+                expert_columns=sum(size for entry, size in columns if entry.expert is not None),
+                groups=sum(size for entry, size, _ in here if entry.split is Split.QKV),
+            )
+        )
+    return Publication(
+        tuple(buckets),
+        engines,
+        transport,
+        senders=given.senders or engines,
+        kv_groups=arch.shape.groups,
+        converted=dtype != config.model.dtype,
+    )
+
+
+def _step_arrays(
+    config: Config, arch: Architecture, passes: Passes, length: int, response: int
+) -> StepArrays:
+    """The arrays of a training step on rank 0, of a single-turn run without sampling masks."""
+    sequences = samples_per_step(config)
+    recorded = config.tracking.save_rollouts and not config.is_sft
+    vectors = 2 + 2 * passes.policy + passes.reference + passes.teacher  # advantages, weights
+    vectors += passes.policy and passes.reference  # kl
+    vectors += 2 * passes.critic  # values, returns
+    if recorded and (passes.policy or config.algorithm.old_logprobs == "rollout"):
+        vectors += 2  # ratio, clipped
+    routed = 0
+    if config.policy.routing_replay == "engine":
+        routed = sum(arch.moe_layers) * int(arch.transformer["moe_router_topk"])
+    return StepArrays(
+        sequences=sequences,
+        tokens=sequences * length,
+        trainable=sequences * response,
+        vectors=vectors,
+        sampled=not config.is_sft,
+        routed=routed,
     )
 
 

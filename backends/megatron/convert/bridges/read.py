@@ -21,7 +21,8 @@ from backends.megatron.convert.architecture import Architecture, BridgeKind
 from backends.megatron.convert.bridges.packages import BRIDGES, PREDICTED_LAYERS, FamilyBridge
 from backends.megatron.convert.families import FAMILIES, TRUNK
 from backends.megatron.convert.fields import sigmoid_fields
-from backends.megatron.convert.layout import hf_shapes, pack
+from backends.megatron.convert.hf_tensors import hf_shapes
+from backends.megatron.convert.layout import pack
 from backends.megatron.convert.load import SafetensorsFolder
 from backends.megatron.convert.table import (
     OUTPUT_LAYER,

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.bridges.packages import open_mbridge
-from backends.megatron.convert.layout import hf_shapes, model_entries, pack, tp_slice
+from backends.megatron.convert.hf_tensors import hf_shapes, model_entries
+from backends.megatron.convert.layout import pack, tp_slice
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.convert.table import FUSED_NORMS, Entry, Split
 from rlcore.errors import ModelError

@@ -13,15 +13,8 @@ from torch import nn
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.folder import FolderWriter
-from backends.megatron.convert.layout import (
-    Slice,
-    global_name,
-    hf_shapes,
-    model_entries,
-    pack,
-    tp_slice,
-    unpack,
-)
+from backends.megatron.convert.hf_tensors import hf_shapes, model_entries
+from backends.megatron.convert.layout import Slice, global_name, pack, tp_slice, unpack
 from backends.megatron.convert.load import SafetensorsFolder
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Split

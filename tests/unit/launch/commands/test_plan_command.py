@@ -64,6 +64,29 @@ def test_a_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert first_layout(out).endswith("TP 2 x DP 4, SP, distributed optimizer")
 
 
+def test_what_is_beside_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    engines = ("rollout.engine.kind=sglang", "rollout.engine.count=8")
+    out = plan(capsys, "--gpus", "16", *engines)[1]
+    assert "2.1 GiB  buckets of publications" in out
+    assert "0.9 GiB  NCCL's buffers, 6 communicators" in out
+    assert "14.2 GiB in 86 buckets of at most 1.0 GiB to 8 engines;" in out
+    assert "each of 8 ranks sends 14.2 GiB; calculated 2.3 s (48 GB/s a card, 300 in a" in out
+    assert "a checkpoint: 99.3 GiB on disk; a rank writes at most 8.9 GiB\n" in out
+    assert "rank 0's host memory: 0.3 GiB for the batch of 8.4 M tokens" in out
+
+    given = ("--card-gb", "24", "--nvlink-gb", "150", "--nccl-channels", "32")
+    out = plan(capsys, "--gpus", "16", *engines, "checkpoint.async_save=true", *given)[1]
+    assert "1.9 GiB  NCCL's buffers, 6 communicators" in out
+    assert "(24 GB/s a card, 150 in a node)" in out
+    assert "a rank writes at most 8.9 GiB, from a copy in host memory" in out
+
+    out = plan(capsys, "--gpus", "16", *engines, "rollout.engine.senders=1")[1]
+    assert "rank 0 sends 113.5 GiB; calculated" in out
+    colocated = plan(capsys, "--gpus", "8", *engines, "rollout.engine.colocated=true")[1]
+    assert "by tensor, whose time is not estimated" in colocated
+    assert "buckets of publications" not in colocated, "engines get that memory"
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "layout"),
     [
@@ -187,7 +210,7 @@ def test_a_critic_of_another_shape_is_laid_out_as_the_policy_is(
 
 
 def test_more_memory_and_other_gpus_change_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "fits, 40" in plan(capsys, "--gpus", "8", "--gpu-memory", "48G")[1]
+    assert "fits, 43" in plan(capsys, "--gpus", "8", "--gpu-memory", "48G")[1]
     assert "does NOT fit" in plan(capsys, "--gpus", "8", "--gpu-memory", "24G")[1]
     said = (plan(capsys, "--gpus", "8", "--gpu", gpu)[1] for gpu in ("A100", "B200"))
     slow, fast = (float(out.split("about ")[1].split(" s")[0]) for out in said)

@@ -1,0 +1,94 @@
+"""Host memory and disk of a run: a step's batch on rank 0, and checkpoints.
+
+tests/unit/planning holds the bytes beside the arrays and the files of a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlcore.planning.memory import Layout, optimizer_bytes, padded_vocab, rank_weights
+from rlcore.planning.shape import ModelShape
+
+WAITING_STEPS = 2  # earlier steps whose record may wait for the disk (rlcore/runs/recorder.py)
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """The arrays of a step's batch on rank 0. Texts and Python's objects are not counted."""
+
+    sequences: int
+    tokens: int  # of all sequences
+    trainable: int  # of those
+    vectors: int  # fp32 vectors over trainable tokens that the step computes
+    sampled: bool = True  # tokens have an engine's log-prob and a version
+    routed: int = 0  # experts that an engine records of a token, over all layers
+
+    @property
+    def samples(self) -> int:
+        """Bytes of the samples: tokens int32, mask uint8, log-probs fp32, experts int16."""
+        return self.tokens * (4 + 1 + 2 * self.routed) + 4 * self.trainable
+
+    @property
+    def batch(self) -> int:
+        """Bytes of the `RolloutBatch` as it is built.
+
+        Tokens int32, mask bool, experts int16; log-probs fp32 and versions int64; of a sequence
+        reward fp32, three numbers and two offsets, int64.
+        """
+        vectors = 12 * self.trainable * self.sampled
+        return self.tokens * (4 + 1 + 2 * self.routed) + vectors + self.sequences * (4 + 5 * 8) + 16
+
+    @property
+    def step(self) -> int:
+        """Bytes that stay for the step: samples, batch, its vectors, the place of each token."""
+        return self.samples + self.batch + self.trainable * (4 * self.vectors + 8)
+
+    @property
+    def shares(self) -> int:
+        """Bytes of all replicas' shares, which exist while the batch is handed out."""
+        return self.tokens * (4 + 1 + 2 * self.routed) + 12 * self.trainable * self.sampled
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of the earlier steps that wait for the disk, at most."""
+        return WAITING_STEPS * (self.samples + self.batch + 4 * self.vectors * self.trainable)
+
+
+def checkpoint_bytes(
+    shape: ModelShape,
+    layout: Layout,
+    dtype_bytes: int,
+    vocab_multiple: int = 1,
+    value_head: bool = False,
+) -> int:
+    """Return the bytes of a trained model in a checkpoint: each weight and its state once."""
+    padding = padded_vocab(shape, layout, vocab_multiple) - shape.vocab
+    heads = 1 if shape.tied or value_head else 2
+    count = shape.parameters + heads * padding * shape.hidden
+    if value_head:
+        count += shape.hidden - (0 if shape.tied else shape.vocab * shape.hidden)
+    return count * (dtype_bytes + 8 + (4 if dtype_bytes < 4 else 0))
+
+
+def checkpoint_rank_bytes(
+    shape: ModelShape,
+    layout: Layout,
+    dtype_bytes: int,
+    vocab_multiple: int = 1,
+    value_head: bool = False,
+) -> int:
+    """Return the bytes of a model that the rank with most writes: of the first replica it is.
+
+    It writes its weights and the optimizer's state that it holds. A save in the background copies
+    them to host memory first, which is kept for the next save.
+    """
+
+    def written(stage: int) -> int:
+        weights = rank_weights(
+            shape, layout, stage, vocab_multiple=vocab_multiple, value_head=value_head
+        )
+        state = optimizer_bytes(weights, layout, dtype_bytes=dtype_bytes)
+        return dtype_bytes * weights.total + state
+
+    return max(map(written, range(layout.pipeline)))

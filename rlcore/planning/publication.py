@@ -1,0 +1,193 @@
+"""A publication of weights: how they are cut into buckets, and a calculation of its time and bytes.
+
+For every bucket the times of its stages follow one another as they do in a run: a bucket is
+assembled and broadcast while the one before it is sent; a bucket is sent when every engine has
+taken the one before it.
+
+    one sender     rank 0 gathers through its network card, and each engine's copy leaves through it
+    a sender each  a bucket is assembled over NVLink on the rank that has most of it, is broadcast
+                   once, and leaves each sender once for each engine that it serves
+
+Nothing of this was measured on a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlcore.planning.devices import Gpu
+from rlcore.planning.memory import Layout
+
+# At least so many, so that gathering, sending and applying overlap ...
+BUCKETS = 16
+# ... but no bucket is made smaller for it: each costs a round trip.
+SMALL_BUCKET = 16 << 20
+
+
+def bucket_limit(model_bytes: int, bucket_bytes: int) -> int:
+    """Return the most bytes of a bucket of a model, where `bucket_bytes` are allowed."""
+    return min(bucket_bytes, max(SMALL_BUCKET, model_bytes // BUCKETS))
+
+
+def cut(tensors: Sequence[tuple[int, str]], most: int) -> list[range]:
+    """Cut (bytes, dtype) of tensors into buckets of at most `most` bytes, in order.
+
+    A larger tensor gets a bucket of its own. No bucket mixes dtypes.
+    """
+    found: list[range] = []
+    first = 0
+    size = 0
+    for at, (num_bytes, dtype) in enumerate(tensors):
+        if at > first and (size + num_bytes > most or dtype != tensors[first][1]):
+            found.append(range(first, at))
+            first = at
+            size = 0
+        size += num_bytes
+    if tensors:
+        found.append(range(first, len(tensors)))
+    return found
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes and seconds of the stages of a bucket."""
+
+    card: float = 48e9  # bytes/s through one network card of 400 Gbit/s
+    nvlink: float = 300e9  # bytes/s into one rank from its node
+    bucket_s: float = 0.020  # at the engine, beside the transfer
+    call_s: float = 0.0003  # of rank 0's CPU, a control call
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> Costs:
+        """Take the usable part of a GPU's links: of an H100's the defaults."""
+        return cls(card=0.96 * gpu.network_bandwidth, nvlink=gpu.node_bandwidth * 2 / 3)
+
+
+def one_sender(buckets: Sequence[int], engines: int, costs: Costs) -> float:
+    """Return the seconds where rank 0 gathers everything, and sends it to every engine.
+
+    Args:
+        buckets: bytes of each.
+    """
+    made = [size / costs.card for size in buckets]
+    return in_turn(made, _sent(buckets, engines, engines, costs))
+
+
+def sender_each(buckets: Sequence[int], engines: int, senders: int, costs: Costs) -> float:
+    """Return the seconds where each engine has a sender; several share one if these are fewer."""
+    copies = -(-engines // senders)  # that leave the busiest sender
+    made = [size / costs.nvlink + size / costs.card for size in buckets]
+    return in_turn(made, _sent(buckets, copies, engines, costs))
+
+
+def _sent(buckets: Sequence[int], copies: int, engines: int, costs: Costs) -> list[float]:
+    """Return the seconds from the order of each bucket until all engines have loaded it."""
+    beside = costs.bucket_s + engines * costs.call_s
+    return [copies * size / costs.card + beside for size in buckets]
+
+
+def in_turn(made: Sequence[float], sent: Sequence[float]) -> float:
+    """Return the end of the last bucket: each is made while the one before it is sent."""
+    ready = made[0]
+    for making, sending in zip([*made[1:], 0.0], sent):
+        ready += max(making, sending)
+    return ready
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PublishedBucket:
+    """The bytes of a bucket, and of the tensors in it whose parts need memory beside it."""
+
+    size: int
+    columns: int = 0  # cut over TP along dim 1: parts from other ranks come into a buffer
+    expert_columns: int = 0  # the same of experts, cut over expert-TP
+    groups: int = 0  # q, k, v: parts that Megatron holds interleaved are copied before they go
+
+
+@dataclass(frozen=True)
+class Publication:
+    """How a run publishes its policy.
+
+    `transport` is as configured, and "copy" where the one engine lives in rank 0's process.
+    """
+
+    buckets: tuple[PublishedBucket, ...]
+    engines: int
+    transport: str
+    senders: int  # ranks that engines are dealt to, at most
+    kv_groups: int  # KV heads of the model
+    converted: bool = False  # engines have another dtype than the trainer
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the model, as they are published."""
+        return sum(bucket.size for bucket in self.buckets)
+
+    def sending_ranks(self, layout: Layout) -> int:
+        """Return how many ranks send to engines."""
+        return min(self.senders, layout.gpus) if self.transport == "distributed" else 1
+
+    def is_everywhere(self, layout: Layout) -> bool:
+        """Whether every rank gets every bucket, and not rank 0 alone."""
+        return self.transport == "tensor" or self.sending_ranks(layout) > 1
+
+    def buffers(self, layout: Layout, stage: int) -> int:
+        """Return the bytes of a stage's fullest rank that stay from one publication to the next.
+
+        These are two buckets, parts that are received, and two buckets' parts that are sent; parts
+        of less than 1 MB are not counted.
+        """
+        received = self._received(layout)
+        copied = self._copied(layout)
+        if self.is_everywhere(layout):
+            # Of ranks with like parts the first assembles; with experts that is not always the same
+            aside = received + copied if layout.expert > 1 else max(received, copied)
+            return self.two_buckets + aside
+        return self.two_buckets + received if stage == 0 else copied
+
+    @property
+    def two_buckets(self) -> int:
+        """Bytes of the two buckets that are alive at once, at most."""
+        return _of_two([bucket.size for bucket in self.buckets])
+
+    def _received(self, layout: Layout) -> int:
+        """Return the bytes of other ranks' parts that do not come into their bucket at once."""
+        tp = layout.tensor
+        etp = layout.expert_tensor
+        dense = max(bucket.columns for bucket in self.buckets) * (tp - 1) // tp
+        return dense + max(bucket.expert_columns for bucket in self.buckets) * (etp - 1) // etp
+
+    def _copied(self, layout: Layout) -> int:
+        """Return the bytes of two buckets' parts that a rank arranges before it sends them."""
+        tp = layout.tensor
+        parts = [bucket.size if self.converted else bucket.groups for bucket in self.buckets]
+        if not self.converted and self.kv_groups <= tp:
+            return 0
+        if tp == 1 and layout.expert == 1 and self.is_everywhere(layout):
+            # A stage is one rank's, which assembles its buckets itself, but for one with two stages
+            return max(parts) if layout.pipeline > 1 else 0
+        if tp * layout.pipeline * layout.expert == 1:
+            return 0
+        return _of_two(parts) // tp
+
+    def seconds(self, layout: Layout, costs: Costs) -> float | None:
+        """Return the calculated seconds; None for a transport that has no formula."""
+        if self.transport != "distributed":
+            return None
+        sizes = [bucket.size for bucket in self.buckets]
+        ranks = self.sending_ranks(layout)
+        if ranks == 1:
+            return one_sender(sizes, self.engines, costs)
+        return sender_each(sizes, self.engines, ranks, costs)
+
+
+def _of_two(sizes: Sequence[int]) -> int:
+    """Return the bytes of two buffers that serve every other bucket each."""
+    return sum(max(sizes[parity::2], default=0) for parity in (0, 1))

@@ -1,0 +1,71 @@
+"""A rank of test_plan_beside_a_run.py: publish and save, and count the bytes of both."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from cases import TRAINED, make_config
+from rank_main import joined, payload
+
+from backends.megatron import MegatronBackend
+from rlcore.trainer.objective import Objective
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    optimizer = {**TRAINED, "distributed": case.get("distributed", False)}
+    config = make_config({**case, "optimizer": optimizer}, folder.parent / "models")
+    backend = MegatronBackend(
+        config,
+        Objective(config.algorithm),
+        with_reference=False,
+        with_critic=False,
+        total_steps=10,
+        device="cpu",
+    )
+    found: dict[str, Any] = {}
+    for name, everywhere in (("alone", False), ("everywhere", True)):
+        backend._weights.free_buffers()
+        sizes = [
+            0 if flat is None else flat.nbytes
+            for _, flat in backend.export_buckets(everywhere=everywhere)
+        ]
+        found[name] = {
+            "sent": sizes,
+            "buffers": sum(buffer.nbytes for buffer in backend._weights._buffers.values()),
+        }
+    optimizer = backend.policy.optimizer
+    assert optimizer is not None
+    optimizer.prepare_for_load()  # moments, which AdamW has from its first step on
+    optimizer.set_steps_taken(1)
+    target = folder / case["name"]
+    backend.save(target)
+    files = [path for path in target.rglob("*.distcp") if path.is_file()]
+    found["written"] = sum(
+        path.stat().st_size for path in files if path.name.startswith(f"__{backend.rank}_")
+    )
+    found["on_disk"] = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    backend.start_save(folder / f"{case['name']}_again")
+    while backend.save_seconds() is None:
+        pass
+    backend.finish_save()
+    found["copied"] = sum(copy.nbytes for copy in backend._host_copies._tensors.values())
+    backend.close()
+    return found
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    results = {}
+    with joined(folder):
+        for case in payload(folder):
+            print("case", case["name"], flush=True)
+            results[case["name"]] = run(case, folder)
+    (folder / f"bytes{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The groups of a layout beside those of a dry run's collectives, and NCCL's bytes by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from backends.megatron.convert.read import read_architecture
+from rlcore.config.load import load_config
+from rlcore.launch.commands.dryrun import dry_run
+from rlcore.launch.commands.plan import configured_layout
+from rlcore.planning.communicators import MIB, nccl_bytes, publication_groups, training_groups
+from rlcore.planning.memory import Layout
+
+MODELS = Path(__file__).parents[3] / "examples/models"
+# Megatron's name of each group
+NAMES = {
+    "tensor": "tensor_model_parallel_group",
+    "pipeline": "pipeline_model_parallel_group",
+    "context": "context_parallel_group",
+    "data and context": "data_parallel_group_with_cp",
+    "embeddings": "embedding_group",
+    "expert": "expert_model_parallel_group",
+    "expert tensor": "expert_tensor_parallel_group",
+    "expert and its tensor": "expert_tensor_and_model_parallel_group",
+    "expert data": "expert_data_parallel_group",
+    "whole optimizer": "intra_distributed_optimizer_instance_group",
+    "model": "model_parallel_group",
+    "model with experts": "expert_tensor_model_pipeline_parallel_group",
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "world"),
+    [
+        (
+            "Qwen2.5-0.5B",
+            ("policy.parallel={tensor: 2, pipeline: 2}", "policy.optimizer.distributed=false"),
+            8,
+        ),
+        (
+            "Qwen3-30B-A3B",
+            (
+                "policy.parallel={tensor: 2, expert: 4, expert_tensor: 2}",
+                "policy.optimizer.distributed=false",
+            ),
+            16,
+        ),
+        (
+            "Qwen3-30B-A3B",
+            (
+                "policy.parallel={tensor: 2, pipeline: 2, context: 2, expert: 4, expert_tensor: 1,"
+                " sequence: true}",
+            ),
+            16,
+        ),
+    ],
+    ids=["dense", "expert_tensor", "all"],
+)
+def test_the_groups_are_those_that_a_step_uses(
+    model: str, overrides: tuple[str, ...], world: int, tmp_path: Path
+) -> None:
+    given = json.loads((MODELS / model / "config.json").read_text())
+    small = {**given, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    config = load_config([MODELS / "grpo.yaml"], [f"model.path={tmp_path}", *overrides]).config
+    said = "\n".join(dry_run(config, world=world, ranks=[0]))
+    used = {
+        (name, int(size))
+        for name, size in re.findall(r" in (\S+_group\S*) of (\d+): ", said)
+        if int(size) > 1
+    }
+    arch = read_architecture(tmp_path, weights=False)
+    layout = configured_layout(config, arch, world)
+    groups = training_groups(layout, moe=arch.shape.experts > 0, tied=arch.shape.tied)
+    assert {(NAMES[name], size) for name, size in groups.items()} == used
+
+
+def test_groups_of_a_publication() -> None:
+    layout = Layout(tensor=2, pipeline=2, data=2)
+    assert publication_groups(layout, everywhere=True, engines=3) == {
+        "parts of buckets": 4,
+        "whole buckets": 8,
+        "engine 1": 2,
+        "engine 2": 2,
+        "engine 3": 2,
+    }
+    assert publication_groups(Layout(data=8), everywhere=False, engines=0) == {}
+
+
+def test_bytes_are_those_of_the_channels() -> None:
+    assert nccl_bytes({}) == 0
+    assert nccl_bytes({"tensor": 4, "pipeline": 2}, channels=8) == 2 * 8 * 10 * MIB
+    all_to_all = nccl_bytes({"expert": 16}, channels=8)
+    assert all_to_all == 8 * (10 + 7 * 2) * MIB, "peers of the node alone"
+    # LL, LL128 and Simple, in pages of 2 MiB
+    protocols = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + (4 << 20)
+    assert -(-protocols // (2 * MIB)) * 2 == 10

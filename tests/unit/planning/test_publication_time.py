@@ -1,0 +1,60 @@
+"""The calculated time of a publication by hand, and how buckets are cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlcore.planning.devices import GPUS
+from rlcore.planning.memory import Layout
+from rlcore.planning.publication import (
+    SMALL_BUCKET,
+    Costs,
+    Publication,
+    PublishedBucket,
+    bucket_limit,
+    cut,
+    in_turn,
+    one_sender,
+    sender_each,
+)
+
+COSTS = Costs(card=10.0, nvlink=20.0, bucket_s=1.0, call_s=0.5)
+
+
+def test_a_bucket_is_made_while_the_one_before_it_is_sent() -> None:
+    assert in_turn([3.0, 1.0, 6.0], [2.0, 2.0, 2.0]) == 3 + 2 + 6 + 2
+
+
+def test_time_by_hand() -> None:
+    # made 10 s; two copies of 10 s, 1 s at the engine, two calls of 0.5 s
+    assert one_sender([100, 100], 2, COSTS) == 10 + 22 + 22
+    # made 5 + 10 s; one copy of 10 s beside 2 s
+    assert sender_each([100, 100], 2, 2, COSTS) == 15 + 15 + 12
+    assert sender_each([100, 100], 2, 1, COSTS) == 15 + 22 + 22
+    usual = Costs.of(GPUS["H100"])
+    assert (usual.card, usual.nvlink) == pytest.approx((Costs().card, Costs().nvlink))
+
+
+def test_cut() -> None:
+    sizes = [(4, "a"), (4, "a"), (4, "a"), (20, "a"), (1, "a"), (1, "b")]
+    assert [list(place) for place in cut(sizes, 8)] == [[0, 1], [2], [3], [4], [5]]
+    assert cut([], 8) == []
+    assert bucket_limit(SMALL_BUCKET, 1 << 30) == SMALL_BUCKET
+    assert bucket_limit(64 * SMALL_BUCKET, 1 << 30) == 4 * SMALL_BUCKET
+    assert bucket_limit(64 * SMALL_BUCKET, 1 << 20) == 1 << 20
+
+
+def test_senders_and_who_gets_the_buckets() -> None:
+    bucket = PublishedBucket(100, columns=40, groups=20)
+    published = Publication((bucket, bucket), 8, "distributed", senders=8, kv_groups=4)
+    assert published.sending_ranks(Layout(data=4)) == 4
+    assert published.is_everywhere(Layout(data=4))
+    assert not published.is_everywhere(Layout())
+    assert published.seconds(Layout(data=4), COSTS) == sender_each([100, 100], 8, 4, COSTS)
+    assert published.seconds(Layout(), COSTS) == one_sender([100, 100], 8, COSTS)
+    by_handle = Publication((bucket, bucket), 8, "tensor", senders=8, kv_groups=4)
+    assert by_handle.is_everywhere(Layout())
+    assert by_handle.seconds(Layout(), COSTS) is None
+    assert published.buffers(Layout(data=4), 0) == 200
+    # parts of columns come from the other rank; of q, k, v each rank arranges its half
+    assert published.buffers(Layout(tensor=2, data=2), 0) == 200 + max(20, 20)

@@ -1,0 +1,87 @@
+"""The planned bytes of a step on rank 0 beside the arrays of real samples and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rlcore.data.batch import RolloutBatch
+from rlcore.data.sample import Sample, VersionSpan
+from rlcore.planning.host import WAITING_STEPS, StepArrays
+from rlcore.runs.recorder import MOST_UNWRITTEN
+
+PROMPT = 7
+LENGTHS = (12, 30, 8)
+LAYERS = 3
+TOP_K = 2
+
+
+def make_sample(index: int, length: int, *, routed: bool) -> Sample:
+    trainable = length - PROMPT
+    return Sample(
+        draw=index,
+        index=0,
+        prompt_id="rows:1",
+        group_id=index,
+        rollout_id=index,
+        tokens=np.arange(length, dtype=np.int32),
+        loss_mask=(np.arange(length) >= PROMPT).astype(np.uint8),
+        rollout_logprobs=np.full(trainable, -1.0, dtype=np.float32),
+        versions=(VersionSpan(1, 0, trainable),),
+        finish_reason="stop",
+        routed_experts=np.zeros((length, LAYERS, TOP_K), dtype=np.int16) if routed else None,
+    )
+
+
+def num_bytes(batch: RolloutBatch) -> int:
+    arrays = [batch.tokens, batch.cu_tokens, batch.cu_seqlens, batch.loss_mask]
+    arrays += batch.vectors.values()
+    arrays += [] if batch.routed_experts is None else [batch.routed_experts]
+    return sum(array.nbytes for array in arrays)
+
+
+def arrays_of(samples: Iterable[Sample]) -> int:
+    names = ("tokens", "loss_mask", "rollout_logprobs", "routed_experts")
+    found = (getattr(sample, name) for sample in samples for name in names)
+    return sum(array.nbytes for array in found if array is not None)
+
+
+@pytest.mark.parametrize("routed", [False, True], ids=["plain", "routed_experts"])
+def test_bytes_of_samples_batch_and_shares(*, routed: bool) -> None:
+    samples = [make_sample(k, length, routed=routed) for k, length in enumerate(LENGTHS)]
+    planned = StepArrays(
+        sequences=len(LENGTHS),
+        tokens=sum(LENGTHS),
+        trainable=sum(LENGTHS) - PROMPT * len(LENGTHS),
+        vectors=0,
+        routed=LAYERS * TOP_K if routed else 0,
+    )
+    batch = RolloutBatch.from_samples(samples)
+    assert arrays_of(samples) == planned.samples
+    assert num_bytes(batch) == planned.batch
+
+    for name in ("logprobs", "advantages", "weights"):
+        batch.set(name, torch.zeros(batch.num_trainable))
+    places = 8 * batch.num_trainable  # `ShardMap.rows`
+    step = replace(planned, vectors=3)
+    assert arrays_of(samples) + num_bytes(batch) + places == step.step
+    assert WAITING_STEPS == MOST_UNWRITTEN
+
+
+def test_shares_are_those_that_are_sent() -> None:
+    from backends.megatron.cpu.shim import importing_megatron
+
+    with importing_megatron():
+        from backends.megatron.batch.local_batch import _share
+
+    samples = [make_sample(k, length, routed=True) for k, length in enumerate(LENGTHS)]
+    batch = RolloutBatch.from_samples(samples)
+    orders = (torch.tensor([0, 2]), torch.tensor([1]))
+    sent = [array for order in orders for array in _share(batch, order).values()]
+    per_token = [array.nbytes for array in sent if array.numel() > len(LENGTHS) + 1]
+    planned = StepArrays(3, sum(LENGTHS), batch.num_trainable, vectors=0, routed=LAYERS * TOP_K)
+    assert sum(per_token) == planned.shares
