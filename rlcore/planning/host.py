@@ -41,13 +41,8 @@ class StepArrays:
 
     @property
     def step(self) -> int:
-        """Bytes that stay for the step: samples, batch, its vectors, the place of each token."""
-        return self.samples + self.batch + self.trainable * (4 * self.vectors + 8)
-
-    @property
-    def shares(self) -> int:
-        """Bytes of all replicas' shares, which exist while the batch is handed out."""
-        return self.tokens * (4 + 1 + 2 * self.routed) + 12 * self.trainable * self.sampled
+        """Bytes that stay for the step: samples, batch, its vectors. Shares are views of these."""
+        return self.samples + self.batch + 4 * self.vectors * self.trainable
 
     @property
     def waiting(self) -> int:

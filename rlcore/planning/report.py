@@ -139,9 +139,9 @@ def beside_the_step(layout: Layout, job: Job, costs: Costs) -> Iterator[str]:
     if (step := job.arrays) is not None:
         yield (
             f"rank 0's host memory: {gib(step.step)} for the batch of {step.tokens / 1e6:,.1f} M"
-            f" tokens, {gib(step.shares)} more while it is"
+            f" tokens, {gib(step.waiting)} more"
         )
-        yield f"  sent out, {gib(step.waiting)} more if two earlier steps wait for the disk"
+        yield "  if two earlier steps wait for the disk"
 
 
 def _publication(published: Publication, layout: Layout, costs: Costs) -> Iterator[str]:

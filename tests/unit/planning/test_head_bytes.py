@@ -11,7 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from backends.megatron.model.head import fused_logprobs
+from backends.megatron.cpu.shim import importing_megatron
+
+with importing_megatron():
+    from backends.megatron.model.head import fused_logprobs
+
 from rlcore.planning.memory import Layout, Load, head_peak_bytes
 from rlcore.planning.shape import ModelShape
 

@@ -51,7 +51,7 @@ def arrays_of(samples: Iterable[Sample]) -> int:
 
 
 @pytest.mark.parametrize("routed", [False, True], ids=["plain", "routed_experts"])
-def test_bytes_of_samples_batch_and_shares(*, routed: bool) -> None:
+def test_bytes_of_samples_and_batch(*, routed: bool) -> None:
     samples = [make_sample(k, length, routed=routed) for k, length in enumerate(LENGTHS)]
     planned = StepArrays(
         sequences=len(LENGTHS),
@@ -66,22 +66,6 @@ def test_bytes_of_samples_batch_and_shares(*, routed: bool) -> None:
 
     for name in ("logprobs", "advantages", "weights"):
         batch.set(name, torch.zeros(batch.num_trainable))
-    places = 8 * batch.num_trainable  # `ShardMap.rows`
     step = replace(planned, vectors=3)
-    assert arrays_of(samples) + num_bytes(batch) + places == step.step
+    assert arrays_of(samples) + num_bytes(batch) == step.step
     assert WAITING_STEPS == MOST_UNWRITTEN
-
-
-def test_shares_are_those_that_are_sent() -> None:
-    from backends.megatron.cpu.shim import importing_megatron
-
-    with importing_megatron():
-        from backends.megatron.batch.local_batch import _share
-
-    samples = [make_sample(k, length, routed=True) for k, length in enumerate(LENGTHS)]
-    batch = RolloutBatch.from_samples(samples)
-    orders = (torch.tensor([0, 2]), torch.tensor([1]))
-    sent = [array for order in orders for array in _share(batch, order).values()]
-    per_token = [array.nbytes for array in sent if array.numel() > len(LENGTHS) + 1]
-    planned = StepArrays(3, sum(LENGTHS), batch.num_trainable, vectors=0, routed=LAYERS * TOP_K)
-    assert sum(per_token) == planned.shares
