@@ -6,6 +6,8 @@ What they call is stubbed: `tests/script_stage.py`.
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -91,6 +93,21 @@ def test_engines_in_a_folder_that_others_write_to_are_not_believed(stage: Stage)
     assert done.returncode == 1
     assert f"everybody may write to {engines}" in done.stderr
     assert stage.calls("rlcore.launch.torchrun") == []
+
+
+def test_urls_of_another_user_are_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "10.0.0.3.json").write_text('["http://10.0.0.3:1"]')
+    listed = runpy.run_path(str(ROOT / "scripts" / "engine_urls.py"))["main"]
+    assert listed(tmp_path, 1, 0.0) == 0
+    assert capsys.readouterr().out == '["http://10.0.0.3:1"]\n'
+    me = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    assert listed(tmp_path, 1, 0.0) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"10.0.0.3.json in {tmp_path} is another user's" in said.err
 
 
 def test_the_wait_for_engines_ends_with_its_script(stage: Stage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -20,6 +21,12 @@ def relay() -> LogRelay:
 def store(relay: LogRelay) -> dist.Store:
     """The store as an actor opens it."""
     return dist.TCPStore(HOST, relay.port, None, False, wait_for_workers=False)
+
+
+def test_it_listens_on_the_drivers_address_alone(relay: LogRelay) -> None:
+    """Whoever reaches it prints on the driver's terminal."""
+    found = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"]
+    assert [address.ip for address in found if address.port == relay.port] == [HOST]
 
 
 def half_sent(store: dist.Store) -> int:
