@@ -166,6 +166,12 @@ def test_rays_token_is_for_its_owner_alone(stage: Stage) -> None:
     assert token.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_cluster_of_ray_asks_for_a_token(stage: Stage) -> None:
+    stage.run("ray_multinode.sh", "run.yaml", NODE_RANK="0", MASTER_ADDR="10.0.0.1")
+    (call,) = stage.calls("train")
+    assert call["environment"]["RAY_AUTH_MODE"] == "token"
+
+
 PPO = "examples/recipes/llama-3.1-8b-ppo"
 
 
