@@ -105,13 +105,13 @@ def test_a_plugin_that_exits_is_no_success(monkeypatch, capsys):
     )
 
 
-def test_an_error_does_not_steer_the_terminal(monkeypatch, capsys):
+def test_an_error_shows_no_password_and_does_not_steer_the_terminal(monkeypatch, capsys):
     def fail(*_, **__):
-        raise RunFailed("engine-0 said \x1b[2J")
+        raise RunFailed("http://user:hidden@10.0.0.7:1 said \x1b[2J")
 
     monkeypatch.setattr(launchers, "train", fail)
     cli.main(["train", *GIVEN])
-    assert capsys.readouterr().err == "rlcore: engine-0 said \\x1b[2J\n"
+    assert capsys.readouterr().err == "rlcore: http://(masked)@10.0.0.7:1 said \\x1b[2J\n"
 
 
 def test_resume_and_overwrite_exclude_each_other(capsys):

@@ -428,3 +428,12 @@ def test_each_check_describes_itself():
     lines = describe_checks()
     assert len(set(lines)) == len(CHECKS)
     assert all(line[0].isupper() or line.startswith(("norm_length", "training")) for line in lines)
+
+
+def test_with_tls_no_key_goes_to_an_engine_in_clear(refusal) -> None:
+    overrides = ("cluster.tls.ca_file=ca.pem", "rollout.engine.kind=sglang")
+    (line,) = refusal(*overrides, "rollout.engine.urls=['https://a:1', 'http://u:p@b:2']")
+    assert line.startswith("rollout.engine.urls")
+    assert "got 'http://(masked)@b:2', but cluster.tls is set" in line
+    (line,) = refusal(*overrides)
+    assert line.startswith("cluster.tls.certificate_file: not given, but the run starts engines")

@@ -16,7 +16,8 @@ import pytest
 from rlcore.config import Config
 from rlcore.errors import INTERRUPTED, RunFailed
 from rlcore.launch import local
-from rlcore.launch.environment import ARGUMENTS, own_arguments
+from rlcore.launch.environment import ARGUMENTS, INTERFACE, own_arguments
+from rlcore.stores import loopback_interface
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -124,3 +125,20 @@ def test_secrets_are_not_on_the_command_lines_of_ranks(
     assert own_arguments() == ["train", "a.yaml", secret]
     assert ARGUMENTS not in os.environ, "no process that a rank starts inherits it"
     assert own_arguments() == sys.argv[1:]
+
+
+def test_ranks_of_one_machine_talk_over_loopback_unless_told_otherwise(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself gloo takes the address of the machine's name, which others reach."""
+    interfaces: list[str | None] = []
+
+    def start(_: list[str], env: dict[str, str], **__: object) -> None:
+        interfaces.append(env.get(INTERFACE))
+
+    monkeypatch.setattr(local.subprocess, "Popen", start)
+    monkeypatch.delenv(INTERFACE, raising=False)
+    local._start(0, 2, Path(), config, ["train", "a.yaml"])
+    monkeypatch.setenv(INTERFACE, "eth7")
+    local._start(0, 2, Path(), config, ["train", "a.yaml"])
+    assert interfaces == [loopback_interface(), "eth7"]

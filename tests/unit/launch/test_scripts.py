@@ -6,6 +6,8 @@ What they call is stubbed: `tests/script_stage.py`.
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -93,6 +95,21 @@ def test_engines_in_a_folder_that_others_write_to_are_not_believed(stage: Stage)
     assert stage.calls("rlcore.launch.torchrun") == []
 
 
+def test_urls_of_another_user_are_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "10.0.0.3.json").write_text('["http://10.0.0.3:1"]')
+    listed = runpy.run_path(str(ROOT / "scripts" / "engine_urls.py"))["main"]
+    assert listed(tmp_path, 1, 0.0) == 0
+    assert capsys.readouterr().out == '["http://10.0.0.3:1"]\n'
+    me = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    assert listed(tmp_path, 1, 0.0) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"10.0.0.3.json in {tmp_path} is another user's" in said.err
+
+
 def test_the_wait_for_engines_ends_with_its_script(stage: Stage) -> None:
     engines = stage.folder / "engines"
     engines.mkdir()
@@ -147,6 +164,12 @@ def test_rays_token_is_for_its_owner_alone(stage: Stage) -> None:
     done = stage.run("ray_multinode.sh", "run.yaml", NODE_RANK="0", MASTER_ADDR="10.0.0.1")
     assert done.returncode == 0, done.stderr
     assert token.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_cluster_of_ray_asks_for_a_token(stage: Stage) -> None:
+    stage.run("ray_multinode.sh", "run.yaml", NODE_RANK="0", MASTER_ADDR="10.0.0.1")
+    (call,) = stage.calls("train")
+    assert call["environment"]["RAY_AUTH_MODE"] == "token"
 
 
 PPO = "examples/recipes/llama-3.1-8b-ppo"

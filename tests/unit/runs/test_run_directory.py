@@ -89,6 +89,16 @@ def test_overwrite_takes_a_run_of_before_the_header(tmp_path: Path) -> None:
     assert not RunDirectory.create(tmp_path, "a", overwrite=True).config_path.exists()
 
 
+def test_overwrite_spares_a_configuration_that_somebody_wrote(tmp_path: Path) -> None:
+    """It has all sections, as a run's has, and says of no value where it came from."""
+    run = used(tmp_path)
+    sections = ("run", "model", "data", "policy", "algorithm", "rollout", "training")
+    run.config_path.write_text("".join(f"{name}:\n  a: 1\n" for name in sections))
+    with pytest.raises(UserError, match="does not look like a run"):
+        RunDirectory.create(tmp_path, "a", overwrite=True)
+    assert run.metrics_path.exists()
+
+
 def test_overwrite_leaves_and_names_what_no_run_writes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,7 +114,9 @@ def test_overwrite_leaves_and_names_what_no_run_writes(
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
-def test_overwrite_of_a_link_to_a_run_deletes_behind_it(tmp_path: Path) -> None:
+def test_overwrite_of_a_link_to_a_run_deletes_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Behind a link inside the run it deletes nothing: only the link goes."""
     (tmp_path / "runs").mkdir()
     elsewhere = tmp_path / "elsewhere"
@@ -113,11 +125,21 @@ def test_overwrite_of_a_link_to_a_run_deletes_behind_it(tmp_path: Path) -> None:
     (elsewhere / "shard").write_text("x")
     (path / "hf").symlink_to(elsewhere)
     (tmp_path / "runs" / "linked").symlink_to(path)
+    moved: list[Path] = []
+    rename = os.rename
+
+    def spied(old: Path, new: Path) -> None:
+        moved.append(new)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", spied)
     run = RunDirectory.create(tmp_path / "runs", "linked", overwrite=True)
     assert run.path.is_symlink()
     assert not (path / "metrics.jsonl").exists()
     assert not (path / "hf").is_symlink()
     assert (elsewhere / "shard").exists()
+    # nothing is moved to the folder of the link, which may be on another file system
+    assert {new.parent.parent for new in moved} == {tmp_path / "disk"}
     assert [entry.name for entry in (tmp_path / "runs").iterdir()] == ["linked"]
     assert [entry.name for entry in (tmp_path / "disk").iterdir()] == ["a"]
 

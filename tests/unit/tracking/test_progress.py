@@ -194,6 +194,13 @@ def test_a_terminal_shows_the_same_lines_above_a_bar(make_sample: Callable[..., 
     assert "\x1b[" in text
 
 
+def test_a_notice_on_the_screen_does_not_steer_the_terminal() -> None:
+    progress = TerminalProgress("a", 9, Terminal(), clock=Clock())
+    progress.show_notices(["engine-0 said \x1b[2J"])
+    (shown,) = [str(cell) for cell in progress._table().columns[1].cells if "said" in str(cell)]
+    assert shown == r"engine-0 said \x1b[2J"
+
+
 def test_the_stream_decides() -> None:
     assert type(open_progress("a", 1, io.StringIO())) is Progress
     assert type(open_progress("a", 1, Terminal())) is TerminalProgress

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ from backends.megatron.cpu.shim import importing_megatron
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.interfaces import PolicyBackend
 from rlcore.trainer.checkpointer import Checkpointer, folder_inside
+from rlcore.trainer.loop import Trainer
 from rlcore.trainer.rank0 import RankZero
 from rlcore.trainer.rank_sync import RankSync
 
@@ -40,6 +42,9 @@ class Writing:
 
     def finish_save(self) -> None:
         self.calls.append("finish")
+
+    def load(self, folder: Path) -> None:
+        self.calls.append("load")
 
 
 class RecordingRankZero:
@@ -234,4 +239,20 @@ def test_a_stranger_in_the_store_does_not_choose_where_a_rank_writes(tmp_path: P
     checkpointer = Checkpointer(sync, cast(PolicyBackend, backend), None, tmp_path / "checkpoints")
     with pytest.raises(RunFailed, match="elsewhere"):
         checkpointer.save(3, in_background=False)
+    assert backend.calls == []
+
+
+def test_a_stranger_in_the_store_does_not_choose_what_a_rank_resumes_from(tmp_path: Path) -> None:
+    store = HashStore()
+    store.set("sync/1", str(tmp_path / "elsewhere"))  # before rank 0 has spoken
+    backend = Writing()
+    rank = SimpleNamespace(
+        sync=RankSync(store, 1, 2, timeout_s=5),
+        rank0=None,
+        replay_from=None,
+        backend=backend,
+        checkpoints=tmp_path / "checkpoints",
+    )
+    with pytest.raises(RunFailed, match="elsewhere"):
+        Trainer.resume(cast(Trainer, rank))
     assert backend.calls == []

@@ -19,7 +19,7 @@ from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, UserError
 from rlcore.interfaces import RolloutSource
 from rlcore.launch.run_folder import conclude, find_checkpoint
-from rlcore.runs import recorder
+from rlcore.runs import files, recorder
 from rlcore.runs.checkpoints import (
     Best,
     Checkpoint,
@@ -144,6 +144,29 @@ def test_a_checkpoint_counts_once_its_samples_are_on_the_disk(
     threading.Timer(0.05, gate.set).start()
     rank0.commit_checkpoint(1)
     assert directory.recorded_steps() == [1] == committed_steps(directory.checkpoints)
+
+
+def test_as_many_steps_keep_their_samples_as_were_asked_for(
+    open_rank0: Open, directory: RunDirectory
+) -> None:
+    rank0 = open_rank0(None, tracking={"keep_rollouts": 2})
+    for step in range(1, 6):
+        rank0.generate(step)
+        recorded(rank0, step)
+    rank0.recorder.finish()
+    assert directory.recorded_steps() == [4, 5]
+
+
+def test_logs_do_not_grow_with_the_run(
+    open_rank0: Open, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LOG_BYTES", 3)
+    (directory.logs / "engine_0.log").write_text("many")
+    rank0 = open_rank0(None)
+    rank0.metrics = {}
+    rank0.log(0, {})
+    assert (directory.logs / "engine_0.log").read_text() == ""
+    assert (directory.logs / "engine_0.log.1").read_text() == "many"
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), ValueError("a defect")])

@@ -183,6 +183,16 @@ def test_old_keys_are_deleted_once_every_rank_has_passed_them(
     assert store.num_keys() < 60, "of 88 that were set"
 
 
+def test_words_that_were_gathered_are_deleted() -> None:
+    store = HashStore()
+    first, second = (RankSync(store, rank, 2, timeout_s=5) for rank in range(2))
+    said = run_ranks(
+        lambda: first.gather("words", "mine"), lambda: second.gather("words", "a long one")
+    )
+    assert said == [["mine", "a long one"], []]
+    assert store.num_keys() == 0
+
+
 def test_one_process_alone_keeps_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_sync, "TIDY_EVERY", 4)
     store = HashStore()

@@ -18,7 +18,7 @@ from backends.megatron.cpu.shim import importing_megatron
 with importing_megatron():
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-    from backends.megatron.checkpoint.pickles import METADATA
+    from backends.megatron.checkpoint.pickles import METADATA, check_metadata
     from backends.megatron.checkpoint.shards import (
         read_errors,
         read_sharded,
@@ -105,3 +105,10 @@ def test_damaged_metadata_is_still_said_to_be_damaged(tmp_path: Path) -> None:
     expected = pytest.raises(ModelError, match="holds other bytes than were written")
     with expected, read_errors(folder):
         saved_names(folder)
+
+
+def test_metadata_does_not_choose_how_much_memory_is_taken(tmp_path: Path) -> None:
+    """An unpickler allocates all places of its memo up to the one that is named."""
+    (tmp_path / METADATA).write_bytes(b"\x80\x04Nr" + (1 << 20).to_bytes(4, "little") + b".")
+    with pytest.raises(pickle.UnpicklingError, match="place 1048576 in the memo"):
+        check_metadata(tmp_path)

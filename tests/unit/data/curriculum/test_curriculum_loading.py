@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from rlcore.config import Config
 from rlcore.data.curriculum import PromptHistory
+from rlcore.data.curriculum.plugin import GuardedCurriculum
 from rlcore.data.curriculum.results import Outcome
 from rlcore.data.loading import load_prompts, prompt_stream
+from rlcore.errors import RunFailed
 
 seen: list[PromptHistory] = []
 
@@ -80,3 +82,13 @@ def test_supervised_fine_tuning_has_none(tmp_path: Path, tokenizer: Any) -> None
     run.algorithm.loss.name = "sft"
     stream = prompt_stream(run, load_prompts(run, tokenizer))
     assert sorted(stream.row(draw) for draw in range(8)) == list(range(8))
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), SystemExit(3)])
+def test_a_curriculum_that_raises_or_exits_fails_the_run_by_name(error: BaseException) -> None:
+    def curriculum(_: PromptHistory) -> np.ndarray[Any, Any]:
+        raise error
+
+    guarded = GuardedCurriculum("mine", curriculum)
+    with pytest.raises(RunFailed, match=rf"'mine' failed: {type(error).__name__}: {error}"):
+        guarded(cast(PromptHistory, None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -22,6 +23,12 @@ def store(relay: LogRelay) -> dist.Store:
     return dist.TCPStore(HOST, relay.port, None, False, wait_for_workers=False)
 
 
+def test_it_listens_on_the_drivers_address_alone(relay: LogRelay) -> None:
+    """Whoever reaches it prints on the driver's terminal."""
+    found = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"]
+    assert [address.ip for address in found if address.port == relay.port] == [HOST]
+
+
 def half_sent(store: dist.Store) -> int:
     """The number of a line whose process was killed before its text was there."""
     return store.add("lines", 1)
@@ -37,6 +44,7 @@ def test_lines_come_in_their_order_each_on_its_stream(
     assert capsys.readouterr() == ("one\ntwo\n", "a warning\n")
     relay.show()
     assert capsys.readouterr() == ("", "")
+    assert not store.check([line_key(1)]), "the run may be long"
 
 
 def test_a_line_whose_text_never_comes_is_skipped(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlcore.config import Config
 from rlcore.errors import UserError
-from rlcore.launch.ray import discovery
+from rlcore.launch.ray import cluster, discovery
 from rlcore.launch.ray.discovery import AUTO, clusters_of_others, find_cluster
 
 
@@ -59,3 +60,49 @@ def test_of_several_the_newest_is_taken(tmp_path: Path, monkeypatch: pytest.Monk
         find_cluster(proc)
     monkeypatch.setattr(discovery, "read_ray_address", lambda: "10.0.0.2:6379")
     assert find_cluster(proc) == "10.0.0.2:6379"
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The clusters that Ray is told to join; none is."""
+    asked: list[str] = []
+    monkeypatch.setattr(cluster.ray, "init", lambda *, address, **_: asked.append(address))
+    return asked
+
+
+def config() -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"path": "m"},
+            "data": {"paths": ["p"]},
+            "training": {"steps": 1},
+            "cluster": {"launcher": "ray"},
+        }
+    )
+
+
+def test_a_cluster_that_is_passed_by_is_named(
+    joined: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster, "find_cluster", lambda: None)
+    monkeypatch.setattr(cluster, "clusters_of_others", lambda: {"10.0.0.1:6379"})
+    cluster._connect(None, config())
+    assert joined == [cluster.LOCAL]
+    assert "10.0.0.1:6379 on this machine is another user's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_cluster_that_asks_for_no_token_is_warned_of(
+    joined: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asks: bool,
+) -> None:
+    monkeypatch.setattr(cluster, "find_cluster", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(cluster, "is_token_auth_enabled", lambda: asks)
+    cluster._connect(None, config())
+    assert joined == ["10.0.0.1:6379"]
+    said = capsys.readouterr()
+    assert ("whoever reaches it runs code as its user" in said.err) is not asks
+    assert ("which asks for a token" in said.out) is asks

@@ -52,6 +52,10 @@ def hangs_with_children(sample: Sample) -> float:
     return 1.0
 
 
+def oom_score(sample: Sample) -> float:
+    return float(Path("/proc/self/oom_score_adj").read_text())
+
+
 def waits_for_a_file(sample: Sample) -> float:
     """Score the length of the text, once it may."""
     Path(sample.metadata["folder"], "begun").touch()

@@ -16,6 +16,7 @@ from rollout.rewards.base import RewardFailure, Score, Verdict
 from rollout.rewards.pool import RewardPool, Worker, WorkerLimits
 
 TIMEOUT_S = 30.0
+OOM_SCORE = Path("/proc/self/oom_score_adj")
 USUAL = WorkerLimits()
 
 
@@ -138,6 +139,12 @@ def test_memory_beyond_the_limit_costs_its_sample_alone(sample):
     assert "hostile_rewards.py" in failure(bad).reason
     assert failure(bad).reason.endswith("reward.memory_gb is 0.75")
     assert verdict(good).score == 1.0
+
+
+@pytest.mark.skipif(not OOM_SCORE.exists(), reason="the kernel is not Linux")
+def test_where_the_machine_has_no_memory_left_a_worker_ends_before_the_trainer(sample):
+    (found,) = scores("oom_score", sample("x"))
+    assert verdict(found).score == 1000.0 > float(OOM_SCORE.read_text())
 
 
 def test_an_exit_is_an_error_of_its_sample(sample):

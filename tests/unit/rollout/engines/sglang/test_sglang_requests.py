@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import numpy as np
@@ -13,6 +14,7 @@ from rlcore.data.generation import GenerateRequest, Prefix, SamplingParams
 from rlcore.errors import EngineFailed, UserError
 from rollout.engines.embedded.decoding import EXTRA_TOKENS
 from rollout.engines.sglang.generation import (
+    Generation,
     check_request,
     encode,
     encode_sampling,
@@ -215,6 +217,24 @@ def test_what_cannot_be_served_is_refused(asked, why):
 )
 def test_what_can_be_served_is_not(asked):
     check_request(asked, LIMITS)
+
+
+def test_an_answer_may_be_as_long_as_what_was_asked_for():
+    """Beyond that it has no end, and is not gathered."""
+    longest = []
+
+    class Client:
+        name = "engine-3"
+
+        async def post(self, route, body, *, limit, answer_bytes):
+            longest.append(answer_bytes)
+            raise EngineFailed(route)
+
+    for asked in (request([1], n=2), request([1], n=4), request([1], n=2, max_new_tokens=1)):
+        with pytest.raises(EngineFailed, match="/generate"):
+            asyncio.run(Generation(Client(), LIMITS).one(asked))
+    assert longest[1] == 2 * longest[0]
+    assert longest[2] < longest[0] < 1 << 20
 
 
 INFO = {

@@ -15,11 +15,13 @@ import pytest
 from rlcore.config.checks.engine import OURS, cannot_start
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, ModelError, UserError
+from rlcore.stores import loopback_interface
 from rollout.engines.child_process import members
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 from rollout.engines.sglang.entry import without_idle
 from rollout.engines.sglang.server_process import (
     ENTRY,
+    GLOO_INTERFACE,
     ManagedServer,
     cores_of_ranks,
     engine_python,
@@ -279,6 +281,17 @@ def test_the_engines_environment_is_its_own(
         ]
         == "2,3"
     )
+
+
+def test_a_server_on_loopback_has_its_groups_there(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself gloo takes the address of the machine's name, which others reach."""
+    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
+    assert server(tmp_path, folder)._environment()[GLOO_INTERFACE] == loopback_interface()
+    assert GLOO_INTERFACE not in server(tmp_path, folder, host="192.0.2.7")._environment()
+    monkeypatch.setenv(GLOO_INTERFACE, "eth7")
+    assert server(tmp_path, folder)._environment()[GLOO_INTERFACE] == "eth7"
 
 
 def test_a_server_can_be_given_variables_that_the_trainer_keeps_to_itself(

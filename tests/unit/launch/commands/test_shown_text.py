@@ -1,0 +1,61 @@
+"""What commands show of runs does not steer the terminal: models and other processes wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlcore import cli
+from rlcore.config import Config
+from rlcore.data.sample import Sample
+from rlcore.launch.commands import compare, evaluate, ledger
+
+TEXT = "\x1b[2Jgone"
+SHOWN = r"\x1b[2Jgone"
+
+
+def read(capsys: pytest.CaptureFixture[str]) -> str:
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    return text
+
+
+def test_lines_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._print_lines([TEXT, "and more"]) == 0
+    assert read(capsys) == f"{SHOWN}\nand more\n"
+
+
+def test_answers_of_an_evaluation(
+    make_sample: Callable[..., Sample], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"name": "a"},
+            "model": {"path": "m"},
+            "data": {"paths": "d.jsonl"},
+            "training": {"steps": 1},
+        }
+    )
+    evaluate._show(config, {"eval/score": 0.5}, [make_sample(response_text=TEXT)], None)
+    assert SHOWN in read(capsys)
+
+
+def test_what_happened_to_a_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ledger, "read_journal", lambda _: None)
+    monkeypatch.setattr(ledger, "life_of", lambda *_: ["draw 3", TEXT])
+    ledger.show_ledger(tmp_path, draw=3, as_json=False, recordings=False)
+    assert read(capsys) == f"draw 3\n{SHOWN}\n"
+
+
+def test_differences_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare, "compare", lambda *_, **__: SimpleNamespace(differs=[]))
+    monkeypatch.setattr(compare, "describe", lambda *_, **__: [TEXT])
+    compare.compare_runs(tmp_path, tmp_path, tolerance=0.0, as_json=False)
+    assert read(capsys) == f"{SHOWN}\n"

@@ -1,0 +1,37 @@
+"""What of a record is written to a log, and what is shown on the terminal."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+from pathlib import Path
+
+import pytest
+
+from rlcore.config.secrets import MASK
+from rlcore.launch.logs import Terminal, open_log
+
+URL = "http://user:hidden@10.0.0.7:1"
+
+
+def record(message: str, *values: object, error: Exception | None = None) -> logging.LogRecord:
+    trace = None if error is None else (type(error), error, error.__traceback__)
+    return logging.LogRecord("rlcore.x", logging.WARNING, __file__, 1, message, values, trace)
+
+
+def test_a_log_holds_no_password_of_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faulthandler, "enable", lambda *_: None)
+    monkeypatch.setattr(faulthandler, "register", lambda *_: None)
+    log = open_log(tmp_path / "logs" / "rank_0.log")
+    log.handle(record("asked %s", URL, error=ValueError(f"no answer of {URL}")))
+    text = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert "hidden" not in text
+    assert f"asked http://{MASK}@10.0.0.7:1\n" in text
+    assert f"no answer of http://{MASK}@10.0.0.7:1" in text
+
+
+def test_the_terminal_shows_no_password_and_is_not_steered(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Terminal().handle(record("asked %s: %s", URL, "\x1b[2Jgone"))
+    assert capsys.readouterr().err == f"warning: asked http://{MASK}@10.0.0.7:1: \\x1b[2Jgone\n"
