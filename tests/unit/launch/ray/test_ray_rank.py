@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from ray.exceptions import RayActorError
 from torch.distributed import HashStore
 
 import rlcore.launch.rank
+from rlcore.config import Config
 from rlcore.launch.environment import rank_environment, store_environment
 from rlcore.launch.ray import rank_actor as rank_module
 from rlcore.launch.ray import ranks as ranks_module
@@ -117,3 +120,24 @@ def test_after_the_end_of_the_run_only_rank_0_is_missed(
     ranks._collect()
     assert ranks._runs == {}
     assert (ranks._first_lost() is not None) == counts
+
+
+def test_the_store_of_the_ranks_listens_on_the_drivers_address_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever reaches it can end the run."""
+    config = Config.model_validate(
+        {
+            "run": {"name": "a", "dir": str(tmp_path)},
+            "model": {"path": "m"},
+            "data": {"paths": "d.jsonl"},
+            "training": {"steps": 1},
+        }
+    )
+    monkeypatch.setattr(ranks_module, "store_prefix", lambda: "rlcore/0")
+    cluster: Any = SimpleNamespace(address="127.0.0.1", placement=SimpleNamespace(ranks=[0, 1]))
+    loaded: Any = SimpleNamespace(config=config)
+    group: Any = None
+    ranks = Ranks(cluster, group, loaded, Here(), lambda: None)
+    found = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"]
+    assert [address.ip for address in found if address.port == ranks._host.port] == ["127.0.0.1"]
