@@ -20,6 +20,7 @@ from rlcore.config import Config
 from rlcore.config.sections.rollout import RestartConfig
 from rlcore.errors import ConfigError, RlcoreError, RunFailed
 from rlcore.runs.files import write_atomic
+from rlcore.terminal import printable
 from rollout.fleet.engine_states import pause_before
 
 if TYPE_CHECKING:
@@ -214,4 +215,4 @@ async def _end(server: ManagedServer) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

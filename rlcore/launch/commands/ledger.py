@@ -33,7 +33,7 @@ def show_ledger(path: Path, *, draw: int | None, as_json: bool, recordings: bool
     if as_json:
         print(json.dumps({**asdict(found), "balanced": not found.contradictions}, indent=2))
     else:
-        print("\n".join(describe(found)))
+        print(printable("\n".join(describe(found))))
     return CONTRADICTED if found.contradictions else BALANCED
 
 

@@ -11,7 +11,7 @@ import pytest
 from rlcore import cli
 from rlcore.config import Config
 from rlcore.data.sample import Sample
-from rlcore.launch.commands import compare, evaluate, ledger
+from rlcore.launch.commands import compare, engine, evaluate, ledger
 
 TEXT = "\x1b[2Jgone"
 SHOWN = r"\x1b[2Jgone"
@@ -50,6 +50,20 @@ def test_what_happened_to_a_draw(
     monkeypatch.setattr(ledger, "life_of", lambda *_: ["draw 3", TEXT])
     ledger.show_ledger(tmp_path, draw=3, as_json=False, recordings=False)
     assert read(capsys) == f"draw 3\n{SHOWN}\n"
+
+
+def test_the_summary_of_a_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ledger, "audit", lambda *_, **__: SimpleNamespace(contradictions=[TEXT]))
+    monkeypatch.setattr(ledger, "describe", lambda found: found.contradictions)
+    ledger.show_ledger(tmp_path, draw=None, as_json=False, recordings=False)
+    assert read(capsys) == f"{SHOWN}\n"
+
+
+def test_words_of_an_engine_that_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    engine._say(TEXT)
+    assert capsys.readouterr().err == f"{SHOWN}\n"
 
 
 def test_differences_of_runs(
