@@ -55,6 +55,16 @@ MODELS: dict[str, tuple[str, dict[str, int], int]] = {
          "vocab_size": 151936},
         128,
     ),
+    "1T": (
+        "DeepseekV3",  # with the sizes of Kimi K2
+        {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64,
+         "num_key_value_heads": 64, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+         "n_routed_experts": 384, "n_shared_experts": 1, "num_experts_per_tok": 8,
+         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 1536,
+         "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+         "vocab_size": 163840},
+        512,
+    ),
 }  # fmt: skip
 
 
