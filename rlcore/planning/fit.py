@@ -88,7 +88,7 @@ def _publishing(found: Needs, publication: Publication, layout: Layout) -> Needs
 
     They stay, but engines that share the GPUs get that memory; these read copies of two buckets.
     """
-    buffers = publication.buffers(layout, found.stage)
+    buffers = publication.buffers(layout, rank0=found.stage == 0)
     if publication.transport == "tensor":
         copies = publication.two_buckets
         return replace(found, phases=found.phases | {"publication": buffers + copies})

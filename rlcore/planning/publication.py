@@ -138,8 +138,8 @@ class Publication:
         """Whether every rank gets every bucket, and not rank 0 alone."""
         return self.transport == "tensor" or self.sending_ranks(layout) > 1
 
-    def buffers(self, layout: Layout, stage: int) -> int:
-        """Return the bytes of a stage's fullest rank that stay from one publication to the next.
+    def buffers(self, layout: Layout, *, rank0: bool) -> int:
+        """Return the bytes of rank 0, or of another rank, that stay until the next publication.
 
         These are two buckets, parts that are received, and two buckets' parts that are sent; parts
         of less than 1 MB are not counted.
@@ -150,7 +150,7 @@ class Publication:
             # Of ranks with like parts the first assembles; with experts that is not always the same
             aside = received + copied if layout.expert > 1 else max(received, copied)
             return self.two_buckets + aside
-        return self.two_buckets + received if stage == 0 else copied
+        return self.two_buckets + received if rank0 else copied
 
     @property
     def two_buckets(self) -> int:

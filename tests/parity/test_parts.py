@@ -180,11 +180,13 @@ def test_a_micro_batch_without_trainable_tokens(first: int, last: int) -> None:
 def test_shares_arrive_as_they_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = [
         {
-            "bytes": torch.tensor([True, False, True]),
-            "longs": torch.arange(5) + d,
-            "none": torch.zeros(0, dtype=torch.float64),
-            "doubles": torch.randn(2, 3, dtype=torch.float64).t(),  # not contiguous
-            "halves": torch.randn(3).bfloat16(),
+            "bytes": [torch.tensor([True, False]), torch.tensor([True])],
+            "longs": [torch.arange(5) + d],
+            "none": [torch.zeros(0, dtype=torch.float64)],
+            "doubles": [torch.randn(2, 3, dtype=torch.float64).t()],  # not contiguous
+            "rows": [torch.randn(2, 3), torch.randn(0, 3), torch.randn(1, 3)],
+            "halves": [torch.randn(3).bfloat16()],
+            "number": [torch.tensor(2.5)],
         }
         for d in range(2)
     ]
@@ -210,8 +212,11 @@ def test_shares_arrive_as_they_were_sent(monkeypatch: pytest.MonkeyPatch) -> Non
     received = local_batch._scatter(None, at(1))
     assert not wire
     for share, out in zip(shares, (sent, received), strict=True):
-        assert {name: t.dtype for name, t in out.items()} == {n: t.dtype for n, t in share.items()}
-        assert all(torch.equal(out[name], tensor) for name, tensor in share.items())
+        assert out.keys() == share.keys()
+        for name, parts in share.items():
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            assert out[name].dtype == whole.dtype
+            assert torch.equal(out[name], whole)
 
 
 def test_a_sequence_that_no_plan_places_is_an_error() -> None:

@@ -313,17 +313,17 @@ def _scatter(shares: Sequence[Share] | None, parallel: ParallelState) -> dict[st
     """
     if parallel.world_size == 1:
         assert shares is not None
-        return {name: torch.cat(parts) for name, parts in shares[0].items()}
+        return {name: _joined(parts) for name, parts in shares[0].items()}
     layouts = None
     if shares is not None:
         layouts = [{name: _layout(parts) for name, parts in share.items()} for share in shares]
     layouts = broadcast_json(layouts, 0, parallel.control_group)
     leader = parallel.replica_leaders[parallel.dp_rank]
     if shares is not None:
-        own = {name: torch.cat(parts) for name, parts in shares[0].items()}
+        own = {name: _joined(parts) for name, parts in shares[0].items()}
         for share, other in list(zip(shares, parallel.replica_leaders))[1:]:
             for parts in share.values():
-                for data in _raw([torch.cat(parts)]):
+                for data in _raw([_joined(parts)]):
                     dist.send(data, other, group=parallel.control_group)
     else:
         own = {
@@ -339,10 +339,15 @@ def _scatter(shares: Sequence[Share] | None, parallel: ParallelState) -> dict[st
     return own
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The tensor that is joined from parts, always a copy; numbers come in one part."""
+    return parts[0].clone() if len(parts) == 1 else torch.cat([*parts])
+
+
 def _layout(parts: Sequence[Tensor]) -> tuple[str, list[int]]:
     """The type and shape of the tensor that is joined from parts."""
     first = parts[0]
-    shape = [sum(map(len, parts)), *first.shape[1:]]
+    shape = [*first.shape] if len(parts) == 1 else [sum(map(len, parts)), *first.shape[1:]]
     return str(first.dtype).removeprefix("torch."), shape
 
 

@@ -76,7 +76,7 @@ def dry_run(
                 everywhere=published is not None and published.is_everywhere(layout),
             )
         planned = stage_needs(layout, in_flight, job.trained, job.frozen, stage)
-        kept = 0 if published is None else published.buffers(layout, stage)
+        kept = 0 if published is None else published.buffers(layout, rank0=rank == 0)
         after = {"publication": kept, "checkpoint": planned.phases["checkpoint"] + kept}
         planned = replace(planned, phases=planned.phases | after)
         yield ""

@@ -55,6 +55,6 @@ def test_senders_and_who_gets_the_buckets() -> None:
     by_handle = Publication((bucket, bucket), 8, "tensor", senders=8, kv_groups=4)
     assert by_handle.is_everywhere(Layout())
     assert by_handle.seconds(Layout(), COSTS) is None
-    assert published.buffers(Layout(data=4), 0) == 200
+    assert published.buffers(Layout(data=4), rank0=True) == 200
     # parts of columns come from the other rank; of q, k, v each rank arranges its half
-    assert published.buffers(Layout(tensor=2, data=2), 0) == 200 + max(20, 20)
+    assert published.buffers(Layout(tensor=2, data=2), rank0=True) == 200 + max(20, 20)
