@@ -22,7 +22,7 @@ RANKS = Path(__file__).with_name("routing_ranks.py")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FORCED: dict[str, Any] = {"model": "qwen3_moe", "then": "qwen3_moe_other", "plans": ["pairs"],
     "replay": "engine",
-                          "samples": "recorded"}  # fmt: skip
+                          "samples": "recorded.parquet"}  # fmt: skip
 
 # By the ranks of a launch; those below 0 are launched by `scripts/test.sh --full` alone.
 CASES: dict[int, list[dict[str, Any]]] = {
@@ -67,7 +67,7 @@ def samples(folder: Path) -> list[Sample]:
         assert len(sample.routed_experts) == len(sample.tokens) - 1
     drawn[0].routed_experts[3:6] = -1  # type: ignore[index]
     drawn[1].routed_experts = drawn[1].routed_experts[:4]  # type: ignore[index]
-    write_rollouts(folder / "recorded", 1, drawn)
+    write_rollouts(folder / "recorded.parquet", 1, drawn)
     return drawn
 
 

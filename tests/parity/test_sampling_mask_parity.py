@@ -22,19 +22,19 @@ HALVES: dict[str, Any] = {
     "model": "qwen3",
     "plan": ["half0", "half1"],
     "update": 1,
-    "samples": "kept",
+    "samples": "kept.parquet",
 }
 
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
-        {"name": "off", **HALVES, "samples": "plain"},
+        {"name": "off", **HALVES, "samples": "plain.parquet"},
         {"name": "on", **HALVES, "chunk_elements": 40},
         {"name": "uneven", **HALVES, "plan": "uneven", "update": 0},
         {"name": "on_policy", **HALVES, "plan": "uneven", "update": 0,
          "algorithm": {"old_logprobs": "rollout"}},
         {"name": "off_policy", **HALVES, "plan": "uneven", "update": 0,
          "algorithm": {"old_logprobs": "rollout"},
-         "samples": "plain"},
+         "samples": "plain.parquet"},
     ],
     2: [
         {"name": "tp2", **HALVES, "parallel": {"tensor": 2, "sequence": True}},
@@ -47,7 +47,7 @@ KEPT = [
     case
     for cases in CASES.values()
     for case in cases
-    if case["samples"] == "kept" and "algorithm" not in case
+    if case["samples"] == "kept.parquet" and "algorithm" not in case
 ]
 
 
@@ -65,11 +65,11 @@ def samples(folder: Path) -> list[Sample]:
     drawn = draw_samples(
         folder / "models" / "qwen3", oracle._load(folder / "models" / "qwen3").float()
     )
-    write_rollouts(folder / "kept", 1, drawn)
+    write_rollouts(folder / "kept.parquet", 1, drawn)
     kept = [sample.sampling_mask for sample in drawn]
     for sample in drawn:
         sample.sampling_mask = None
-    write_rollouts(folder / "plain", 1, drawn)
+    write_rollouts(folder / "plain.parquet", 1, drawn)
     for sample, sets in zip(drawn, kept):
         sample.sampling_mask = sets
     return drawn
