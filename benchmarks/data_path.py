@@ -5,8 +5,8 @@
 
 Rank 0 makes the batch of the samples, deals it to the data-parallel ranks, takes the log-probs and
 entropies of every rank, hands advantages and weights out, and records the step to a file. All of
-it is the product's code; the wire is not there: what would be sent is made, and dropped. The
-estimator is in benchmarks/algorithms.py, the plan in benchmarks/prefixes.py.
+it is the product's code; the wire is not there: what would be sent is made, and dropped. The plan
+is given; the estimator is in benchmarks/algorithms.py.
 
 Memory is what the process holds at most beyond the samples, by the kernel's own count.
 """

@@ -56,28 +56,18 @@ def checkpoint_bytes(
     dtype_bytes: int,
     vocab_multiple: int = 1,
     value_head: bool = False,
-) -> int:
-    """Return the bytes of a trained model in a checkpoint: each weight and its state once."""
+) -> tuple[int, int]:
+    """Return the bytes of a trained model in a checkpoint, and those of the rank that writes most.
+
+    Each weight and its optimizer's state is there once. A rank of the first replica writes most:
+    its weights, and the state that it holds. A save in the background copies these to host memory
+    first, which is kept for the next save.
+    """
     padding = padded_vocab(shape, layout, vocab_multiple) - shape.vocab
     heads = 1 if shape.tied or value_head else 2
     count = shape.parameters + heads * padding * shape.hidden
     if value_head:
         count += shape.hidden - (0 if shape.tied else shape.vocab * shape.hidden)
-    return count * (dtype_bytes + 8 + (4 if dtype_bytes < 4 else 0))
-
-
-def checkpoint_rank_bytes(
-    shape: ModelShape,
-    layout: Layout,
-    dtype_bytes: int,
-    vocab_multiple: int = 1,
-    value_head: bool = False,
-) -> int:
-    """Return the bytes of a model that the rank with most writes: of the first replica it is.
-
-    It writes its weights and the optimizer's state that it holds. A save in the background copies
-    them to host memory first, which is kept for the next save.
-    """
 
     def written(stage: int) -> int:
         weights = rank_weights(
@@ -86,4 +76,5 @@ def checkpoint_rank_bytes(
         state = optimizer_bytes(weights, layout, dtype_bytes=dtype_bytes)
         return dtype_bytes * weights.total + state
 
-    return max(map(written, range(layout.pipeline)))
+    whole = count * (dtype_bytes + 8 + (4 if dtype_bytes < 4 else 0))
+    return whole, max(map(written, range(layout.pipeline)))

@@ -8,7 +8,7 @@ from math import ceil
 
 from rlcore.planning.devices import Gpu
 from rlcore.planning.fit import GIB, RESERVED, kv_bytes_per_token
-from rlcore.planning.host import checkpoint_bytes, checkpoint_rank_bytes
+from rlcore.planning.host import checkpoint_bytes
 from rlcore.planning.memory import Layout
 from rlcore.planning.publication import Costs, Publication
 from rlcore.planning.search import Job, Option, usable
@@ -131,9 +131,11 @@ def beside_the_step(layout: Layout, job: Job, costs: Costs) -> Iterator[str]:
             layout,
             distributed=layout.distributed if model.distributed is None else model.distributed,
         )
-        sizes = (job.dtype_bytes, job.vocab_multiple, model.value_head)
-        whole += checkpoint_bytes(model.shape, own, *sizes)
-        of_rank += checkpoint_rank_bytes(model.shape, own, *sizes)
+        found = checkpoint_bytes(
+            model.shape, own, job.dtype_bytes, job.vocab_multiple, model.value_head
+        )
+        whole += found[0]
+        of_rank += found[1]
     copied = ", from a copy in host memory" if job.async_save else ""
     yield f"a checkpoint: {gib(whole)} on disk; a rank writes at most {gib(of_rank)}{copied}"
     if (step := job.arrays) is not None:

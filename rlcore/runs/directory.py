@@ -58,7 +58,7 @@ _FEWEST_DEFAULTS = 20
 _LONGEST_NAME = 200  # bytes; file systems take 255, of which `.NAME.trash` needs some
 RECORDING = ".parquet"  # ends the name of a step's samples
 _EARLIER = ".jsonl.zst"  # likewise, in earlier versions
-_ROLLOUT = re.compile(r"step_(\d+)(\.parquet|\.jsonl\.zst)")
+STEP_FILE = re.compile(r"step_(\d{1,12})(?:\.parquet|\.jsonl\.zst)")  # of samples
 
 
 @dataclass
@@ -200,7 +200,7 @@ class RunDirectory:
         self.result_path.unlink(missing_ok=True)
         folders = (folder for folder in (self.rollouts, self.evaluations) if folder.is_dir())
         for path in (path for folder in folders for path in folder.iterdir()):
-            match = _ROLLOUT.fullmatch(path.name)
+            match = STEP_FILE.fullmatch(path.name)
             if path.suffix == ".tmp" or (match and int(match[1]) > step):
                 path.unlink()
 
@@ -221,7 +221,7 @@ def _recording(folder: Path, step: int) -> Path:
 def _steps_in(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
-    found = (_ROLLOUT.fullmatch(path.name) for path in folder.iterdir())
+    found = (STEP_FILE.fullmatch(path.name) for path in folder.iterdir())
     return sorted(int(match[1]) for match in found if match)
 
 

@@ -29,7 +29,7 @@ from rlcore.errors import DataError
 Record = dict[str, Any]
 LEVEL = 3  # of zstandard
 MOST_BYTES = 2 << 30  # of a row group, decompressed: a file must not fill the memory
-OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 _FLOATS = pa.large_list(pa.float32())
 _INTEGERS = pa.large_list(pa.int32())
@@ -57,12 +57,8 @@ TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("label", "metadata", "messages", "routed_experts"), _JSON),
     SAMPLING_MASK_KEY: pa.struct([("tokens", _INTEGERS), ("counts", _INTEGERS)]),
 }
-_ABSENT = (
-    "advantages",
-    "policy_steps",
-    "messages",
-    "vectors",
-)  # from a record, where they are null
+# Where these are null, a record has no such key.
+_ABSENT = ("advantages", "policy_steps", "messages", "vectors")
 
 
 class TableWriter:
@@ -122,7 +118,7 @@ def _column(values: Sequence[Any], kind: Any) -> pa.Array:
 def to_json(value: Any) -> bytes:
     """Return a value as JSON; what JSON does not know becomes its text."""
     try:
-        return orjson.dumps(value, default=str, option=OPTIONS)
+        return orjson.dumps(value, default=str, option=_OPTIONS)
     except TypeError:  # integers beyond 64 bits, and halves of surrogate pairs
         return json.dumps(value, default=_jsonable).encode()
 
@@ -181,7 +177,7 @@ def _mask(values: Sequence[Any]) -> pa.Array:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def _reading(path: Path) -> Iterator[None]:
     """Turn what a missing or damaged file raises into a DataError that names it."""
     try:
         yield
@@ -207,7 +203,7 @@ def read_table(
         DataError: the file is missing, damaged, or no table of samples.
     """
     wanted = None if rows is None else np.unique(np.fromiter(rows, dtype=np.int64))
-    with reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+    with _reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
         first = 0
         for group in range(file.num_row_groups):
             found = file.metadata.row_group(group)

@@ -13,10 +13,10 @@ from rlcore.view.reader import Record
 from rlcore.view.run import RunView
 
 EXCERPT = 240  # characters of a text in a table
-# of a record, for `texts_of`
+# What `texts_of` needs of a record.
 SEARCHED = (
-    *("prompt_text", "response_text", "prompt_id", "label", "metadata", "messages"),
-    "turn_spans",
+    *("prompt_text", "response_text", "prompt_id", "label"),
+    *("metadata", "messages", "turn_spans"),
 )
 Vector = NDArray[Any]
 # name, title, definition, scale: "diverging" around 0 or 1, "sequential", or "steps" of few values

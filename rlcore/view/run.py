@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
 from rlcore.errors import DataError, UserError
-from rlcore.runs.directory import RunDirectory
+from rlcore.runs.directory import STEP_FILE, RunDirectory
 from rlcore.view.indexing import Indexer, RunIndex
 from rlcore.view.metrics import MetricsTable
 from rlcore.view.pieces import TokenTexts
@@ -27,9 +26,6 @@ class LedgerReader(Protocol):
 
     def life(self, draw: int) -> list[dict[str, Any]]:
         """Return what happened to a draw, in order. Raises DataError as above."""
-
-
-_STEP = re.compile(r"step_(\d{1,12})(?:\.parquet|\.jsonl\.zst)")
 
 
 class RunView:
@@ -105,7 +101,7 @@ class RunView:
         if not self.inside(folder).is_dir():
             return {}
         with os.scandir(folder) as entries:
-            found = ((_STEP.fullmatch(entry.name), entry.path) for entry in entries)
+            found = ((STEP_FILE.fullmatch(entry.name), entry.path) for entry in entries)
             return dict(sorted((int(match[1]), Path(path)) for match, path in found if match))
 
     def recording(self, step: int) -> Path:

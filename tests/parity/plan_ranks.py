@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from cases import TRAINED, make_config
-from rank_main import joined, payload
+from offload_ranks import finish_save
+from rank_main import main
 
 from backends.megatron import MegatronBackend
 from rlcore.trainer.objective import Objective
 
 
-def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+def run(case: dict[str, Any], folder: Path) -> None:
     optimizer = {**TRAINED, "distributed": case.get("distributed", False)}
     config = make_config({**case, "optimizer": optimizer}, folder.parent / "models")
     backend = MegatronBackend(
@@ -49,23 +48,11 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     )
     found["on_disk"] = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     backend.start_save(folder / f"{case['name']}_again")
-    while backend.save_seconds() is None:
-        pass
-    backend.finish_save()
+    finish_save(backend)
     found["copied"] = sum(copy.nbytes for copy in backend._host_copies._tensors.values())
     backend.close()
-    return found
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    results = {}
-    with joined(folder):
-        for case in payload(folder):
-            print("case", case["name"], flush=True)
-            results[case["name"]] = run(case, folder)
-    (folder / f"bytes{os.environ['RANK']}.json").write_text(json.dumps(results))
+    (folder / f"{case['name']}{backend.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

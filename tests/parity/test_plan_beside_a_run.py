@@ -13,7 +13,7 @@ from spawn import run_ranks
 
 from backends.megatron.convert.read import read_architecture
 from rlcore.launch.commands.plan import configured_layout, make_publication
-from rlcore.planning.host import checkpoint_bytes, checkpoint_rank_bytes
+from rlcore.planning.host import checkpoint_bytes
 
 RANKS = Path(__file__).with_name("plan_ranks.py")
 # Large enough that most parts travel alone, from 1 MB on.
@@ -58,7 +58,7 @@ def test_publications_and_checkpoints(folder: Path, size: int, case: dict[str, A
     config = make_config(given, folder / "models")
     layout = configured_layout(config, arch, size)
     found = [
-        json.loads((folder / f"world{size}" / f"bytes{rank}.json").read_text())[case["name"]]
+        json.loads((folder / f"world{size}" / f"{case['name']}{rank}.json").read_text())
         for rank in range(size)
     ]
     published = make_publication(config, arch)
@@ -69,9 +69,8 @@ def test_publications_and_checkpoints(folder: Path, size: int, case: dict[str, A
     assert all(rank["everywhere"]["sent"] == sizes for rank in found)
 
     b = 2 if config.model.dtype == "bf16" else 4
-    on_disk = checkpoint_bytes(arch.shape, layout, b)
+    on_disk, of_rank = checkpoint_bytes(arch.shape, layout, b)
     assert found[0]["on_disk"] == pytest.approx(on_disk, rel=0.02)
-    of_rank = checkpoint_rank_bytes(arch.shape, layout, b)
     assert max(rank["written"] for rank in found) == pytest.approx(of_rank, rel=0.02)
     assert max(rank["copied"] for rank in found) == pytest.approx(of_rank, rel=0.01)
 
@@ -95,7 +94,7 @@ def test_buffers_of_a_publication(
         each = size // layout.pipeline
         ranks = range(stage * each, (stage + 1) * each)
         found = max(
-            json.loads((folder / f"world{size}" / f"bytes{rank}.json").read_text())[case["name"]][
+            json.loads((folder / f"world{size}" / f"{case['name']}{rank}.json").read_text())[
                 "everywhere" if everywhere else "alone"
             ]["buffers"]
             for rank in ranks

@@ -2,7 +2,7 @@
 
 Rank 0 sends each data-parallel rank's share to one rank of its replica, which broadcasts it there,
 over gloo and without pickling; each rank makes packs of its share. One rank of each replica's last
-stage sends its results to rank 0. With one process nothing is copied.
+stage sends its results to rank 0. With one process nothing is sent.
 """
 
 from __future__ import annotations
