@@ -15,7 +15,6 @@ from rlcore.data.sample import Sample
 from rlcore.errors import DataError
 from rlcore.runs.background import Background
 from rlcore.runs.directory import RECORDING, RunDirectory
-from rlcore.runs.rollouts import write_rollouts
 from rlcore.runs.sample_index import IndexWriter, Scalars
 
 logger = logging.getLogger(__name__)
@@ -79,6 +78,9 @@ class RolloutRecorder:
         """
 
         def write() -> None:
+            # PyArrow is loaded where samples are recorded, rather than on every rank.
+            from rlcore.runs.rollouts import write_rollouts
+
             scalars = write_rollouts(
                 _anew(self.directory.rollouts_path, step),
                 step,
@@ -106,6 +108,8 @@ class RolloutRecorder:
         """Write the held-out samples of the evaluation after `step`."""
 
         def write() -> None:
+            from rlcore.runs.rollouts import write_rollouts
+
             self.directory.evaluations.mkdir(exist_ok=True)
             write_rollouts(_anew(self.directory.evaluations_path, step), step, samples)
 

@@ -9,7 +9,7 @@ import torch
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from backends.megatron.batch.local_batch import ShardMap, _shares
+    from backends.megatron.batch.local_batch import ShardMap, _joined, _shares
 
 from rlcore.data.batch import BatchSamplingMasks, RolloutBatch
 from rlcore.data.packing.plan import MinibatchPlan
@@ -74,6 +74,14 @@ def test_what_is_sent_is_no_second_copy() -> None:
     for share in _shares(whole, ShardMap.of(whole, PLANS, 3)):
         own = whole.tokens.untyped_storage().data_ptr()
         assert all(part.untyped_storage().data_ptr() == own for part in share["tokens"])
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_what_rank_0_keeps_of_a_share_is_its_own(of: int) -> None:
+    part = torch.arange(3.0)
+    own = _joined([part] * of)
+    own.zero_()
+    assert part.tolist() == [0.0, 1.0, 2.0], "else an update of it would change the batch"
 
 
 def test_what_was_dealt_comes_back_in_order() -> None:

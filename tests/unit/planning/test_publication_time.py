@@ -58,3 +58,12 @@ def test_senders_and_who_gets_the_buckets() -> None:
     assert published.buffers(Layout(data=4), rank0=True) == 200
     # parts of columns come from the other rank; of q, k, v each rank arranges its half
     assert published.buffers(Layout(tensor=2, data=2), rank0=True) == 200 + max(20, 20)
+
+
+def test_buffers_where_rank_0_sends_alone() -> None:
+    bucket = PublishedBucket(100, columns=40, groups=20)
+    published = Publication((bucket, bucket), 8, "distributed", senders=1, kv_groups=4)
+    layout = Layout(tensor=2, data=2)
+    assert published.buffers(layout, rank0=True) == 200 + 20
+    # half of q, k, v of each of two buckets, arranged before it is sent to rank 0
+    assert published.buffers(layout, rank0=False) == 20

@@ -69,3 +69,4 @@ def test_bytes_of_samples_and_batch(*, routed: bool) -> None:
     step = replace(planned, vectors=3)
     assert arrays_of(samples) + num_bytes(batch) == step.step
     assert WAITING_STEPS == MOST_UNWRITTEN
+    assert step.waiting == MOST_UNWRITTEN * step.step

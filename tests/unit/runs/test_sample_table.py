@@ -16,7 +16,7 @@ from rlcore.data.sample import Sample, SamplingMasks, TurnSpan, VersionSpan
 from rlcore.errors import DataError
 from rlcore.runs import rollouts, sample_table
 from rlcore.runs.rollouts import read_rollouts, write_rollouts
-from rlcore.runs.sample_table import read_table
+from rlcore.runs.sample_table import TableWriter, read_table
 from tests.earlier_recordings import write_earlier
 
 MakeSample = Callable[..., Sample]
@@ -134,6 +134,72 @@ def test_rows_and_columns_are_chosen_and_no_others_read(
     }
     with pytest.raises(DataError, match="not a readable recording"):
         dict(read_table(path, rows=[1]))
+
+
+def test_a_changed_number_is_noticed_by_its_pages_checksum(
+    tmp_path: Path, make_sample: MakeSample
+) -> None:
+    path = tmp_path / "step_000001.parquet"
+    logprobs = -np.random.default_rng(0).random(4000, dtype=np.float32)
+    mask = np.array([0, *[1] * 4000], dtype=np.uint8)
+    many = make_sample(
+        tokens=np.arange(4001, dtype=np.int32),
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        versions=(VersionSpan(4, 0, 4000),),
+    )
+    write_rollouts(path, 1, [many])
+    names = pq.ParquetFile(path).schema.names
+    column = pq.ParquetFile(path).metadata.row_group(0)
+    [chunk] = [
+        chunk
+        for chunk in map(column.column, range(len(names)))
+        if chunk.path_in_schema.startswith("rollout_logprobs")
+    ]
+    content = bytearray(path.read_bytes())
+    content[chunk.data_page_offset + chunk.total_compressed_size // 4] ^= 1
+    path.write_bytes(content)
+    [[*read]] = pq.read_table(path).column("rollout_logprobs").to_pylist()
+    assert np.count_nonzero(np.array(read, np.float32) != logprobs) == 1, "no other check sees it"
+    with pytest.raises(DataError, match="CRC"):
+        read_rollouts(path)
+
+
+def test_a_record_with_a_column_that_no_table_has_is_refused(
+    tmp_path: Path, make_sample: MakeSample
+) -> None:
+    record = make_sample().to_record(arrays=True) | {"step": 1, "policy_version": 1, "colour": 3}
+    with open(tmp_path / "table", "wb") as file:
+        table = TableWriter(file, [])
+        with pytest.raises(ValueError, match="unknown columns: colour"):
+            table.write([record])
+
+
+@pytest.mark.parametrize(
+    ("most_rows", "most_tokens", "expected"),
+    [(4, 1000, [4, 4, 2]), (100, 30, [3, 3, 3, 1]), (100, 5, [1] * 10)],
+)
+def test_a_row_group_is_cut_by_rows_and_by_tokens(
+    tmp_path: Path,
+    make_sample: MakeSample,
+    monkeypatch: pytest.MonkeyPatch,
+    most_rows: int,
+    most_tokens: int,
+    expected: list[int],
+) -> None:
+    monkeypatch.setattr(rollouts, "MOST_ROWS", most_rows)
+    monkeypatch.setattr(rollouts, "MOST_TOKENS", most_tokens)
+    size = 10
+    tokens = np.arange(size, dtype=np.int32)
+    fields = {
+        "loss_mask": np.array([0] * (size - 2) + [1, 1], dtype=np.uint8),
+        "rollout_logprobs": np.zeros(2, dtype=np.float32),
+        "versions": (VersionSpan(4, 0, 2),),
+    }
+    path = tmp_path / "step_000001.parquet"
+    write_rollouts(path, 1, [make_sample(k, tokens=tokens, **fields) for k in range(10)])
+    found = pq.ParquetFile(path).metadata
+    assert [found.row_group(k).num_rows for k in range(found.num_row_groups)] == expected
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rlcore.data.sample import Sample, VersionSpan
+from rlcore.data.sample import Sample, TurnSpan, VersionSpan
 from rlcore.errors import UserError
 from rlcore.launch.commands.view import greeting, named, open_run
 from rlcore.runs.directory import RunDirectory
@@ -165,6 +166,17 @@ def test_a_run_without_an_index_is_indexed_beside_it(
     assert not run.index.exists()  # nothing of the run was touched
     assert get(server, "search?run=run&text=ANSWER+3")["rows"][0]["reward"] == 3.0  # type: ignore[index]
     assert get(server, "sample?run=run&step=1&draw=1&index=1")["group"] == [0, 1]  # type: ignore[index]
+
+
+def test_words_of_a_conversation_are_found(
+    server: ViewServer, view: RunView, run: RunDirectory
+) -> None:
+    said = [{"role": "assistant", "content": "Far from Zanzibar."}]
+    asked = replace(sample(1), messages=said, turn_spans=(TurnSpan(0, 1, 0, 2),))
+    write_rollouts(run.rollouts_path(1), 1, [sample(0), asked])
+    view.indexer.index_now(1)
+    [row] = get(server, "search?run=run&text=zanzibar")["rows"]  # type: ignore[index]
+    assert row["reward"] == 1.0
 
 
 def test_what_the_run_has_indexed_itself_is_not_indexed_again(run: RunDirectory) -> None:
