@@ -16,21 +16,19 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gloo_ranks import run_ranks
 from process import busy_seconds
 
-ROOT = Path(__file__).resolve().parents[1]
+WORKER = Path(__file__).with_name("workers") / "publish_ranks.py"
 GOAL = 0.8
 MOST_FOR_DIGESTS = 0.05
 WARMUP_ROUNDS = 2  # buffers, connections
-DEADLINE_S = 1800.0
 
 
 def write_model(folder: Path, layers: int, vocab: int) -> None:
@@ -51,40 +49,10 @@ def write_model(folder: Path, layers: int, vocab: int) -> None:
     ).save_pretrained(folder)
 
 
-def run_ranks(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def run_publications(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Run the ranks, and return the rounds that rank 0 measured."""
     (folder / "settings.json").write_text(json.dumps(settings))
-    ranks = []
-    for rank in range(2):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(ROOT),
-        }
-        command = [
-            sys.executable,
-            str(ROOT / "benchmarks" / "workers" / "publish_ranks.py"),
-            str(folder),
-        ]
-        ranks.append(subprocess.Popen(command, env=environment))
-    end = time.monotonic() + DEADLINE_S
-    try:
-        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-            if time.monotonic() > end:
-                raise TimeoutError(f"the ranks did not end within {DEADLINE_S:.0f} s")
-            time.sleep(0.1)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError(
-            f"the ranks ended with {[rank.returncode for rank in ranks]}; what they printed stands"
-            " above"
-        )
+    run_ranks(WORKER, folder, 2)
     rounds: list[dict[str, Any]] = json.loads((folder / "rounds.json").read_text())
     return rounds[WARMUP_ROUNDS:]
 
@@ -148,7 +116,7 @@ def main() -> None:
             write_model(folder, arguments.layers, arguments.vocab)
             began = time.monotonic()
             busy = busy_seconds()
-            rounds = run_ranks(
+            rounds = run_publications(
                 folder,
                 {
                     "receivers": receivers,

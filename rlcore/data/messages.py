@@ -33,6 +33,8 @@ def _message(what: str, message: Any) -> Message:
             f"{what}: each message must be {{role: text, content: text}}; got {shorten(message)}"
         )
     if calls := given.pop("tool_calls", None):
+        if not isinstance(calls, list):
+            raise DataError(f"{what}: tool_calls must be a list; got {shorten(calls)}")
         given["tool_calls"] = [_tool_call(what, call) for call in calls]
     content = given.get("content")
     if isinstance(content, list):

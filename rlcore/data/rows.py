@@ -142,7 +142,7 @@ class ParquetRows:
                     for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                         writer.write_batch(batch)
                         starts.append(starts[-1] + batch.num_rows)
-            except (pyarrow.ArrowException, OSError) as error:
+            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
                 raise DataError(
                     f"{path}: not a readable parquet file after row {starts[-1]}, or no room for"
                     f" its copy in {tempfile.gettempdir()} (TMPDIR): {error}"

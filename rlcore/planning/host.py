@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlcore.planning.memory import Layout, optimizer_bytes, padded_vocab, rank_weights
+from rlcore.planning.memory import Layout, Weights, optimizer_bytes, padded_vocab, rank_weights
 from rlcore.planning.shape import ModelShape
 
 WAITING_STEPS = 2  # earlier steps whose record may wait for the disk (rlcore/runs/recorder.py)
@@ -59,9 +59,9 @@ def checkpoint_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of a trained model in a checkpoint, and those of the rank that writes most.
 
-    Each weight and its optimizer's state is there once. A rank of the first replica writes most:
-    its weights, and the state that it holds. A save in the background copies these to host memory
-    first, which is kept for the next save.
+    Each weight and its optimizer's state is there once. Weights are dealt out by size to the ranks
+    that hold them alike, with their state where that is not divided among these ranks. A save in
+    the background copies what a rank writes to host memory first, which is kept for the next save.
     """
     padding = padded_vocab(shape, layout, vocab_multiple) - shape.vocab
     heads = 1 if shape.tied or value_head else 2
@@ -73,8 +73,21 @@ def checkpoint_bytes(
         weights = rank_weights(
             shape, layout, stage, vocab_multiple=vocab_multiple, value_head=value_head
         )
-        state = optimizer_bytes(weights, layout, dtype_bytes=dtype_bytes)
-        return dtype_bytes * weights.total + state
+        own = Weights(
+            max(weights.dense // (layout.data * layout.context), largest(stage)),
+            weights.expert // layout.expert_data,
+        )
+        state = optimizer_bytes(
+            weights if layout.distributed else own, layout, dtype_bytes=dtype_bytes
+        )
+        return dtype_bytes * own.total + state
+
+    def largest(stage: int) -> int:
+        """Return the parameters of an embedding or head, which one rank writes."""
+        last = stage == layout.pipeline - 1 and not shape.tied and not value_head
+        if stage > 0 and not last:
+            return 0
+        return padded_vocab(shape, layout, vocab_multiple) * shape.hidden // layout.tensor
 
     whole = count * (dtype_bytes + 8 + (4 if dtype_bytes < 4 else 0))
     return whole, max(map(written, range(layout.pipeline)))

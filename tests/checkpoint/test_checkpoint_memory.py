@@ -12,7 +12,7 @@ from hf_folders import write_model
 
 RANKS = 2
 STATE = 12  # bytes a parameter: masters and two moments
-WEIGHT = 2  # bf16, saved by the first rank
+WEIGHT = 2  # bf16, dealt out to the ranks
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,10 @@ def test_bytes_that_a_rank_holds(world: Path, rank: int) -> None:
     found = numbers(world, rank)
     whole = STATE * found["parameters"]
     own = whole / RANKS
-    saved = own + (WEIGHT * found["parameters"] if rank == 0 else 0)
+    saved = own + WEIGHT * found["parameters"] / RANKS
     peaks = found["peaks"]
-    assert peaks["save"] < 1.1 * saved
-    # on the CPU Megatron copies what is part of a larger tensor, and we copy that
-    assert peaks["start"] < 2.1 * saved
+    assert peaks["save"] < 0.1 * saved, "tensors are written from where they are"
+    assert peaks["start"] < 1.1 * saved, "one copy, which is written meanwhile"
     # the two moments are made, and a saved tensor is read at a time
     assert peaks["load saved"] < 1.1 * own
     # whole tensors in checkpoints of 0.1.0
@@ -54,8 +53,6 @@ def test_bytes_that_a_rank_holds(world: Path, rank: int) -> None:
 def test_every_rank_writes_its_share(world: Path) -> None:
     sizes = [path.stat().st_size for path in sorted((world / "saved/policy").glob("*.distcp"))]
     parameters = numbers(world, 0)["parameters"]
-    own = STATE * parameters / RANKS
     assert len(sizes) == RANKS
     # a tensor has a kilobyte or two of its own in the file
-    assert sizes[0] == pytest.approx(own + WEIGHT * parameters, rel=0.15)
-    assert sizes[1] == pytest.approx(own, rel=0.15)
+    assert sizes == pytest.approx([(STATE + WEIGHT) * parameters / RANKS] * RANKS, rel=0.15)

@@ -30,6 +30,7 @@ from backends.megatron.checkpoint.shards import (
     write_errors,
     write_sharded,
 )
+from backends.megatron.checkpoint.writers import deal_to_replicas
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.layout import unwrap
 from backends.megatron.convert.table import VALUE_HEAD
@@ -167,16 +168,20 @@ def saved_layout(folder: Path) -> str:
 def _state_to_save(model: Saved, parallel: ParallelState) -> dict[str, Any]:
     """AdamW has no state before its first step."""
     stepped = model.optimizer is not None and model.optimizer.steps_taken > 0
-    return _sharded_state(model, parallel, optimizer=stepped)
+    return _sharded_state(model, parallel, optimizer=stepped, deal=True)
 
 
-def _sharded_state(model: Saved, parallel: ParallelState, *, optimizer: bool) -> dict[str, Any]:
+def _sharded_state(
+    model: Saved, parallel: ParallelState, *, optimizer: bool, deal: bool = False
+) -> dict[str, Any]:
     """The sharded weights, one entry a chunk, and the optimizer's state if this rank has any."""
     metadata = {"dp_cp_group": parallel.dp_cp_group}
     state: dict[str, Any] = {
         f"model{index}": unwrap(chunk).sharded_state_dict(prefix="", metadata=metadata)  # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
     }
+    if deal:
+        deal_to_replicas(state, parallel)
     if optimizer and model.optimizer is not None:
         state |= {"optimizer": optimizer_tensors(model.optimizer, state)}
     return state

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -42,6 +44,7 @@ def write_sharded(state: dict[str, Any], folder: Path) -> None:
     the disk. Every other rank raises CheckpointException; only rank 0's has the reason.
     """
     strategy = _InProcess()
+    _own_storages(state)
     with _local_results():
         try:
             dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
@@ -53,6 +56,7 @@ def write_sharded(state: dict[str, Any], folder: Path) -> None:
 
 def plan_sharded(state: dict[str, Any], folder: Path, host: HostCopies) -> PlannedShards:
     """As `write_sharded`, but copy the tensors into `host` instead of writing them."""
+    _own_storages(state)
     with _local_results():
         request = dist_checkpointing.save(
             state, str(folder), sharded_strategy=_InProcess(), async_sharded_save=True
@@ -66,6 +70,19 @@ def plan_sharded(state: dict[str, Any], folder: Path, host: HostCopies) -> Plann
     writer.write_buckets = buckets
     host.complete()
     return PlannedShards(writer, request.finalize_fns)
+
+
+def _own_storages(state: dict[str, Any]) -> None:
+    """Replace each tensor on the CPU by one with a storage of its own over the same memory.
+
+    Megatron copies, all of them at once, what is a part of a larger storage.
+    """
+    apply_factories(state)
+    for entry in nested_values(state):
+        if isinstance(entry, ShardedTensor) and entry.data is not None and entry.data.is_cpu:
+            data = entry.data.detach().contiguous()
+            alias = torch.from_numpy(data.view(-1).view(torch.uint8).numpy())
+            entry.data = alias.view(data.dtype).view(data.shape)
 
 
 def read_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -118,6 +118,11 @@ class ParallelState:
         return CPRank(self.cp_size, self.cp_rank)
 
     @property
+    def edp_size(self) -> int:
+        """How many ranks hold the same experts."""
+        return self.world_size // (self.pp_size * self.ep_size * self.etp_size)
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last pipeline stage."""
         return self.pp_rank == self.pp_size - 1

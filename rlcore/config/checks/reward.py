@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.messages import Problem, expected_by, show
-from rlcore.config.sections.graders import GRADERS, GraderArgs
+from rlcore.config.sections.graders import GRADERS, GraderArgs, OverlongArgs
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.root import Config
 
@@ -61,11 +61,14 @@ def _overlong(
     function: str, args: dict[str, Any], max_new_tokens: int | None, path: str
 ) -> Iterator[Problem]:
     """The buffer of `overlong` is no longer than the response may be."""
-    limit = args.get("max_tokens") or max_new_tokens
-    if function == "overlong" and (limit is None or args["buffer"] > limit):
+    if function != "overlong":
+        return
+    given = OverlongArgs.model_validate(args)
+    limit = given.max_tokens or max_new_tokens
+    if limit is None or given.buffer > limit:
         yield Problem(
             f"{path}.buffer",
-            f"got {args['buffer']}, expected at most the limit of {limit} tokens (args.max_tokens,"
+            f"got {given.buffer}, expected at most the limit of {limit} tokens (args.max_tokens,"
             " or rollout.sampling.max_new_tokens)",
         )
 

@@ -34,6 +34,10 @@ def part(text: str) -> list[str]:
             "reward.parts.m.args.buffer (override): got 5000, expected at most the limit of",
         ),
         (
+            "{function: overlong, args: {buffer: '5000'}}",
+            "reward.parts.m.args.buffer (override): got 5000, expected at most the limit of",
+        ),
+        (
             "{function: choice, args: {choices: abc}}",
             "got 'abc', expected different capital letters",
         ),
@@ -66,6 +70,7 @@ def test_right_ones_are_taken(load):
         "{function: math, args: {answer: hash, strict: true}}",
         "{function: exact_match}",
         "{function: overlong, args: {buffer: 16}}",
+        "{function: overlong, args: {buffer: '16', max_tokens: '32'}}",
         "{function: 'rew:score', args: {anything: [1, {a: b}]}}",
     ):
         load(*part(given))

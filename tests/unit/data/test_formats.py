@@ -207,6 +207,7 @@ def test_messages_with_tool_calls_nulls_and_parts(write_rows, tmp_path, tokenize
         ({"role": "user", "content": None}, "each message must be .*null beside tool_calls"),
         ({"role": "assistant", "content": None, "tool_calls": []}, "null beside tool_calls"),
         ({"role": "assistant", "content": None, "tool_calls": ["f"]}, "a tool call must be"),
+        ({"role": "assistant", "content": "", "tool_calls": 1.5}, "tool_calls must be a list; got"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]},
             "the arguments of the call of 'f' are not JSON",

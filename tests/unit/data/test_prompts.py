@@ -44,6 +44,14 @@ def test_parquet_equals_jsonl(write_rows, tmp_path, tokenizer):
     assert parquet[4].prompt_id == f"{path}:5"
 
 
+def test_a_parquet_column_whose_name_is_no_text_is_refused(tmp_path, tokenizer):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["1+2="], "abcdef": ["3"]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"abcdef", b"ab\xd9def"))
+    with pytest.raises(DataError, match=r"rows\.parquet: not a readable parquet file"):
+        PromptSet.load([str(path)], tokenizer)
+
+
 def test_several_files_are_read_in_order(write_rows, tokenizer):
     paths = [write_rows([GOOD], "b.jsonl"), write_rows([{"prompt": "5=", "label": "5"}], "a.jsonl")]
     assert [p.text for p in PromptSet.load(paths, tokenizer)] == ["1+2=", "5="]
