@@ -3,6 +3,7 @@
     python tests/mutate.py --seed 1 --mutants 300 --jobs 1      a draw
     python tests/mutate.py --seed 1 --mutants 300 --list        what would be tried
     python tests/mutate.py --only ID ...                        these
+    python tests/mutate.py --results FILE --tests FILE ...      again, by these tests alone
 
 What can be drawn is in tests/mutations.py. The tests of a defect are the files that run its lines,
 by a recording that is made first (build/mutate.json: minutes, and again for files of tests that
@@ -337,6 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--budget", type=float, default=BUDGET_S, help="CPU seconds of tests a mutant"
     )
     parser.add_argument("--near", action="store_true", help="tests of the mirrored folder alone")
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="choose among these alone")
     parser.add_argument("--least", type=float, default=0.0, help="share that must be noticed")
     options = parser.parse_args(arguments)
     every = mutations_of(ROOT)
@@ -362,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"seed {options.seed}: {len(chosen)} of {len(every)} mutants; results in {results}")
 
     def do(tree: Tree, one: Mutation) -> None:
-        tests = near(one.file) if options.near else files_of_tests()
+        tests = options.tests or (near(one.file) if options.near else files_of_tests())
         record(tree, tests, recording)
         verdict = judge(tree, one, {test: recording[test] for test in tests}, options.budget)
         append(results, asdict(verdict))
