@@ -161,12 +161,19 @@ class ParquetRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         batch = int(np.searchsorted(self._starts, index, side="right")) - 1
         rows = self._batches.get_batch(batch).slice(index - int(self._starts[batch]), 1)
-        row: dict[str, Any] = rows.to_pylist()[0]
-        return row
+        return self._plain(rows, index)[0]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for batch in range(len(self._starts) - 1):
-            yield from self._batches.get_batch(batch).to_pylist()
+            yield from self._plain(self._batches.get_batch(batch), int(self._starts[batch]))
+
+    def _plain(self, rows: Any, first: int) -> list[dict[str, Any]]:
+        try:
+            found: list[dict[str, Any]] = rows.to_pylist()
+        except UnicodeDecodeError as error:
+            where = self.where(first) + (f" to {first + len(rows)}" if len(rows) > 1 else "")
+            raise DataError(f"{where}: a text that is not UTF-8: {error}") from error
+        return found
 
 
 def pick(row: dict[str, Any], key: str) -> Any:

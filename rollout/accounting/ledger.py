@@ -209,7 +209,10 @@ class Ledger:
         self._settled = list(state.get("settled", ()))  # older checkpoints have none
         if sum(state["lengths"]) > MOST_DRAWS:  # before the memory is taken
             raise ValueError(f"{sum(state['lengths'])} draws, expected at most {MOST_DRAWS}")
-        tail = np.repeat(np.array(state["codes"], dtype=np.int64), state["lengths"])
+        try:
+            tail = np.repeat(np.array(state["codes"], dtype=np.int64), state["lengths"])
+        except OverflowError as error:
+            raise ValueError(f"a draw is in no known state: {error}") from error
         self._codes = array("q", b"".join([*map(unpacked, self._settled), tail.tobytes()]))
         self._filters = list(state["filters"])
         self.balance()

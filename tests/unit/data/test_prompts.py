@@ -52,6 +52,15 @@ def test_a_parquet_column_whose_name_is_no_text_is_refused(tmp_path, tokenizer):
         PromptSet.load([str(path)], tokenizer)
 
 
+def test_a_parquet_text_that_is_no_text_is_refused(tmp_path, tokenizer):
+    path = tmp_path / "rows.parquet"
+    table = pa.table({"prompt": ["1+2=", "abcdef"], "label": ["3", "4"]})
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False)
+    path.write_bytes(path.read_bytes().replace(b"abcdef", b"ab\xd9def"))
+    with pytest.raises(DataError, match=r"rows\.parquet:1 to 2: a text that is not UTF-8"):
+        PromptSet.load([str(path)], tokenizer)
+
+
 def test_several_files_are_read_in_order(write_rows, tokenizer):
     paths = [write_rows([GOOD], "b.jsonl"), write_rows([{"prompt": "5=", "label": "5"}], "a.jsonl")]
     assert [p.text for p in PromptSet.load(paths, tokenizer)] == ["1+2=", "5="]

@@ -102,6 +102,12 @@ def test_snapshots_are_exact_and_balance(fates):
     assert sum(copy.balance().values()) == len(copy) == len(fates)
 
 
+def test_a_snapshot_with_a_state_that_cannot_be_is_refused():
+    for code in (1 << 63, -(1 << 70)):
+        with pytest.raises(ValueError, match="a draw is in no known state"):
+            Ledger().restore({"codes": [code], "lengths": [1], "filters": []})
+
+
 def one_after_another(count: int, step_of: Callable[[int], int]) -> Ledger:
     """Draw d was consumed by step `step_of(d)`."""
     ledger = Ledger()
