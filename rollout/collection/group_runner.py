@@ -22,6 +22,7 @@ from rlcore.errors import RolloutFailed
 from rlcore.timeline.recorder import GROUP, group_key
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.collection.attempts import Aborted, Attempts, Failure, GivenUp, PartialRollouts
+from rollout.collection.stages import Stages, WorkflowKey
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.factories import kind_of
 from rollout.fleet.dispatcher import Dispatcher, LockstepBatcher
@@ -37,8 +38,6 @@ EVALUATION_SEED = 0x6576616C  # keeps evaluation's random numbers apart from tra
 BASELINE_SEED = 0x67726565
 
 WHOLE = -1
-WorkflowKey = tuple[int, bool, int]
-"""What runs: its draw, whether it makes the greedy baseline, and the rollout, or WHOLE group."""
 
 
 @dataclass
@@ -111,8 +110,7 @@ class GroupRunner:
         self.recorded = recorded
         self._vocab_size = folder_vocab_size(config.model.path)
         self.failures = FailureCounts()  # of all draws so far
-        # stage and prompt of each workflow whose draw is unfinished
-        self._unfinished: dict[WorkflowKey, tuple[str, Prompt]] = {}
+        self._stages = Stages()
 
     async def run(self, prompts: Mapping[int, Prompt]) -> list[Group]:
         """The groups of the draws, in the order of `prompts`, the failed ones among them.
@@ -129,7 +127,8 @@ class GroupRunner:
         generators: dict[int, dict[WorkflowKey, Generate]] = {}
         for draw, prompt in prompts.items():
             keys = [(draw, kind, rollout) for kind in kinds for rollout in self._rollouts[kind]]
-            self._unfinished |= dict.fromkeys(keys, ("start", prompt))
+            for key in keys:
+                self._stages.enter(key, "start", prompt)
             generators[draw] = {
                 key: batcher.enter(key) if batcher else self.dispatcher.one for key in keys
             }
@@ -140,7 +139,7 @@ class GroupRunner:
         finally:
             for own in generators.values():
                 for key in own:
-                    self._unfinished.pop(key, None)
+                    self._stages.leave(key)
             if batcher:
                 await batcher.close()
 
@@ -172,7 +171,7 @@ class GroupRunner:
             return replace(group, failures=[given_up.failure])
         finally:
             for key in generators:
-                self._unfinished.pop(key, None)
+                self._stages.leave(key)
                 # not before all have ended: no batch holds some requests of a group that failed
                 if batcher:
                     batcher.leave(key)
@@ -211,7 +210,7 @@ class GroupRunner:
             batcher.leave(key)
         if not isinstance(samples, Failure):
             self._fill_text(samples)
-        self._unfinished[key] = ("reward", prompt)
+        self._stages.enter(key, "reward", prompt)
         return samples
 
     async def _scored(self, group: Group) -> Group:
@@ -240,9 +239,9 @@ class GroupRunner:
         """`generate` for whole responses, which notes the workflow's stage and the `versions`."""
 
         async def staged(request: GenerateRequest) -> list[Completion]:
-            self._unfinished[key] = ("generation", prompt)
+            self._stages.enter(key, "generation", prompt)
             completions = await self.partial.whole(generate, request)
-            self._unfinished[key] = ("workflow", prompt)
+            self._stages.enter(key, "workflow", prompt)
             versions.update(span.version for one in completions for span in one.versions)
             return completions
 
@@ -306,7 +305,7 @@ class GroupRunner:
             samples: of a group.
         """
         # these will soon ask for a generation
-        starting = sum(stage == "start" for stage, _ in self._unfinished.values())
+        starting = self._stages.starting
         kinds = 1 if self.greedy is None else 2
         if not self.batched:
             calls = sum(len(rollouts) for rollouts in self._rollouts.values())
@@ -326,11 +325,7 @@ class GroupRunner:
             ),
             (("reward",), "the reward"),
         ):
-            waiting = {
-                draw: prompt.prompt_id
-                for (draw, _, _), (stage, prompt) in self._unfinished.items()
-                if stage in stages and (of is None or draw in of)
-            }
+            waiting = self._stages.waiting(stages, of)
             if waiting:
                 first = next(iter(waiting.values()))
                 parts.append(

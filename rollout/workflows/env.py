@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from rlcore.data.generation import Generate
@@ -197,7 +198,7 @@ class EnvironmentWorkflow:
         """Call a method of the environment."""
         arguments = call.arguments or {}
         try:
-            inspect.signature(method).bind(**arguments)
+            _check_arguments(method, arguments)
         except TypeError as error:
             raise ToolError(f"{call.name}: {error}") from error
         return str(await self._call(method, **arguments))
@@ -228,6 +229,20 @@ class EnvironmentWorkflow:
                 return await within(self._tool_timeout_s, work, late)
         except DeadlineExceeded as error:
             raise RolloutFailed("timeout", str(error), place_of(method)) from error
+
+
+def _check_arguments(method: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError where a method of an environment does not take these arguments."""
+    function = getattr(method, "__func__", None)
+    if function is None:
+        _signature(method).bind(**arguments)
+    else:
+        _signature(function).bind(None, **arguments)
+
+
+@cache  # of functions, which are as many as the tools: inspecting one takes a third of a turn
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 async def _run(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
