@@ -4,13 +4,15 @@
     python tests/mutate.py --seed 1 --mutants 300 --list        what would be tried
     python tests/mutate.py --only ID ...                        these
     python tests/mutate.py --results FILE --tests FILE ...      again, by these tests alone
+    python tests/mutate.py --only ID ... --by TEST ...          by these, recorded or not
 
 What can be drawn is in tests/mutations.py. The tests of a defect are the files that run its lines,
 by a recording that is made first (build/mutate.json: minutes, and again for files of tests that
 have changed), nearest folder first, in a forked child that has torch and Megatron loaded. A defect
 whose tests go on for much longer than without it is killed: "timeout". Defects that change nothing
 are named with a reason in tests/mutants_equivalent.txt. With --results FILE a draw that was cut
-short goes on where it was.
+short goes on where it was. --by runs files of tests, or single tests (FILE::NAME), that take too
+long to be recorded; in FILE of --results a mutant that was noticed before stays so.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ EQUIVALENT = HERE / "mutants_equivalent.txt"
 RECORD_LIMIT_S = 600  # a folder of unit tests or another file that takes longer is never chosen
 FIRST_S = 6  # seconds of the nearest files, which run by themselves first
 BUDGET_S = 30
+BY_LIMIT_S = 600  # tests that --by names
 OPTIONS = ("-p", "pytest_timeout")
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__")
 MADE = {"build", "dist", "runs", "wandb"}  # at the root
@@ -298,6 +301,33 @@ def judge(tree: Tree, one: Mutation, recording: dict[str, Any], budget_s: float)
     return Verdict(*fields, status, by, ran, len(tests) - ran, seconds)
 
 
+def judge_by(tree: Tree, one: Mutation, tests: Sequence[str]) -> Verdict:
+    """Apply a mutation to the copy, run tests that nobody recorded, and take it back.
+
+    A test that fails runs again without the mutation: "unsure" where it fails then too.
+    """
+    path = tree.folder / one.file
+    text = path.read_text()
+    begin = time.perf_counter()
+    mutants.write_source(path, one.apply(text))
+    try:
+        code, reports = tree.run(tests, BY_LIMIT_S)
+    finally:
+        mutants.write_source(path, text)
+    failed = [report["name"] for report in reports if report["failed"]]
+    status, by = "survived", ""
+    if code != pytest.ExitCode.OK:
+        late = code == -signal.SIGKILL
+        clean, _ = tree.run(failed or tests, BY_LIMIT_S)
+        noticed = "timeout" if late else "killed"
+        status = noticed if clean == pytest.ExitCode.OK else "unsure"
+        by = failed[0] if failed else f"more than {BY_LIMIT_S} s" if late else f"exit code {code}"
+    seconds = round(time.perf_counter() - begin, 1)
+    return Verdict(
+        one.id, one.where, one.kind, one.diff, status, by, files=len(tests), seconds=seconds
+    )
+
+
 def read_equivalent(path: Path = EQUIVALENT) -> dict[str, str]:
     """Return the reasons of mutations that change nothing, by id; lines are "ID FILE REASON"."""
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
@@ -325,8 +355,8 @@ def summary(verdicts: Sequence[Verdict]) -> tuple[str, float]:
     return f"{len(verdicts)} mutants: {words}; {share:.1%} of {judged} noticed", share
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge a draw and print its table; 0 unless fewer than --least of it are noticed."""
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mutants", type=int, default=300, help="how many are drawn")
@@ -339,12 +369,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--near", action="store_true", help="tests of the mirrored folder alone")
     parser.add_argument("--tests", nargs="+", metavar="FILE", help="choose among these alone")
+    parser.add_argument("--by", nargs="+", metavar="TEST", help="these, without a recording")
     parser.add_argument("--least", type=float, default=0.0, help="share that must be noticed")
     options = parser.parse_args(arguments)
+    if options.by and not options.only:
+        parser.error("--by needs --only")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Judge a draw and print its table; 0 unless fewer than --least of it are noticed."""
+    options = parsed(arguments)
     every = mutations_of(ROOT)
     unknown = sorted(set(options.only or ()) - set(every))
     if unknown:
-        parser.error(f"no such mutants: {', '.join(unknown)}; --list prints those of a draw")
+        raise SystemExit(f"no such mutants: {', '.join(unknown)}; --list prints those of a draw")
     chosen = [every[name] for name in options.only or ()]
     chosen = chosen or list(draw(every, ROOT, options.seed, options.mutants))
     if options.list:
@@ -363,11 +402,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = read_results(results)
     print(f"seed {options.seed}: {len(chosen)} of {len(every)} mutants; results in {results}")
 
-    def do(tree: Tree, one: Mutation) -> None:
+    def verdict_of(tree: Tree, one: Mutation) -> Verdict:
+        if options.by:
+            return judge_by(tree, one, options.by)
         tests = options.tests or (near(one.file) if options.near else files_of_tests())
         record(tree, tests, recording)
-        verdict = judge(tree, one, {test: recording[test] for test in tests}, options.budget)
-        append(results, asdict(verdict))
+        return judge(tree, one, {test: recording[test] for test in tests}, options.budget)
+
+    def do(tree: Tree, one: Mutation) -> None:
+        verdict = verdict_of(tree, one)
+        before = known.get(one.id)
+        if before is None or before.status not in NOTICED or verdict.status in NOTICED:
+            append(results, asdict(verdict))
         print(line_of(verdict), f"{verdict.seconds} s", flush=True)
 
     done = {name for name, one in known.items() if options.near or one.status in NOTICED}

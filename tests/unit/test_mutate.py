@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import nearest_tests
 import pytest
@@ -139,6 +141,38 @@ def test_tests_of_a_line_are_those_that_run_it(monkeypatch: pytest.MonkeyPatch) 
         "test_router",
         "test_moved",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "clean", "status", "by"),
+    [
+        (0, 0, "survived", ""),
+        (1, 0, "killed", "a::test"),
+        (1, 1, "unsure", "a::test"),
+        (4, 0, "killed", "exit code 4"),
+        (-signal.SIGKILL, 0, "timeout", "more than 600 s"),
+        (-signal.SIGKILL, -signal.SIGKILL, "unsure", "more than 600 s"),
+    ],
+)
+def test_named_tests_notice_what_they_do_not_fail_at_anyway(
+    tmp_path: Path, changed: int, clean: int, status: str, by: str
+) -> None:
+    import mutate
+
+    source = tmp_path / "a.py"
+    source.write_text("x = 1\n")
+
+    class Tree:
+        folder = tmp_path
+
+        def run(self, tests: list[str], limit_s: float) -> tuple[int, list[dict[str, object]]]:
+            code = clean if source.read_text() == "x = 1\n" else changed
+            return code, [{"name": "a::test", "failed": code == 1}]
+
+    (one,) = Finder("a.py", source.read_text()).find()
+    verdict = mutate.judge_by(cast(mutate.Tree, Tree()), one, ["a"])
+    assert (verdict.status, verdict.by) == (status, by)
+    assert source.read_text() == "x = 1\n"
 
 
 def test_lines_of_children_are_recorded(tmp_path: Path) -> None:
