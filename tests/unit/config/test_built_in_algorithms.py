@@ -188,3 +188,15 @@ def test_bounds_that_the_configuration_takes_are_bounds_that_a_correction_takes(
 
 def test_the_decoupled_loss_is_called_so() -> None:
     assert DECOUPLED in policy_loss_names()
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"estimator": {"name": f"{__name__}:Own"}},
+        {"loss": {"name": "somewhere:loss"}},
+        {"estimator": {"name": f"{__name__}:Own"}, "loss": {"name": "somewhere:loss"}},
+    ],
+)
+def test_passes_of_a_plugin_are_not_guessed(algorithm: dict[str, Any]) -> None:
+    assert built_in_passes(make_config({"algorithm": algorithm})) is None

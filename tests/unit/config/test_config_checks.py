@@ -437,3 +437,12 @@ def test_with_tls_no_key_goes_to_an_engine_in_clear(refusal) -> None:
     assert "got 'http://(masked)@b:2', but cluster.tls is set" in line
     (line,) = refusal(*overrides)
     assert line.startswith("cluster.tls.certificate_file: not given, but the run starts engines")
+
+
+def test_with_tls_engines_that_the_run_starts_need_a_certificate(load, refusal) -> None:
+    given = ("cluster.tls.certificate_file=c.pem", "cluster.tls.key_file=k.pem")
+    trusted = "cluster.tls.ca_file=ca.pem"
+    for overrides in ((), ("rollout.engine.kind=sglang",)):
+        load(trusted, *given, *overrides)
+        assert "certificate_file: not given" in refusal(trusted, *overrides)[0]
+    load(trusted, "rollout.engine.in_process=true")

@@ -239,3 +239,17 @@ def test_rows_are_not_held_in_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert count == 2000
     assert peak < path.stat().st_size / 20
+
+
+def test_each_pass_over_a_source_has_each_row_once() -> None:
+    """Also where its draws are found in several blocks."""
+    shares = [Share("a", 0, 700, 3.0), Share("b", 700, 300, 1.0)]
+    stream = MixtureStream(shares, seed=5)
+    drawn: list[list[int]] = [[], []]
+    for draw in range(13_000):
+        drawn[stream.source(draw)].append(stream.row(draw))
+    for share, rows in zip(shares, drawn):
+        assert len(rows) > 3 * share.size
+        for begin in range(0, len(rows) - share.size, share.size):
+            once = sorted(rows[begin : begin + share.size])
+            assert once == [*range(share.first, share.first + share.size)]

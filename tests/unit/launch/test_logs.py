@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,21 @@ def test_the_terminal_shows_no_password_and_is_not_steered(
 ) -> None:
     Terminal().handle(record("asked %s: %s", URL, "\x1b[2Jgone"))
     assert capsys.readouterr().err == f"warning: asked http://{MASK}@10.0.0.7:1: \\x1b[2Jgone\n"
+
+
+def test_a_signal_writes_the_stack_of_every_thread_into_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "rank_0.log"
+    program = (
+        "import os, signal, sys, threading\n"
+        "from pathlib import Path\n"
+        "from rlcore.launch.logs import open_log\n"
+        "def waits_for_nobody():\n"
+        "    threading.Event().wait()\n"
+        "threading.Thread(target=waits_for_nobody, daemon=True).start()\n"
+        "open_log(Path(sys.argv[1]))\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(log)], timeout=60, check=True)
+    text = log.read_text()
+    assert "waits_for_nobody" in text
+    assert "Current thread" in text

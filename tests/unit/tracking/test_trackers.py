@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from rlcore.runs.metrics import read_metrics
 from rlcore.tracking import BaseTracker, Trackers, build_trackers, pick_samples
 from rlcore.tracking import tensorboard as tensorboard_module
 from rlcore.tracking.tensorboard import TensorboardTracker
+from rlcore.tracking.wandb import WandbTracker
 
 MakeSample = Callable[..., Sample]
 
@@ -238,6 +240,13 @@ def test_wandb_offline_keeps_its_run_across_processes(
         "interrupted",
         "completed",
     ]
+
+
+def test_the_page_of_an_online_run_is_told() -> None:
+    tracker = object.__new__(WandbTracker)
+    tracker.run = SimpleNamespace(url="https://wandb.ai/team/a")
+    tracker._offline = False
+    assert tracker.url == "https://wandb.ai/team/a"
 
 
 def _records(folder: Path) -> list[Any]:

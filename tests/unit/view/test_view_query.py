@@ -56,6 +56,21 @@ def test_blocks_of_neighbours_become_one_span(runs: tuple[list[query.Span], list
     assert [len(span.steps) for span in runs[0]] == [20, 20]
 
 
+def test_pieces_are_of_whole_steps_and_as_large_as_they_may_be(
+    runs: tuple[list[query.Span], list[Row]],
+) -> None:
+    for span in runs[0]:
+        pieces = [*span.pieces()]
+        assert [*pieces[0][1:], *(end for _, end in pieces[1:])] == [
+            span.end,
+            *(first for first, _ in pieces[:-1]),
+        ]
+        assert pieces[-1][0] == span.firsts[0]
+        for first, end in pieces[:-1]:
+            before = max(int(one) for one in span.firsts if one < first)
+            assert end - before > query.PIECE, "the step before has no room in it"
+
+
 @pytest.mark.parametrize("descending", [True, False])
 @pytest.mark.parametrize("order", ["", "reward", "length", "gap"])
 @pytest.mark.parametrize(

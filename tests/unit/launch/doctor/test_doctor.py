@@ -334,7 +334,9 @@ def test_other_nodes_must_reach_this_one(examined, monkeypatch):
     assert examined("run.seed=1")[0] == 0
     code, lines = examined("cluster.nodes=2", "cluster.launcher=torchrun")
     assert code == 1
-    assert "set GLOO_SOCKET_IFNAME" in lines["peers connect to"]
+    said = lines["peers connect to"]
+    assert "set GLOO_SOCKET_IFNAME" in said
+    assert said.index("is 127.0.1.1") < said.index("an address that other nodes reach")
 
 
 def test_slurm_gave_too_few_nodes(examined, monkeypatch):

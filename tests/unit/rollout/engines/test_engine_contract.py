@@ -199,6 +199,7 @@ class Hangs(EmbeddedEngine):
 
 WIDE = each(EmbeddedEngine, lambda one: replace(one, logprobs=one.logprobs.astype(np.float64)))
 LONG_TOKENS = each(EmbeddedEngine, lambda one: replace(one, tokens=one.tokens.astype(np.int64)))
+ONE_LOGPROB_LESS = each(EmbeddedEngine, lambda one: replace(one, logprobs=one.logprobs[1:]))
 NEXT_VERSION = each(
     EmbeddedEngine,
     lambda one: replace(one, versions=(VersionSpan(99, 0, len(one.tokens)),)),
@@ -212,6 +213,7 @@ NEXT_VERSION = each(
         (OutOfOrder, "completions"),
         (LONG_TOKENS, "tokens"),
         (WIDE, "logprobs"),
+        (ONE_LOGPROB_LESS, "logprobs"),
         (DropsStopToken, "finish-reasons"),
         (NEXT_VERSION, "versions"),
         (Forgets, "prefixes"),

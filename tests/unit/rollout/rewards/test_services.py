@@ -18,6 +18,7 @@ from rlcore.errors import ConfigError
 from rollout import json_client
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict
 from rollout.rewards.scorer import build_scorer
+from rollout.rewards.services.client import client_of
 from rollout.rewards.services.judge import JudgePart, filled
 from rollout.rewards.services.part import ServicePart
 
@@ -85,6 +86,13 @@ def said(text: str) -> Handler:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_client, "FIRST_PAUSE_S", 0.01)
+
+
+def test_a_file_of_authorities_that_is_missing_is_told_before_anything_is_asked() -> None:
+    given = RewardServiceConfig(url="https://host/rm", ca_file="missing.pem")
+    where = "reward.parts.rm.service"
+    with pytest.raises(ConfigError, match=f"{where}.ca_file: there is no file missing.pem"):
+        client_of(where, given)
 
 
 # --- formats --------------------------------------------------------------------------------------

@@ -37,6 +37,9 @@ def test_folders_that_others_hold_are_not_shown_twice() -> None:
 def test_wrong_configurations() -> None:
     with pytest.raises(ValueError, match="needs url: http"):
         SandboxConfig(kind="fusion")
+    with pytest.raises(ValueError, match="needs url: http"):
+        SandboxConfig(kind="fusion", url="host:8080")
+    assert SandboxConfig(kind="fusion", url="http://host:8080").url == "http://host:8080"
     with pytest.raises(ValueError, match="kind is namespaces"):
         SandboxConfig(url="http://host:8080")
 

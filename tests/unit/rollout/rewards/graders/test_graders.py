@@ -36,6 +36,7 @@ def test_a_label_that_is_no_mathematics_is_an_error_and_a_list_takes_any(sample)
     with pytest.raises(ValueError, match=r"the label must be text or a number.*got dict"):
         math(sample("4", {"ground_truth": "4"}))
     assert math(sample("The answer is 7", ["5", 7]))["correct"]
+    assert math(sample("It is 7", "so the answer is $7$"))["correct"], "a label may be a sentence"
     told = [math(sample(text, "1"))["info"]["answer"] for text in ("so 7.", r"\boxed{7}", "none")]
     assert told == ["7", "7", None]
 

@@ -42,6 +42,12 @@ CASES = [
         "First.\n\n'Then', so",
         "Then.\n\nFirst",
     ),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 3, "nth_paragraph": 2, "first_word": "then"},
+        "First.\n\nThen.\n\nLast.",
+        "First.\n\nThen.",
+    ),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] and [b]", "[a]"),
     ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Hi\nP. S. bye", "Hi\nps"),
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Hi P.P.S bye", "P.S. bye"),
