@@ -19,7 +19,7 @@ from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, UserError
 from rlcore.interfaces import RolloutSource
 from rlcore.launch.run_folder import conclude, find_checkpoint
-from rlcore.runs import files, recorder
+from rlcore.runs import files, rollouts
 from rlcore.runs.checkpoints import (
     Best,
     Checkpoint,
@@ -137,7 +137,7 @@ def test_a_checkpoint_counts_once_its_samples_are_on_the_disk(
         assert gate.wait(60)
         return write_rollouts(*given, **named)
 
-    monkeypatch.setattr(recorder, "write_rollouts", write)
+    monkeypatch.setattr(rollouts, "write_rollouts", write)
     recorded(rank0, 1)
     assert directory.recorded_steps() == [], "training does not wait for the disk"
     rank0.begin_checkpoint(1)
@@ -179,7 +179,7 @@ def test_a_recording_that_cannot_be_written_fails_the_run_and_no_checkpoint_coun
     def write(*_: Any, **__: Any) -> list[Any]:
         raise error
 
-    monkeypatch.setattr(recorder, "write_rollouts", write)
+    monkeypatch.setattr(rollouts, "write_rollouts", write)
     recorded(rank0, 1)
     rank0.begin_checkpoint(1)
     with pytest.raises(type(error), match=str(error.args[-1])):
