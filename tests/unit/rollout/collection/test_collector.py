@@ -79,13 +79,15 @@ class Runner:
 def make(make_config) -> Callable[..., tuple[Collector, PromptQueue, Runner]]:
     """Version v is policy step v - 1."""
 
-    def made(runner: Runner, **rollout: Any) -> tuple[Collector, PromptQueue, Runner]:
+    def made(
+        runner: Runner, publications: int = 5, **rollout: Any
+    ) -> tuple[Collector, PromptQueue, Runner]:
         config = make_config(
             rollout={"max_staleness": 1, "prompts_per_step": 1, "samples_per_prompt": 1, **rollout}
         )
         queue = PromptQueue(range(PROMPTS), PromptStream(PROMPTS, seed=1))
         versions = PublishedVersions()
-        for step in range(5):
+        for step in range(publications):
             versions.add(Publication(step + 1, step, 0))
         filters = FilterChain(config.rollout.filters, samples_per_prompt=2)
         collector = Collector(
@@ -311,6 +313,25 @@ def test_a_restart_keeps_no_group_of_weights_that_it_forgets(make, version, kept
         collector.restore(queue.beginning(), ())
         balance = queue.ledger.balance()
         assert (balance["finished"], balance["requeued"]) == (kept, 2 - kept)
+
+    asyncio.run(main())
+
+
+def test_a_snapshot_tells_a_new_process_when_its_groups_were_made(make):
+    """A process that is started anew knows of no publication but those of the snapshot."""
+
+    async def main() -> None:
+        collector, queue, _ = make(Runner(made_by(1)))
+        collector.published(0)
+        await until(lambda: queue.ledger.balance()["finished"] == 2)
+        await collector.halt()
+        state = collector.snapshot().encoded()
+        again, queue, _ = make(Runner(), publications=0)
+        again.restore(state, decode(state["ahead"]["groups"]))
+        assert queue.ledger.balance()["finished"] == 2
+        assert [group["draw"] for group in state["ahead"]["groups"]] == [0, 1]
+        assert state["ahead"]["versions"]
+        assert again.snapshot().encoded()["ahead"] == state["ahead"]
 
     asyncio.run(main())
 
