@@ -106,3 +106,13 @@ def test_a_cluster_that_asks_for_no_token_is_warned_of(
     said = capsys.readouterr()
     assert ("whoever reaches it runs code as its user" in said.err) is not asks
     assert ("which asks for a token" in said.out) is asks
+
+
+@pytest.mark.parametrize("found", ["10.0.0.1:6379", None])
+@pytest.mark.parametrize("named", ["10.0.0.9:6379", cluster.LOCAL])
+def test_the_cluster_that_is_named_counts(
+    joined: list[str], monkeypatch: pytest.MonkeyPatch, named: str, found: str | None
+) -> None:
+    monkeypatch.setattr(cluster, "find_cluster", lambda: found)
+    cluster._connect(named, config())
+    assert joined == [named]
