@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +167,16 @@ def test_a_run_without_an_index_is_indexed_beside_it(
     assert not run.index.exists()  # nothing of the run was touched
     assert get(server, "search?run=run&text=ANSWER+3")["rows"][0]["reward"] == 3.0  # type: ignore[index]
     assert get(server, "sample?run=run&step=1&draw=1&index=1")["group"] == [0, 1]  # type: ignore[index]
+
+
+def test_steps_without_an_index_are_indexed_unasked(view: RunView, run: RunDirectory) -> None:
+    write_rollouts(run.rollouts_path(2), 2, [sample(9)])
+    view.indexer.start()
+    deadline = time.monotonic() + 30
+    while view.index.steps() != [1, 2]:
+        assert time.monotonic() < deadline, view.indexer.trouble
+        time.sleep(0.01)
+    view.indexer.stop()
 
 
 def test_words_of_a_conversation_are_found(

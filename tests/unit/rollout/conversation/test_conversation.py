@@ -13,7 +13,7 @@ from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import SamplingMasks
-from rlcore.errors import ConfigError, RunFailed
+from rlcore.errors import ConfigError, RolloutFailed, RunFailed
 from rollout.conversation.chat_template import ChatTemplate
 from rollout.conversation.conversation import Conversation
 
@@ -150,6 +150,27 @@ def test_budgets(settings: dict[str, Any], given: dict[str, int], reason: str, m
         assert len(sample.tokens) <= made
     else:
         assert sample.num_trainable == made
+
+
+@pytest.mark.parametrize(
+    ("context", "asks", "why"),
+    [
+        (8, True, r"\d+ tokens of messages and tools leave no room in 8"),
+        (1000, False, "it was never asked"),
+    ],
+)
+def test_a_rollout_without_a_turn_says_why(context: int, asks: bool, why: str) -> None:
+    model = ScriptedModel(make_tokenizer(), lambda *_: "hello")
+
+    async def talk() -> Conversation:
+        conversation = begin(model, context=context)
+        await conversation.append([{"role": "user", "content": "x" * 30}])
+        if asks:
+            assert (await conversation.generate()).finish_reason == "context"
+        return conversation
+
+    with pytest.raises(RolloutFailed, match=f"no turn of the model to train on: {why}"):
+        asyncio.run(talk()).samples()
 
 
 def test_a_turn_may_lower_its_limit_and_add_stops() -> None:
