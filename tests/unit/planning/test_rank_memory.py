@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlcore.planning.devices import GPUS
 from rlcore.planning.fit import Trained
+from rlcore.planning.host import checkpoint_bytes
 from rlcore.planning.memory import (
     Layout,
     Load,
     Weights,
     head_peak_bytes,
     optimizer_bytes,
+    rank_weights,
     scoring_bytes,
 )
 from rlcore.planning.search import Job, options
@@ -70,3 +74,39 @@ def test_experts_are_cut_by_tensor_parallelism_unless_they_are_spread() -> None:
     for layout in seen:
         assert layout.expert_tensor == (layout.tensor if layout.expert == 1 else 1)
     assert {layout.expert for layout in layouts(DENSE, 8)} == {1}
+
+
+TIED = replace(DENSE, tied=True)
+PADDED = 288  # 256 entries of the vocabulary in multiples of 48
+
+
+@pytest.mark.parametrize(
+    ("shape", "value_head", "more"),
+    [
+        (DENSE, False, 2 * (PADDED - 256) * 64),
+        (TIED, False, (PADDED - 256) * 64),
+        (TIED, True, (PADDED - 256) * 64 + 64),
+        # a critic has a row in place of a head
+        (DENSE, True, (PADDED - 256) * 64 + 64 - 256 * 64),
+    ],
+)
+def test_a_checkpoint_holds_each_padded_weight_and_its_state_once(
+    shape: ModelShape, value_head: bool, more: int
+) -> None:
+    for dtype_bytes, each in ((2, 14), (4, 12)):
+        whole, most = checkpoint_bytes(shape, Layout(), dtype_bytes, 48, value_head)
+        assert whole == most == each * (shape.parameters + more)
+
+
+@pytest.mark.parametrize("shape", [DENSE, TIED], ids=["head", "tied"])
+def test_one_rank_writes_all_of_a_head(shape: ModelShape) -> None:
+    """Of 7 layers dealt out to 32 ranks each has less than that."""
+    layout = Layout(pipeline=2, data=32, distributed=True, stages=(1, 7))
+    last = rank_weights(shape, layout, 1, vocab_multiple=48)
+    share = last.dense // 32
+    assert share < PADDED * 64
+    weights = share if shape.tied else PADDED * 64
+    states = round(12 * last.dense / 32)
+    of_first = rank_weights(shape, layout, 0, vocab_multiple=48).dense
+    first = 2 * PADDED * 64 + round(12 * of_first / 32)
+    assert checkpoint_bytes(shape, layout, 2, 48)[1] == max(2 * weights + states, first)

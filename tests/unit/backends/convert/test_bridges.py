@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.bridges.packages import open_mbridge
+from backends.megatron.convert.bridges.packages import MegatronBridge, open_mbridge
 from backends.megatron.convert.hf_tensors import hf_shapes, model_entries
 from backends.megatron.convert.layout import pack, tp_slice
 from backends.megatron.convert.read import read_architecture
@@ -339,3 +340,56 @@ def test_a_package_that_is_not_there(
     monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=re.escape(message)):
         read_architecture(tmp_path, weights=False, bridge=bridge)
+
+
+def test_megatron_bridge_joins_queries_keys_and_values_by_the_heads_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The package is not here: its table and its functions are stood in for."""
+    asked: list[Any] = []
+
+    def merging(name: str) -> Any:
+        def merge(sizes: Any, *tensors: Tensor) -> Tensor:
+            asked.append((name, vars(sizes)))
+            return torch.cat(tensors)
+
+        return merge
+
+    theirs = ModuleType("megatron.bridge.models.conversion.param_mapping")
+    vars(theirs).update(merge_qkv_weights=merging("weights"), merge_qkv_biases=merging("biases"))
+    parts = theirs.__name__.split(".")
+    for count in range(2, len(parts)):
+        name = ".".join(parts[:count])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+
+    class QKVMapping:
+        def __init__(self, kind: str) -> None:
+            self.hf_param = {piece: f"layers.0.{piece}_proj.{kind}" for piece in "qkv"}
+
+    class OneMapping:
+        hf_param = "layers.0.o_proj.weight"
+
+    known = {
+        "linear_qkv.weight": QKVMapping("weight"),
+        "linear_qkv.bias": QKVMapping("bias"),
+        "linear_proj.weight": OneMapping(),
+    }
+    auto = SimpleNamespace(
+        _model_bridge=SimpleNamespace(
+            mapping_registry=lambda: SimpleNamespace(megatron_to_hf_lookup=known.get)
+        ),
+        to_megatron_provider=lambda load_weights: SimpleNamespace(),
+    )
+    heads = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16}
+    arch: Any = SimpleNamespace(transformer={**heads, "hidden_size": 32})
+    bridge = MegatronBridge(auto, arch)
+    names = [f"layers.0.{piece}_proj.weight" for piece in "qkv"]
+    assert bridge.hf_names("linear_qkv.weight") == names
+    pieces = [torch.full((2, 1), float(k)) for k in range(3)]
+    assert bridge.to_megatron("linear_qkv.weight", pieces)[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+    bridge.to_megatron("linear_qkv.bias", [piece[:, 0] for piece in pieces])
+    assert asked == [(kind, {"hidden_size": 1, **heads}) for kind in ("weights", "biases")]
+    for unknown, message in (("linear_proj.weight", "by a OneMapping"), ("x", "no tensor for")):
+        with pytest.raises(ModelError, match=message):
+            bridge.hf_names(unknown)
