@@ -38,7 +38,7 @@ POINTS = {
     "publish": ("rollout.weight_sync.publication", "WeightPublication.send"),
     "evaluation": ("rollout.service", "RolloutService.evaluate"),
     "metrics": ("rlcore.runs.metrics", "MetricsFile.append"),
-    "samples": ("rlcore.runs.recorder", "write_rollouts"),
+    "samples": ("rlcore.runs.rollouts", "write_rollouts"),
     "begin": ("rlcore.runs.checkpoints", "CheckpointStore.begin"),
     "shards": ("backends.megatron.checkpoint.save_load", "write_sharded"),
     "copy": ("backends.megatron.checkpoint.save_load", "plan_sharded"),
