@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +53,23 @@ def png_size(path: Path) -> tuple[int, int]:
     content = path.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
+
+
+def test_each_curve_tells_its_last_value(
+    metrics_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+
+    class Kept(figure.Figure):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            drawn.append(self)
+
+    monkeypatch.setattr(figure, "Figure", Kept)
+    plot_run(metrics_path, tmp_path / "curves.png")
+    texts = [{text.get_text() for text in axis.texts} for axis in drawn[0].axes]
+    assert texts == [{"0.79"}, {"0.75"}, {"0.0395"}], "reward and KL are means of two steps"
 
 
 def test_one_panel_for_each_curve_there_is(metrics_path: Path, tmp_path: Path) -> None:
