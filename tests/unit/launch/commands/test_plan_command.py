@@ -71,14 +71,14 @@ def test_what_is_beside_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.9 GiB  NCCL's buffers, 6 communicators" in out
     assert "14.2 GiB in 86 buckets of at most 1.0 GiB to 8 engines;" in out
     assert "each of 8 ranks sends 14.2 GiB; calculated 2.3 s (48 GB/s a card, 300 in a" in out
-    assert "a checkpoint: 99.3 GiB on disk; a rank writes at most 8.9 GiB\n" in out
+    assert "a checkpoint: 99.3 GiB on disk; a rank writes at most 6.2 GiB\n" in out
     assert "rank 0's host memory: 0.3 GiB for the batch of 8.4 M tokens" in out
 
     given = ("--card-gb", "24", "--nvlink-gb", "150", "--nccl-channels", "32")
     out = plan(capsys, "--gpus", "16", *engines, "checkpoint.async_save=true", *given)[1]
     assert "1.9 GiB  NCCL's buffers, 6 communicators" in out
     assert "(24 GB/s a card, 150 in a node)" in out
-    assert "a rank writes at most 8.9 GiB, from a copy in host memory" in out
+    assert "a rank writes at most 6.2 GiB, from a copy in host memory" in out
 
     out = plan(capsys, "--gpus", "16", *engines, "rollout.engine.senders=1")[1]
     assert "rank 0 sends 113.5 GiB; calculated" in out
