@@ -250,6 +250,7 @@ class Unshare(Confinement):
             "folders": list(self.readable),
             "files_mb": self.files_mb,
             "proc": self.proc,
+            "own_users": os.geteuid() != 0,  # else the limit of namespaces is the machine's
         }
 
 

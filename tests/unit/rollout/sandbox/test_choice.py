@@ -27,6 +27,8 @@ def test_command_lines(monkeypatch: pytest.MonkeyPatch, root: bool) -> None:
     assert ("--user" in unshare) == (not root)
     plan = Unshare(python).task(0)
     assert (plan["uid"] is not None) == root
+    # root has no user namespace of its own, and the limit in /proc/sys is the machine's
+    assert plan["mount"]["own_users"] == (not root)
 
 
 def test_folders_that_others_hold_are_not_shown_twice() -> None:
