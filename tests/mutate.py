@@ -3,7 +3,6 @@
     python tests/mutate.py --seed 1 --mutants 300 --jobs 1      a draw
     python tests/mutate.py --seed 1 --mutants 300 --list        what would be tried
     python tests/mutate.py --only ID ...                        these
-    python tests/mutate.py --results FILE --tests FILE ...      again, by these tests alone
     python tests/mutate.py --only ID ... --by TEST ...          by these, recorded or not
 
 What can be drawn is in tests/mutations.py. The tests of a defect are the files that run its lines,
@@ -368,7 +367,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--budget", type=float, default=BUDGET_S, help="CPU seconds of tests a mutant"
     )
     parser.add_argument("--near", action="store_true", help="tests of the mirrored folder alone")
-    parser.add_argument("--tests", nargs="+", metavar="FILE", help="choose among these alone")
     parser.add_argument("--by", nargs="+", metavar="TEST", help="these, without a recording")
     parser.add_argument("--least", type=float, default=0.0, help="share that must be noticed")
     options = parser.parse_args(arguments)
@@ -405,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def verdict_of(tree: Tree, one: Mutation) -> Verdict:
         if options.by:
             return judge_by(tree, one, options.by)
-        tests = options.tests or (near(one.file) if options.near else files_of_tests())
+        tests = near(one.file) if options.near else files_of_tests()
         record(tree, tests, recording)
         return judge(tree, one, {test: recording[test] for test in tests}, options.budget)
 
