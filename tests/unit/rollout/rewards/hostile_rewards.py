@@ -157,3 +157,9 @@ def dies_but_a_child_keeps_the_socket(sample: Sample) -> float:
         time.sleep(40)
         os._exit(0)
     os._exit(9)
+
+
+def dies_and_leaves_a_child(sample: Sample) -> float:
+    child = subprocess.Popen(["sleep", "77"])
+    Path(sample.metadata["folder"], "child").write_text(str(child.pid))
+    os._exit(9)

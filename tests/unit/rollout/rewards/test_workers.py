@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,18 @@ def test_environment_takes_names_alone():
 
 
 def test_standard_input_is_empty(sample):
-    (found,) = scores("reads_stdin", sample("x"))
+    """Also where ours has something to read."""
+    read, write = os.pipe()
+    os.write(write, b"not for a reward")
+    os.close(write)
+    ours = os.dup(0)
+    os.dup2(read, 0)
+    try:
+        (found,) = scores("reads_stdin", sample("x"))
+    finally:
+        os.dup2(ours, 0)
+        os.close(ours)
+        os.close(read)
     assert verdict(found).info == {"read": "", "lowest": "/dev/null"}
 
 
@@ -183,6 +195,16 @@ def test_a_socket_that_outlives_the_worker_is_no_wait(sample, tmp_path: Path):
     (found,) = scores("dies_but_a_child_keeps_the_socket", sample("x"))
     assert failure(found).reason == "its worker process died with exit code 9"
     assert time.monotonic() - start < TIMEOUT_S
+
+
+def test_what_a_dying_worker_leaves_ends_with_it(sample, tmp_path: Path):
+    (found,) = scores("dies_and_leaves_a_child", sample("x", folder=str(tmp_path)))
+    assert failure(found).reason == "its worker process died with exit code 9"
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "it sleeps on"
+        time.sleep(0.05)
 
 
 def test_a_killed_worker_that_does_not_end_is_left_behind(
