@@ -8,6 +8,7 @@ host memory.
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import time
@@ -80,9 +81,16 @@ def _own_storages(state: dict[str, Any]) -> None:
     apply_factories(state)
     for entry in nested_values(state):
         if isinstance(entry, ShardedTensor) and entry.data is not None and entry.data.is_cpu:
-            data = entry.data.detach().contiguous()
-            alias = torch.from_numpy(data.view(-1).view(torch.uint8).numpy())
-            entry.data = alias.view(data.dtype).view(data.shape)
+            entry.data = _over_same_memory(entry.data.detach().contiguous())
+
+
+def _over_same_memory(tensor: Tensor) -> Tensor:
+    if not tensor.numel():
+        return tensor
+    # Not by numpy, which would make the tensor's storage one that cannot be offloaded any more.
+    buffer = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    buffer.owner = tensor  # type: ignore[attr-defined]  # it lives as long as the buffer
+    return torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
 
 
 def read_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
