@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -205,6 +208,35 @@ def test_what_a_dying_worker_leaves_ends_with_it(sample, tmp_path: Path):
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "it sleeps on"
         time.sleep(0.05)
+
+
+SCORES = """
+import asyncio, pickle, sys
+from rollout.rewards.pool import RewardPool
+pool = RewardPool({"f": ("hostile_rewards:waits_for_a_file", {})}, 1, 600.0)
+asyncio.run(pool.score("f", pickle.load(open(sys.argv[1], "rb"))))
+"""
+
+
+def test_a_worker_in_a_call_ends_with_the_service(sample, tmp_path: Path):
+    (tmp_path / "sample").write_bytes(pickle.dumps(sample("x", folder=str(tmp_path))))
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    service = subprocess.Popen(
+        [sys.executable, "-c", SCORES, tmp_path / "sample"], env={**os.environ, **paths}
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "begun").exists():
+            assert service.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        workers = psutil.Process(service.pid).children(recursive=True)
+    finally:
+        service.kill()
+        service.wait()
+    assert workers
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_a_killed_worker_that_does_not_end_is_left_behind(
