@@ -130,7 +130,7 @@ def show(source: str, target: str, devices: bool = False) -> None:
 
 
 def forbid_namespaces(proc: str) -> None:
-    """Let nobody in this user namespace make another, in which he would be root again."""
+    """Let no program in this user namespace make another, in which it would be root again."""
     with open(f"{proc}/sys/user/max_user_namespaces", "w") as file:
         file.write("0")
 

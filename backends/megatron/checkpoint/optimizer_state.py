@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from backends.megatron.checkpoint.writers import sharded_entries
 from backends.megatron.training.optimizer import ScheduledOptimizer
 
 _MASTERS = "optimizer.state.param."
@@ -46,11 +47,7 @@ def optimizer_tensors(
         weights: the sharded state of the model, which says where its parameters belong.
     """
     found: dict[str, ShardedTensor] = {}
-    entries = [
-        entry
-        for entry in nested_values(dict(weights))
-        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
-    ]
+    entries = sharded_entries(weights)
     held = {id(each.parameter): each for each in _held_state(optimizer, [e.data for e in entries])}
     for entry in entries:
         if id(entry.data) not in held:

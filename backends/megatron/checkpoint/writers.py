@@ -24,11 +24,7 @@ def deal_to_replicas(weights: Mapping[str, Any], parallel: ParallelState) -> Non
     The last number of a `replica_id` says which data-parallel replica this is; replica 0 writes.
     Optimizer states that are not divided over replicas go with their weight.
     """
-    entries = [
-        entry
-        for entry in nested_values(dict(weights))
-        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
-    ]
+    entries = sharded_entries(weights)
     experts = [entry for entry in entries if _EXPERTS in entry.key]
     others = [entry for entry in entries if _EXPERTS not in entry.key]
     for group, replicas in (
@@ -39,5 +35,14 @@ def deal_to_replicas(weights: Mapping[str, Any], parallel: ParallelState) -> Non
         for entry in sorted(group, key=lambda entry: -entry.data.nbytes):
             writer = written.index(min(written))
             written[writer] += entry.data.nbytes
-            *others_of_id, replica = entry.replica_id
-            entry.replica_id = (*others_of_id, (replica - writer) % replicas)
+            *before, replica = entry.replica_id
+            entry.replica_id = (*before, (replica - writer) % replicas)
+
+
+def sharded_entries(weights: Mapping[str, Any]) -> list[ShardedTensor | ShardedTensorFactory]:
+    """Return what a sharded state of a model holds of its parameters, in their order."""
+    return [
+        entry
+        for entry in nested_values(dict(weights))
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+    ]

@@ -149,13 +149,9 @@ def test_a_changed_number_is_noticed_by_its_pages_checksum(
         versions=(VersionSpan(4, 0, 4000),),
     )
     write_rollouts(path, 1, [many])
-    names = pq.ParquetFile(path).schema.names
-    column = pq.ParquetFile(path).metadata.row_group(0)
-    [chunk] = [
-        chunk
-        for chunk in map(column.column, range(len(names)))
-        if chunk.path_in_schema.startswith("rollout_logprobs")
-    ]
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    chunks = {one.path_in_schema: one for one in map(group.column, range(group.num_columns))}
+    chunk = chunks["rollout_logprobs.list.element"]
     content = bytearray(path.read_bytes())
     content[chunk.data_page_offset + chunk.total_compressed_size // 4] ^= 1
     path.write_bytes(content)
