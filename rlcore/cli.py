@@ -26,10 +26,13 @@ from rlcore.launch.environment import (
 )
 from rlcore.launch.signals import handling_stop_signals, leave_in_time
 from rlcore.terminal import printable
+from rlcore.timeline.start import START, process_start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. The exit code is 0 if done, 1 failed, 2 bad input, 130 interrupted."""
+    if argv is None:
+        START.origin = process_start()
     given = own_arguments() if argv is None else list(argv)
     arguments = parse(given)
     arguments.given = given

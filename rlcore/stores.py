@@ -165,6 +165,29 @@ class FolderStore:
 
 Store = dist.Store | FolderStore
 
+# Of gloo, read when a group is made. Without them each rank of W asks W times for an address list
+# that has W entries; with them it asks once, for lists of one entry.
+_SHORT_MEETING = {"GLOO_ENABLE_STORE_V2_API": "1", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}
+
+
+@contextmanager
+def meeting_briefly() -> Iterator[None]:
+    """Inside, the ranks of a new gloo group find each other with few requests to their store.
+
+    All ranks of the group must make it in here. Outside nothing changes: an engine that meets a
+    sender in a group of two knows nothing of these settings.
+    """
+    before = {name: os.environ.get(name) for name in _SHORT_MEETING}
+    os.environ.update(_SHORT_MEETING)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
 
 def keys_under(prefix: str, store: Store) -> Store:
     """The part of a store whose keys begin with `prefix`."""

@@ -68,6 +68,7 @@ from rlcore.config import Config
 from rlcore.config.derived import pack_multiple
 from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan, PlanRules
+from rlcore.timeline.start import START
 from rlcore.weights import DTYPES, Bucket
 
 
@@ -120,12 +121,13 @@ class MegatronBackend:
         self._owns_process_group = init_process_group(self.device, timeout_s=timeout_s)
         try:
             with megatron_device(self.device), expected_warnings_off():
-                self.parallel = init_parallel(
-                    policy.parallel,
-                    timeout_s=timeout_s,
-                    seed=config.run.seed,
-                    coordinates=coordinates,
-                )
+                with START.phase("groups"):
+                    self.parallel = init_parallel(
+                        policy.parallel,
+                        timeout_s=timeout_s,
+                        seed=config.run.seed,
+                        coordinates=coordinates,
+                    )
                 context = BuildContext(
                     config, arch, self.parallel, self.device, total_steps, weights
                 )

@@ -34,6 +34,7 @@ from backends.megatron.training.passes import Frozen, Model, SwappedIn, copy_wei
 from rlcore.config import Config
 from rlcore.config.sections.policy import OptimizerConfig
 from rlcore.errors import ConfigError
+from rlcore.timeline.start import START
 from rlcore.weights import DTYPES
 
 
@@ -74,23 +75,25 @@ class BuildContext:
 
     def start_training(self, model: Model, optimizer: OptimizerConfig) -> None:
         """Put gradient buffers and an optimizer around a model that has its weights."""
-        model.modules = with_gradients(
-            model.modules,
-            model.config,
-            distributed_optimizer=optimizer.distributed,
-            overlap=optimizer.overlap,
-        )
-        dtype = DTYPES[self.config.model.dtype]
-        model.attach_optimizer(
-            ScheduledOptimizer(
-                optimizer, model.modules, params_dtype=dtype, total_steps=self.total_steps
+        with START.phase("optimizer"):
+            model.modules = with_gradients(
+                model.modules,
+                model.config,
+                distributed_optimizer=optimizer.distributed,
+                overlap=optimizer.overlap,
             )
-        )
+            dtype = DTYPES[self.config.model.dtype]
+            model.attach_optimizer(
+                ScheduledOptimizer(
+                    optimizer, model.modules, params_dtype=dtype, total_steps=self.total_steps
+                )
+            )
 
     def load(self, model: Model, arch: Architecture, path: str) -> None:
         """Read the weights of a Hugging Face folder into a model."""
         if self.weights:
-            load_hf(model.chunks, arch, Path(path), self.parallel)
+            with START.phase("weights"):
+                load_hf(model.chunks, arch, Path(path), self.parallel)
 
     def other_architecture(self, path: str | None, key: str) -> Architecture:
         """Read the architecture of a second model, and check its vocabulary and layout."""
@@ -109,7 +112,8 @@ def build_policy(context: BuildContext) -> Model:
     if checkpoint is None:
         context.load(model, context.arch, context.config.model.path)
     elif context.weights:
-        load_weights(Path(checkpoint), "policy", context.arch, model.chunks, context.parallel)
+        with START.phase("weights"):
+            load_weights(Path(checkpoint), "policy", context.arch, model.chunks, context.parallel)
     if context.config.policy.routing_replay != "none":
         replay_routing(model.chunks, context.arch)
     return model

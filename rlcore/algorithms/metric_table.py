@@ -111,6 +111,8 @@ _ROWS = (
      "as the metric"),
     # time and speed
     ("time/from_scratch", "wall clock since the run began, resumed parts included", "-", "s"),
+    ("time/start", "start of rank 0's process, until the engines had weights; in the first row of "
+     "each start", "-", "s"),
     ("time/step", "all of one step but its evaluation, log and checkpoint", "-", "s"),
     ("time/generation", "wait of the trainer for rollouts in one step", "-", "s"),
     ("time/engine", "engines had a request: while the trainer waited, or (rollout.max_staleness "

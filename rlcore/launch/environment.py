@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
 
 from rlcore.deadlines import SPEAKER_S
+from rlcore.errors import RunFailed
 
 THREADS = "OMP_NUM_THREADS"
 # Beyond so many threads the passes over a step's tokens on rank 0 are no faster.
 MOST_THREADS = 16
+
+# Open files of a process beside its connections to other ranks: libraries, shards, engines, logs.
+OTHER_FILES = 1024
 
 # The network interface that gloo listens on.
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -133,3 +138,21 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def allow_connections(count: int) -> None:
+    """Raise this process's limit of open files, so that it can hold `count` connections.
+
+    Many systems allow 1024 files and let a process raise that. Raises RunFailed where this one may
+    not raise it so far.
+    """
+    needed = count + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise RunFailed(
+            f"this process needs {needed} open files, for {count} connections, and may have {hard}:"
+            f" raise the limit of the node (`ulimit -Hn`, LimitNOFILE of its service)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

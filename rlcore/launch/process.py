@@ -21,6 +21,7 @@ from rlcore.deadlines import STORE_S
 from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.launch.environment import (
     STORE_FOLDER,
+    allow_connections,
     first_on_node,
     is_rank,
     orphaned,
@@ -32,7 +33,8 @@ from rlcore.launch.logs import RankLog, describe_failure, rank_log
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.launch.torchrun_attempts import FIRST, Attempt, join_attempt
 from rlcore.runs.state import seed_rng
-from rlcore.stores import FolderStore, Store, keys_under
+from rlcore.stores import FolderStore, Store, keys_under, meeting_briefly
+from rlcore.timeline.start import START
 from rlcore.trainer.rank_sync import Failure, RankSync
 
 # Libraries read these when they are first used on a GPU, so they are set before that.
@@ -42,6 +44,10 @@ DETERMINISTIC_LIBRARIES = {
     "NCCL_ALGO": "Ring",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
 }
+
+
+# Gloo groups that may hold all ranks: the default one, and a replica's; NCCL has sockets too.
+GROUPS_OF_ALL_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -194,17 +200,27 @@ def _rendezvous(
         raise RunFailed(
             f"rank {os.environ['RANK']} has lost its supervisor before it met the other ranks"
         )
+    with START.phase("ranks"):
+        return _meet(device, place, start_timeout_s, collective_timeout_s)
+
+
+def _meet(
+    device: torch.device, place: str, start_timeout_s: float, collective_timeout_s: float
+) -> tuple[Store, int, int, Attempt]:
     store_s = min(start_timeout_s, STORE_S) if supervised() else start_timeout_s
     try:
         store, rank, world_size = _launchers_store(store_s)
+        allow_connections(GROUPS_OF_ALL_RANKS * world_size)
         attempt = join_attempt(store, rank, world_size, timeout_s=start_timeout_s)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=_of_groups(store, f"{attempt.prefix}/ranks", world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=collective_timeout_s),
-        )
+        timeout = timedelta(seconds=collective_timeout_s)
+        with meeting_briefly():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=_of_groups(store, f"{attempt.prefix}/ranks", world_size, timeout),
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+            )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         raise RunFailed(
@@ -226,10 +242,12 @@ def _launchers_store(timeout_s: float) -> tuple[Store, int, int]:
     return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
 
 
-def _of_groups(store: Store, prefix: str, world_size: int) -> dist.Store:
-    """The store in which torch's own process groups meet."""
+def _of_groups(store: Store, prefix: str, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store in which torch's own process groups meet, and wait `timeout` for each other."""
     if isinstance(store, FolderStore):
         return dist.FileStore(str(store.under(prefix).folder / "groups"), world_size)
+    # Where gloo asks for many keys at once, it waits as long as the store does.
+    store.set_timeout(timeout)
     return dist.PrefixStore(prefix, store)
 
 

@@ -13,6 +13,7 @@ from rlcore.config.load import Loaded
 from rlcore.errors import FAILED, DataError, RunFailed, UserError, exit_code
 from rlcore.launch.compose import (
     OpenService,
+    RolloutHandles,
     build_algorithm,
     build_backend,
     build_gpu_sharing,
@@ -29,6 +30,7 @@ from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import mark_opened, open_run, pin_initial_policy, record_timeline
 from rlcore.launch.torchrun_attempts import RunHasEnded, mark_ended
 from rlcore.runs.directory import Status
+from rlcore.timeline.start import START
 from rlcore.tracking.hub import push_run, reach_hub
 from rlcore.trainer.loop import Trainer
 from rlcore.trainer.rank0 import FINISHED, Outcome, RankZero
@@ -46,6 +48,7 @@ def train_rank(
         service: opens the rollout service on rank 0; default: in this process.
     """
     rank = 0
+    START.begin()
     try:
         with join(loaded.config) as process:
             rank = process.rank
@@ -80,21 +83,23 @@ def run_rank(
     Args:
         service: opens the rollout service on rank 0; default: `open_service`.
     """
-    check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
-    loaded = pin_initial_policy(loaded, resume=resume)
+    with START.phase("input"):
+        check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
+        loaded = pin_initial_policy(loaded, resume=resume)
     config = loaded.config
     sync = process.sync
     start_s = config.cluster.start_timeout_s
     objective, credit = build_algorithm(config)
     with ExitStack() as stack, process.reporting_errors():
         # All input is checked before a run of the same name is touched.
-        handles = sync.run_on_rank0(
-            "reading the data",
-            lambda: open_handles(
-                config, process, stack, greedy_baseline=credit.needs_baseline, service=service
-            ),
-            timeout_s=start_s,
-        )
+        with START.phase("data"):
+            handles = sync.run_on_rank0(
+                "reading the data",
+                lambda: open_handles(
+                    config, process, stack, greedy_baseline=credit.needs_baseline, service=service
+                ),
+                timeout_s=start_s,
+            )
         if config.tracking.hub.repo:
             sync.run_on_rank0(
                 "reaching the hub", lambda: reach_hub(config.tracking.hub), timeout_s=start_s
@@ -103,12 +108,14 @@ def run_rank(
             "counting the prompts", lambda: str(on_rank0(handles).num_prompts), timeout_s=start_s
         )
         steps = total_steps(config, int(prompts))
-        backend = build_backend(
-            config, process, objective, credit, optimizer_steps=steps * updates_per_step(config)
-        )
+        with START.phase("models"):
+            backend = build_backend(
+                config, process, objective, credit, optimizer_steps=steps * updates_per_step(config)
+            )
         stack.callback(backend.close)
         sharing = build_gpu_sharing(config, process, backend, handles)
-        sync.barrier("building the models", timeout_s=start_s)
+        with START.phase("other ranks"):
+            sync.barrier("building the models", timeout_s=start_s)
         run = sync.run_on_rank0(
             "opening the run",
             lambda: open_run(loaded, steps, stack, resume=resume, overwrite=overwrite),
@@ -119,11 +126,7 @@ def run_rank(
         if run is not None:
             mark_opened(sync.store)
             process.on_failure.append(lambda failure: run.end_with(RunFailed(str(failure))))
-        # a large model loads for long
-        engines_s = start_s + comeback_s(config.rollout.engine, engine_place_s(config))
-        sync.run_on_rank0(
-            "starting the engines", lambda: on_rank0(handles).source.start(), timeout_s=engines_s
-        )
+        _start_engines(process, config, handles)
         rank0 = journal = None
         if run is not None:
             journal = run.version_journal()
@@ -136,6 +139,18 @@ def run_rank(
                 config, sync, backend, credit, steps, publisher, rank0, sharing, replay_from(config)
             ),
             process,
+        )
+
+
+def _start_engines(process: Process, config: Config, handles: RolloutHandles | None) -> None:
+    """Let rank 0 start the engines. Collective."""
+    # a large model loads for long
+    limit_s = config.cluster.start_timeout_s + comeback_s(
+        config.rollout.engine, engine_place_s(config)
+    )
+    with START.phase("engines"):
+        process.sync.run_on_rank0(
+            "starting the engines", lambda: on_rank0(handles).source.start(), timeout_s=limit_s
         )
 
 

@@ -18,7 +18,9 @@ from rlcore.tracking.format import (
 )
 
 # Totals, a part of generation, and work beside the training: not phases of a step.
-NOT_PHASES = frozenset({"time/step", "time/from_scratch", "time/engine", "time/checkpoint_write"})
+NOT_PHASES = frozenset(
+    {"time/start", "time/step", "time/from_scratch", "time/engine", "time/checkpoint_write"}
+)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from rlcore.errors import RunFailed
 from rlcore.interfaces import PolicyBackend
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.timeline.recorder import RECORDER, now
+from rlcore.timeline.start import START
 from rlcore.trainer.checkpointer import Checkpointer, folder_inside
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.engine_check import PASS, EngineCheck
@@ -50,6 +51,7 @@ class Trainer:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, since the last log row
     # Why no engine can go on, the same on every rank; "" while engines run.
     no_engines_reason: str = ""
+    start_s: float | None = field(init=False, default=None)  # until the first publication
     checkpoints: Path = field(init=False)
     checkpointer: Checkpointer = field(init=False)
     engine_check: EngineCheck | None = field(init=False)
@@ -67,7 +69,9 @@ class Trainer:
         self.switch_to(GpuPhase.TRAINING)
         step, status = self.resume()
         if status == CONTINUE:
-            self.publish(step)
+            with START.phase("publication"):
+                self.publish(step)
+        self.end_start()
         if step == 0:
             self.evaluate(0)
             self.log(0)
@@ -75,6 +79,7 @@ class Trainer:
             self.end_row(0)
         self.seconds = {}
         RECORDER.drop()  # the publication of a resumed run is of no step
+        self.record_start()
         while status == CONTINUE and not self.no_engines_reason:
             with self.clock("step"):
                 batch = self.load_rollouts(step + 1)
@@ -272,6 +277,25 @@ class Trainer:
         self.seconds = {}
         RECORDER.flush(step)
 
+    def end_start(self) -> None:
+        """Say how long the start took until here, and which phases it had."""
+        self.start_s = START.finish()
+        if self.start_s is None:
+            return
+        line = START.line(self.start_s)
+        if self.rank0 is None:
+            logger.info("%s", line)
+        else:
+            self.rank0.tracker.note(line)
+
+    def record_start(self) -> None:
+        """Count the start in the first row, and put its phases into the timeline."""
+        if self.start_s is None:
+            return
+        self.seconds["start"] = self.start_s
+        for name, began, ended in START.spans:
+            RECORDER.add((self.sync.track[0], "start"), name, began, ended)
+
     def save(self, step: int, *, in_background: bool) -> None:
         """Save a checkpoint of `step`."""
         self.switch_to(GpuPhase.HANDOVER)
@@ -301,7 +325,8 @@ class Trainer:
         )
         if folder:
             given = [] if self.replay_from is None else [self.replay_from]
-            self.backend.load(folder_inside([self.checkpoints, *given], folder))
+            with START.phase("checkpoint"):
+                self.backend.load(folder_inside([self.checkpoints, *given], folder))
         # Records of later steps are deleted only now, when nothing can be refused any more.
         step, status = self.sync.broadcast("going on", lambda: on_rank0(self.rank0).begin()).split()
         # Without a checkpoint the evaluation before training, step 0, comes again too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import stat
 import threading
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
-from rlcore.stores import FolderStore, Store, bound_store, keys_under
+from rlcore.stores import FolderStore, Store, bound_store, keys_under, meeting_briefly
 
 
 def elsewhere() -> list[str]:
@@ -124,3 +126,78 @@ def test_a_store_whose_folder_is_gone_raises_what_torchs_stores_raise(tmp_path: 
     with pytest.raises(dist.DistError):
         store.get("a")
     assert not store.check(["a"])
+
+
+# --- how the ranks of a group find each other -----------------------------------------------------
+
+
+class CountingStore(dist.Store):
+    """A store that counts the requests which a gloo group makes, and the bytes that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = dist.HashStore()
+        self.requests = 0
+        self.sizes: dict[str, int] = {}  # bytes by key
+
+    def set(self, key: str, value: bytes) -> None:
+        self.requests += 1
+        self.sizes[key] = len(value)
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.requests += 1
+        return self.inner.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.requests += 1
+        return self.inner.multi_get(keys)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self.requests += 1
+        self.inner.wait(keys, *timeout)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+
+def meet(world: int, timeout_s: float = 20.0) -> CountingStore:
+    """Let threads stand for the ranks of a gloo group, which then adds up its ranks."""
+    store = CountingStore()
+    sums = [torch.tensor(float(rank)) for rank in range(world)]
+
+    def join(rank: int) -> None:
+        group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout_s))
+        group.allreduce([sums[rank]]).wait()
+
+    with ThreadPoolExecutor(world) as threads:
+        list(threads.map(join, range(world)))
+    assert [total.item() for total in sums] == [world * (world - 1) / 2] * world
+    return store
+
+
+def test_ranks_of_a_group_ask_their_store_in_proportion_to_their_number() -> None:
+    with meeting_briefly():
+        few, many = meet(4), meet(16)
+    assert few.requests == 4 * 2  # an address told, all addresses asked for
+    assert many.requests == 16 * 2
+    assert len(many.sizes) == 16
+    assert max(few.sizes.values()) == max(many.sizes.values())  # one address, whatever the world
+    assert meet(16).requests > 16 * 16  # as gloo does by itself
+
+
+def test_outside_no_group_meets_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_ENABLE_STORE_V2_API", "False")
+    monkeypatch.delenv("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", raising=False)
+    before = dict(os.environ)
+    with meeting_briefly():
+        assert os.environ["GLOO_ENABLE_STORE_V2_API"] == "1"
+    assert dict(os.environ) == before
+
+    @meeting_briefly()
+    def fail() -> None:
+        raise ValueError("full")
+
+    with pytest.raises(ValueError, match="full"):
+        fail()
+    assert dict(os.environ) == before

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from rlcore.config.sections.policy import ParallelConfig
+from rlcore.stores import meeting_briefly
 
 # our name of a group -> the function of mpu that returns it, and the arguments
 _MPU_GROUPS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
@@ -279,7 +280,8 @@ def _gloo_group(ranks: list[int] | None, timeout_s: float, name: str) -> Process
     group by its ranks: a second one of the same ranks would find the addresses of the first.
     """
     timeout = timedelta(seconds=timeout_s)
-    return dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=name)
+    with meeting_briefly():
+        return dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc=name)
 
 
 def _gather_coordinates(dp_rank: int, pp_rank: int, control: ProcessGroup) -> list[tuple[int, int]]:

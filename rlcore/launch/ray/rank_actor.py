@@ -12,6 +12,7 @@ import ray
 from rlcore.config.load import Loaded
 from rlcore.launch.environment import SUPERVISED, THREADS
 from rlcore.launch.ray.actor_env import ActorEnv
+from rlcore.timeline.start import START, now
 
 if TYPE_CHECKING:
     from rlcore.launch.compose import OpenService
@@ -47,6 +48,7 @@ class RankActor:
         Raises:
             RlcoreError: as `rlcore.launch.rank.train_rank`.
         """
+        START.origin = now()  # the process may have waited for this since long ago
         # A rank that Ray gave GPUs sees only those, numbered from 0. Else it is as under torchrun.
         has_own = loaded.config.cluster.ray.rank_gpus > 0 and bool(self.where()[2])
         local = {"LOCAL_RANK": "0"} if has_own else {}

@@ -30,6 +30,7 @@ from rlcore.errors import (
 )
 from rlcore.launch.environment import (
     THREADS,
+    allow_connections,
     rank_environment,
     store_environment,
     store_prefix,
@@ -47,6 +48,7 @@ from rlcore.stores import bound_store
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
+CONNECTIONS_OF_A_RANK = 2  # to the store: its own, and its heartbeat's
 
 
 class Ranks:
@@ -72,9 +74,10 @@ class Ranks:
         self._tick = tick
         self.config = loaded.config
         self._earlier = result_mark(self.config)
+        ranks = range(len(cluster.placement.ranks))
+        allow_connections(CONNECTIONS_OF_A_RANK * len(ranks))
         self._host = bound_store(cluster.address, STORE_S)
         self.store = dist.PrefixStore(store_prefix(), self._host)
-        ranks = range(len(cluster.placement.ranks))
         self._monitor = HeartbeatMonitor(self.store, ranks, self.config.cluster)
         self.actors: list[Any] = []
         self.nodes: list[str] = []  # the id of each rank's node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from rlcore.config import Config
+from rlcore.errors import RunFailed
 from rlcore.launch import environment, local, process
 from rlcore.launch.process import cuda_environment
 
@@ -127,3 +129,28 @@ def test_they_are_set_before_anything_else_where_torch_has_cuda(
     process._set_up_torch(make_config(policy={"parallel": {"tensor": 2}}))
     assert os.environ.get(CONNECTIONS) == (None if cuda is None else "1")
     assert os.environ[ALLOCATOR] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised"),
+    [
+        ((1024, 1 << 20), (1024 + 2048, 1 << 20)),
+        ((1024, resource.RLIM_INFINITY), (1024 + 2048, resource.RLIM_INFINITY)),
+        ((4096, 4096), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
+def test_a_rank_may_open_a_connection_to_each_other_one(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], raised: tuple[int, int] | None
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, new: given.append(new))
+    environment.allow_connections(2048)
+    assert given == ([] if raised is None else [raised])
+
+
+def test_a_node_that_allows_too_few_connections_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 2048))
+    with pytest.raises(RunFailed, match=r"needs 3072 open files, for 2048 conn.* may have 2048"):
+        environment.allow_connections(2048)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from torch.distributed import HashStore
@@ -200,3 +201,16 @@ def test_one_process_alone_keeps_no_keys(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(100):
         sync.run_on_rank0("a word", lambda: "go")
     assert store.num_keys() <= 5
+
+
+@pytest.mark.parametrize(("world", "most_s"), [(8, 0.05), (125, 0.05), (1024, 0.4096)])
+def test_many_ranks_do_not_flood_their_store(
+    monkeypatch: pytest.MonkeyPatch, world: int, most_s: float
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(rank_sync.time, "sleep", pauses.append)
+    sync = RankSync(HashStore(), 1, world, timeout_s=5)
+    sync.wait_until(lambda: len(pauses) == 40, "the fortieth look")
+    assert pauses[0] == 0.002  # who hardly waits does not wait for long
+    assert max(pauses) == pytest.approx(most_s)
+    assert all(later <= earlier * 1.5 + 1e-9 for earlier, later in pairwise(pauses))

@@ -1,0 +1,89 @@
+"""Times the start of a process by phase: what it does until its first step.
+
+A process has one clock, `START`. Until `begin` it measures nothing.
+
+    with START.phase("models"):
+        ...
+        with START.phase("weights"):  # counts as weights alone
+            ...
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SHORT_S = 0.05  # shorter phases are not in the line
+
+now = time.perf_counter
+
+
+class StartClock:
+    """Adds up the phases of a start, on the thread that starts the process."""
+
+    def __init__(self) -> None:
+        self.origin: float | None = None  # when the process began, where its command knows
+        self.began: float | None = None  # None: it does not run
+        self.seconds: dict[str, float] = {}  # by phase, without phases inside it
+        self.spans: list[tuple[str, float, float]] = []  # name, begin and end, by the end
+        self._inside: list[float] = []  # seconds of phases inside each open one
+
+    def begin(self) -> None:
+        """Begin to measure. What happened since `origin`, if that is known, was importing."""
+        moment = now()
+        self.began = moment if self.origin is None else self.origin
+        self.origin = None
+        self.seconds = {"imports": moment - self.began}
+        self.spans = [("imports", self.began, moment)]
+        self._inside = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of the block as `name`, without phases inside it."""
+        if self.began is None:
+            yield
+            return
+        began = now()
+        self._inside.append(0.0)
+        try:
+            yield
+        finally:
+            ended = now()
+            own = ended - began - self._inside.pop()
+            if self._inside:
+                self._inside[-1] += ended - began
+            self.seconds[name] = self.seconds.get(name, 0.0) + own
+            self.spans.append((name, began, ended))
+
+    def finish(self) -> float | None:
+        """Stop measuring. Returns the seconds of the whole start; None where it did not run."""
+        if self.began is None:
+            return None
+        total = now() - self.began
+        self.began = None
+        return total
+
+    def line(self, total: float) -> str:
+        """Tell a finished start in a line: "started in 41.0 s: imports 3.1, ranks 0.5, ..."."""
+        parts = [f"{name} {spent:.1f}" for name, spent in self.seconds.items() if spent >= SHORT_S]
+        told = f"started in {total:.1f} s"
+        return f"{told}: {', '.join(parts)}" if parts else told
+
+
+START = StartClock()
+
+
+def process_start() -> float:
+    """Return when this process was made, on the clock of `now`; the present where nobody tells."""
+    moment = now()
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        ticks = int(fields[19])  # since the machine was started
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    # another system than Linux
+    except (OSError, AttributeError):
+        return moment
+    return moment - max(age, 0.0)
