@@ -119,10 +119,16 @@ def _add_configured(commands: Commands) -> None:
 def _add_servers(commands: Commands) -> None:
     """Add the commands that serve a run, beside it."""
     text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
-    sub = _configured(commands, "engine", text)
+    sub = _command(commands, "engine", text)
+    sub.add_argument("settings", nargs="*", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
     sub.add_argument(
         "--urls-file", type=Path, help="a JSON file with their URLs, there while they are ready"
     )
+    text = (
+        "join a run that goes on: its folder, whose configuration is used beneath CONFIG; Ctrl-C"
+        " leaves it again"
+    )
+    sub.add_argument("--join", type=Path, metavar="RUN", help=text)
     text = "serve a reward model on Megatron, in any layout, to the reward services of runs"
     _add_server_options(_configured(commands, "reward-model", text))
 
@@ -157,8 +163,10 @@ def _add_others(commands: Commands) -> None:
     sub.add_argument("--json", action="store_true", help="as one JSON object")
     text = "look at runs in a browser: curves, samples, tokens, what was not trained and why"
     _add_view_options(_command(commands, "view", text))
-    text = "the runs on a Ray cluster: their step, processes and engines"
+    text = "a run, or the runs on a Ray cluster: their step, processes and engines"
     sub = _command(commands, "status", text)
+    text = "the folder of a run, under any launcher (default: the runs on a Ray cluster)"
+    sub.add_argument("run", type=Path, metavar="RUN", nargs="?", help=text)
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
     text = "end a run on a Ray cluster cleanly, after its step at hand"
     sub = _command(commands, "stop", text)

@@ -179,7 +179,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def engine(arguments: argparse.Namespace) -> int:
-    """Run SGLang engines without a trainer."""
+    """Run SGLang engines without a trainer, or for a run that goes on."""
+    if arguments.join is not None:
+        from rlcore.launch.commands.engine import join_run
+
+        return join_run(arguments.join, *split_arguments(arguments.settings))
     loaded = _load(arguments.settings)
     from rlcore.launch.commands.engine import serve_engines
 
@@ -291,7 +295,11 @@ def view(arguments: argparse.Namespace) -> int:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Print the runs on a Ray cluster."""
+    """Print how far a run is and its engines, or the runs on a Ray cluster."""
+    if arguments.run is not None:
+        from rlcore.launch.run_folder import describe_run
+
+        return _print_lines(describe_run(arguments.run))
     from rlcore.launch.launchers import need_ray
 
     need_ray()

@@ -7,9 +7,12 @@ loop also carries the engine clients.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -38,6 +41,9 @@ from rollout.collection.evaluation import Evaluator
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import training_runner
 from rollout.engines.checks import check_vocabulary
+from rollout.engines.factories import JoinableFactory, factory_of
+from rollout.fleet.admission import Admission
+from rollout.fleet.announcements import EngineFolder, why_closed
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 from rollout.rewards.labels import check_labels
@@ -133,6 +139,7 @@ class RolloutService:
         self._snapshot = self._collector.snapshot()  # of the newest step that the trainer has
         self._restored_step = 0  # the last step that was handed over before `restore`
         self._pending: PendingWork[Any] | None = None
+        self._admission: Future[None] | None = None  # of engines that join
         self._seen = self._so_far()  # at the last hand-over
         self._seen_failures = self._training.attempts.failed.copy()  # likewise
         self.thread = LoopThread("rollout")
@@ -154,24 +161,24 @@ class RolloutService:
         )
         try:
             self._call(starting, limit, "starting the engines and rewards")
-            self._check_lengths()
+            for engine in self.fleet.engines:
+                self._check_length(engine)
         except BaseException:
             self.close()
             raise
 
-    def _check_lengths(self) -> None:
+    def _check_length(self, engine: RolloutEngine) -> None:
         """Refuse prompts that leave no room for a response in an engine that just started."""
         longest = int(self.prompts.lengths.max())
         response = self._config.rollout.sampling.max_new_tokens
-        for engine in self.fleet.engines:
-            total = engine.max_total_tokens if isinstance(engine, BoundedEngine) else None
-            if total is not None and longest + response > total:
-                raise ConfigError(
-                    f"engine {engine.name} takes {total} tokens of prompt and response (its context"
-                    f" and KV pool), and the longest prompt has {longest} beside"
-                    f" rollout.sampling.max_new_tokens ({response}): set data.max_prompt_tokens to"
-                    f" {total - response}, or give the engine more memory"
-                )
+        total = engine.max_total_tokens if isinstance(engine, BoundedEngine) else None
+        if total is not None and longest + response > total:
+            raise ConfigError(
+                f"engine {engine.name} takes {total} tokens of prompt and response (its context"
+                f" and KV pool), and the longest prompt has {longest} beside"
+                f" rollout.sampling.max_new_tokens ({response}): set data.max_prompt_tokens to"
+                f" {total - response}, or give the engine more memory"
+            )
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         return self.thread.call(work, seconds=seconds, what=what)
@@ -389,6 +396,26 @@ class RolloutService:
         """Append every draw's transitions to `path` from here on."""
         self._queue.keep_journal(path, max_staleness=self._config.rollout.max_staleness)
 
+    def admit_engines(self, folder: Path) -> None:
+        """See `rlcore.interfaces.RolloutSource.admit_engines`; a second call changes nothing.
+
+        Raises UserError where others may use the folder.
+        """
+        if self._admission is not None or why_closed(self._config) is not None:
+            return
+        engines = EngineFolder(folder)
+        engines.make()
+        factory: JoinableFactory = factory_of(self._config.rollout.engine.kind)
+        admission = Admission(
+            engines,
+            self.fleet,
+            self._config,
+            build=functools.partial(factory.build_joining, self._config),
+            check=self._check_length,
+            host=socket.gethostname(),
+        )
+        self._admission = asyncio.run_coroutine_threadsafe(admission.watch(), self.loop)
+
     def close(self) -> None:
         """End the engines' clients, the reward workers and the thread. May be called twice."""
         if self.loop.is_closed():
@@ -402,6 +429,8 @@ class RolloutService:
             self._queue.close()
 
     async def _stop(self) -> None:
+        if self._admission is not None:
+            self._admission.cancel()
         await self._collector.halt()
         await self.fleet.close()
         closing = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from rlcore.runs.checkpoints import (
 )
 from rlcore.runs.directory import ResultMark, RunDirectory, Status
 from rlcore.runs.files import remove_tree
+from rlcore.runs.lock import lock_holder
 from rlcore.runs.metrics import read_metrics
 from rlcore.runs.versions import VersionJournal
 from rlcore.stores import Store
@@ -118,6 +119,32 @@ def open_run(
     if found is None:
         directory.write_config(config.model_dump(mode="json"), loaded.origins)
     return run
+
+
+def describe_run(run: Path) -> Iterator[str]:
+    """Yield what `rlcore status RUN` prints: how far a run is, and its engines.
+
+    Raises:
+        UserError: there is no such run.
+        DataError: its metrics are damaged.
+    """
+    from rollout.fleet.announcements import EngineFolder, describe_engine
+
+    directory = RunDirectory(run)
+    if not directory.config_path.is_file():
+        raise UserError(f"{run} has no {directory.config_path.name}; expected the folder of a run")
+    rows = read_metrics(directory.metrics_path)
+    result = directory.read_result()
+    holder = lock_holder(run)
+    if holder is not None:
+        state = f"goes on ({holder})"
+    elif result is not None:
+        state = f"has ended: {result.get('status')}"
+    else:
+        state = "is held by no process: it was killed, or its file system has no locks"
+    yield f"{directory.name}: step {rows[-1]['step'] if rows else 0}, {state}"
+    for row in EngineFolder.of(run).read_fleet():
+        yield f"  {describe_engine(row)}"
 
 
 def record_timeline(config: Config, process: str) -> Callable[[], None]:

@@ -90,7 +90,7 @@ def wait_until_free(
     """
     deadline = time.monotonic() + limit_s
     watch = _OwnerWatch(path)
-    while (holder := _lock_holder(path) or watch.holder()) is not None:
+    while (holder := lock_holder(path) or watch.holder()) is not None:
         tick()
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
@@ -104,8 +104,8 @@ def wait_until_free(
 # --- record locks ---------------------------------------------------------------------------------
 
 
-def _lock_holder(path: Path) -> str | None:
-    """Return the holder of the record lock, None if it is free."""
+def lock_holder(path: Path) -> str | None:
+    """Return the holder of a run's record lock; None if it is free, or the file system has none."""
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         return _try_lock(descriptor)[0]

@@ -45,6 +45,11 @@ class Keys:
     admin: str = field(repr=False)
 
     @classmethod
+    def new(cls) -> Keys:
+        """Make keys that nobody else has."""
+        return cls(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+
+    @classmethod
     def from_environment(cls) -> Keys:
         """Read the keys from `RLCORE_ENGINE_API_KEY` and `RLCORE_ENGINE_ADMIN_KEY`.
 
@@ -109,6 +114,13 @@ class HostedFactory(EngineFactory, Protocol):
         self, config: Config, servers: Sequence[Server], *, keys: Keys
     ) -> Sequence[RolloutEngine]:
         """Return the engines of these servers."""
+
+
+class JoinableFactory(HostedFactory, Protocol):
+    """Builds engines that `rlcore engine` runs, also those that join a run while it goes on."""
+
+    def build_joining(self, config: Config, name: str, url: str, keys: Keys) -> RolloutEngine:
+        """Return the engine `name`, whose server runs at `url` with keys of its own."""
 
 
 def kind_of(name: str) -> EngineKind:

@@ -171,7 +171,7 @@ class Dispatcher:
         lease.caller = asyncio.current_task()
         lease.held_before_s = lease.member.held_s
         self._set_alarm(lease, requests, self.limit_s)
-        self._begin(lease, len(requests))
+        self._begin(lease, requests)
         answers: list[list[Completion]] | None = None
         try:
             answers = await engine.generate(requests)
@@ -258,8 +258,9 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001 - recovery: the call is given up without an answer
             logger.warning("engine %s did not abort: %s", engine.name, describe(error))
 
-    def _begin(self, lease: Lease, requests: int) -> None:
-        lease.requests = requests
+    def _begin(self, lease: Lease, requests: Sequence[GenerateRequest]) -> None:
+        lease.requests = len(requests)
+        lease.rids = [request.rid for request in requests]
         if not self._calls:
             self._busy_since = time.perf_counter()
         self._calls += 1

@@ -7,7 +7,8 @@
          |  FAIL, from every state        +------ MISSED ----+    +----- DRAIN -----+
 
 Only a serving engine is given requests. A stale one runs, but has no whole version of the weights,
-or not the last one.
+or not the last one. LEAVE makes a stale or a serving engine a leaving one, which is taken out of
+the fleet once it has no requests.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class State(str, Enum):
     STALE = "stale"  # it answers, and waits for a whole version of the weights
     SERVING = "serving"
     DRAINING = "draining"  # in a publication: it gets no requests until that has ended well
+    LEAVING = "leaving"  # it ends the requests that it has, and takes part in nothing else
     DEAD = "dead"  # it does not run, or is not listened to
 
     def __str__(self) -> str:
@@ -42,19 +44,29 @@ class Event(str, Enum):
     DRAIN = "drain"
     PUBLISHED = "published"  # it took a whole version and was resumed
     MISSED = "missed"  # the publication was given up
+    LEAVE = "leave"  # whoever runs it takes it out of the run
     FAIL = "fail"
 
 
 TRANSITIONS: dict[State, dict[Event, State]] = {
     State.DEAD: {Event.START: State.STARTING},
     State.STARTING: {Event.UP: State.STALE, Event.FAIL: State.DEAD},
-    State.STALE: {Event.DRAIN: State.DRAINING, Event.FAIL: State.DEAD},
+    State.STALE: {
+        Event.DRAIN: State.DRAINING,
+        Event.LEAVE: State.LEAVING,
+        Event.FAIL: State.DEAD,
+    },
     State.DRAINING: {
         Event.PUBLISHED: State.SERVING,
         Event.MISSED: State.STALE,
         Event.FAIL: State.DEAD,
     },
-    State.SERVING: {Event.DRAIN: State.DRAINING, Event.FAIL: State.DEAD},
+    State.SERVING: {
+        Event.DRAIN: State.DRAINING,
+        Event.LEAVE: State.LEAVING,
+        Event.FAIL: State.DEAD,
+    },
+    State.LEAVING: {},
 }
 
 
@@ -82,7 +94,7 @@ class Health:
             now: seconds on the caller's clock, of a start or a failure.
         """
         if not self.accepts(event):
-            known = ", ".join(TRANSITIONS[self.state])
+            known = ", ".join(TRANSITIONS[self.state]) or "nothing more"
             raise ValueError(
                 f"an engine that is {self.state} cannot meet {event.name}; it can meet {known}"
             )
@@ -111,8 +123,10 @@ class Health:
 
     @property
     def can_come_back(self) -> bool:
-        """False for an engine that is dead for good."""
-        return self.state is not State.DEAD or self.restarts_left > 0
+        """False for an engine that is dead for good, or leaves."""
+        if self.state is State.DEAD:
+            return self.restarts_left > 0
+        return self.state is not State.LEAVING
 
     @property
     def pause_s(self) -> float:

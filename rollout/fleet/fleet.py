@@ -8,6 +8,7 @@ Everything happens on one event loop.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from rlcore.config.derived import comeback_s
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.deadlines import KILL_ENGINE_S, TRANSPORT_GRACE_S
+from rlcore.deadlines import ABORT_S, KILL_ENGINE_S, TRANSPORT_GRACE_S
 from rlcore.errors import NoEngineLeft, RlcoreError
 from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import gather_or_cancel, within
@@ -24,6 +25,9 @@ from rollout.fleet.router import Lease, Member, Router
 from rollout.weight_sync.base import describe
 
 RUNNING = (State.STALE, State.DRAINING, State.SERVING)
+# a request that reached an engine after one abort is ended by the next
+ABORT_AGAIN_S = 0.2
+SHOWN = 5  # engines that have left, in an error
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ class Fleet:
         self._changed = asyncio.Event()  # renewed at each change of a state
         self._may_start = asyncio.Event()  # restarts wait for it
         self._may_start.set()
+        self._departed: list[str] = []  # the names of engines that have left
+        self._departed_restarts = 0
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -74,6 +80,60 @@ class Fleet:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=KILL_ENGINE_S)
+
+    # --- engines that join and leave --------------------------------------------------------------
+
+    def join(self, engine: RolloutEngine) -> None:
+        """Take in an engine that answers. It is stale then, and from there on one like the others.
+
+        Raises ValueError where the fleet has an engine of that name.
+        """
+        if any(member.name == engine.name for member in self.members):
+            raise ValueError(f"the fleet has an engine {engine.name} already")
+        member = Member(engine, Health(self._config.restart), joined=True)
+        self.members.append(member)
+        self._spawn(self._start_again(member))
+
+    async def leave(self, engine: RolloutEngine) -> None:
+        """Take an engine out of the fleet and disconnect from it. One that is out stays out.
+
+        It gets no more requests. Those in flight are aborted, and go on at other engines from the
+        tokens that they have. A publication in which it takes part, or its start, ends first.
+        """
+        member = self._find(engine)
+        if member is None:
+            return
+        while member.health.state in (State.DRAINING, State.STARTING):
+            await self._change(None)
+        if member.health.accepts(Event.LEAVE):
+            member.health.on(Event.LEAVE)
+            self._tell()
+            await self._take_requests_back(member)
+        if member not in self.members:  # somebody else took it out meanwhile
+            return
+        self.members.remove(member)
+        self._departed.append(member.name)
+        self._departed_restarts += member.health.restarts
+        if member.down is not None and not member.down.done():
+            member.down.set_result("it has left")
+        late = f"engine {member.name} could not be left within {KILL_ENGINE_S:g} s"
+        if (why := await _error(engine.close, KILL_ENGINE_S, late)) is not None:
+            logger.warning("%s", why)
+        self._tell()
+
+    async def _take_requests_back(self, member: Member) -> None:
+        """Abort an engine's requests until it has none; what it does not answer is sent again."""
+        deadline = time.monotonic() + ABORT_S
+        while member.leases and (left := deadline - time.monotonic()) > 0:
+            rids = [rid for lease in member.leases for rid in lease.rids]
+            abort = functools.partial(member.engine.abort, rids)
+            # recovery: no answer to it costs the tokens made so far
+            if (why := await _error(abort, left, "no answer to an abort")) is not None:
+                logger.warning("engine %s leaves: %s", member.name, why)
+                break
+            await asyncio.sleep(min(left, ABORT_AGAIN_S))
+        for lease in list(member.leases):
+            lease.lose(f"engine {member.name} has left")
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -129,8 +189,9 @@ class Fleet:
 
     def published(self, engine: RolloutEngine, version: int) -> None:
         """Put an engine that took `version` into service. If it failed meanwhile it stays dead."""
-        if self._on(engine, Event.PUBLISHED):
-            self._member(engine).version = version
+        member = self._on(engine, Event.PUBLISHED)
+        if member is not None:
+            member.version = version
 
     def missed(self, engine: RolloutEngine) -> None:
         """Note that the publication was given up while the engine took part."""
@@ -142,14 +203,17 @@ class Fleet:
         An engine that died in the middle and runs again by now failed before its restart: it goes
         on.
         """
-        if self._member(engine).health.state in (State.DRAINING, State.DEAD):
+        member = self._find(engine)
+        if member is not None and member.health.state in (State.DRAINING, State.DEAD):
             await self.failed(engine, why)
 
     async def failed(self, engine: RolloutEngine, why: str) -> None:
         """End an engine that failed since its last start; once is enough. Returns when it is
         ended.
         """
-        member = self._member(engine)
+        member = self._find(engine)
+        if member is None:
+            return
         self._fail(member, why)
         if member.ending is not None:
             await asyncio.wait({member.ending})
@@ -187,7 +251,7 @@ class Fleet:
     @property
     def restarts(self) -> int:
         """Restarts of all engines so far."""
-        return sum(member.health.restarts for member in self.members)
+        return self._departed_restarts + sum(member.health.restarts for member in self.members)
 
     def waiting_for(self) -> str:
         """What is waited for, as "engine a (3 requests), engine b (1 request)"; "" for nothing."""
@@ -203,8 +267,9 @@ class Fleet:
     def _in(self, *states: State) -> list[RolloutEngine]:
         return [member.engine for member in self.members if member.health.state in states]
 
-    def _member(self, engine: RolloutEngine) -> Member:
-        return next(member for member in self.members if member.engine is engine)
+    def _find(self, engine: RolloutEngine) -> Member | None:
+        """Return the engine's member; None if it has left."""
+        return next((member for member in self.members if member.engine is engine), None)
 
     def _no_engine_error(self) -> NoEngineLeft | None:
         if any(member.health.can_come_back for member in self.members):
@@ -217,22 +282,23 @@ class Fleet:
     def _ends(self) -> str:
         """Why each engine that does not run does not."""
         words = {State.DEAD: "", State.STARTING: "it is starting; before, "}
-        return "; ".join(
+        ends = [
             f"engine {m.name}: {words[m.health.state]}{m.health.why}"
             for m in self.members
             if m.health.state in words
-        )
+        ]
+        return "; ".join([*ends, *(f"engine {name} has left" for name in self._departed[-SHOWN:])])
 
     # --- changes of state -------------------------------------------------------------------------
 
-    def _on(self, engine: RolloutEngine, event: Event) -> bool:
-        """Apply an event of a publication. Returns False where the engine has failed since."""
-        member = self._member(engine)
-        if not member.health.accepts(event):
-            return False
+    def _on(self, engine: RolloutEngine, event: Event) -> Member | None:
+        """Apply an event of a publication. Returns None where the engine failed or left before."""
+        member = self._find(engine)
+        if member is None or not member.health.accepts(event):
+            return None
         member.health.on(event)
         self._tell()
-        return True
+        return member
 
     def _fail(self, member: Member, why: str) -> None:
         if member.health.state in RUNNING:  # else it is said already
@@ -363,7 +429,8 @@ class Fleet:
             return
         await asyncio.sleep(member.health.pause_s)
         await self._may_start.wait()
-        await self._start_again(member)
+        if member in self.members:  # else it has left
+            await self._start_again(member)
 
     async def _start_again(self, member: Member) -> None:
         try:

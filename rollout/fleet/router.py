@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from rlcore.errors import RlcoreError
+from rlcore.errors import EngineFailed, RlcoreError
 from rlcore.interfaces import RolloutEngine
 from rollout.fleet.engine_states import Health, State
 
@@ -30,6 +30,7 @@ class Member:
     engine: RolloutEngine
     health: Health
     version: int | None = None  # of the weights that it serves
+    joined: bool = False  # it came by itself, while the run went on
     leases: set[Lease] = field(default_factory=set)
     answers: int = 0  # calls that it answered so far
     held_s: float = 0.0  # in which a pause held its requests, so far
@@ -39,6 +40,27 @@ class Member:
     @property
     def name(self) -> str:
         return self.engine.name
+
+    @property
+    def url(self) -> str | None:
+        """Where it is reached; None if it is in this process, or does not run."""
+        try:
+            url: str | None = getattr(self.engine, "url", None)
+        except EngineFailed:
+            return None
+        return url
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `rlcore status` shows of it, JSON-able."""
+        return {
+            "engine": self.name,
+            "url": self.url,
+            "state": str(self.health.state),
+            "version": self.version,
+            "restarts": self.health.restarts,
+            "requests": sum(lease.requests for lease in self.leases),
+            "joined": self.joined,
+        }
 
     def has_room(self, room: int) -> bool:
         """Whether it serves and has fewer than `room` calls."""
@@ -52,6 +74,7 @@ class Lease:
     member: Member
     start: int  # the member's number of starts; a failure says nothing about the next start
     requests: int = 1  # in the call
+    rids: Sequence[str] = ()  # their ids
     lost: str | None = None  # why
     caller: asyncio.Task[Any] | None = None  # the task that awaits the call
     cancelled: bool = False  # by us

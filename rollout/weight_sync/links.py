@@ -109,7 +109,9 @@ class DistributedTransport(Transport):
         for engine in [engine for engine in new if engine in answers.results]:
             try:
                 if engine not in self._ranks:
-                    self._ranks[engine] = self._choose_rank(engine, len(engines))
+                    # one that joined may be alone in this transaction
+                    known = len({*self._ranks, *engines})
+                    self._ranks[engine] = self._choose_rank(engine, known)
             except EngineFailed as error:  # recovery: without this engine, by the caller
                 failed[engine] = f"engine {engine.name} cannot be met: {error}"
                 continue

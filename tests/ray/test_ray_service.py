@@ -16,12 +16,12 @@ from ray.exceptions import RayActorError
 from torch.distributed import HashStore
 
 from rlcore.deadlines import SERVICE_ANSWER_S
-from rlcore.errors import PartLost
+from rlcore.errors import EngineFailed, PartLost
 from rlcore.launch.ray import service_actor
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import ActorLost
 from rlcore.launch.ray.remote_service import RemoteParticipants, ServiceClient
-from rlcore.launch.ray.service_actor import ServiceActor
+from rlcore.launch.ray.service_actor import EngineInfo, ServiceActor
 from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.rank_sync import RankSync
 from rlcore.trainer.weight_publisher import WeightPublisher
@@ -186,6 +186,7 @@ def test_a_new_service_has_time_for_a_long_journal_and_a_large_buffer(
     monkeypatch.setattr(ServiceClient, "call", call)
     client = ServiceClient(None, config_of_a_run(), greedy_baseline=False)
     client.remember("published", 1, 2, 0)
+    client.remember("admit_engines", Path("engines"))
     client.remember("keep_ledger", Path("ledger.jsonl"))
     client.remember("restore", {})
     client.reopen()
@@ -194,6 +195,7 @@ def test_a_new_service_has_time_for_a_long_journal_and_a_large_buffer(
     assert list(asked.items()) == [
         ("restore", start_s),
         ("keep_ledger", start_s),
+        ("admit_engines", start_s),
         ("published", SERVICE_ANSWER_S),
     ]
 
@@ -263,3 +265,38 @@ def test_a_publication_to_engines_that_take_turns_says_that_the_service_is_lost(
     ):
         publisher.publish(1)
     thread.close()
+
+
+def test_an_engine_that_has_left_fails_and_news_of_it_change_nothing(rollouts: Rollouts) -> None:
+    """Rank 0 may have it in its publication still."""
+
+    async def main() -> None:
+        actor = new_service()
+        token = (await actor.open(greedy_baseline=False)).token
+        await actor.notify(token, "draining", "gone")
+        with pytest.raises(EngineFailed, match="the run has no engine 'gone' any more"):
+            await actor.engine(token, "gone", "health")
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_no_candidate_any_more_is_in_no_group() -> None:
+    """So the group that rank 0 has with it is closed."""
+    answers = [["a", "b"], ["a"], ["a"]]
+
+    class Client:
+        async def call_async(self, part: str, method: str) -> list[EngineInfo]:
+            return [
+                EngineInfo(name, False, ("distributed",), f"http://{name}:1", 1, f"group-{name}")
+                for name in answers.pop(0)
+            ]
+
+    async def main() -> None:
+        participants = RemoteParticipants(Client())  # type: ignore[arg-type]
+        a, b = await participants.candidates()
+        await participants.stale()
+        assert (a.in_group, b.in_group) == ("group-a", "group-b")  # type: ignore[attr-defined]
+        await participants.candidates()
+        assert (a.in_group, b.in_group) == ("group-a", None)  # type: ignore[attr-defined]
+
+    asyncio.run(main())

@@ -1,4 +1,6 @@
-"""`rlcore engine`: runs the SGLang engines of a configuration alone, for a trainer elsewhere."""
+"""`rlcore engine`: runs the SGLang engines of a configuration alone, for a trainer elsewhere, or
+for a run that goes on, which they join.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,23 @@ from urllib.parse import urlsplit
 import orjson
 
 from rlcore.config import Config
-from rlcore.config.sections.rollout import RestartConfig
-from rlcore.errors import ConfigError, RlcoreError, RunFailed
+from rlcore.config.load import load_config
+from rlcore.config.secrets import masked_keys
+from rlcore.config.sections.rollout import EngineConfig, RestartConfig
+from rlcore.errors import ConfigError, RlcoreError, RunFailed, UserError
+from rlcore.runs.directory import RunDirectory
 from rlcore.runs.files import write_atomic
 from rlcore.terminal import printable
 from rollout.fleet.engine_states import pause_before
 
 if TYPE_CHECKING:
+    from rollout.engines.factories import Keys
     from rollout.engines.sglang.server_process import ManagedServer
 
 Follow = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
+Leave = Callable[[], Coroutine[Any, Any, None]]
+# of the run's own engines, on its own machines
+OF_THE_RUN = ("count", "gpus", "host")
 
 
 def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
@@ -41,12 +50,9 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
         RunFailed: an engine did not start, or none is left; all have been ended. Shows the last
             lines of a log.
     """
-    from rlcore.launch.engines import engine_site
-    from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys, factory_of
+    from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 
-    engine = config.rollout.engine
     _check(config, urls_file)
-    follow = follower(config)
     keys = Keys.from_environment()
     generated = {
         name: key
@@ -56,10 +62,8 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     # Beside the run's own folder, which the trainer must be the first to make. Several machines may
     # share it.
     logs = Path(config.run.dir) / f"{config.run.name}-engines" / socket.gethostname()
-    site = engine_site(config, world_size=0, local_ranks=0, logs=logs)
-    servers = factory_of(engine.kind).build_servers(site, keys)
-    print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
-
+    servers = build_servers(config, keys, logs)
+    kind = config.rollout.engine.kind
     keys_file = logs / "keys.sh"
 
     def announce(urls: Sequence[str]) -> None:
@@ -68,7 +72,7 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
             logs.mkdir(parents=True, exist_ok=True)
             write_atomic(keys_file, "".join(exports).encode(), mode=0o600)
         listed = orjson.dumps(list(urls)).decode()
-        told = f"rollout.engine.kind={engine.kind} rollout.engine.urls='{listed}'"
+        told = f"rollout.engine.kind={kind} rollout.engine.urls='{listed}'"
         keys_line = [f". {shlex.quote(str(keys_file.absolute()))}"] if exports else []
         lines = ("ready. For the trainer:", *keys_line, f"rlcore train ... {told}")
         print(*lines, sep="\n  ", flush=True)
@@ -78,12 +82,94 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     if urls_file is not None:
         urls_file.unlink(missing_ok=True)  # left by engines that were killed
     try:
-        asyncio.run(run_servers(servers, announce, follow, restart=engine.restart))
+        restart = config.rollout.engine.restart
+        asyncio.run(run_servers(servers, announce, followers(config), restart=restart))
     finally:
         keys_file.unlink(missing_ok=True)
         if urls_file is not None:
             urls_file.unlink(missing_ok=True)
     return 0
+
+
+def join_run(run: Path, files: Sequence[Path], overrides: Sequence[str]) -> int:
+    """Run engines that join a run, until SIGINT or SIGTERM, or until the run has finished.
+
+    A first signal lets the run go on without them before they end, a second one ends them at once.
+    Returns the exit code, 0.
+
+    Args:
+        run: its folder.
+        files, overrides: changes of the run's configuration, for these engines.
+
+    Raises:
+        UserError: engines cannot join this run, or it refuses one of them.
+        RunFailed: an engine did not start, none is left, or the run was deleted.
+    """
+    from rollout.engines.factories import Keys
+    from rollout.fleet.announcements import EngineFolder
+    from rollout.fleet.membership import Membership
+
+    config = joining_config(run, files, overrides)
+    EngineFolder.of(run).check()
+    keys = Keys.new()  # they are told to the run in a file that its user alone can read
+    host = f"{socket.gethostname()}-{os.getpid()}"  # several such commands may share a machine
+    membership = Membership(run, keys, _say)
+    if membership.is_finished():
+        raise UserError(f"--join: {run} has finished")
+    servers = build_servers(config, keys, run.with_name(f"{run.name}-engines") / host)
+    try:
+        asyncio.run(
+            run_servers(
+                servers,
+                membership.announce,
+                [*followers(config), membership.follow],
+                restart=config.rollout.engine.restart,
+                leave=membership.leave,
+            )
+        )
+    finally:
+        membership.withdraw()
+    return 0
+
+
+def joining_config(run: Path, files: Sequence[Path], overrides: Sequence[str]) -> Config:
+    """Read the configuration of a run for engines that join it.
+
+    The run's values of the keys that tell of its own machines are left out.
+
+    Raises:
+        UserError: there is no such run, or engines cannot join it.
+    """
+    from rollout.fleet.announcements import why_closed
+
+    path = RunDirectory(run).config_path
+    if not path.is_file():
+        raise UserError(f"--join: {run} has no {path.name}; expected the folder of a run")
+    if (why := why_closed(load_config([path]).config)) is not None:
+        raise UserError(f"--join: no engine can join {run}: {why}")
+    # the run's own engines, if they are given by URL
+    loaded = load_config([path, *files], ["rollout.engine.urls=[]", *overrides])
+    config = loaded.config.model_copy(deep=True)
+    masked = [key for key in masked_keys(config.model_dump()) if key.startswith("rollout.engine.")]
+    if masked:
+        raise loaded.error(masked[0], f"a secret that {path} does not have: give the value again")
+    for key in OF_THE_RUN:
+        if loaded.origin(f"rollout.engine.{key}").startswith(str(path)):
+            setattr(config.rollout.engine, key, getattr(EngineConfig(), key))
+    _check(config, None)
+    return config
+
+
+def build_servers(config: Config, keys: Keys, logs: Path) -> Sequence[ManagedServer]:
+    """Make the servers of a configuration on this machine, not started."""
+    from rlcore.launch.engines import engine_site
+    from rollout.engines.factories import factory_of
+
+    site = engine_site(config, world_size=0, local_ranks=0, logs=logs)
+    servers: Sequence[ManagedServer]
+    servers = factory_of(config.rollout.engine.kind).build_servers(site, keys)
+    print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
+    return servers
 
 
 def _check(config: Config, urls_file: Path | None) -> None:
@@ -108,42 +194,47 @@ def _check(config: Config, urls_file: Path | None) -> None:
         raise ConfigError(f"--urls-file: there is no folder {urls_file.parent}")
 
 
-def follower(config: Config) -> Follow | None:
-    """Keep whole weights on this machine where only changes are published, else return None."""
+def followers(config: Config) -> list[Follow]:
+    """Keep whole weights on this machine where only changes are published, else do nothing."""
     from rollout.weight_sync.choose import shared_folder
     from rollout.weight_sync.follower import keep_following
 
     engine = config.rollout.engine
     if engine.transport != "delta":
-        return None
+        return []
     if engine.weights_dir is None:
         raise ConfigError(
             "rollout.engine.weights_dir: not given; it is the folder where the trainer writes the"
             " changes that engines follow"
         )
-    return lambda urls: keep_following(shared_folder(config), urls)
+    return [lambda urls: keep_following(shared_folder(config), urls)]
 
 
 async def run_servers(
     servers: Sequence[ManagedServer],
     announce: Callable[[Sequence[str]], None],
-    follow: Follow | None = None,
+    follow: Sequence[Follow] = (),
     *,
     restart: RestartConfig,
+    leave: Leave | None = None,
 ) -> None:
     """Start all servers at once, and restart them as they end, until SIGINT or SIGTERM; then stop.
 
     Args:
         announce: called with the URLs once all have started.
-        follow: runs beside the servers; its end ends them too.
+        follow: run beside the servers; the end of one ends them too.
         restart: how often and when a server is restarted; the command goes on while one is left.
+        leave: comes between the signal and the end of the servers; a second signal ends it.
 
     Raises:
         RunFailed: a server did not start the first time, or none is left.
     """
     stop = asyncio.Event()
+    hurry = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+        asyncio.get_running_loop().add_signal_handler(
+            signum, lambda: hurry.set() if stop.is_set() else stop.set()
+        )
     stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     starting = [asyncio.ensure_future(server.start()) for server in servers]
     all_started = asyncio.gather(*starting)
@@ -156,14 +247,18 @@ async def run_servers(
         announce(urls)
         keepers = [_keep(server, url, restart) for server, url in zip(servers, urls, strict=True)]
         beside = [asyncio.ensure_future(asyncio.gather(*keepers))]
-        if follow is not None:
-            beside.append(asyncio.ensure_future(follow(urls)))
+        beside += [asyncio.ensure_future(one(urls)) for one in follow]
         await asyncio.wait({stopping, *beside}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
+            if leave is not None:
+                beside += [asyncio.ensure_future(leave()), asyncio.ensure_future(hurry.wait())]
+                await asyncio.wait(beside[-2:], return_when=asyncio.FIRST_COMPLETED)
             return
         if beside[0].done():
             raise RunFailed("no engine is left: " + "; ".join(beside[0].result()))
-        beside[-1].result()
+        for work in beside:
+            if work.done():
+                work.result()
     finally:
         stopping.cancel()
         for work in (*beside, *starting):  # a server that is starting ends by its cancellation

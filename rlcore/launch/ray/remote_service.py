@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 WORD_KEY = "60 s and cluster.heartbeat_timeout_s, in which one that hangs is replaced"
 SERVICE = "the rollout service"
 # Methods of `RolloutSource` that a replacement service is told again, in this order.
-TOLD_AGAIN = ("restore", "keep_ledger", "published")
+TOLD_AGAIN = ("restore", "keep_ledger", "admit_engines", "published")
 
 
 def open_remote_service(
@@ -209,6 +209,10 @@ class RemoteParticipants:
         except ActorLost:
             await asyncio.to_thread(self._client.reopen)
             found = await self._client.call_async("participants", method)
+        names = {info.name for info in found}
+        if method == "candidates":  # the others do not run, or have left, and are in no group
+            for name in self._engines.keys() - names:
+                self._engines[name].in_group = None
         return [self._handle(info) for info in found]
 
     def _handle(self, info: EngineInfo) -> RemoteEngineHandle:
@@ -344,6 +348,10 @@ class RemoteSource:
     def keep_ledger(self, path: Path) -> None:
         """Implements the protocol."""
         self._client.tell("keep_ledger", path.absolute())
+
+    def admit_engines(self, folder: Path) -> None:
+        """Implements the protocol."""
+        self._client.tell("admit_engines", folder.absolute())
 
     def close(self) -> None:
         """Do nothing: the service belongs to the driver."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rlcore.config import Config
 from rlcore.data.batch import StepRollouts
-from rlcore.errors import PartLost, RunFailed
+from rlcore.errors import EngineFailed, PartLost, RunFailed
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.logs import log_folder
 from rlcore.launch.ray.actor_env import ActorEnv, log_to
@@ -201,7 +201,11 @@ class ServiceActor:
         self._check(token)
 
         async def call() -> None:
-            result = self._method(self.service.fleet, method)(self._engine(name), *arguments)
+            try:
+                engine = self._engine(name)
+            except EngineFailed:  # it has left meanwhile, and needs no such news
+                return
+            result = self._method(self.service.fleet, method)(engine, *arguments)
             if asyncio.iscoroutine(result):
                 await result
 
@@ -223,17 +227,8 @@ class ServiceActor:
 
     async def status(self) -> tuple[int, list[dict[str, Any]]]:
         """The process id, and a row for each engine."""
-        engines = [] if self._service is None else self._service.fleet.members
-        return os.getpid(), [
-            {
-                "engine": engine.name,
-                "state": str(engine.health.state),
-                "version": engine.version,
-                "restarts": engine.health.restarts,
-                "requests": sum(lease.requests for lease in engine.leases),
-            }
-            for engine in engines
-        ]
+        members = [] if self._service is None else self._service.fleet.members
+        return os.getpid(), [member.describe() for member in members]
 
     async def close(self) -> None:
         """End the service and its engines."""
@@ -263,7 +258,7 @@ class ServiceActor:
         for engine in self.service.fleet.engines:
             if engine.name == name:
                 return engine
-        raise RunFailed(f"the rollout service has no engine {str(name)[:80]!r}")
+        raise EngineFailed(f"the run has no engine {str(name)[:80]!r} any more")
 
     @staticmethod
     def _method(of: Any, name: str) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from rlcore.launch.ray.discovery import find_cluster
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
+from rollout.fleet.announcements import describe_engine
 
 POLL_S = 0.5
 KEY = "a fixed limit"
@@ -137,10 +138,7 @@ def _describe_service(run: str) -> Iterator[str]:
         return
     yield f"  service: pid {pid}"
     for engine in engines:
-        yield (
-            f"  {engine['engine']}: {engine['state']}, version {engine['version']},"
-            f" {engine['requests']} requests, {engine['restarts']} restarts"
-        )
+        yield f"  {describe_engine(engine)}"
 
 
 def _step(folder: Path) -> str:

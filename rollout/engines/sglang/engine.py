@@ -113,7 +113,6 @@ class SGLangEngine:
         client = ServerClient(self.name, url, self._keys, config=self.config, tls=self._tls)
         self.weights = WeightState(self.name)
         self._mode = None
-        self.in_group = None
         self._pause_gate.open()
         self._client = client
         self._generation = await Generation.connect(client, self.model_path, mark=self._mark)
@@ -155,6 +154,7 @@ class SGLangEngine:
     async def _leave(self) -> None:
         clients = (self._client, self._router)
         self._client = self._router = None
+        self.in_group = None
         for client in clients:
             if client is not None:
                 await client.close()

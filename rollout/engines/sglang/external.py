@@ -29,6 +29,9 @@ class ExternalServer:
     """Has the methods of `ManagedServer`, but neither starts nor ends the server.
 
     Use it from one event loop.
+
+    Args:
+        named_by: what tells of the server, for messages.
     """
 
     managed = False
@@ -43,8 +46,10 @@ class ExternalServer:
         config: EngineConfig,
         keys: Keys,
         tls: TLSConfig | None = None,
+        named_by: str = "rollout.engine.urls",
     ) -> None:
         self.name = name
+        self._named_by = named_by
         self.url = url.rstrip("/")
         self.model_path = model_path
         self.config = config
@@ -85,8 +90,8 @@ class ExternalServer:
                 if loop.time() + POLL_S > deadline:
                     raise DeadlineExceeded(
                         f"engine {self.name}: nothing answers at {self.url}"
-                        f" (rollout.engine.start_timeout_s: {limit:g} s); is it up, and is"
-                        f" rollout.engine.urls right? {error}"
+                        f" (rollout.engine.start_timeout_s: {limit:g} s); is it up, and is that"
+                        f" URL right ({self._named_by})? {error}"
                     ) from error
             await asyncio.sleep(POLL_S)
 
@@ -200,7 +205,7 @@ class ExternalServer:
 
     def _other(self, got: str, expected: str) -> ConfigError:
         return ConfigError(
-            f"engine {self.name} at {self.url} (rollout.engine.urls) {got}, expected {expected}"
+            f"engine {self.name} at {self.url} ({self._named_by}) {got}, expected {expected}"
         )
 
     def describe_end(self) -> str:

@@ -78,6 +78,21 @@ class SGLangFactory:
             for server in servers
         ]
 
+    @classmethod
+    def build_joining(cls, config: Config, name: str, url: str, keys: Keys) -> SGLangEngine:
+        """See `JoinableFactory`."""
+        server = ExternalServer(
+            name,
+            url,
+            config.model.path,
+            config=config.rollout.engine,
+            keys=keys,
+            tls=config.cluster.tls,
+            named_by="it joins by `rlcore engine --join`",
+        )
+        [engine] = cls.build_clients(config, [server], keys=keys)
+        return engine
+
 
 def _managed_server(
     config: Config, index: int, *, logs: Path, gpus: Sequence[str], on_gpu: bool, keys: Keys

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from rlcore.config import Config
-from rlcore.errors import RunFailed
+from rlcore.errors import RunFailed, UserError
 from rlcore.launch.run_folder import (
     OpenRun,
     conclude,
     conclude_unless_written,
+    describe_run,
     result_mark,
 )
 from rlcore.runs.checkpoints import CheckpointStore
 from rlcore.runs.directory import RunDirectory
+from rollout.fleet.announcements import EngineFolder
 
 
 def test_the_result_counts_the_steps_of_the_log(tmp_path: Path) -> None:
@@ -63,3 +67,48 @@ def test_only_a_result_of_this_start_counts(tmp_path: Path) -> None:
     result = directory.read_result()
     assert result is not None
     assert result["status"] == "completed"
+
+
+def test_the_status_of_a_run_tells_its_step_its_end_and_its_engines(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no config\.yaml; expected the folder of a run"):
+        list(describe_run(tmp_path))
+    directory = RunDirectory.create(tmp_path, "a")
+    directory.write_config({})
+    directory.close()
+    [line] = describe_run(directory.path)
+    assert line.startswith("a: step 0, is held by no process: it was killed")
+    directory.metrics_path.write_text('{"step": 1}\n{"step": 7}\n')
+    directory.write_result("completed", 7)
+    row = {"engine": "engine-0", "url": None, "state": "serving", "version": 8}
+    folder = EngineFolder.of(directory.path)
+    folder.make()
+    joined = {**row, "engine": "b", "url": "http://b:1", "joined": True}
+    folder.write_fleet([{"requests": 3, "restarts": 1, **one} for one in (row, joined)])
+    assert list(describe_run(directory.path)) == [
+        "a: step 7, has ended: completed",
+        "  engine-0: serving, version 8, 3 requests, 1 restarts",
+        "  b at http://b:1: serving, version 8, 3 requests, 1 restarts, joined later",
+    ]
+
+
+def test_the_status_of_a_run_that_goes_on_names_its_process(tmp_path: Path) -> None:
+    held = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, time; from rlcore.runs.directory import RunDirectory;"
+            "run = RunDirectory.create(sys.argv[1], 'a'); run.write_config({}); print(flush=True);"
+            "time.sleep(60)",
+            str(tmp_path),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert held.stdout is not None
+        held.stdout.readline()
+        assert next(describe_run(tmp_path / "a")).startswith(
+            f"a: step 0, goes on (pid {held.pid} on"
+        )
+    finally:
+        held.kill()
+        held.wait()

@@ -20,7 +20,7 @@ from rlcore.config import Config
 from rlcore.config.sections.rollout import RestartConfig
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.launch.commands import engine as serve
-from rlcore.launch.commands.engine import follower, run_servers, serve_engines
+from rlcore.launch.commands.engine import followers, run_servers, serve_engines
 from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineSite, Keys
 from rollout.engines.sglang.factory import SGLangFactory
 
@@ -335,7 +335,7 @@ def test_the_follower_knows_the_urls_and_ends_with_the_servers() -> None:
             told.append("ended before them" if not servers[0].stopped else "ended behind them")
 
     servers = [FakeServer("a")]
-    asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, follow, restart=QUICK), 10))
+    asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, [follow], restart=QUICK), 10))
     assert told == ["http://a:4000", "ended before them"]
     assert servers[0].stopped
 
@@ -347,7 +347,7 @@ def test_servers_do_not_go_on_without_what_runs_beside_them() -> None:
     servers = [FakeServer("a")]
     with pytest.raises(RunFailed, match="the shared folder is gone"):
         asyncio.run(
-            asyncio.wait_for(run_servers(servers, lambda _: None, follow, restart=QUICK), 10)
+            asyncio.wait_for(run_servers(servers, lambda _: None, [follow], restart=QUICK), 10)
         )
     assert servers[0].stopped
 
@@ -364,12 +364,11 @@ def test_engines_of_the_delta_transport_follow_a_folder(tmp_path) -> None:
             }
         )
 
-    assert follower(config()) is None
-    assert follower(config(transport="disk", weights_dir=str(tmp_path))) is None
+    assert followers(config()) == []
+    assert followers(config(transport="disk", weights_dir=str(tmp_path))) == []
     with pytest.raises(ConfigError, match=r"rollout\.engine\.weights_dir: not given"):
-        follower(config(transport="delta"))
-    follow = follower(config(transport="delta", weights_dir=str(tmp_path)))
-    assert follow is not None
+        followers(config(transport="delta"))
+    [follow] = followers(config(transport="delta", weights_dir=str(tmp_path)))
 
     async def run() -> None:
         following = asyncio.ensure_future(follow(["http://a"]))

@@ -16,6 +16,8 @@ LEGAL = {
     ("draining", "PUBLISHED"): "serving",
     ("draining", "MISSED"): "stale",
     ("serving", "DRAIN"): "draining",
+    ("stale", "LEAVE"): "leaving",
+    ("serving", "LEAVE"): "leaving",
     **{(state, "FAIL"): "dead" for state in ("starting", "stale", "draining", "serving")},
 }
 

@@ -250,3 +250,41 @@ def test_what_was_not_finished_leaves_no_group() -> None:
     sender.abandon()
     assert closed == ["engine-1"]
     assert list(sender._groups) == ["engine-0"]
+
+
+def test_an_engine_that_joins_later_is_dealt_as_if_it_had_been_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is alone in its first transaction, and rank 0 serves others already."""
+    monkeypatch.setattr(links, "gpu_identity", lambda device: "GPU-a")
+    first = Engine("engine-0")
+    late = Engine("late")
+    transport = DistributedTransport(device=torch.device("cuda"), timeout_s=5.0, probe_s=5.0)
+    transport.trainer_ranks = [RankPlace("a", "GPU-a"), RankPlace("b", "GPU-b")]
+    transport._ranks = {first: 0}
+    assert asyncio.run(transport.open([late], ())) == {}
+    assert transport._ranks == {first: 0, late: 1}
+
+
+def test_the_group_of_an_engine_that_has_left_is_closed() -> None:
+    first = Engine("engine-0")
+    gone = Engine("gone")
+    transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0, senders=2)
+    transport.trainer_ranks = [RankPlace("a", None), RankPlace("b", None)]
+    transport._ranks = {first: 1, gone: 0}
+    closed = []
+    group = SimpleNamespace(
+        is_open=True,
+        address=SimpleNamespace(name="weights-b"),
+        close=lambda: closed.append("gone"),
+    )
+    link = links.Link(gone, "gloo", CPU, 5.0)
+    link.group = group  # type: ignore[assignment]
+    transport._links = {gone: link}
+    gone.in_group = "weights-b"
+    asyncio.run(transport.open([first], ()))
+    assert closed == []
+    gone.in_group = None
+    asyncio.run(transport.open([first], ()))
+    assert closed == ["gone"]
+    assert gone not in transport._links

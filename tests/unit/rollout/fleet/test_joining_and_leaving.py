@@ -1,0 +1,166 @@
+"""Engines that come into a fleet, and go out of it, while requests are in flight."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_engine import FakeEngine, random_reply
+
+from rlcore.errors import EngineFailed, NoEngineLeft
+from rollout.fleet import fleet
+
+
+def new_engine(name, **settings):
+    return FakeEngine(random_reply(31), name=name, **settings)
+
+
+def test_an_engine_that_joins_serves_once_it_has_the_weights(on_site, request_of):
+    async def use(site):
+        late = new_engine("b")
+        site.fleet.join(late)
+        await site.until("serving stale")
+        await asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(4)))
+        assert not late.calls, "it has no weights"
+        await asyncio.wait_for(site.fleet.wait_for_stale(), 1)
+        await site.publish(1, only_stale=True)
+        assert site.states() == "serving serving"
+        await asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(9, 13)))
+        assert late.calls
+        assert [member.describe()["joined"] for member in site.fleet.members] == [False, True]
+
+    on_site("a", use)
+
+
+def test_no_two_engines_have_one_name(on_site):
+    async def use(site):
+        with pytest.raises(ValueError, match="the fleet has an engine a already"):
+            site.fleet.join(new_engine("a"))
+        assert site.states() == "serving"
+
+    on_site("a", use)
+
+
+def test_requests_of_an_engine_that_leaves_go_on_elsewhere(on_site, request_of):
+    """They come back with the tokens that they have, and are no failures."""
+
+    async def use(site):
+        a, b = site.engines
+        a.delay_s = 30.0
+        b.delay_s = 30.0
+        asked = [asyncio.ensure_future(site.dispatcher.one(request_of(i))) for i in range(2)]
+        while not (a.calls and b.calls):
+            await asyncio.sleep(0.005)
+        [[at_a]] = a.calls
+        leaving = asyncio.ensure_future(site.fleet.leave(a))
+        await asyncio.sleep(0)
+        assert site.states() == "leaving serving"
+        await asyncio.wait_for(leaving, 2)
+        [part] = await asked[at_a.draw]
+        assert part.finish_reason == "abort"
+        assert len(part.tokens) == 2
+        assert not asked[1 - at_a.draw].done(), "those of others are left alone"
+        assert set(a.aborted) == {at_a.rid}
+        assert b.aborted == []
+        assert a.closed
+        assert site.states() == "serving"
+        assert site.dispatcher.retried == 0
+        b.delay_s = 0.0
+        await site.dispatcher.one(request_of(7))
+        assert len(a.calls) == 1
+        for one in asked:
+            one.cancel()
+
+    on_site("ab", use)
+
+
+def test_a_request_that_it_does_not_answer_is_sent_again(on_site, request_of, monkeypatch):
+    monkeypatch.setattr(fleet, "ABORT_S", 0.3)
+
+    async def use(site):
+        a, b = site.engines
+        a.delay_s = 30.0
+        a.deaf = True
+        b.delay_s = 0.2
+        asked = asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(2)))
+        while not (a.calls and b.calls):
+            await asyncio.sleep(0.005)
+        await asyncio.wait_for(site.fleet.leave(a), 2)
+        answers = await asyncio.wait_for(asked, 2)
+        assert [one.finish_reason for [one] in answers] == ["length", "length"]
+        assert site.dispatcher.retried == 1
+        assert site.fleet.restarts == 0
+
+    on_site("ab", use)
+
+
+def test_one_that_dies_while_it_leaves_is_not_started_again(on_site, request_of):
+    async def use(site):
+        a = site.engines[0]
+        a.delay_s = 0.1
+        a.deaf = True
+        a.failure = EngineFailed("its connections broke")
+        a.probe_error = EngineFailed("nothing answers")
+        asked = asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(2)))
+        while not a.calls:
+            await asyncio.sleep(0.005)
+        await asyncio.wait_for(site.fleet.leave(a), 2)
+        assert len(await asyncio.wait_for(asked, 2)) == 2
+        await asyncio.sleep(0.2)
+        assert site.states() == "serving"
+        assert a.starts == 1
+
+    on_site("ab", use, health_every_s=600.0)
+
+
+def test_a_publication_ends_before_an_engine_leaves(on_site):
+    async def use(site):
+        a = site.engines[0]
+        site.fleet.draining(a)
+        leaving = asyncio.ensure_future(site.fleet.leave(a))
+        await asyncio.sleep(0.05)
+        assert site.states() == "draining serving"
+        site.fleet.published(a, 2)
+        await asyncio.wait_for(leaving, 1)
+        assert site.states() == "serving"
+        site.fleet.missed(a)
+        site.fleet.published(a, 3)
+        await site.fleet.out(a, "a step that it has left")
+        await site.fleet.failed(a, "likewise")
+        await site.fleet.leave(a)
+        assert site.states() == "serving"
+
+    on_site("ab", use)
+
+
+def test_a_dead_engine_leaves_at_once_and_for_good(on_site):
+    async def use(site):
+        a = site.engines[0]
+        await site.fleet.failed(a, "killed")
+        await asyncio.wait_for(site.fleet.leave(a), 1)
+        await asyncio.sleep(0.2)
+        assert site.states() == "serving"
+        assert a.starts == 1
+
+    on_site("ab", use, restart={"backoff_s": 0.1})
+
+
+def test_restarts_of_engines_that_have_left_still_count(on_site):
+    async def use(site):
+        await site.fleet.failed(site.engines[0], "killed")
+        await site.until("stale serving")
+        await site.fleet.leave(site.engines[0])
+        assert site.fleet.restarts == 1
+
+    on_site("ab", use)
+
+
+def test_where_the_last_one_leaves_everybody_hears_why(on_site, request_of):
+    async def use(site):
+        await site.fleet.leave(site.engines[0])
+        with pytest.raises(NoEngineLeft, match=r"none can be started again.*: engine a has left"):
+            await site.dispatcher.one(request_of(1))
+        with pytest.raises(NoEngineLeft, match="engine a has left"):
+            await site.fleet.candidates()
+
+    on_site("a", use)
