@@ -52,13 +52,15 @@ def test_an_engine_joins_while_steps_are_made(make_service, built, tmp_path):
     )
     folder = EngineFolder(tmp_path / "engines")
     service.admit_engines(folder.path)
-    service.admit_engines(folder.path)  # as by a rank 0 that was started again
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     folder.announce(B)
     until(lambda: folder.answer_to(B) is not None)
     assert folder.answer_to(B).verdict == "joined"
     assert built == [(str(service._config.model.path), B.name, B.url, B.keys)]
     assert service.next_step(1) is None, "it waits for the weights"
+    service.admit_engines(folder.path)  # as by a rank 0 that was started again
+    time.sleep(0.1)
+    assert folder.answer_to(B).verdict == "joined"
     asyncio.run_coroutine_threadsafe(catch_up(service), service.loop).result(10)
     rollouts = service.next_step(1)
     assert rollouts.metrics["rollout/engines_serving"] == 2.0

@@ -107,3 +107,10 @@ def test_a_fault_a_day_ends_no_engine() -> None:
     assert health.restarts == 16
     assert health.restarts_left == 1
     assert not fault(961.0), "three within 100 s"
+
+
+def test_an_engine_that_leaves_is_not_waited_for() -> None:
+    for state in State:
+        assert in_state(state).can_come_back == (state is not State.LEAVING), state
+    dead = Health(RestartConfig(limit=0))
+    assert not dead.can_come_back
