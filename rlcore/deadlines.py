@@ -11,10 +11,11 @@ blame. Each row waits for the row below it. Keys are set in the configuration; n
     rank 0's peers       the rollouts of a step          rollout.timeout_s + STEP_GRACE_S
     rank 0               the rollout service's thread    rollout.timeout_s + LOOP_GRACE_S
     rollout service      an engine that comes back       rollout.engine.start_timeout_s, pauses
-    weight publication   one bucket at an engine         update_timeout_s + TRANSPORT_GRACE_S
+    weight publication   one bucket at an engine         update_timeout_s + ENGINE_GRACE_S
     dispatcher           one request, pauses aside       rollout.engine.request_timeout_s
     fleet                a token of a busy engine        rollout.engine.progress_timeout_s
-    engine client        a control call                  its limit + ENGINE_GRACE_S
+    engine client        a control call                  its limit + ENGINE_GRACE_S; twice for one
+                                                         that may wait for the call before it
     fleet                an engine's health              rollout.engine.health_timeout_s
     group runner         one try of a rollout            rollout.workflow.timeout_s
     an environment       one call of a method            rollout.workflow.tool_timeout_s

@@ -372,11 +372,7 @@ class WeightSink(Protocol):
         """What `BucketSender.open` of each rank that serves engines beside rank 0 is told."""
 
     def meet(self, places: Mapping[int, str]) -> None:
-        """Bring engines to the ranks that serve them.
-
-        Args:
-            places: what `BucketSender.open` returned on those ranks.
-        """
+        """Bring engines to ranks that serve them: `places` is what `BucketSender.open` returned."""
 
     def send(self, bucket: Bucket, flat: Tensor, handles: Mapping[str, str] | None = None) -> None:
         """Send the bytes of one bucket, uint8 [num_bytes].
@@ -388,8 +384,14 @@ class WeightSink(Protocol):
     def finish(self, version: int) -> None:
         """Close the update, verify, set the version, resume."""
 
+    @property
+    def stop_order(self) -> str:
+        """What `BucketSender.send` of those ranks is told when this publication has failed."""
+
     def cancel(self) -> None:
-        """Give up this publication; the participants are then without whole weights."""
+        """Give up this publication, once ranks have sent what `stop_order` lets them send. The
+        participants are then without whole weights.
+        """
 
 
 class RankPlace(NamedTuple):
@@ -414,19 +416,17 @@ class BucketSender(Protocol):
             Where they meet this rank, for `WeightSink.meet`.
         """
 
-    def send(self, bucket: Bucket, flat: Tensor, given_up: Callable[[], bool]) -> None:
+    def send(self, bucket: Bucket, flat: Tensor, given_up: Callable[[], str | None]) -> None:
         """Send the bytes of one bucket, uint8 [num_bytes], to them, and wait until they have it.
 
         An engine that fails is left out from there on; rank 0 hears of it from the engine.
 
         Args:
-            given_up: whether rank 0 has given the publication up; then nothing is sent any more.
+            given_up: `WeightSink.stop_order` once rank 0 has given up; then no more is sent.
         """
 
     def abandon(self) -> None:
-        """Close the connections of a publication that was not finished: one side may have sent what
-        the other will not receive.
-        """
+        """Close the connections of an unfinished publication: not all that was sent is received."""
 
     def close(self) -> None:
         """Close the connections."""

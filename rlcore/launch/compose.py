@@ -277,7 +277,7 @@ def build_senders(config: Config, process: Process) -> SenderRanks | None:
     """Make what lets every rank send weights; None where there is one. All ranks do."""
     if process.world_size == 1:
         return None
-    from rollout.weight_sync.links import RankSender
+    from rollout.weight_sync.groups.rank_sender import RankSender
 
     sender = RankSender(process.device, config.rollout.engine.update_timeout_s)
     return SenderRanks(process.sync, sender)

@@ -52,11 +52,11 @@ class SenderRanks:
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
         """Send a bucket to the engines that this rank serves."""
-        self._sender.send(bucket, flat, self._is_given_up)
+        self._sender.send(bucket, flat, self._given_up)
 
-    def give_up(self) -> None:
-        """Let no rank send any more (rank 0)."""
-        self._sync.store.set(self._key, "")
+    def give_up(self, stop_order: str) -> None:
+        """Let no rank send more than `WeightSink.stop_order` says (rank 0)."""
+        self._sync.store.set(self._key, stop_order)
 
     def abandon(self) -> None:
         """End a publication that was not finished."""
@@ -71,5 +71,6 @@ class SenderRanks:
     def _key(self) -> str:
         return f"senders/{self._opened}/given up"
 
-    def _is_given_up(self) -> bool:
-        return bool(self._sync.store.check([self._key]))
+    def _given_up(self) -> str | None:
+        store = self._sync.store
+        return store.get(self._key).decode() if store.check([self._key]) else None

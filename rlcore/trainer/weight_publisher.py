@@ -167,8 +167,7 @@ class WeightPublisher:
                 return None
             except RlcoreError as error:  # recovery: gather to the end, then tell every rank
                 failure = error
-                if self.senders is not None:
-                    self.senders.give_up()
+                self._stop_senders()
                 read_on = sink.handle_gpus  # the engines that failed have ended
                 if handles is not None:
                     on_rank0(self.exchange).give_up()
@@ -204,14 +203,22 @@ class WeightPublisher:
                 on_rank0(self.sink).finish(self.version)
             except RlcoreError as error:
                 failure = error
+                self._stop_senders()
         if failure is not None:
             return self._cancel(failure)
         if step is not None:
             self.published(step, self.version, on_rank0(self.journal).incarnation)
         return DONE
 
+    def _stop_senders(self) -> None:
+        if self.senders is not None:
+            self.senders.give_up(on_rank0(self.sink).stop_order)
+
     def _cancel(self, failure: RlcoreError) -> str:
-        on_rank0(self.sink).cancel()
+        try:
+            on_rank0(self.sink).cancel()
+        except RlcoreError as error:
+            failure = error
         if isinstance(failure, PublicationFailed):  # recovery: try again with the engines left
             return AGAIN
         # recovery: the trainer saves, then stops

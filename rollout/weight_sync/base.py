@@ -7,6 +7,7 @@ this order:
     meet(places)            if ranks other than rank 0 send: they have opened places for engines
     send(bucket, flat)      for each bucket, always in the same order
     complete()              returns when every engine holds all buckets; `end_update` comes next
+    give_up()               instead, after a failure: returns when no engine takes a bucket any more
     close()                 drops the connections at the end of the run
 
 After a failure the next `open` cleans up. No transport retries: it returns the engines that failed,
@@ -28,6 +29,10 @@ from rlcore.errors import RlcoreError
 from rlcore.interfaces import RankPlace
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
+
+# The calls at one engine that are not answered, at most: it takes a bucket, and has the call of the
+# next one.
+CALLS_AT_ONCE = 2
 
 # an `rlcore.interfaces.RolloutEngine` with the methods that the transport needs
 Engine = Any
@@ -61,7 +66,10 @@ class Transport(ABC):
 
     @abstractmethod
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
-        """Send one bucket. `flat`, uint8 [num_bytes], does not change until this returns."""
+        """Send one bucket. `flat`, uint8 [num_bytes], does not change until this returns.
+
+        Returns the engines that failed at this bucket or at one before it.
+        """
 
     @property
     def orders(self) -> Mapping[int, str]:
@@ -77,6 +85,11 @@ class Transport(ABC):
         return {}
 
     @property
+    def stop_order(self) -> str:
+        """What those ranks are told when an engine has failed, and no bucket follows."""
+        return ""
+
+    @property
     def by_handle(self) -> bool:
         """Whether the engines of this transaction take handles of memory on their own GPUs."""
         return False
@@ -87,6 +100,10 @@ class Transport(ABC):
 
     async def complete(self) -> Failures:
         """Return when every engine holds all buckets: at once where `send` waits for that."""
+        return {}
+
+    async def give_up(self) -> Failures:
+        """End a publication that failed: wait for what the engines that are left still take."""
         return {}
 
     async def close(self) -> None:

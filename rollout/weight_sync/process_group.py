@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -29,7 +30,10 @@ from torch import Tensor
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.stores import bound_store
 
-POLL_S = 0.001
+# NCCL has no wait with a deadline: a look comes the later, the longer a broadcast takes
+POLL_S = 0.0002
+MOST_POLL_S = 0.02
+POLL_SHARE = 0.05  # of the time that was waited
 NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 WATCHDOG_FACTOR = 4  # NCCL's own watchdog ends the process: it must come well after our deadline
 
@@ -68,19 +72,52 @@ def start_thread(work: Callable[[], T], device: torch.device) -> Future[T]:
     Args:
         device: the current one there; a new thread would be on the first GPU.
     """
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # the caller may give it up, but not stop the thread
-
-    def run() -> None:
-        try:
-            if device.type == "cuda" and torch.cuda.is_available():
-                torch.cuda.set_device(device)
-            future.set_result(work())
-        except BaseException as failure:  # noqa: BLE001 - recovery: raised in the caller
-            future.set_exception(failure)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
+    thread = WorkThread(device)
+    future = thread.start(work)
+    thread.close()
     return future
+
+
+class WorkThread:
+    """A thread that does one piece of work after the other, until `close`.
+
+    Args:
+        device: the current one there; a new thread would be on the first GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        threading.Thread(target=self._run, name="weights", daemon=True).start()
+
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        """Do `work` when all that was given before is done. Raises RunFailed after `close`."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # the caller may give it up, but not stop the thread
+        with self._closing:
+            if self._is_closed:
+                raise RunFailed("the weight group is closed")
+            self._work.put((work, future))
+        return future
+
+    def close(self) -> None:
+        """End the thread when all work that it was given is done; nobody waits for that."""
+        with self._closing:
+            self._is_closed = True
+            self._work.put(None)
+
+    def _run(self) -> None:
+        while (task := self._work.get()) is not None:
+            work, future = task
+            try:
+                if self._device.type == "cuda" and torch.cuda.is_available():
+                    torch.cuda.set_device(self._device)
+                future.set_result(work())
+            except BaseException as failure:  # noqa: BLE001 - recovery: raised in the caller
+                future.set_exception(failure)
+            del task, work, future  # the bytes of a bucket, while this waits for the next
 
 
 # --- the group ------------------------------------------------------------------------------------
@@ -118,6 +155,18 @@ class WeightGroup:
         except (dist.DistError, RuntimeError) as error:
             raise self._failure("the weight group did not come together", error) from error
         self._store = store
+        self._sending: WorkThread | None = None  # from the first `start_sending` on
+
+    def start_sending(self, flat: Tensor) -> Future[None]:
+        """Send uint8 [n] when all that came before is sent, in the one thread that this group has.
+
+        Raises RunFailed where the group is closed.
+        """
+        if self._sending is None:
+            self._sending = WorkThread(self.device)
+        if not self.is_open:  # `close` may not have seen the thread
+            self._sending.close()
+        return self._sending.start(lambda: self.send(flat))
 
     def send(self, flat: Tensor) -> None:
         """Broadcast uint8 [n]; for rank 0."""
@@ -151,6 +200,8 @@ class WeightGroup:
         self._store = None
         if group is None:
             return
+        if self._sending is not None:
+            self._sending.close()
         if self.address.backend == "gloo":
             group.abort()
         else:  # a broadcast that waits for its communicator holds the lock that this needs
@@ -164,16 +215,17 @@ class WeightGroup:
         group = self._group  # `close` may come from another thread meanwhile
         if group is None:
             raise RunFailed("the weight group is closed")
-        deadline = time.monotonic() + self.address.timeout_s
+        began = time.monotonic()
         try:
             work = group.broadcast(flat, 0)
             if self.address.backend == "gloo":
                 work.wait(timedelta(seconds=self.address.timeout_s))
                 return
             while not work.is_completed():
-                if time.monotonic() > deadline:
+                waited = time.monotonic() - began
+                if waited > self.address.timeout_s:
                     raise RuntimeError("Operation timed out")
-                time.sleep(POLL_S)
+                time.sleep(min(max(POLL_S, waited * POLL_SHARE), MOST_POLL_S))
             work.wait()
         except RuntimeError as error:
             self.close()

@@ -157,6 +157,11 @@ class WeightPublication:
         )
 
     @property
+    def stop_order(self) -> str:
+        """See `WeightSink.stop_order`."""
+        return "" if self._transport is None else self._transport.stop_order
+
+    @property
     def handle_gpus(self) -> list[str]:
         """The GPUs of the engines that are left, if they take handles of memory there."""
         if self._transport is None or not self._transport.by_handle:
@@ -164,7 +169,7 @@ class WeightPublication:
         return [gpu for engine in self._engines for gpu in gpus_of(engine)]
 
     def send(self, bucket: Bucket, flat: Tensor, handles: Mapping[str, str] | None = None) -> None:
-        """Send one bucket. Raises PublicationFailed when an engine did not take it.
+        """Send one bucket. Raises PublicationFailed when an engine did not take it, or one before.
 
         Args:
             handles: of the bucket on each of `handle_gpus`.
@@ -181,10 +186,19 @@ class WeightPublication:
     def cancel(self) -> None:
         """Give the transaction up. The engines stay paused, and refuse to generate until a whole
         update has come. Connections that work are kept.
+
+        Raises RunFailed when an engine failed at what it still took, and none is left for good.
         """
         self._call(self._give_up())
 
     async def _give_up(self) -> None:
+        failed = {} if self._transport is None else await self._transport.give_up()
+        try:
+            await self._out(
+                {engine: why for engine, why in failed.items() if engine in self._engines}
+            )
+        except PublicationFailed as error:  # recovery: the caller has given up already
+            logger.warning("%s", error)
         for engine in self._engines:
             self._participants.missed(engine)
         self._record_engines(self._engines, "given up")
@@ -277,7 +291,7 @@ class WeightPublication:
             self._transport.send(bucket, flat)
             if handles is None
             else self._transport.send_handles(bucket, handles),
-            f"bucket {bucket.index} was not taken by all engines",
+            f"the weights up to bucket {bucket.index} were not taken by all engines",
         )
         self._record_stage(f"bucket {bucket.index}", bytes=bucket.num_bytes)
 

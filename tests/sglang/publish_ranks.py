@@ -51,7 +51,8 @@ from rlcore.trainer.weight_publisher import WeightPublisher
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.weight_sync.links import DistributedTransport, RankSender
+from rollout.weight_sync.groups.rank_sender import RankSender
+from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.serialized import SerializedHandles
 
 BUCKET_BYTES = 20_000

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from publication_kit import (
     PROMPT,
     TOLERANCE,
@@ -29,6 +30,7 @@ from rlcore.data.generation import Completion
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed, PublicationFailed, RunFailed
 from rollout.engines.sglang.engine import SGLangEngine
+from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.serialized import by_value
 from tests.man_in_the_middle import ManInTheMiddle
 
@@ -236,7 +238,7 @@ def test_a_bucket_that_fails_means_the_whole_transaction_again(
     sink, participants = sink_over(config, [good, bad], served.loop)
     weights = random_weights(served.model, 6)
     with pytest.raises(
-        PublicationFailed, match="bucket 0 was not taken by all engines: engine bad: out of memory"
+        PublicationFailed, match="bucket 0 were not taken by all engines: engine bad: out of memory"
     ):
         publish(sink, weights, 20)
     sink.cancel()
@@ -248,6 +250,37 @@ def test_a_bucket_that_fails_means_the_whole_transaction_again(
     assert completion.versions == (VersionSpan(21, 0, 12),)
     assert Oracle(served.model, weights).errors(PROMPT, completion).max() < TOLERANCE
     sink.close()
+
+
+def test_calls_that_come_in_another_order_than_the_buckets_wait_for_their_turn(
+    served: Served, engines: Engines
+) -> None:
+    """The trainer posts a call before the last one was answered, over another connection."""
+    engine = engines(transport="distributed")
+    assert engine.queues_buckets
+    weights = random_weights(served.model, 9)
+    buckets = layout(weights)
+
+    async def update() -> None:
+        await engine.pause("drain")
+        await engine.begin_update(buckets)
+        transport = DistributedTransport(device=torch.device("cpu"), timeout_s=60.0, probe_s=10.0)
+        assert await transport.open([engine], buckets) == {}
+        group = transport._links[engine].group
+        calls = []
+        for bucket in reversed(buckets):
+            calls.append(asyncio.ensure_future(engine.receive_bucket(bucket.index, None)))
+            await asyncio.sleep(0.05)
+        for bucket in buckets:
+            await asyncio.wrap_future(group.start_sending(flatten(bucket, weights)))
+        await asyncio.gather(*calls)
+        await engine.end_update()
+        await engine.set_version(30)
+        await engine.resume()
+        await transport.close()
+
+    served.call(update())
+    assert Oracle(served.model, weights).errors(PROMPT, generate(served, engine)).max() < TOLERANCE
 
 
 def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(

@@ -268,6 +268,7 @@ class RemoteEngineHandle:
         self.in_group = info.in_group
         self.gpus = info.gpus
         self.digests_buckets = info.digests_buckets
+        self.queues_buckets = info.queues_buckets
 
     health = _remote("health")
     pause = _remote("pause")

@@ -61,6 +61,7 @@ class EngineInfo:
     in_group: str | None
     gpus: tuple[str, ...] = ()  # of an engine that tells them
     digests_buckets: bool = False  # of an engine that tells what it received
+    queues_buckets: bool = False  # of an engine that takes calls of several buckets at once
 
     @classmethod
     def of(cls, engine: Any) -> EngineInfo:
@@ -70,6 +71,7 @@ class EngineInfo:
             **{name: getattr(engine, name) for name in names},
             gpus=gpus_of(engine),
             digests_buckets=getattr(engine, "digests_buckets", False),
+            queues_buckets=getattr(engine, "queues_buckets", False),
         )
 
 

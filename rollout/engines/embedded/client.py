@@ -41,6 +41,7 @@ from rollout.engines.checks import check_records, check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.sglang.limits import ExpertLayers
 from rollout.json_client import AnswerTooLong, read_at_most
+from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import FingerprintVerifier
 
@@ -69,6 +70,7 @@ class RemoteEngine:
     transports: tuple[str, ...] = ("distributed",)
     managed = True
     digests_buckets = True
+    queues_buckets = True
 
     def __init__(
         self,
@@ -251,6 +253,8 @@ class RemoteEngine:
         timeout_s: float | None = getattr(self.config, key)
         if verb == "generate" or (verb == "pause" and self._generating):
             timeout_s = None  # as long as the requests take: the caller limits that
+        if verb == "receive_bucket":
+            timeout_s = CALLS_AT_ONCE * self.config.update_timeout_s
         request = asyncio.ensure_future(self._post(session, verb, body or {}))
         try:
             limit_s = timeout_s

@@ -32,6 +32,7 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
 from rlcore.tls import server_context
+from rollout.engines.bucket_turns import BucketTurns, OutOfTurn
 from rollout.engines.embedded.client import decode_buckets, decode_request, encode_completion
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.http_logger import http_logger
@@ -85,6 +86,7 @@ class EngineServer:
         # the newest bucket is being copied into the model, and its digest computed
         self._applying: asyncio.Future[None] | None = None
         self._digests: dict[str, str] = {}  # of the current update: bucket index -> digest
+        self._turns = BucketTurns()
         self.verbs: dict[str, Verb] = {
             "generate": self._generate,
             "pause": lambda body: engine.pause(body["mode"]),
@@ -147,6 +149,7 @@ class EngineServer:
 
     async def _begin_update(self, body: dict[str, Any]) -> None:
         buckets = decode_buckets(body["buckets"])
+        self._turns.begin()
         # a bucket of an update that was given up
         await asyncio.gather(self._applied(), return_exceptions=True)
         await self.engine.begin_update(buckets)
@@ -166,8 +169,15 @@ class EngineServer:
         """Answer when the bucket was received, in the model's memory or beside it.
 
         It is copied into the model, and its digest computed, while the next one comes; that call
-        reports a failure of it.
+        reports a failure of it. Calls may come before the last one was answered.
         """
+        try:
+            async with self._turns.take(body["index"]):
+                await self._receive(body)
+        except OutOfTurn as error:
+            raise RunFailed(f"{self.engine.name}: {error}") from error
+
+    async def _receive(self, body: dict[str, Any]) -> None:
         if self._group is None:
             raise RunFailed(f"{self.engine.name}: is in no weight group; call join_group first")
         if body["index"] not in self._sizes:

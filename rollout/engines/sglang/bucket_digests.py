@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -23,8 +24,12 @@ SERVER_INFO = "rlcore_bucket_digests"  # among the internal states of /server_in
 NONE = "none"  # of a rank that received no bucket
 
 
-def install() -> None:
-    """Wrap three methods of this process."""
+def install(told: Collection[str] = ()) -> None:
+    """Wrap three methods of this process.
+
+    Args:
+        told: names among the internal states beside our own.
+    """
     from sglang.srt.managers.scheduler_components.internal_state import (
         SchedulerInternalStateController as InternalState,
     )
@@ -60,7 +65,7 @@ def install() -> None:
 
     def describe_too(self: Any, state: dict[str, Any]) -> None:
         describe(self, state)
-        state[SERVER_INFO] = True
+        state |= dict.fromkeys((SERVER_INFO, *told), True)
 
     WeightUpdater._receive_bucketed_weights_from_distributed = receive_and_digest
     Manager.update_weights_from_distributed = update_and_tell

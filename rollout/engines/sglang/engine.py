@@ -28,6 +28,7 @@ from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
+from rollout.engines.sglang import bucket_calls
 from rollout.engines.sglang.answers import version_name
 from rollout.engines.sglang.bucket_digests import DIGESTS_MARK, LOAD_FORMAT, ORDERED, SERVER_INFO
 from rollout.engines.sglang.checksums import FusedChecksums
@@ -35,6 +36,7 @@ from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.limits import no_sglang
 from rollout.engines.sglang.pause_gate import PauseGate
+from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import WeightState
 
@@ -93,6 +95,8 @@ class SGLangEngine:
         self.in_group: str | None = None
         # whether the server tells the digests of what it receives; `rlcore engine`'s and ours do
         self.digests_buckets = False
+        # whether it takes calls of several buckets at once, in the buckets' order; the same servers
+        self.queues_buckets = False
         self._digests: dict[int, str] = {}  # of the current update
 
     # --- life -------------------------------------------------------------------------------------
@@ -133,6 +137,7 @@ class SGLangEngine:
             self._dtype = str(info["dtype"])
             states = info.get("internal_states") or [{}]  # a router's answer has none
             self.digests_buckets = SERVER_INFO in states[0]
+            self.queues_buckets = bucket_calls.SERVER_INFO in states[0]
         except (IndexError, KeyError, TypeError) as error:
             raise no_sglang(self.name, error) from error
 
@@ -322,6 +327,9 @@ class SGLangEngine:
                 f"engine {self.name} is another process: it takes buckets over the process group"
             )
         specs = self.weights.bucket(index).tensors
+        load_format = LOAD_FORMAT if order is None else ORDERED + order
+        if self.queues_buckets:
+            load_format += f"{bucket_calls.TURN}{index}"
         answer = await self._control(
             "/update_weights_from_distributed",
             {
@@ -329,9 +337,10 @@ class SGLangEngine:
                 "dtypes": [spec.dtype for spec in specs],
                 "shapes": [list(spec.shape) for spec in specs],
                 "group_name": self.in_group,
-                "load_format": LOAD_FORMAT if order is None else ORDERED + order,
+                "load_format": load_format,
                 **KEEP_REQUESTS,
             },
+            times=CALLS_AT_ONCE if self.queues_buckets else 1,
         )
         if order is not None:
             # one digest if all tensor-parallel ranks received the same
@@ -442,10 +451,14 @@ class SGLangEngine:
             raise EngineFailed(f"engine {self.name} does not run; start it first")
         return self._client
 
-    async def _control(self, route: str, body: dict[str, Any]) -> Any:
-        """Call a control route. Raises EngineFailed with the server's own words if it refuses."""
+    async def _control(self, route: str, body: dict[str, Any], *, times: int = 1) -> Any:
+        """Call a control route. Raises EngineFailed with the server's own words if it refuses.
+
+        Args:
+            times: so many calls, one after the other, have this one's limit.
+        """
         try:
-            answer = await self._running.post(route, body, limit="update_timeout_s", admin=True)
+            answer = await self._running.post(route, body, times=times, admin=True)
         # A 4xx of a control route blames the engine's state, not the user's input.
         except UserError as error:
             raise EngineFailed(str(error)) from error

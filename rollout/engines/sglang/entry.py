@@ -132,6 +132,8 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
         return init_tokenizer_manager(*of)
 
     args.resolve_once()
+    if in_turn(args):
+        load_beside("bucket_calls").install(load_beside("../bucket_turns"))
     launch_server(
         args,
         init_tokenizer_manager_func=init_with_keys,
@@ -147,18 +149,28 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
 
 
 def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
-    """Run a scheduler's process, which tells the digests of the weights that it receives."""
+    """Run a scheduler's process, which tells the digests of the weights that it receives, and what
+    the server's process does.
+    """
     if args.device == "cpu" and args.quantization == "fp8":  # SGLang has kernels for AMX alone
         importlib.import_module("stand_ins").install_fp8()
-    load_beside("bucket_digests").install()
+    told = (load_beside("bucket_calls").SERVER_INFO,) if in_turn(args) else ()
+    load_beside("bucket_digests").install(told)
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(args, *others, **named)
 
 
+def in_turn(args: Any) -> bool:
+    """Whether one process hears the calls for all buckets, and so can give them turns."""
+    return bool(args.tokenizer_worker_num == 1)
+
+
 def load_beside(name: str) -> Any:
     """Import a file beside this one, whose folder is not on the path."""
-    spec = importlib.util.spec_from_file_location(f"rlcore_{name}", f"{HERE}/{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"rlcore_{os.path.basename(name)}", f"{HERE}/{name}.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

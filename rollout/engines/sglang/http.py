@@ -64,6 +64,7 @@ class ServerClient:
         body: dict[str, Any],
         *,
         limit: Limit | None = "update_timeout_s",
+        times: int = 1,
         admin: bool = False,
         answer_bytes: int = CONTROL_BYTES,
     ) -> Any:
@@ -75,6 +76,7 @@ class ServerClient:
             body: JSON-able; numpy arrays are written as lists.
             limit: the key that limits connecting, sending and the whole answer together; None: the
                 caller cancels the call in time.
+            times: of that limit: the server takes so many calls one after the other.
             admin: whether the route controls the server, rather than asking it for something.
             answer_bytes: of the longest answer.
 
@@ -84,7 +86,7 @@ class ServerClient:
                 EngineHangs after `limit`.
         """
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        return await self._call("POST", route, data, limit, admin, answer_bytes)
+        return await self._call("POST", route, data, limit, admin, answer_bytes, times)
 
     async def get(self, route: str, *, admin: bool = False) -> Any:
         """Ask for `route`, within the limit of a probe, and return the answer as `post` does."""
@@ -104,9 +106,10 @@ class ServerClient:
         limit: Limit | None,
         admin: bool,
         answer_bytes: int,
+        times: int = 1,
     ) -> Any:
         session = self._open()
-        timeout_s: float | None = None if limit is None else getattr(self.config, limit)
+        timeout_s: float | None = None if limit is None else times * getattr(self.config, limit)
         try:
             async with session.request(
                 method,

@@ -25,7 +25,7 @@ from rlcore.trainer.rank_sync import RankSync
 from rlcore.trainer.sender_ranks import SenderRanks
 from rlcore.trainer.weight_publisher import AGAIN, DONE, WeightPublisher
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
-from rollout.weight_sync.links import RankSender
+from rollout.weight_sync.groups.rank_sender import RankSender
 
 RANKS = 4
 ORDERS = {1: "serve a", 3: "serve b and c"}  # rank 2 serves nobody
@@ -45,11 +45,11 @@ class Sender:
         self.done.append(order)
         return f"come here to {order}"
 
-    def send(self, bucket: Bucket, flat: torch.Tensor, given_up: Callable[[], bool]) -> None:
+    def send(self, bucket: Bucket, flat: torch.Tensor, given_up: Callable[[], str | None]) -> None:
         self.done.append(f"{bucket.index}: {flat[0]}")
-        assert self.waits or not given_up()
+        assert self.waits or given_up() is None
         end = time.monotonic() + 10
-        while self.waits and bucket is BUCKETS[-1] and not given_up():
+        while self.waits and bucket is BUCKETS[-1] and given_up() != "not after 2":
             assert time.monotonic() < end, "nobody said that it is over"
             time.sleep(0.001)
 
@@ -65,6 +65,7 @@ class Sink:
 
     handle_gpus = ()
     sender_orders = ORDERS
+    stop_order = "not after 2"
 
     def __init__(self) -> None:
         self.fails = ""

@@ -26,6 +26,7 @@ from rollout.weight_sync import links
 from rollout.weight_sync import process_group as weight_group
 from rollout.weight_sync import serialized as tensor
 from rollout.weight_sync.choose import choose_name
+from rollout.weight_sync.groups import link
 from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.process_group import GroupAddress, choose_backend, make_group
 from rollout.weight_sync.serialized import COUNTER, DEVICE, SerializedHandles, TensorTransport
@@ -86,7 +87,7 @@ def test_both_sides_of_a_group_are_told_nccl(monkeypatch: pytest.MonkeyPatch) ->
         return SimpleNamespace(address=address, is_open=True, close=lambda: None)
 
     monkeypatch.setattr(links, "gpu_identity", lambda device: "GPU-a")
-    monkeypatch.setattr(links, "WeightGroup", group)
+    monkeypatch.setattr(link, "WeightGroup", group)
     engine = Engine("GPU-b")
     transport = DistributedTransport(device=CUDA, timeout_s=5.0, probe_s=5.0)
     assert asyncio.run(transport.open([engine], [BUCKET])) == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from rlcore.errors import EngineFailed
 from rlcore.interfaces import RankPlace
 from rollout.weight_sync import links
-from rollout.weight_sync.links import DistributedTransport, RankSender, RemoteLink, spread
-from rollout.weight_sync.process_group import GroupAddress
+from rollout.weight_sync.groups.link import Order, RemoteLink
+from rollout.weight_sync.groups.rank_sender import RankSender
+from rollout.weight_sync.links import DistributedTransport, spread
+from rollout.weight_sync.process_group import GroupAddress, WorkThread
 
 CPU = torch.device("cpu")
 ADDRESS = {
@@ -113,34 +116,52 @@ def test_the_engine_enters_the_group_of_its_rank_behind_it() -> None:
     assert len(engine.joined) == 1
 
 
+def group(send: Callable[[], Any], close: Callable[[], Any] = lambda: None) -> Any:
+    """A group that does this."""
+    thread = WorkThread(CPU)
+    return SimpleNamespace(start_sending=lambda flat: thread.start(send), close=close)
+
+
+def sender_to(**groups: Any) -> RankSender:
+    sender = RankSender(CPU, 5.0)
+    sender._groups = groups
+    sender._served = [*groups]
+    return sender
+
+
+def stopped(last: int, *out: str) -> str:
+    return json.dumps({"last": last, "out": out})
+
+
+FLAT = torch.zeros(8, dtype=torch.uint8)
+FOURTH: Any = SimpleNamespace(index=4)
+
+
 def test_nothing_is_sent_once_rank_0_has_given_up() -> None:
     sent: list[str] = []
-    closed: list[str] = []
+    sender = sender_to(a=group(lambda: sent.append("a")))
+    sender.send(FOURTH, FLAT, lambda: stopped(3))
+    assert sent == []
+    sender.send(FOURTH, FLAT, lambda: None)
+    assert sent == ["a"]
 
-    def group(name: str) -> Any:
-        return SimpleNamespace(
-            send=lambda flat: sent.append(name), close=lambda: closed.append(name), is_open=True
-        )
 
-    sender = RankSender(CPU, 5.0)
-    sender._groups = {"engine-0": group("engine-0")}
-    sender._served = ["engine-0"]
-    bucket: Any = SimpleNamespace(index=4)
-    sender.send(bucket, torch.zeros(8, dtype=torch.uint8), lambda: True)
-    assert (sent, closed) == ([], [])
-    sender.send(bucket, torch.zeros(8, dtype=torch.uint8), lambda: False)
-    assert (sent, closed) == (["engine-0"], [])
+def test_an_engine_gets_the_bucket_for_which_it_was_called_though_rank_0_has_given_up() -> None:
+    """It waits in a broadcast that nothing else ends. The one that failed gets nothing."""
+    sent: list[str] = []
+    hung = threading.Event()
+    sender = sender_to(a=group(lambda: hung.wait(30), hung.set), b=group(lambda: sent.append("b")))
+    sender.send(FOURTH, FLAT, lambda: stopped(4, "a"))
+    assert sent == ["b"]
+    assert hung.is_set()
+    assert list(sender._groups) == ["b"]
 
 
 def test_a_send_that_waits_ends_when_rank_0_gives_up() -> None:
     released = threading.Event()
-    group: Any = SimpleNamespace(send=lambda flat: released.wait(30), close=released.set)
-    sender = RankSender(CPU, 5.0)
-    sender._groups = {"engine-0": group}
-    sender._served = ["engine-0"]
-    answers = iter([False, False, True])
-    bucket: Any = SimpleNamespace(index=4)
-    sender.send(bucket, torch.zeros(8, dtype=torch.uint8), lambda: next(answers))
+    sender = sender_to(a=group(lambda: released.wait(30), released.set))
+    answers = iter([None, None, stopped(3)])
+    sender.send(FOURTH, FLAT, lambda: next(answers))
     assert released.is_set()
     assert sender._groups == {}
 
@@ -150,22 +171,17 @@ def test_a_group_that_fails_is_left_out_and_the_others_go_on(
 ) -> None:
     sent: list[str] = []
 
-    def fails(flat: torch.Tensor) -> None:
+    def fails() -> None:
         raise RuntimeError("connection reset by peer")
 
-    sender = RankSender(CPU, 5.0)
-    sender._groups = {
-        "engine-0": SimpleNamespace(send=fails, close=lambda: None),  # type: ignore[dict-item]
-        "engine-1": SimpleNamespace(send=lambda flat: sent.append("1"), close=lambda: None),  # type: ignore[dict-item]
-    }
-    sender._served = ["engine-0", "engine-1"]
+    sender = sender_to(a=group(fails), b=group(lambda: sent.append("b")))
     for index in range(2):
         bucket: Any = SimpleNamespace(index=index)
-        sender.send(bucket, torch.zeros(8, dtype=torch.uint8), lambda: False)
-    assert sent == ["1", "1"]
-    assert list(sender._groups) == ["engine-1"]
+        sender.send(bucket, FLAT, lambda: None)
+    assert sent == ["b", "b"]
+    assert list(sender._groups) == ["b"]
     assert caplog.messages == [
-        "engine engine-0 is not served any more: bucket 0 was not sent: connection reset by peer"
+        "engine a is not served any more: bucket 0 was not sent: connection reset by peer"
     ]
 
 
@@ -182,7 +198,7 @@ def test_each_rank_is_ordered_to_serve_its_own_engines() -> None:
          "group": None}
         for i in range(3)
     ]  # fmt: skip
-    assert links.Order(**json.loads(order)[0]).engine == "engine-0"
+    assert Order(**json.loads(order)[0]).engine == "engine-0"
 
 
 def test_the_backend_is_chosen_for_the_gpu_of_the_rank_that_serves(

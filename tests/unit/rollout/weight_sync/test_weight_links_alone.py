@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import psutil
@@ -14,9 +15,17 @@ import torch
 from rlcore.errors import EngineFailed
 from rlcore.stores import bound_store
 from rlcore.weights import Bucket
-from rollout.weight_sync import links, process_group
-from rollout.weight_sync.links import DistributedTransport, Link
-from rollout.weight_sync.process_group import GroupAddress, WeightGroup, in_thread, own_address
+from rollout.weight_sync import process_group
+from rollout.weight_sync.groups import link as links
+from rollout.weight_sync.groups.link import Link
+from rollout.weight_sync.links import DistributedTransport
+from rollout.weight_sync.process_group import (
+    GroupAddress,
+    WeightGroup,
+    in_thread,
+    own_address,
+    start_thread,
+)
 
 
 def other_addresses() -> list[str]:
@@ -96,8 +105,8 @@ def test_a_bucket_that_was_given_up_half_way_breaks_its_connection() -> None:
     class Group:
         closed = threading.Event()
 
-        def send(self, flat: torch.Tensor) -> None:
-            assert self.closed.wait(20)
+        def start_sending(self, flat: torch.Tensor) -> Future[bool]:
+            return start_thread(lambda: self.closed.wait(20), torch.device("cpu"))
 
         def close(self) -> None:
             self.closed.set()

@@ -125,6 +125,24 @@ def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(
     assert [engine.version for engine in participants.engines] == [2, 2]
 
 
+def test_an_engine_may_fail_at_what_it_still_takes_when_the_others_have_failed(
+    model, folder, loop, engines, monkeypatch
+):
+    """The transport waits for what engines were called for, also in a transaction that failed."""
+    participants = StaticParticipants(engines)
+    publication = WeightPublication(make_config(folder), participants, loop)
+    publication.prepare(layout(model))
+
+    async def give_up():
+        return {engines[1]: "engine-1 hangs", engines[2]: "engine-2 is out already"}
+
+    monkeypatch.setattr(publication._transport, "give_up", give_up)
+    publication._engines.remove(engines[2])
+    publication.cancel()
+    assert participants.dropped == {"engine-1": "engine-1 hangs"}
+    assert publication._engines == [engines[0]]
+
+
 def test_an_engine_that_fails_costs_the_others_no_connection(
     model, folder, loop, engines, monkeypatch
 ):

@@ -101,6 +101,34 @@ def test_the_answer_comes_before_the_bucket_is_applied_and_the_end_waits_for_all
     asyncio.run(run())
 
 
+def test_calls_that_come_in_another_order_wait_for_their_turn() -> None:
+    async def run() -> None:
+        server, engine = serve()
+        await begin(server)
+        engine.may_apply.set()
+        receive = server.verbs["receive_bucket"]
+        await asyncio.wait_for(asyncio.gather(*(receive({"index": k}) for k in (2, 1, 0))), 20)
+        await server.verbs["end_update"]({})
+        assert engine.applied == [0, 1, 2]
+
+    asyncio.run(run())
+
+
+def test_a_call_that_waits_is_refused_when_the_bucket_before_it_fails() -> None:
+    async def run() -> None:
+        server, _ = serve()
+        await begin(server)
+        server._group = None
+        later = asyncio.ensure_future(server.verbs["receive_bucket"]({"index": 1}))
+        await asyncio.sleep(0)
+        with pytest.raises(RunFailed, match="is in no weight group"):
+            await server.verbs["receive_bucket"]({"index": 0})
+        with pytest.raises(RunFailed, match="bucket 1 cannot be taken: bucket 0 was not"):
+            await asyncio.wait_for(later, 20)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("told_by", ["receive_bucket", "end_update"])
 def test_a_bucket_that_cannot_be_applied_is_told_with_the_next_step(told_by: str) -> None:
     async def run() -> None:

@@ -401,6 +401,22 @@ def test_a_bucket_over_the_group_is_described_and_a_group_left_before_the_next(f
     with_scripted(folder, use)
 
 
+def test_a_server_that_queues_calls_is_told_each_buckets_turn(folder):
+    told = INFO | {"internal_states": [{"rlcore_bucket_turns": True}]}
+
+    async def use(engine, scripted):
+        await engine.pause("drain")
+        await engine.begin_update(BUCKETS)
+        await engine.receive_bucket(1, None)
+        await engine.receive_bucket(0, None, "xxh3:7")
+        formats = [
+            body["load_format"] for body in scripted.bodies("/update_weights_from_distributed")
+        ]
+        assert formats == ["flattened_bucket+turn:1", "flattened_bucket+digest:xxh3:7+turn:0"]
+
+    with_scripted(folder, use, info=told)
+
+
 def test_out_of_order(folder):
     async def use(engine, scripted):
         with pytest.raises(EngineFailed, match="no weights were published to this engine yet"):

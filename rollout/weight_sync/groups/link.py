@@ -1,0 +1,327 @@
+"""Rank 0's side of the process group that each engine has with one rank of the trainer.
+
+Calls       the calls by which an engine is to take buckets, a fixed number of them ahead
+Link        of rank 0 with an engine
+RemoteLink  of another rank with an engine, which rank 0, who alone talks to engines, asks to
+            receive
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.deadlines import CANCEL_S, ENGINE_GRACE_S, GROUP_JOIN_S
+from rlcore.errors import EngineFailed, RunFailed
+from rlcore.weights import Bucket
+from rollout.weight_sync.base import CALLS_AT_ONCE, Engine, ask, describe
+from rollout.weight_sync.process_group import (
+    Backend,
+    GroupAddress,
+    WeightGroup,
+    close_late,
+    in_thread,
+    meeting_place,
+)
+
+
+async def asked(
+    engine: Engine, what: str, call: Callable[[Any], Any], seconds: float
+) -> str | None:
+    """Ask one engine. Returns why it failed, or None."""
+    return (await ask([engine], what, call, seconds)).failed.get(engine)
+
+
+class Calls:
+    """The calls to one engine to receive and load buckets.
+
+    A call is posted when its bucket is there. An engine that queues calls (`queues_buckets`) has
+    up to `CALLS_AT_ONCE` of them; another one has one, so that no two can overtake each other.
+
+    Args:
+        timeout_s: for one bucket, from when its answer is waited for: before that, the rank that
+            sends it may be held up by another engine.
+    """
+
+    def __init__(self, engine: Engine, timeout_s: float) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        # that are not known to have succeeded, in the order of buckets
+        self._calls: list[asyncio.Task[str | None]] = []
+
+    @property
+    def ahead(self) -> int:
+        """How many calls may stay unanswered when the next one is posted."""
+        return CALLS_AT_ONCE - 1 if getattr(self._engine, "queues_buckets", False) else 0
+
+    def post(self, bucket: Bucket, order: str | None) -> None:
+        """Call the engine. `order` is for a digest of what it receives."""
+        self._calls.append(asyncio.ensure_future(self._call(bucket.index, order)))
+
+    async def _call(self, index: int, order: str | None) -> str | None:
+        ordered = () if order is None else (order,)
+        try:
+            await self._engine.receive_bucket(index, None, *ordered)
+        except Exception as error:  # noqa: BLE001 - recovery: without this engine, by the caller
+            return describe(error)
+        return None
+
+    async def settle(self, most: int, sending: Future[None] | None = None) -> str | None:
+        """Wait until at most `most` calls are unanswered, and `sending` is done.
+
+        Returns why the engine failed, as soon as it is known; None if it did not. Its own reason
+        comes before ours.
+        """
+        left = None if sending is None else asyncio.wrap_future(sending)
+        oldest: asyncio.Task[str | None] | None = None
+        deadline = math.inf
+        while True:
+            for call in self._calls:
+                if call.done() and (why := call.result()) is not None:
+                    return self._without(left, why)
+            self._calls = [call for call in self._calls if not call.done()]
+            failed = None if left is None or not left.done() else left.exception()
+            if (left is None or left.done()) and len(self._calls) <= (0 if failed else most):
+                return None if failed is None else describe(failed)
+            if self._calls and self._calls[0] is not oldest:
+                oldest = self._calls[0]
+                deadline = time.monotonic() + self._timeout_s + ENGINE_GRACE_S
+            if (seconds := deadline - time.monotonic()) <= 0 and oldest is not None:
+                return self._without(left, self._late)
+            waiting: set[asyncio.Future[Any]] = {*self._calls}
+            if left is not None and not left.done():
+                waiting.add(left)
+            await asyncio.wait(
+                waiting,
+                timeout=seconds if self._calls else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+
+    @property
+    def _late(self) -> str:
+        return (
+            f"engine {self._engine.name} did not answer receive_bucket within"
+            f" {self._timeout_s:g} s (rollout.engine.update_timeout_s)"
+        )
+
+    @staticmethod
+    def _without(left: asyncio.Future[None] | None, why: str) -> str:
+        """Return `why`. Our side may hang until its own deadline, and is not waited for."""
+        if left is not None:
+            left.add_done_callback(lambda done: done.exception())
+        return why
+
+    async def drop(self) -> None:
+        """Leave no call behind."""
+        calls = self._calls
+        self._calls = []
+        for call in calls:
+            call.cancel()
+        if calls:
+            await asyncio.wait(calls, timeout=2 * CANCEL_S)
+
+
+class EngineLink(ABC):
+    """A process group of one rank of the trainer and one engine, as rank 0 sees it.
+
+    Its coroutines return why the engine failed, or None.
+    """
+
+    def __init__(self, engine: Engine, backend: Backend, timeout_s: float) -> None:
+        self.engine = engine
+        self.backend = backend
+        self._timeout_s = timeout_s
+        self._calls = Calls(engine, timeout_s)
+
+    @property
+    @abstractmethod
+    def is_whole(self) -> bool:
+        """Whether the engine is in it. One that was started again is in no group."""
+
+    @abstractmethod
+    async def join(self) -> str | None:
+        """Make the group unless it is whole."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close this rank's side of the group, if there is one."""
+
+    async def send(self, bucket: Bucket, flat: Tensor, order: str | None = None) -> str | None:
+        """Have the engine take a bucket. Return when it has left this rank, if this rank sends it,
+        and the engine has room for the next call.
+        """
+        try:
+            sending = self._start_sending(flat)
+        except RunFailed as error:  # recovery: without this engine, by the caller
+            return await self._failed(str(error))
+        self._calls.post(bucket, order)
+        return await self._settle(self._calls.ahead, sending)
+
+    async def settle(self) -> str | None:
+        """Wait until the engine has loaded all that was sent (and made its digests)."""
+        return await self._settle(0)
+
+    def _start_sending(self, flat: Tensor) -> Future[None] | None:
+        return None
+
+    async def _settle(self, most: int, sending: Future[None] | None = None) -> str | None:
+        try:
+            why = await self._calls.settle(most, sending)
+        # half a bucket may have been sent: the next publication needs a new group
+        except asyncio.CancelledError:
+            await self._failed("given up")
+            raise
+        return why if why is None else await self._failed(why)
+
+    async def _failed(self, why: str) -> str:
+        self.close()
+        await self._calls.drop()
+        return why
+
+
+class Link(EngineLink):
+    """The process group of the trainer's rank 0 and one engine."""
+
+    def __init__(
+        self, engine: Engine, backend: Backend, device: torch.device, timeout_s: float
+    ) -> None:
+        super().__init__(engine, backend, timeout_s)
+        self._device = device
+        self.group: WeightGroup | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether both sides are in it. An engine that was started again is in no group."""
+        return (
+            self.group is not None
+            and self.group.is_open
+            and self.group.address.name == self.engine.in_group
+        )
+
+    async def join(self) -> str | None:
+        """Make the group unless it is whole."""
+        if self.is_whole:
+            return None
+        limit = min(self._timeout_s, GROUP_JOIN_S)
+        try:
+            url = self.engine.url
+            ranks = self.engine.group_ranks
+            address, store = await asyncio.to_thread(
+                meeting_place, url, ranks, self.backend, self._timeout_s
+            )
+        # recovery: without this engine, by the caller
+        except (EngineFailed, OSError, dist.DistError) as error:
+            return f"engine {self.engine.name} cannot be met: {error}"
+        meeting = in_thread(
+            lambda: WeightGroup(address, 0, device=self._device, store=store), self._device
+        )
+        why = await asked(self.engine, "join_group", lambda e: e.join_group(address, 1), limit)
+        if why is not None:
+            meeting.add_done_callback(close_late)
+            return why
+        done, _ = await asyncio.wait({meeting}, timeout=limit)
+        if not done:
+            meeting.add_done_callback(close_late)
+            return f"engine {self.engine.name} was not met by our side within {limit:g} s"
+        try:
+            self.group = meeting.result()
+        except RunFailed as error:  # recovery: as above
+            return str(error)
+        return None
+
+    def _start_sending(self, flat: Tensor) -> Future[None]:
+        assert self.group is not None, "open the transport first"
+        return self.group.start_sending(flat)
+
+    def close(self) -> None:
+        """Close the group, if there is one."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """An engine that another rank is to serve: its name, its address, the ranks of the group that
+    are its own, and the name of the group that it is in.
+    """
+
+    engine: str
+    url: str
+    ranks: int
+    backend: Backend
+    group: str | None
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Up to which bucket engines were called in a publication that was given up, and which of them
+    are out. The others wait in a broadcast until they have that bucket: neither gloo nor NCCL lets
+    them go.
+    """
+
+    last: float = math.inf
+    out: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, word: str | None) -> Stop:
+        """Read what rank 0 said; None where it has not given up."""
+        return cls() if word is None else cls(**json.loads(word))
+
+
+class RemoteLink(EngineLink):
+    """The process group of another rank of the trainer and one engine."""
+
+    def __init__(self, engine: Engine, backend: Backend, rank: int, timeout_s: float) -> None:
+        super().__init__(engine, backend, timeout_s)
+        self.rank = rank
+        self.order: Order | None = None  # for the rank, in this publication
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the engine was not started again. What its rank has is told in `meet`."""
+        return self.engine.in_group is not None
+
+    async def join(self) -> str | None:
+        """Prepare the order for the rank, which is not there yet."""
+        engine = self.engine
+        try:
+            self.order = Order(
+                engine.name, engine.url, engine.group_ranks, self.backend, engine.in_group
+            )
+        except EngineFailed as error:  # recovery: without this engine, by the caller
+            return f"engine {engine.name} cannot be met: {error}"
+        return None
+
+    async def meet(self, told: str) -> str | None:
+        """Have the engine enter the group that its rank has opened.
+
+        Args:
+            told: what `RankSender.open` returned there: the address of each engine's group; None
+                where the last one is whole; else why there is none.
+        """
+        try:
+            place = json.loads(told)[self.engine.name]
+            if place is None:
+                return None
+            if isinstance(place, str):
+                return f"engine {self.engine.name} cannot be met by rank {self.rank}: {place}"
+            address = GroupAddress(**place)
+        except (ValueError, TypeError, KeyError):
+            return f"rank {self.rank} told no place for engine {self.engine.name}: {told[:80]!r}"
+        limit = min(self._timeout_s, GROUP_JOIN_S)
+        return await asked(self.engine, "join_group", lambda e: e.join_group(address, 1), limit)
+
+    def close(self) -> None:
+        """Nothing: the rank closes its own side."""

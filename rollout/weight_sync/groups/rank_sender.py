@@ -1,0 +1,141 @@
+"""A rank of the trainer beside rank 0, as it sends weights to engines of its own.
+
+It meets the engines that rank 0 names, and sends. A hung engine holds it up, no longer than until
+rank 0 gives the publication up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.deadlines import GROUP_JOIN_S
+from rlcore.errors import RunFailed
+from rlcore.weights import Bucket
+from rollout.weight_sync.groups.link import Order, Stop
+from rollout.weight_sync.process_group import (
+    WeightGroup,
+    close_late,
+    gpu_identity,
+    meeting_place,
+    start_thread,
+)
+
+GIVEN_UP_POLL_S = 0.02  # how often a rank that waits for an engine looks whether rank 0 still does
+# Another rank may begin a bucket while rank 0 waits for an engine that has not taken the one before
+# it, and an engine may wait while this rank waits for another one. Their deadline comes later, so
+# that it is rank 0's that counts.
+AHEAD = 3.0
+
+logger = logging.getLogger(__name__)
+
+
+class RankSender:
+    """Implements `rlcore.interfaces.BucketSender` over process groups.
+
+    Args:
+        timeout_s: for one bucket (`rollout.engine.update_timeout_s`).
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self.gpu = gpu_identity(device)
+        self._device = device
+        self._timeout_s = timeout_s
+        self._groups: dict[str, WeightGroup] = {}  # by engine
+        self._meetings: dict[str, Future[WeightGroup]] = {}
+        self._served: list[str] = []  # in the current publication
+
+    def open(self, order: str) -> str:
+        """See `BucketSender.open`."""
+        orders = [Order(**one) for one in json.loads(order)]
+        self._served = [one.engine for one in orders]
+        self._leave_meetings()  # of a publication that went no further
+        return json.dumps({one.engine: self._open(one) for one in orders})
+
+    def _open(self, order: Order) -> dict[str, Any] | str | None:
+        """Open a group, and wait for the engine in a thread. Returns what `meet` is told."""
+        group = self._groups.get(order.engine)
+        if group is not None and group.is_open and group.address.name == order.group:
+            return None
+        self._drop(order.engine)
+        try:
+            address, store = meeting_place(
+                order.url, order.ranks, order.backend, AHEAD * self._timeout_s
+            )
+        except (OSError, dist.DistError) as error:  # recovery: without this engine, by rank 0
+            return str(error)
+        self._meetings[order.engine] = start_thread(
+            lambda: WeightGroup(address, 0, device=self._device, store=store), self._device
+        )
+        return asdict(address)
+
+    def send(self, bucket: Bucket, flat: Tensor, given_up: Callable[[], str | None]) -> None:
+        """See `BucketSender.send`."""
+        if bucket.index > Stop.of(given_up()).last:
+            return
+        self._end_meetings()
+        sending: dict[str, Future[None]] = {}
+        for engine in self._served:
+            if engine in self._groups:  # else it failed at an earlier bucket
+                self._start(engine, bucket, flat, sending)
+        while waiting := {one: done for one, done in sending.items() if not done.done()}:
+            wait(waiting.values(), timeout=GIVEN_UP_POLL_S)
+            stop = Stop.of(given_up())
+            for engine in waiting:
+                if bucket.index > stop.last or engine in stop.out:
+                    self._drop(engine)  # what is half sent ends with its group
+                    del sending[engine]
+        for engine, done in sending.items():
+            if (error := done.exception()) is not None:
+                self._fail(engine, f"bucket {bucket.index} was not sent: {error}")
+
+    def _start(
+        self, engine: str, bucket: Bucket, flat: Tensor, sending: dict[str, Future[None]]
+    ) -> None:
+        try:
+            sending[engine] = self._groups[engine].start_sending(flat)
+        except RunFailed as error:
+            self._fail(engine, f"bucket {bucket.index} was not sent: {error}")
+
+    def _end_meetings(self) -> None:
+        """Take the groups that have come together: rank 0 has heard so from the engines."""
+        for engine, meeting in self._meetings.items():
+            try:
+                self._groups[engine] = meeting.result(min(self._timeout_s, GROUP_JOIN_S))
+            except (RunFailed, TimeoutError) as error:
+                meeting.add_done_callback(close_late)
+                self._fail(engine, str(error))
+        self._meetings = {}
+
+    def _leave_meetings(self) -> None:
+        for meeting in self._meetings.values():
+            meeting.add_done_callback(close_late)
+        self._meetings = {}
+
+    def _fail(self, engine: str, why: str) -> None:
+        """Recovery: the engine fails too, and rank 0 goes on without it."""
+        logger.warning("engine %s is not served any more: %s", engine, why)
+        self._drop(engine)
+
+    def _drop(self, engine: str) -> None:
+        if (group := self._groups.pop(engine, None)) is not None:
+            group.close()
+
+    def abandon(self) -> None:
+        """See `BucketSender.abandon`: NCCL takes a small broadcast that nobody receives."""
+        for engine in self._served:
+            self._drop(engine)
+
+    def close(self) -> None:
+        """See `BucketSender.close`."""
+        for engine in [*self._groups]:
+            self._drop(engine)
+        self._leave_meetings()
