@@ -95,14 +95,25 @@ class Going:
         os.kill(self.rank_pids()[rank], signal.SIGSTOP)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Hold the run at its step, however long it takes to look at it."""
-        stopped = self.rank_pids()[-1]
+    def paused(self, after: int) -> Iterator[None]:
+        """Hold the run once it has logged step `after`, however long it takes to look at it.
+
+        Whom to stop is asked before the steps begin: they are quicker than a busy cluster answers.
+        """
+        stopped = self._started_ranks()[-1]
+        self.reach(after)
         os.kill(stopped, signal.SIGSTOP)
         try:
             yield
         finally:
             os.kill(stopped, signal.SIGCONT)
+
+    def _started_ranks(self) -> list[int]:
+        deadline = time.monotonic() + REACH_S
+        while not (pids := self.rank_pids()):
+            assert time.monotonic() < deadline, f"no ranks in {REACH_S} s"
+            time.sleep(0.02)
+        return pids
 
     def kill_service(self) -> None:
         os.kill(self.service_pid(), signal.SIGKILL)

@@ -25,11 +25,11 @@ def test_a_run_on_a_cluster_equals_a_local_one(
     listening: dict[str, set[str]] = {}
 
     def ask(going: Going) -> None:
-        with going.paused():
+        with going.paused(after=2):
             listening.update(programs(*going.processes()))
             seen.extend(command("status", "--address", ray_runs.address).splitlines())
 
-    run = ray_runs.train("thin", *COMMON, acts=[(2, ask)])
+    run = ray_runs.train("thin", *COMMON, acts=[(0, ask)])
     check_as_undisturbed(run, local)
     # Ray listens on every interface; of ours, engines and gloo take the address of their node
     own = {name: where for name, where in listening.items() if name != "Ray itself"}

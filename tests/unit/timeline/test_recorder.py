@@ -128,11 +128,13 @@ def test_memory_is_bounded_and_what_is_lost_is_counted(tmp_path: Path) -> None:
 
 def test_files_are_bounded_and_keep_the_newest_steps(tmp_path: Path) -> None:
     recorder = opened(tmp_path, limit=20_000)
+    most_files = 0
     for step in range(1, 301):
         step_of(recorder, step, f"step {step}")
-    sizes = [path.stat().st_size for path in (tmp_path / "timeline").iterdir()]
-    assert len(sizes) == 2
-    assert sum(sizes) <= 20_000 + 1000
+        sizes = [path.stat().st_size for path in (tmp_path / "timeline").iterdir()]
+        most_files = max(most_files, len(sizes))
+        assert sum(sizes) <= 20_000 + 1000
+    assert most_files == 2
     steps = recorded_steps(tmp_path)
     assert steps == [*range(steps[0], 301)]
     assert 10 < len(steps) < 290
