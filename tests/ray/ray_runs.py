@@ -26,7 +26,7 @@ TWO_RANKS = (
     "rollout.engine.in_process=false",
     *LEARNING,
 )
-STEPS = 8
+STEPS = 16  # after an act at step 3 or 7 a quiet machine leaves a second or more to look
 COMMON = (*TWO_RANKS, f"training.steps={STEPS}", "checkpoint.every=2")  # of runs that end alike
 
 
@@ -61,7 +61,7 @@ class Going:
 
     def ranks(self) -> list[dict[str, Any]]:
         facts: dict[str, Any] = ray.get(self.actor("status").read.remote(), timeout=30)
-        return list(facts["ranks"])
+        return list(facts.get("ranks", []))  # none before the first attempt
 
     def rank_pids(self) -> list[int]:
         return [rank["pid"] for rank in self.ranks()]
