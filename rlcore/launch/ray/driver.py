@@ -97,13 +97,14 @@ class Driver:
         self._ranks: Ranks | None = None
         self._stopping = False  # the ranks were asked to end
         self._run_status: Any = None
+        self._statuses_written = 0
         self._service: Any = None
         self._hang_detector: HangDetector | None = None  # of the service
         self._hosts: list[Any] = []
         self._restarts = 0
         self._opened = False  # the ranks have taken the run's folder
         self._resumes = False  # ... and this attempt resumes it
-        self._began = time.time()  # of this attempt
+        self._began = time.time()
         self._earlier = result_mark(self.config)
 
     def run(self, *, resume: bool, overwrite: bool) -> int:
@@ -171,7 +172,6 @@ class Driver:
             self._ranks = None
             self._write_run_status([])
         self._restarts += 1
-        self._began = time.time()
         self._earlier = result_mark(self.config)
         again = (
             f"restart {self._restarts} of {self.config.cluster.max_restarts} (cluster.max_restarts)"
@@ -219,17 +219,19 @@ class Driver:
             ) from error
         self._requests.follow(self._run_status)
         self._stack.callback(lambda: end_named([actor_name(name, "status")]))
-        facts = {
-            "run": name,
-            "folder": str(self._folder.absolute()),
-            "driver": os.getpid(),
-            "began": self._began,
-        }
-        self._run_status.write.remote(facts)
         self._write_run_status([])
 
     def _write_run_status(self, ranks: list[dict[str, Any]]) -> None:
-        self._run_status.write.remote({"ranks": ranks, "restarts": self._restarts})
+        facts = {
+            "run": self.config.run.name,
+            "folder": str(self._folder.absolute()),
+            "driver": os.getpid(),
+            "began": self._began,
+            "ranks": ranks,
+            "restarts": self._restarts,
+        }
+        self._statuses_written += 1
+        self._run_status.write.remote(self._statuses_written, facts)
 
     def _host_engines(self, group: PlacementGroup | None, gpus: list[list[str]]) -> None:
         """Make an actor for each engine, in its bundle.

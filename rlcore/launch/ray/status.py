@@ -153,12 +153,19 @@ class RunStatus:
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
+        self._written = 0  # the number of the newest facts
         self._stops = 0
         self._asked = asyncio.Condition()
 
-    async def write(self, facts: dict[str, Any]) -> None:
-        """Add facts, or replace them."""
-        self._facts |= facts
+    async def write(self, number: int, facts: dict[str, Any]) -> None:
+        """Replace the facts, unless newer ones came first: Ray keeps no order of a start's calls.
+
+        Args:
+            number: rises with each call of the driver.
+        """
+        if number > self._written:
+            self._written = number
+            self._facts = facts
 
     async def read(self) -> dict[str, Any]:
         """All facts."""

@@ -132,3 +132,15 @@ def test_an_engine_joins_a_group_at_its_address_with_its_rank() -> None:
     asyncio.run(handle.join_group(address, 3))
     assert asked == [("join_group", address, 3)]
     assert handle.in_group == "weights-1"
+
+
+def test_a_run_status_keeps_the_newest_facts_in_whatever_order_they_come() -> None:
+    async def main() -> None:
+        run_status = status.RunStatus()
+        await run_status.write(2, {"ranks": [0, 1]})
+        await run_status.write(1, {"ranks": []})
+        assert await run_status.read() == {"ranks": [0, 1]}
+        await run_status.write(3, {"ranks": []})
+        assert await run_status.read() == {"ranks": []}
+
+    asyncio.run(main())
