@@ -1,6 +1,7 @@
 """Thousands of conversations in flight beside a trainer: memory, CPU a token, the trainer's step.
 
     python benchmarks/in_flight.py                     # 4096 conversations for ten minutes
+    python benchmarks/in_flight.py --service in_process   # the rollouts in threads of rank 0
     python benchmarks/in_flight.py --steps 4 --prompts 4 --turn-s 0.5
 
 A real run of `rlcore train`: the calculator's environment, 8 samples a prompt, `max_staleness` 15,
@@ -49,6 +50,7 @@ def settings(arguments: argparse.Namespace, folder: Path) -> list[str]:
         "rollout.sampling.max_new_tokens=96",
         "rollout.engine.kind=workers.timed_engine:TimedEngine",
         f"rollout.engine.server={{turns: {arguments.turns}, turn_s: {arguments.turn_s}}}",
+        f"rollout.service={arguments.service}",
         "rollout.engine.max_in_flight=8192",
         "rollout.engine.max_logprob_diff=100",  # the engine has no model
         "reward.parts={right: {source: workflow}}",
@@ -124,6 +126,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=32, help="of a step, with 8 samples each")
     parser.add_argument("--staleness", type=int, default=15)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--service", default="process", help="process or in_process")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--turn-s", type=float, default=40.0, help="seconds of a turn, on average")
     arguments = parser.parse_args()

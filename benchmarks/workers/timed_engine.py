@@ -52,6 +52,7 @@ class TimedEngine(FakeEngine):
         engine.made = 0
         return [engine]
 
+    transports: tuple[str, ...] = ("disk",)
     turns: int
     turn_s: float
     call: NDArray[np.int32]
@@ -102,6 +103,9 @@ class TimedEngine(FakeEngine):
         for rid in self.waiting if rids is None else rids:
             if rid in self.waiting and not self.waiting[rid].done():
                 self.waiting[rid].set_result(True)
+
+    async def load_folder(self, *given: Any) -> None:
+        """See `RolloutEngine.load_folder`; there is no model to load."""
 
     async def progress(self) -> int:
         """See `RolloutEngine.progress`."""

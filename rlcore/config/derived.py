@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from rlcore.config.built_in import built_in_estimators, built_in_losses
+from rlcore.config.engine_registry import is_import_path
 from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
@@ -166,6 +167,37 @@ def world_size(config: Config) -> int:
         processes
         if cluster.launcher != "torchrun" or processes > 1
         else model_parallel_size(config)
+    )
+
+
+def embedded_in_trainer(config: Config, world_size: int) -> bool:
+    """Return whether the embedded engine is in the trainer's process, where a debugger reaches it.
+
+    By default that is where the run has no other process and no other engine.
+    """
+    engine = config.rollout.engine
+    if engine.kind != "embedded":
+        return False
+    if engine.in_process is None:
+        return world_size == 1 and engine.count == 1 and config.rollout.service != "process"
+    return engine.in_process
+
+
+def has_service_process(config: Config, world_size: int) -> bool:
+    """Return whether rank 0 starts a process for the rollout service.
+
+    Engines that take turns with the trainer leave nothing to do beside a step. Where an engine of
+    another package is, is not known.
+    """
+    rollout = config.rollout
+    if config.cluster.launcher == "ray" or not generates(config):
+        return False
+    if rollout.service != "auto":
+        return rollout.service == "process"
+    return not (
+        rollout.engine.colocated
+        or is_import_path(rollout.engine.kind)
+        or embedded_in_trainer(config, world_size)
     )
 
 

@@ -64,7 +64,7 @@ class RolloutHandles:
 
 
 class OpenService(Protocol):
-    """Opens the rollout service for rank 0: `open_service`, or Ray's `open_remote_service`."""
+    """Opens the rollout service for rank 0: `open_service`, or `open_remote_service`."""
 
     def __call__(
         self,
@@ -220,7 +220,7 @@ def open_service(
     from rollout.service import RolloutService
     from rollout.weight_sync.publication import WeightPublication
 
-    engines = build_engines(config, process)
+    engines = build_engines(config, process.world_size)
     prompts = load_prompts(config, tokenizer)
     service = RolloutService(config, tokenizer, engines, prompts, greedy_baseline=greedy_baseline)
     stack.callback(service.close)

@@ -19,12 +19,16 @@ from rlcore.errors import ConfigError
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.environment import is_rank
 from rlcore.launch.logs import log_folder
-from rlcore.launch.process import Process
 from rollout.engines.factories import EngineSite, factory_of
 
+IN_PROCESS = "copy"  # the transport that hands tensors over inside one process
 
-def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
+
+def build_engines(config: Config, world_size: int) -> list[RolloutEngine]:
     """Build the engines of a run, without starting them; see the factory of their kind.
+
+    Args:
+        world_size: the trainer processes of the run.
 
     Raises:
         ConfigError: the configuration asks in vain for an environment, a GPU or an argument.
@@ -32,11 +36,23 @@ def build_engines(config: Config, process: Process) -> list[RolloutEngine]:
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if is_rank() else 1
     site = engine_site(
         config,
-        world_size=process.world_size,
+        world_size=world_size,
         local_ranks=local_ranks,
         logs=log_folder(config.run),
     )
     return list(factory_of(config.rollout.engine.kind).build(site))
+
+
+def check_reachable(
+    engines: Sequence[RolloutEngine], config: Config, where: str, advice: str
+) -> None:
+    """Raise ConfigError for an engine that takes weights from its own process alone."""
+    for engine in engines:
+        if engine.transports == (IN_PROCESS,):
+            raise ConfigError(
+                f"rollout.engine.kind: {config.rollout.engine.kind} takes weights in its own"
+                f" process alone, and {where} the trainer is in another one: {advice}"
+            )
 
 
 def engine_site(config: Config, *, world_size: int, local_ranks: int, logs: Path) -> EngineSite:

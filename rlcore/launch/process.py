@@ -95,7 +95,7 @@ def pick_device(local_rank: int) -> torch.device:
 def join(config: Config) -> Iterator[Process]:
     """Join the trainer's other ranks while open; a run of one process needs no environment."""
     with rank_log(int(os.environ["RANK"]) if is_rank() else 0) as log:
-        _set_up_torch(config)
+        set_up_torch(config)
         if is_rank():
             with _among_ranks(config, log) as process:
                 yield process
@@ -105,7 +105,8 @@ def join(config: Config) -> Iterator[Process]:
                 yield Process(0, 1, 0, pick_device(0), sync, log)
 
 
-def _set_up_torch(config: Config) -> None:
+def set_up_torch(config: Config) -> None:
+    """Set torch's threads, libraries and random numbers as the run's processes have them."""
     run = config.run
     threads = run.threads or rank_threads()
     if threads is not None:

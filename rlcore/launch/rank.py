@@ -28,6 +28,7 @@ from rlcore.launch.environment import supervised, wait_for_reporter
 from rlcore.launch.logs import describe_failure, log_folder
 from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import mark_opened, open_run, pin_initial_policy, record_timeline
+from rlcore.launch.service.own_process import begin_own_process
 from rlcore.launch.torchrun_attempts import RunHasEnded, mark_ended
 from rlcore.runs.directory import Status
 from rlcore.timeline.start import START
@@ -45,12 +46,14 @@ def train_rank(
     """Train as the rank that the environment names, or as the only one; return its exit code.
 
     Args:
-        service: opens the rollout service on rank 0; default: in this process.
+        service: opens the rollout service on rank 0; default: as `rollout.service` says.
     """
     rank = 0
     START.begin()
     try:
-        with join(loaded.config) as process:
+        with ExitStack() as stack:
+            service = service or begin_own_process(loaded.config, stack)
+            process = stack.enter_context(join(loaded.config))
             rank = process.rank
             resumes = process.attempt.resumes
             outcome = run_rank(

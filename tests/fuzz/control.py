@@ -16,7 +16,8 @@ from rlcore.config.sections.run import RunConfig
 from rlcore.config.sections.training import ClusterConfig
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.launch.heartbeat import HeartbeatMonitor, beat_key, raise_if_stuck, read_stuck
-from rlcore.launch.ray.service_actor import EngineInfo, ServiceActor
+from rlcore.launch.ray.service_actor import ServiceActor
+from rlcore.launch.service.host import EngineInfo
 from rlcore.stores import FolderStore
 from rlcore.trainer.rank_sync import Failure, RankSync, read_failure
 from tests.fuzz.harness import ACCEPTED, Case, Target

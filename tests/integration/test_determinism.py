@@ -9,7 +9,7 @@ from rank_runs import Ended, RankRuns
 from workspace import LEARNING, Workspace
 
 from backends.megatron.testing import stub_config
-from rlcore.launch.process import DETERMINISTIC_LIBRARIES, _set_up_torch
+from rlcore.launch.process import DETERMINISTIC_LIBRARIES, set_up_torch
 from tests import nccl_rules
 
 LAYOUTS = {
@@ -84,7 +84,7 @@ def test_the_libraries_of_a_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     try:
-        _set_up_torch(stub_config("run.deterministic=true"))
+        set_up_torch(stub_config("run.deterministic=true"))
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.backends.cudnn.benchmark
         assert {name: os.environ[name] for name in DETERMINISTIC_LIBRARIES} == {

@@ -19,9 +19,12 @@ from rlcore.deadlines import SERVICE_ANSWER_S
 from rlcore.errors import EngineFailed, PartLost
 from rlcore.launch.ray import service_actor
 from rlcore.launch.ray.actor_env import ActorEnv
-from rlcore.launch.ray.calls import ActorLost
-from rlcore.launch.ray.remote_service import RemoteParticipants, ServiceClient
-from rlcore.launch.ray.service_actor import EngineInfo, ServiceActor
+from rlcore.launch.ray.service_actor import ServiceActor
+from rlcore.launch.ray.service_channel import ActorChannel
+from rlcore.launch.service.channel import ServiceLost
+from rlcore.launch.service.client import ServiceClient
+from rlcore.launch.service.engine_handles import RemoteParticipants
+from rlcore.launch.service.host import EngineInfo
 from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.rank_sync import RankSync
 from rlcore.trainer.weight_publisher import WeightPublisher
@@ -104,10 +107,10 @@ def test_a_call_of_a_former_rank_0_fails(rollouts: Rollouts) -> None:
         present = (await actor.open(greedy_baseline=False)).token
         with pytest.raises(PartLost, match="has another rank 0 now") as caught:
             await actor.next_step(former, 2)
-        assert not isinstance(caught.value, ActorLost), "rank 0 would open the service again"
+        assert not isinstance(caught.value, ServiceLost), "rank 0 would open the service again"
         assert rollouts.handed_over == [1]
         await actor.next_step(present, 2)
-        with pytest.raises(ActorLost, match="there is a new one"):
+        with pytest.raises(ServiceLost, match="there is a new one"):
             await new_service().next_step(present, 3)
 
     asyncio.run(main())
@@ -184,7 +187,7 @@ def test_a_new_service_has_time_for_a_long_journal_and_a_large_buffer(
 
     monkeypatch.setattr(ServiceClient, "open", lambda client: None)
     monkeypatch.setattr(ServiceClient, "call", call)
-    client = ServiceClient(None, config_of_a_run(), greedy_baseline=False)
+    client = ServiceClient(ActorChannel(None), config_of_a_run(), greedy_baseline=False)
     client.remember("published", 1, 2, 0)
     client.remember("admit_engines", Path("engines"))
     client.remember("keep_ledger", Path("ledger.jsonl"))
@@ -249,7 +252,7 @@ def test_a_publication_to_engines_that_take_turns_says_that_the_service_is_lost(
     thread = LoopThread("publication")
     sink = WeightPublication(
         config,
-        RemoteParticipants(ServiceClient(Dead(), config, greedy_baseline=False)),
+        RemoteParticipants(ServiceClient(ActorChannel(Dead()), config, greedy_baseline=False)),
         thread.loop,
     )
     backend: Any = SimpleNamespace(buckets=lambda: ())
@@ -261,7 +264,7 @@ def test_a_publication_to_engines_that_take_turns_says_that_the_service_is_lost(
         timeout_s=5,
     )
     with pytest.raises(
-        ActorLost, match="the knowledge of what its engines keep on the trainer's GPUs"
+        ServiceLost, match="the knowledge of what its engines keep on the trainer's GPUs"
     ):
         publisher.publish(1)
     thread.close()

@@ -94,6 +94,12 @@ def engine_kind(config: Config) -> Iterator[Problem]:
     # rlcore/launch/plugin_checks.py imports an engine of another package, and asks the same of it
     if (kind := KINDS.get(engine.kind)) is not None:
         yield from fits_kind(config, kind)
+    if engine.in_process and engine.kind == "embedded" and config.rollout.service == "process":
+        yield Problem(
+            "rollout.service",
+            "got process, but rollout.engine.in_process keeps the engine in the trainer's, where"
+            " no other reaches it: leave one out",
+        )
     if engine.in_process and engine.count > 1 and engine.kind == "embedded":
         yield Problem(
             f"{ENGINE}.count",

@@ -30,6 +30,11 @@ def ray_launcher(config: Config) -> Iterator[Problem]:
             "rollout.engine.in_process",
             "got true, but under Ray every engine is an actor: leave it out",
         )
+    if config.rollout.service == "in_process":
+        yield Problem(
+            "rollout.service",
+            "got in_process, but under Ray the rollout service is an actor: leave it out",
+        )
     if engine.colocated and is_import_path(engine.kind):
         yield Problem(
             "rollout.engine.colocated",

@@ -163,6 +163,9 @@ class RolloutConfig(Section):
     """Generation: engines, the size of a step, sampling, workflow, staleness."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    service: Literal["auto", "process", "in_process"] = "auto"
+    """Where the rollout service runs: a process of its own, or rank 0's (`in_process`); `auto`: its
+    own where engines are servers and do not take turns with the trainer. Under Ray: an actor."""
     prompts_per_step: PositiveInt = 32
     """Prompts, and so groups, of one training step."""
     samples_per_prompt: PositiveInt = 8

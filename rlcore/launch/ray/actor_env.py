@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import sys
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.deadlines import STORE_S
 from rlcore.errors import RunFailed
+from rlcore.launch.service.lines import LineStream
 from rlcore.terminal import printable
 
 if TYPE_CHECKING:
@@ -54,31 +54,15 @@ class ActorEnv:
         sys.stderr = RemoteStdout(lines, "err")
 
 
-class RemoteStdout(io.TextIOBase):
+class RemoteStdout(LineStream):
     """A stream whose lines the driver prints."""
 
-    encoding = "utf-8"
-
     def __init__(self, store: Store, stream: str) -> None:
+        super().__init__(self._tell)
         self._store = store
         self._stream = stream
-        self._line = ""
 
-    def writable(self) -> bool:
-        """True, as for every output stream."""
-        return True
-
-    def write(self, text: str) -> int:
-        """Send the complete lines, and keep the rest."""
-        *lines, self._line = (self._line + text).split("\n")
-        for line in lines:
-            self._send(line + "\n")
-        return len(text)
-
-    def flush(self) -> None:
-        """Keep an incomplete line: other processes print too."""
-
-    def _send(self, line: str) -> None:
+    def _tell(self, line: str) -> None:
         from torch.distributed import DistError
 
         try:

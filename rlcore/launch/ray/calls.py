@@ -11,14 +11,15 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rlcore.deadlines import ACTOR_END_S, STALL_S
-from rlcore.errors import DeadlineExceeded, PartLost, RlcoreError, RunFailed
+from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
+from rlcore.launch.service.channel import ServiceLost
 
 NAMESPACE = "rlcore"  # of all named actors
 POLL_S = 0.2  # between two calls of an actor that is being started
 BEAT_S = 1.0
 
 
-class ActorLost(PartLost):
+class ActorLost(ServiceLost):
     """An actor's process or its node died; its replacement has no state."""
 
 

@@ -17,9 +17,9 @@ import ray
 from rlcore.config import Config
 from rlcore.config.derived import world_size
 from rlcore.deadlines import END_SERVER_S
-from rlcore.errors import ConfigError, DeadlineExceeded, RlcoreError
+from rlcore.errors import DeadlineExceeded, RlcoreError
 from rlcore.interfaces import RolloutEngine
-from rlcore.launch.engines import engine_site
+from rlcore.launch.engines import check_reachable, engine_site
 from rlcore.launch.logs import log_folder
 from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.calls import answer, answer_when_up
@@ -28,7 +28,6 @@ from rollout.engines.child_process import Server
 from rollout.engines.factories import HostedFactory, Keys, engine_name, factory_of
 
 LOOPBACK = "127.0.0.1"
-IN_PROCESS = "copy"  # the transport that hands tensors over inside one process
 
 logger = logging.getLogger(__name__)
 
@@ -210,13 +209,7 @@ def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[Ro
             config, world_size=world_size(config), local_ranks=0, logs=log_folder(config.run)
         )
         engines = list(factory.build(site))
-        for engine in engines:
-            if engine.transports == (IN_PROCESS,):
-                raise ConfigError(
-                    f"rollout.engine.kind: {config.rollout.engine.kind} takes weights in its own"
-                    " process alone, and under Ray the trainer is in another one: use another"
-                    " cluster.launcher"
-                )
+        check_reachable(engines, config, "under Ray", "use another cluster.launcher")
         return engines
     servers = [
         HostedServer(host, engine_name(index), place_timeout_s=config.cluster.start_timeout_s)

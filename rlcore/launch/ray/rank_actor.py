@@ -61,7 +61,8 @@ class RankActor:
         if environment["RANK"] == "0":
             self._actor_env.redirect_output()
             if service is not None:
-                from rlcore.launch.ray.remote_service import open_remote_service
+                from rlcore.launch.ray.service_channel import ActorChannel
+                from rlcore.launch.service.handles import open_remote_service
 
-                open_service = partial(open_remote_service, service)
+                open_service = partial(open_remote_service, ActorChannel(service))
         return train_rank(loaded, resume=resume, overwrite=overwrite, service=open_service)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from rlcore.config import Config
+from rlcore.config.derived import embedded_in_trainer
 from rlcore.errors import ConfigError
 from rlcore.interfaces import RolloutEngine
 from rlcore.tls import check_files
@@ -73,10 +74,7 @@ class EmbeddedFactory:
         """
         config = site.config
         engine = config.rollout.engine
-        in_process = engine.in_process
-        if in_process is None:
-            in_process = site.world_size == 1 and engine.count == 1
-        if in_process:
+        if embedded_in_trainer(config, site.world_size):
             if engine.environment:
                 raise ConfigError(
                     "rollout.engine.environment: the engine is in this process: leave it out, or"

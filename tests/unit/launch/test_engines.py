@@ -46,7 +46,7 @@ def config_of(*overrides: str) -> Config:
 
 def built(*overrides: str, world_size: int = 1) -> list[Any]:
     process: Any = SimpleNamespace(world_size=world_size)
-    return list(build_engines(config_of(*overrides), process))
+    return list(build_engines(config_of(*overrides), process.world_size))
 
 
 def managed(*overrides: str) -> list[ManagedServer]:

@@ -126,7 +126,7 @@ def test_they_are_set_before_anything_else_where_torch_has_cuda(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(process, "seed_rng", lambda seed: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    process._set_up_torch(make_config(policy={"parallel": {"tensor": 2}}))
+    process.set_up_torch(make_config(policy={"parallel": {"tensor": 2}}))
     assert os.environ.get(CONNECTIONS) == (None if cuda is None else "1")
     assert os.environ[ALLOCATOR] == "mine"
 

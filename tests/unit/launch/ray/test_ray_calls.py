@@ -14,7 +14,7 @@ from rlcore.deadlines import STALL_S
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.launch.ray import calls, status
 from rlcore.launch.ray.calls import BEAT_S, HangDetector, translate_error
-from rlcore.launch.ray.remote_service import RemoteEngineHandle
+from rlcore.launch.service.engine_handles import RemoteEngineHandle
 
 LIMIT_S = 5.0
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlcore.launch.ray.remote_service import RemoteEngineHandle
-from rlcore.launch.ray.service_actor import EngineInfo
+from rlcore.launch.service.engine_handles import RemoteEngineHandle
+from rlcore.launch.service.host import EngineInfo
 
 
 @pytest.mark.parametrize("told", [True, False])

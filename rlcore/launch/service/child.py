@@ -1,0 +1,200 @@
+"""The process of the rollout service: `python -m rlcore.launch.service.child FD`, by rank 0.
+
+It answers calls from the socket FD, which it inherited, and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from logging.handlers import MemoryHandler
+from typing import Any
+
+from rlcore.config import Config
+from rlcore.errors import RlcoreError, RunFailed
+from rlcore.interfaces import RolloutEngine
+from rlcore.launch.engines import build_engines, check_reachable
+from rlcore.launch.logs import EARLY_RECORDS, Terminal, log_folder, open_log
+from rlcore.launch.process import set_up_torch
+from rlcore.launch.service import frames
+from rlcore.launch.service.host import ServiceHost
+from rlcore.launch.service.lines import LineStream
+from rlcore.timeline.recorder import RECORDER
+from rlcore.timeline.start import now, process_start
+from rollout.daemon_threads import DaemonExecutor
+from rollout.sandbox.process_tree import die_with_parent
+
+MOST_CALLS = 256  # side by side
+LINE = -1  # instead of a call's number: a line for rank 0's terminal
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The first message: what the service is opened with."""
+
+    config: Config
+    world_size: int
+    again: bool  # it takes the place of a lost one
+    path: Sequence[str]  # where rank 0 imports plugins from
+    folder: str  # rank 0's working directory
+
+
+class ChildHost(ServiceHost):
+    """A `ServiceHost` in rank 0's child."""
+
+    def __init__(self, begin: Begin, early: MemoryHandler) -> None:
+        super().__init__(begin.config)
+        self._begin = begin
+        self._early = early
+
+    def _engines(self) -> Sequence[RolloutEngine]:
+        engines = build_engines(self._config, self._begin.world_size)
+        where = "with rollout.service: process"
+        check_reachable(engines, self._config, where, "set rollout.service to in_process")
+        return engines
+
+    def _open_log(self) -> bool:
+        handler = open_log(log_folder(self._config.run) / "service.log")
+        for descriptor in (1, 2):
+            os.dup2(handler.stream.fileno(), descriptor)
+        self._early.setTarget(handler)
+        self._early.flush()
+        logging.getLogger().removeHandler(self._early)
+        logging.getLogger().addHandler(handler)
+        return self._begin.again
+
+    async def close(self) -> None:
+        """End the service and its engines, and the timeline."""
+        await super().close()
+        RECORDER.close()
+
+
+class Connection:
+    """The socket to rank 0, from which one thread reads; any thread may send."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+
+    def send(self, call: int, answer: Any) -> None:
+        """Send an answer; one that cannot be pickled becomes an error."""
+        try:
+            parts = frames.encode((call, answer))
+        except Exception as error:  # noqa: BLE001 - whatever pickling met
+            unsent = RunFailed(f"its answer cannot be sent: {type(error).__name__}: {error}")
+            parts = frames.encode((call, (False, unsent)))
+        with self._sending:
+            frames.send(self._socket, parts)
+
+    def line(self, stream: str, text: str) -> None:
+        """Have rank 0 print a line."""
+        try:
+            self.send(LINE, (stream, text))
+        # recovery: rank 0 is gone, and this process ends
+        except OSError:
+            return
+
+    def receive(self) -> Any:
+        """Wait for a message. Raises as `frames.receive`."""
+        return frames.receive(self._socket)
+
+
+def main() -> None:
+    """Serve until rank 0 says, or is gone."""
+    die_with_parent()
+    began = process_start()
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0's to heed, which ends this process
+        # a handler and not SIG_IGN, which engines and reward workers would inherit
+        signal.signal(number, lambda _number, _frame: None)
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    connection = Connection(socket.socket(fileno=descriptor))
+    sys.stdout = LineStream(lambda line: connection.line("out", line))
+    sys.stderr = LineStream(lambda line: connection.line("err", line))
+    early = MemoryHandler(EARLY_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    logging.getLogger().setLevel(logging.INFO)
+    logging.getLogger().addHandler(early)
+    logging.getLogger().addHandler(Terminal())
+    logging.captureWarnings(True)
+    _import_ahead()
+    logger.info("imported %.1f s after this process began", now() - began)
+    try:
+        begin: Begin = connection.receive()
+    except (EOFError, OSError):
+        os._exit(0)
+    os.chdir(begin.folder)
+    sys.path[:] = begin.path
+    set_up_torch(begin.config)  # for reward models, which run here
+    asyncio.run(_serve(connection, begin, early))
+
+
+def _import_ahead() -> None:
+    """Import what the service needs while rank 0 joins the others and reads its input."""
+    import transformers  # noqa: F401
+
+    import rollout.fleet.engine_memory
+    import rollout.service  # noqa: F401
+
+
+async def _serve(connection: Connection, begin: Begin, early: MemoryHandler) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(DaemonExecutor(MOST_CALLS, "service"))
+    host = ChildHost(begin, early)
+    calls: set[asyncio.Task[None]] = set()
+    closed = asyncio.Event()
+
+    async def answer(call: int, part: str, given: Sequence[Any], named: dict[str, Any]) -> None:
+        asked = now()
+        try:
+            found = True, await getattr(host, part)(*given, **named)
+        except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+            found = False, _sendable(error, part)
+        if part in ("open", "start"):
+            logger.info("%s took %.1f s", part, now() - asked)
+        await asyncio.to_thread(connection.send, call, found)
+        if part == "close":
+            closed.set()
+
+    def begin_call(message: tuple[int, str, Sequence[Any], dict[str, Any]]) -> None:
+        task = asyncio.ensure_future(answer(*message))
+        calls.add(task)
+        task.add_done_callback(calls.discard)
+
+    def read() -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(begin_call, connection.receive())
+        except (EOFError, OSError) as error:
+            logger.info("this process ends, as rank 0 is gone: %s", error)
+            os._exit(1)
+
+    threading.Thread(target=read, name="calls", daemon=True).start()
+    await closed.wait()
+    os._exit(0)  # whatever thread a plugin has left
+
+
+def _sendable(error: BaseException, part: str) -> BaseException:
+    """Return the error for rank 0, as it is if it is ours and survives being sent."""
+    if isinstance(error, RlcoreError):
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception as problem:  # noqa: BLE001 - of a plugin's class of errors
+            logger.warning("%s cannot be sent: %s", type(error).__name__, problem)
+        else:
+            return error
+    else:
+        logger.error("%s failed", part, exc_info=error)
+    return RunFailed(f"the rollout service: {part}: {type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Messages over a socket between two processes of our own: pickles, with arrays beside them.
+
+A frame is a header (a mark, the number of buffers, the length of the pickle), the length of each
+buffer, the pickle, and the buffers, each padded to ALIGNMENT. Arrays are buffers (protocol 5): they
+are not copied into the pickle, and the reader's are views of the memory that was read into.
+
+Only for a socket that this process made and its child inherited: a pickle can run any code.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+MARK = b"rlsv"
+ALIGNMENT = 16  # bytes, of every array
+MOST_BUFFERS = 1 << 24
+MOST_BYTES = 1 << 38  # of a frame
+SMALL_BYTES = 1 << 16  # of a buffer that is sent together with others
+_HEADER = struct.Struct("!4sIQ")
+_PADDING = bytes(ALIGNMENT)
+
+
+class BadFrame(ConnectionError):
+    """What came is no frame of ours: something else has written into the socket."""
+
+
+def encode(message: Any) -> list[bytes | memoryview]:
+    """Return the parts of a frame. Raises what `pickle` raises."""
+    found: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(message, protocol=5, buffer_callback=found.append)
+    buffers = [one.raw() for one in found]
+    lengths = struct.pack(f"!{len(buffers)}Q", *(one.nbytes for one in buffers))
+    parts: list[bytes | memoryview] = [
+        _HEADER.pack(MARK, len(buffers), len(body)) + lengths,
+        body,
+    ]
+    for one in buffers:
+        parts += [one, _PADDING[: -one.nbytes % ALIGNMENT]]
+    return parts
+
+
+def send(connection: socket.socket, parts: list[bytes | memoryview]) -> None:
+    """Send a frame. One thread at a time. Raises OSError where the other side is gone."""
+    for chunk in _chunks(parts):
+        connection.sendall(chunk)
+
+
+def receive(connection: socket.socket) -> Any:
+    """Wait for a frame and return its message.
+
+    Raises:
+        EOFError: the other side is gone.
+        BadFrame: what came is no frame.
+    """
+    mark, count, length = _HEADER.unpack(_read(connection, _HEADER.size))
+    if mark != MARK or count > MOST_BUFFERS or length > MOST_BYTES:
+        raise BadFrame(f"a frame begins with {mark!r}, {count} buffers, {length} bytes")
+    sizes = struct.unpack(f"!{count}Q", _read(connection, 8 * count))
+    padded = [size + -size % ALIGNMENT for size in sizes]
+    if sum(padded) > MOST_BYTES:
+        raise BadFrame(f"a frame has buffers of {sum(padded)} bytes")
+    body = _read(connection, length)
+    memory = memoryview(_read(connection, sum(padded)))
+    starts = [0]
+    for size in padded:
+        starts.append(starts[-1] + size)
+    views = [memory[at : at + size] for at, size in zip(starts, sizes, strict=False)]
+    try:
+        return pickle.loads(body, buffers=views)
+    except Exception as error:
+        raise BadFrame(f"a frame cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _chunks(parts: list[bytes | memoryview]) -> Iterator[bytes | bytearray | memoryview]:
+    """Join small parts, so that a step of thousands of arrays takes few system calls."""
+    joined = bytearray()
+    for part in parts:
+        if len(part) >= SMALL_BYTES:
+            if joined:
+                yield joined
+                joined = bytearray()
+            yield part
+            continue
+        joined += part
+        if len(joined) >= SMALL_BYTES:
+            yield joined
+            joined = bytearray()
+    if joined:
+        yield joined
+
+
+def _read(connection: socket.socket, length: int) -> bytearray:
+    data = bytearray(length)
+    left = memoryview(data)
+    while left:
+        count = connection.recv_into(left)
+        if count == 0:
+            raise EOFError("the other side is gone")
+        left = left[count:]
+    return data

@@ -1,0 +1,129 @@
+"""The rollout service in a process of its own: the same run, whatever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.workspace import LEARNING, Run, Workspace
+
+STEPS = 12
+SERVERS = ("rollout.engine.in_process=false", *LEARNING, f"training.steps={STEPS}")
+REACH_S = 300.0
+
+
+def learned(run: Run) -> list[dict[str, object]]:
+    """The rows of the log, without what depends on the clock and on lost processes."""
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(
+                ("time/", "perf/", "rollout/engine", "rollout/retried", "rollout/resumed")
+            )
+        }
+        for row in run.metrics
+    ]
+
+
+def weights(run: Run) -> bytes:
+    return (run.folder / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def inside(workspace: Workspace) -> Run:
+    """The run whose service is in the process of rank 0."""
+    run = workspace.train("inside", *SERVERS, "rollout.service=in_process")
+    assert run.code == 0, run.err
+    return run
+
+
+def service_of(parent: int) -> psutil.Process:
+    [service] = [
+        child
+        for child in psutil.Process(parent).children(recursive=True)
+        if "rlcore.launch.service.child" in child.cmdline()
+    ]
+    return service
+
+
+def at_step(folder: Path, step: int, act: Callable[[], None]) -> threading.Thread:
+    """Do `act` once the log has `step`."""
+
+    def wait() -> None:
+        path = folder / "metrics.jsonl"
+        deadline = time.monotonic() + REACH_S
+        while not path.exists() or path.read_text().count("\n") < step:
+            assert time.monotonic() < deadline, f"no step {step}"
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.everyday
+def test_a_run_with_the_service_beside_it_is_the_same(workspace: Workspace, inside: Run) -> None:
+    run = workspace.train("beside", *SERVERS)
+    assert run.code == 0, run.err
+    assert learned(run) == learned(inside)
+    assert weights(run) == weights(inside)
+    assert (run.folder / "logs" / "service.log").exists()
+    assert (run.folder / "timeline" / "service.spans").exists()
+    assert not [
+        child for child in psutil.Process().children(recursive=True)
+        if "rlcore" in " ".join(child.cmdline())
+    ]  # fmt: skip
+
+
+def test_a_service_that_is_killed_is_started_again(workspace: Workspace, inside: Run) -> None:
+    killed: list[int] = []
+
+    def kill() -> None:
+        service = service_of(os.getpid())
+        killed.append(service.pid)
+        service.send_signal(signal.SIGKILL)
+
+    at_step(workspace.folder / "runs" / "killed", 3, kill)
+    run = workspace.train("killed", *SERVERS)
+    assert run.code == 0, run.err
+    assert killed
+    assert learned(run) == learned(inside)
+    assert weights(run) == weights(inside)
+    assert run.lines("the rollout service died: another process takes its place")
+
+
+def test_bad_input_that_the_service_finds_is_said_as_ever(workspace: Workspace) -> None:
+    run = workspace.train("bad", *SERVERS, "rollout.filters=[nowhere:nothing]")
+    assert run.code == 2, run.err
+    [line] = run.err.splitlines()
+    assert line.startswith("rlcore: rollout.filters: ")
+
+
+def test_nothing_is_left_of_a_rank_0_that_is_killed(workspace: Workspace) -> None:
+    folder = workspace.folder / "runs" / "orphans"
+    command = [
+        sys.executable, "-m", "rlcore", "train", str(workspace.base), "run.name=orphans", *SERVERS,
+        "training.steps=100000",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as rank_0:
+        family: list[psutil.Process] = []
+
+        def kill() -> None:
+            family.extend(psutil.Process(rank_0.pid).children(recursive=True))
+            rank_0.kill()
+
+        at_step(folder, 2, kill).join(REACH_S)
+    assert len(family) >= 2, "the service and its engine"
+    _, left = psutil.wait_procs(family, timeout=60)
+    assert left == []
