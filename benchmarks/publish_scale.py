@@ -1,11 +1,12 @@
-"""Calculates how long publications to many engines take, from our own buckets and senders.
+"""Simulates publications to many engines, with our own buckets, senders and order of calls.
 
-Nothing is transferred. The buckets are those of a real model (`weight_specs`, `cut_buckets`), the
-ranks that send are those that `spread` chooses, and rlcore/planning/publication.py has the formula.
+Nothing is transferred. The buckets are those of a real model (`weight_specs`, `cut_buckets`). The
+rest is simulation/publication_world.py: the code of a run chooses the ranks that send and calls the
+engines; network cards, NVLink, servers and the way of a call are simulated.
 
-`bound` is what one network card needs for the model once: no engine gets it sooner from one sender.
-The costs that are no transfer can be given: of a bucket at the engine (HTTP, loading), and of a
-control call on rank 0, of which each bucket needs one an engine.
+`wire` is the least time in which the bytes can pass: through the card of one engine, or through
+those of all ranks where there are more engines than ranks. What a bucket costs a server beside its
+bytes, and a call rank 0, was measured on a CPU by bucket_costs.py and can be given.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from backends.megatron.cpu.shim import importing_megatron
 with importing_megatron():
     from backends.megatron.weights.export import weight_specs
 
-from rlcore.planning.publication import Costs, one_sender, sender_each
+from benchmarks.simulation.publication_world import Costs, publish
+from rlcore.planning.publication import bucket_limit
 from rlcore.weights import Bucket, cut_buckets
-from rollout.weight_sync.links import spread
 
 GIB = 1 << 30
 ENGINES = (8, 16, 64, 256)
@@ -77,47 +78,63 @@ def buckets_of(family: str, values: dict[str, int], bucket_bytes: int) -> tuple[
         config.save_pretrained(scratch)
         (Path(scratch) / "model.safetensors").touch()
         architecture = read_architecture(Path(scratch))
-    return cut_buckets(weight_specs(architecture, torch.bfloat16), bucket_bytes)
+    specs = weight_specs(architecture, torch.bfloat16)
+    return cut_buckets(specs, bucket_limit(sum(spec.num_bytes for spec in specs), bucket_bytes))
+
+
+def wire(size: int, ranks: int, engines: int, card: float) -> float:
+    """Return the seconds that the bytes of a model need at least, to engines of one card each."""
+    return size / card * max(1, engines / ranks)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--card-gb", type=float, default=48.0, help="GB/s of a network card")
-    parser.add_argument("--nvlink-gb", type=float, default=300.0, help="GB/s within a node")
-    parser.add_argument("--bucket-ms", type=float, default=20.0, help="an engine's, a bucket")
-    parser.add_argument("--call-ms", type=float, default=0.3, help="rank 0's, a control call")
-    parser.add_argument("--bucket-gib", type=float, default=1.0)
+    usual = Costs()
+    for name, default, what in (
+        ("card-gb", usual.card / 1e9, "GB/s of a network card"),
+        ("nvlink-gb", usual.nvlink / 1e9, "GB/s within a node"),
+        ("load-ms", usual.load_s * 1e3, "a bucket at a server, beside its bytes and the call"),
+        ("load-gb", usual.load_rate / 1e9, "GB/s from a bucket into the server's weights"),
+        ("way-ms", usual.way_s * 1e3, "the way of a call to a server and back"),
+        ("call-ms", usual.call_s * 1e3, "of rank 0, a call"),
+        ("bucket-gib", 1.0, "rollout.engine.bucket_bytes"),
+    ):
+        parser.add_argument(f"--{name}", type=float, default=default, help=what)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--engines", type=int, nargs="+", default=ENGINES)
+    parser.add_argument("--ranks", type=int, help="of the trainer, for every model")
     given = parser.parse_args()
     costs = Costs(
-        given.card_gb * 1e9, given.nvlink_gb * 1e9, given.bucket_ms / 1e3, given.call_ms / 1e3
+        card=given.card_gb * 1e9,
+        nvlink=given.nvlink_gb * 1e9,
+        load_s=given.load_ms / 1e3,
+        load_rate=given.load_gb * 1e9,
+        way_s=given.way_ms / 1e3,
+        call_s=given.call_ms / 1e3,
     )
-    rows = [
-        ("model", "ranks", "buckets", "engines", "bound", "one sender", "a sender each", "goal")
-    ]
-    for name, (family, values, world) in MODELS.items():
+    head = ("model", "buckets", "engines", "wire", "one call at once", "calls ahead", "goal")
+    print(f"| {' | '.join(head)} |")
+    print("|---|" + "---:|" * (len(head) - 1))
+    for name in given.models:
+        family, values, usual_ranks = MODELS[name]
+        ranks = given.ranks or usual_ranks
         buckets = buckets_of(family, values, int(given.bucket_gib * GIB))
-        sizes = [bucket.num_bytes for bucket in buckets]
-        size = sum(sizes)
-        for engines in ENGINES:
+        size = sum(bucket.num_bytes for bucket in buckets)
+        for engines in given.engines:
             goal = GOALS.get((name, engines))
-            rows.append(
-                (
-                    f"{name}, {size / 1e9:.0f} GB",
-                    str(world),
-                    str(len(buckets)),
-                    str(engines),
-                    f"{size / costs.card:.1f} s",
-                    f"{one_sender(sizes, engines, costs):.1f} s",
-                    f"{sender_each(sizes, engines, len(spread(world, engines)), costs):.1f} s",
-                    "" if goal is None else f"{goal:g} s",
-                )
+            world = {"ranks": ranks, "engines": engines, "costs": costs}
+            row = (
+                f"{name}, {size / 1e9:.0f} GB, {ranks} ranks",
+                str(len(buckets)),
+                str(engines),
+                f"{wire(size, ranks, engines, costs.card):.1f} s",
+                f"{publish(buckets, calls_ahead=False, **world).seconds:.1f} s",
+                f"{publish(buckets, **world).seconds:.1f} s",
+                "" if goal is None else f"{goal:g} s",
             )
-    for number, row in enumerate(rows):
-        print(f"| {' | '.join(row)} |")
-        if number == 0:
-            print("|" + " --- |" * len(row))
+            print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,281 @@
+"""A publication to many engines in simulated time: nothing is transferred.
+
+Real are the order of a publication (`WeightPublication`), the choice of the rank for each engine,
+the orders for the ranks and the calls to engines, several of them ahead (`DistributedTransport`
+and its links), and the turns that engines give to calls (`BucketTurns`). Simulated are
+
+    a rank of the trainer   has a bucket when all ranks have sent the one before the last: buckets
+                            are assembled over NVLink, and broadcast over the network cards of all
+                            nodes, one ahead. It sends a bucket to its engines at once, and the next
+                            one when that has left, as `RankSender` does
+    a network card          each rank has one, whose rate its transfers share
+    an engine               has a card too; takes a bucket, loads it, and then takes the next
+    a control call          costs rank 0, whose event loop makes one after the other, and the way
+                            to the engine and back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.simulation.virtual_time import Link as Card
+from benchmarks.simulation.virtual_time import Turns, simulated
+from rlcore.config import Config
+from rlcore.interfaces import RankPlace
+from rlcore.weights import Bucket
+from rollout.engines.bucket_turns import BucketTurns
+from rollout.weight_sync.groups.link import EngineLink, Link
+from rollout.weight_sync.links import DistributedTransport
+from rollout.weight_sync.process_group import GroupAddress
+from rollout.weight_sync.publication import WeightPublication
+from tests.static_participants import StaticParticipants
+
+NODE = 8  # ranks of the trainer, each with a network card
+NOTHING = torch.empty(0, dtype=torch.uint8)  # in place of the bytes of a bucket
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes and seconds of the parts of a publication."""
+
+    card: float = 48e9  # bytes/s through one network card of 400 Gbit/s
+    nvlink: float = 300e9  # bytes/s into one rank from its node
+    load_s: float = 0.016  # of an engine, a bucket, beside the transfer
+    load_rate: float = 1e12  # bytes/s at which an engine copies a bucket into its weights
+    way_s: float = 0.0035  # of a control call, there and back
+    call_s: float = 0.0003  # of rank 0's CPU, a control call
+
+
+@dataclass(frozen=True)
+class Published:
+    """The outcome of a publication: its seconds, and the bytes that each rank sent to engines."""
+
+    seconds: float
+    sent: dict[int, int]
+
+
+class SimulatedEngine:
+    """Implements what `DistributedTransport` and `WeightPublication` ask of an engine."""
+
+    def __init__(self, number: int, world: World, *, queues_buckets: bool) -> None:
+        self.name = f"engine-{number}"
+        self.url = f"http://10.0.{number // 250}.{number % 250 + 1}:30000"
+        self.group_ranks = 1
+        self.in_group: str | None = None
+        self.queues_buckets = queues_buckets
+        self._world = world
+        self._turns = BucketTurns()
+        self._receives: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._received: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
+
+    @asynccontextmanager
+    async def _call(self) -> AsyncIterator[None]:
+        costs = self._world.costs
+        await self._world.rank0.work(costs.call_s)
+        await asyncio.sleep(costs.way_s / 2)
+        yield
+        await asyncio.sleep(costs.way_s / 2)
+
+    async def health(self) -> dict[str, Any]:
+        async with self._call():
+            return {"gpu": self.name}
+
+    async def _nothing(self, *_: Any) -> None:
+        async with self._call():
+            pass
+
+    pause = _nothing
+    end_update = _nothing
+    set_version = _nothing
+    resume = _nothing
+
+    async def begin_update(self, buckets: Sequence[Bucket]) -> None:
+        async with self._call():
+            self._turns.begin()
+
+    async def join_group(self, address: GroupAddress, rank: int) -> None:
+        async with self._call():
+            self.in_group = address.name
+
+    async def receive_bucket(self, index: int, flat: None) -> None:
+        costs = self._world.costs
+        async with self._call(), self._turns.take(index):
+            self._receives[index].set()
+            await self._received[index].wait()
+            size = self._world.buckets[index].num_bytes
+            await asyncio.sleep(costs.load_s + size / costs.load_rate)
+
+    async def take_from(self, rank: int, bucket: Bucket) -> None:
+        """Have the rank broadcast a bucket in the group with this engine."""
+        await self._receives[bucket.index].wait()
+        await self._world.cards[rank].carry(bucket.num_bytes)
+        self._world.sent[rank] += bucket.num_bytes
+        self._received[bucket.index].set()
+
+
+class _Rank0Link(Link):
+    """The link of rank 0, without a process group."""
+
+    async def join(self) -> str | None:
+        await self.engine.join_group(_address(self.engine.name), 1)
+        return None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.engine.in_group is not None
+
+    def _start_sending(self, flat: Tensor) -> Future[None]:
+        left: Future[None] = Future()
+        world = self.engine._world
+
+        async def send(bucket: Bucket) -> None:
+            await self.engine.take_from(0, bucket)
+            left.set_result(None)
+
+        world.start(send(world.on_rank0))
+        return left
+
+
+class _Transport(DistributedTransport):
+    def _new_link(self, engine: Any, gpu: str | None) -> EngineLink:
+        if self._ranks[engine]:
+            return super()._new_link(engine, gpu)
+        return _Rank0Link(engine, "nccl", self._device, self._timeout_s)
+
+
+def _address(engine: str) -> GroupAddress:
+    return GroupAddress("10.1.0.1", 1, 2, "nccl", 300.0, f"weights-{engine}")
+
+
+class World:
+    """The ranks of a trainer and the engines to which they publish.
+
+    Args:
+        ranks: of the trainer.
+        senders: of them, at most; None: as a run chooses on GPUs.
+        calls_ahead: engines take the call of a bucket while they take the one before it.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        ranks: int,
+        engines: int,
+        costs: Costs,
+        senders: int | None = None,
+        calls_ahead: bool = True,
+    ) -> None:
+        self.buckets = buckets
+        self.costs = costs
+        self.rank0 = Turns()
+        self.cards = [Card(costs.card) for _ in range(ranks)]  # what leaves them
+        self.sent: Counter[int] = Counter()
+        self.on_rank0 = buckets[0]  # the bucket that rank 0 sends
+        self._engines = [
+            SimulatedEngine(i, self, queues_buckets=calls_ahead) for i in range(engines)
+        ]
+        self._places = [RankPlace(f"node-{rank // NODE}", f"gpu-{rank}") for rank in range(ranks)]
+        self._senders = senders
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._made = [asyncio.Event() for _ in buckets]
+        self._sent_by = [0] * len(buckets)  # ranks that have sent a bucket
+        self._free = [asyncio.Event() for _ in buckets]
+
+    def start(self, work: Any) -> None:
+        """Run a coroutine beside the caller."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def publish(self) -> Published:
+        """Publish to all engines."""
+        participants = StaticParticipants(self._engines)  # type: ignore[arg-type]
+        publication = WeightPublication(_config(), participants, asyncio.get_running_loop())
+        transport = _Transport(
+            device=torch.device("cuda"),
+            timeout_s=300.0,
+            probe_s=10.0,
+            digests="none",
+            senders=self._senders,
+        )
+        publication._transport = transport
+        await publication._prepare(self.buckets, False, (), self._places)
+        orders = {rank: json.loads(order) for rank, order in transport.orders.items()}
+        places = {
+            rank: json.dumps({one["engine"]: asdict(_address(one["engine"])) for one in order})
+            for rank, order in orders.items()
+        }
+        assert await transport.meet(places) == {}
+        named = {engine.name: engine for engine in self._engines}
+        served = {rank: [named[one["engine"]] for one in order] for rank, order in orders.items()}
+        ranks = [self._rank(rank, engines) for rank, engines in served.items()]
+        self.start(self._make([0, *served]))
+        await asyncio.gather(self._rank_0(publication, 1 + len(served)), *ranks)
+        await publication._finish(1)
+        return Published(asyncio.get_running_loop().time(), dict(self.sent))
+
+    async def _make(self, senders: Sequence[int]) -> None:
+        """Assemble the buckets: each is there on all ranks at once."""
+        for index, bucket in enumerate(self.buckets):
+            if index > 1:
+                await self._free[index - 2].wait()
+            size = bucket.num_bytes
+            if len(senders) > 1:
+                await asyncio.sleep(size / self.costs.nvlink)
+                passing = [self.cards[rank].carry(size / NODE) for rank in senders]
+                await asyncio.gather(asyncio.sleep(size / self.costs.card), *passing)
+            elif len(self._places) > 1:
+                await asyncio.sleep(size / self.costs.card)  # into the card of rank 0
+            self._made[index].set()
+
+    async def _rank_0(self, publication: WeightPublication, ranks: int) -> None:
+        self._ranks = ranks
+        for bucket in self.buckets:
+            await self._made[bucket.index].wait()
+            self.on_rank0 = bucket
+            await publication._send(bucket, NOTHING, None)
+            self._leave(bucket)
+
+    async def _rank(self, rank: int, engines: Sequence[SimulatedEngine]) -> None:
+        """What `RankSender` does on a rank beside rank 0."""
+        for bucket in self.buckets:
+            await self._made[bucket.index].wait()
+            await asyncio.gather(*(engine.take_from(rank, bucket) for engine in engines))
+            self._leave(bucket)
+
+    def _leave(self, bucket: Bucket) -> None:
+        self._sent_by[bucket.index] += 1
+        if self._sent_by[bucket.index] == self._ranks:
+            self._free[bucket.index].set()
+
+
+def _config() -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "simulated"},
+            "model": {"path": "none"},
+            "data": {"paths": "none.jsonl"},
+            "training": {"steps": 1},
+            "rollout": {"engine": {"verify_every": 0, "bucket_digests": "none"}},
+        }
+    )
+
+
+def publish(buckets: Sequence[Bucket], **world: Any) -> Published:
+    """Publish `buckets` once in a `World`."""
+
+    async def run() -> Published:
+        return await World(buckets, **world).publish()
+
+    return simulated(run())

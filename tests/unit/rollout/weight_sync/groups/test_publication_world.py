@@ -1,0 +1,65 @@
+"""Simulated publications with the code of a run, beside times by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.simulation.publication_world import Costs, publish
+from rlcore.planning.publication import Costs as Planned
+from rlcore.planning.publication import sender_each
+from rlcore.weights import Bucket, TensorSpec, cut_buckets
+
+SIZE = 1_000_000
+CARD = 1e6  # bytes/s: a bucket needs a second
+
+
+def buckets(count: int) -> tuple[Bucket, ...]:
+    return cut_buckets([TensorSpec(f"{i}", (SIZE // 2,), "bfloat16") for i in range(count)], SIZE)
+
+
+def costs(**changes: float) -> Costs:
+    free = {"card": CARD, "nvlink": 1e15, "load_s": 0.0, "load_rate": 1e15, "way_s": 0.0}
+    return Costs(**{**free, "call_s": 0.0, **changes})
+
+
+def test_one_rank_sends_to_one_engine_at_the_rate_of_its_card() -> None:
+    published = publish(buckets(4), ranks=1, engines=1, costs=costs())
+    assert published.seconds == pytest.approx(4.0)
+    assert published.sent == {0: 4 * SIZE}
+
+
+def test_engines_of_one_rank_share_its_card() -> None:
+    published = publish(buckets(4), ranks=1, engines=3, costs=costs())
+    assert published.seconds == pytest.approx(12.0)
+    assert published.sent == {0: 12 * SIZE}
+
+
+def test_engines_are_dealt_out_to_the_ranks() -> None:
+    published = publish(buckets(4), ranks=2, engines=5, costs=costs())
+    assert published.sent == {0: 12 * SIZE, 1: 8 * SIZE}
+
+
+def test_a_call_ahead_hides_its_way_and_nothing_else() -> None:
+    """Four buckets of a second, loaded in half a second; a call has a way of a second."""
+    slow = costs(load_s=0.5, way_s=1.0)
+    control = 5 * 1.0  # health, pause, begin; set_version, resume are after end_update
+    one = publish(buckets(4), ranks=1, engines=1, costs=slow, calls_ahead=False).seconds
+    two = publish(buckets(4), ranks=1, engines=1, costs=slow).seconds
+    assert one - two == pytest.approx(3 * 1.0)  # of all calls but the first
+    assert two > 4 * 1.5 + control
+
+
+def test_rank_0_s_calls_limit_many_engines() -> None:
+    published = publish(buckets(10), ranks=64, engines=64, costs=costs(call_s=0.1))
+    assert published.seconds > 10 * 64 * 0.1
+
+
+def test_the_formula_of_the_plan_is_near() -> None:
+    many = buckets(40)
+    sizes = [bucket.num_bytes for bucket in many]
+    for engines in (8, 16, 32):
+        given = {"card": CARD, "nvlink": 5e6, "call_s": 0.01}
+        planned = sender_each(sizes, engines, 16, Planned(bucket_s=0.5, **given))
+        simulated = publish(many, ranks=16, engines=engines, costs=costs(load_s=0.5, **given))
+        # the broadcast between the ranks passes the cards too: an eighth of a bucket
+        assert 0.98 * planned < simulated.seconds < 1.15 * planned
