@@ -48,11 +48,11 @@ class TimedEngine(FakeEngine):
             np.array([*tokenizer.encode(text), tokenizer.eos_token_id], dtype=np.int32)
             for text in (CALL, ANSWER)
         )
+        engine.transports = ("disk",)  # which reaches it in any process
         engine.waiting = {}
         engine.made = 0
         return [engine]
 
-    transports: tuple[str, ...] = ("disk",)
     turns: int
     turn_s: float
     call: NDArray[np.int32]

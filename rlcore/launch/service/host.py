@@ -11,7 +11,7 @@ import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -49,9 +49,10 @@ class EngineInfo:
     name: str
     managed: bool
     transports: tuple[str, ...]
-    url: str
-    group_ranks: int
-    in_group: str | None
+    # of an engine that process groups reach
+    url: str = ""
+    group_ranks: int = 1
+    in_group: str | None = None
     gpus: tuple[str, ...] = ()  # of an engine that tells them
     digests_buckets: bool = False  # of an engine that tells what it received
     queues_buckets: bool = False  # of an engine that takes calls of several buckets at once
@@ -59,13 +60,8 @@ class EngineInfo:
     @classmethod
     def of(cls, engine: Any) -> EngineInfo:
         """Read it from an engine of the service."""
-        names = [field.name for field in fields(cls) if field.default is MISSING]
-        return cls(
-            **{name: getattr(engine, name) for name in names},
-            gpus=gpus_of(engine),
-            digests_buckets=getattr(engine, "digests_buckets", False),
-            queues_buckets=getattr(engine, "queues_buckets", False),
-        )
+        known = [field.name for field in fields(cls) if hasattr(engine, field.name)]
+        return cls(**{**{name: getattr(engine, name) for name in known}, "gpus": gpus_of(engine)})
 
 
 class ServiceHost(ABC):

@@ -20,3 +20,9 @@ def test_a_publication_knows_whether_an_engine_digests_and_queues_buckets(told: 
     client: Any = None
     handle = RemoteEngineHandle(client, EngineInfo.of(engine))
     assert (handle.digests_buckets, handle.queues_buckets) == (told, not told)
+
+
+def test_an_engine_that_no_process_group_reaches_needs_to_tell_nothing_of_groups() -> None:
+    engine = SimpleNamespace(name="engine-0", managed=False, transports=("disk",))
+    info = EngineInfo.of(engine)
+    assert (info.transports, info.url, info.in_group) == (("disk",), "", None)
