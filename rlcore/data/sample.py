@@ -231,9 +231,10 @@ class Sample:
         known = {name: record[name] for name in cls.__slots__ if name in record}
         known["tokens"] = np.asarray(record["tokens"], dtype=np.int32)
         known["loss_mask"] = np.asarray(record["loss_mask"], dtype=np.uint8)
-        known["rollout_logprobs"] = np.asarray(record["rollout_logprobs"], dtype=np.float32)
-        if known.get("token_rewards") is not None:
-            known["token_rewards"] = np.asarray(record["token_rewards"], dtype=np.float32)
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused later
+            known["rollout_logprobs"] = np.asarray(record["rollout_logprobs"], dtype=np.float32)
+            if known.get("token_rewards") is not None:
+                known["token_rewards"] = np.asarray(record["token_rewards"], dtype=np.float32)
         known["versions"] = tuple(VersionSpan(*span) for span in record["versions"])
         known["turn_spans"] = tuple(TurnSpan(*span) for span in record.get("turn_spans", ()))
         if record.get(SAMPLING_MASK_KEY) is not None:

@@ -25,3 +25,13 @@ def test_what_is_no_index_is_named(make_sample: MakeSample, name: str, value: ob
     setattr(sample, name, value)
     with pytest.raises(ValueError, match=f"{name}.* expected a whole number from 0"):
         check_sample(sample, vocab_size=31)
+
+
+@pytest.mark.parametrize("name", ["rollout_logprobs", "token_rewards"])
+def test_a_recorded_number_that_is_too_large_is_infinite_and_refused(
+    make_sample: MakeSample, name: str
+) -> None:
+    record = make_sample().to_record()
+    record[name] = [-1e300] * len(record["rollout_logprobs"])
+    with pytest.raises(ValueError, match="inf"):
+        check_sample(Sample.from_record(record), vocab_size=31)
