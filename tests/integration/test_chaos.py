@@ -30,9 +30,10 @@ REASONS = {
     "garbage": r"/generate was answered with nonsense \(HTTP 200\)",
     "slow": r"made no token for 8 s \(rollout.engine.progress_timeout_s\)",
 }
+HERE = "rollout.service=in_process"  # where the faults are injected
 TWO = (
-    *LEARNING, f"training.steps={STEPS}", "rollout.engine.count=2", "rollout.engine.threads=1",
-    "rollout.engine.device=cpu", "rollout.engine.progress_timeout_s=8",
+    HERE, *LEARNING, f"training.steps={STEPS}", "rollout.engine.count=2",
+    "rollout.engine.threads=1", "rollout.engine.device=cpu", "rollout.engine.progress_timeout_s=8",
     "rollout.engine.health_every_s=0.5", "rollout.engine.health_timeout_s=4",
     "rollout.engine.restart={backoff_s: 0.1, max_backoff_s: 1.0}",
 )  # fmt: skip
@@ -86,6 +87,7 @@ def test_when_all_engines_die_the_run_saves_what_it_has(
     faults = FaultInjector({4: (0, "SIGKILL")}, hit_s=0)
     faults.install(monkeypatch, RemoteEngine)
     given = (
+        HERE,
         *LEARNING,
         "training.steps=6",
         "rollout.engine.in_process=false",

@@ -17,6 +17,7 @@ from tests.integration.resume_runs import UPDATES, Runs, assert_same_run
 
 STEPS = 4
 TWO = (
+    "rollout.service=in_process",  # where the faults are injected
     *LEARNING, f"training.steps={STEPS}", "rollout.engine.count=2", "rollout.engine.threads=1",
     "rollout.engine.device=cpu", "rollout.engine.progress_timeout_s=8",
     "rollout.engine.health_every_s=0.5", "rollout.engine.health_timeout_s=4",

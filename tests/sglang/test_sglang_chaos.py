@@ -28,6 +28,7 @@ TWO = (
     *LEARNING,
     f"training.steps={STEPS}",
     "rollout.engine.kind=sglang",
+    "rollout.service=in_process",  # where the faults are injected
     "rollout.engine.count=2",
     "rollout.engine.threads=1",
     "rollout.engine.device=cpu",
