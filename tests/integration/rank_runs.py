@@ -152,7 +152,9 @@ class RankRuns:
 
     def _answer(self) -> dict[str, Any]:
         assert self._driver.stdout is not None
-        ready, _, _ = select.select([self._driver.stdout], [], [], ANSWER_S)
+        answers = select.poll()  # which knows no largest descriptor
+        answers.register(self._driver.stdout, select.POLLIN)
+        ready = answers.poll(ANSWER_S * 1000)
         assert ready, f"the driver has not answered in {ANSWER_S} s"
         answer: dict[str, Any] = json.loads(self._driver.stdout.readline())
         return answer

@@ -185,7 +185,9 @@ class Runs:
 
     def _answer(self) -> dict[str, Any]:
         assert self._driver.stdout is not None
-        ready, _, _ = select.select([self._driver.stdout], [], [], ANSWER_S)
+        answers = select.poll()  # which knows no largest descriptor
+        answers.register(self._driver.stdout, select.POLLIN)
+        ready = answers.poll(ANSWER_S * 1000)
         assert ready, "the driver does not answer"
         line = self._driver.stdout.readline()
         assert line, f"the driver has ended with code {self._driver.wait(10)}"

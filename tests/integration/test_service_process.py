@@ -107,7 +107,7 @@ def test_bad_input_that_the_service_finds_is_said_as_ever(workspace: Workspace) 
     run = workspace.train("bad", *SERVERS, "rollout.filters=[nowhere:nothing]")
     assert run.code == 2, run.err
     [line] = run.err.splitlines()
-    assert line.startswith("rlcore: rollout.filters: ")
+    assert line.startswith("rlcore: rollout.filters.0 (override): function 'nowhere:nothing'")
 
 
 def test_nothing_is_left_of_a_rank_0_that_is_killed(workspace: Workspace) -> None:

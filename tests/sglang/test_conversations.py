@@ -115,6 +115,7 @@ def recorded(
             "evaluation=null", f"policy.checkpoint={calculator_kit.WARM}",
             f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
             "policy.optimizer.lr=1e-3", "checkpoint.every=1", "rollout.engine.kind=sglang",
+            "rollout.service=in_process",  # where its requests are noted
             f"rollout.engine.urls=[{two[0].url}, {two[1].url}]",
         )  # fmt: skip
     found: dict[tuple[int, int], list[Turn]] = {}
