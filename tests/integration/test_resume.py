@@ -332,6 +332,7 @@ def test_nothing_outlives_a_killed_launcher(runs: Runs, calm: Path) -> None:
     metrics = str(runs.path("launched") / "metrics.jsonl")
     ended = runs.train(
         "launched", *LAUNCHED, "reward.timeout_s=300",
+        "reward.environment=[STALL_FILE, STALL_LINES]",
         "reward.parts.digits.function=tests.integration.resume_rewards:stalling_share_of_digits",
         outside={"file": metrics, "lines": 4, "seconds": 2, "who": "first"},
         environment={"STALL_FILE": metrics, "STALL_LINES": "4"},
