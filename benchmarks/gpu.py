@@ -38,12 +38,16 @@ def sections(*, toy: bool) -> list[Section]:
         Section("attention", "one_gpu.checks:check_attention", 90.0),
         Section("head", "one_gpu.checks:check_head", 60.0),
         Section("step", "one_gpu.checks:check_step", 180.0),
+        Section("experts", "one_gpu.checks:check_experts", 180.0),
         Section("memory", "one_gpu.memory:check_memory", 120.0),
         Section("ceilings", "one_gpu.ceilings:ceilings", 60.0),
         first,
+        Section("sharing", "one_gpu.sharing:check_sharing", 90.0),
+        Section("kernels", "one_gpu.kernels:check_kernels", 90.0),
         Section("head alone", "one_gpu.head_alone:head_alone", 60.0),
         Section("engine", "one_gpu.engine:engine_beside", 120.0),
         Section("handles", "one_gpu.handles:publish_by_handle", 90.0),
+        Section("runs", "one_gpu.runs:whole_runs", 180.0),
         *others,
     ]
     return [replace(section, limit_s=TOY_LIMIT_S) for section in found] if toy else found
@@ -145,9 +149,9 @@ def one_section(section: Section, options: argparse.Namespace, limit_s: float) -
 def main() -> int:
     options = parse()
     if options.write_references is not None:
-        from one_gpu.checks import write_reference
+        from one_gpu.checks import write_references
 
-        write_reference(options.write_references, toy=options.toy)
+        write_references(options.write_references, toy=options.toy)
         return 0
     if options.section is not None:
         run_section(options)

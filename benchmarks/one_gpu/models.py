@@ -112,7 +112,7 @@ def write_model(
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def make_batch(shape: Shape, pack: int, packs: int, longest: int) -> RolloutBatch:
+def make_batch(vocab: int, pack: int, packs: int, longest: int) -> RolloutBatch:
     """Make sequences of unequal length that fill `packs` packs of `pack` tokens.
 
     A quarter of each is its prompt; the engine's log-probs are made up.
@@ -137,7 +137,7 @@ def make_batch(shape: Shape, pack: int, packs: int, longest: int) -> RolloutBatc
         "rollout_ids": torch.arange(count),
         "sequence_ids": torch.arange(count),
     }
-    ids = torch.randint(0, shape.vocab, (pack * packs,), generator=generator, dtype=torch.int32)
+    ids = torch.randint(0, vocab, (pack * packs,), generator=generator, dtype=torch.int32)
     return RolloutBatch(ids, cu, mask, vectors)
 
 
@@ -158,6 +158,7 @@ def make_config(
     offload: bool,
     recompute: bool = False,
     engine: dict[str, Any] | None = None,
+    share_prefixes: str = "auto",
 ) -> Config:
     """GRPO with KL in the loss and an entropy bonus."""
     megatron = (
@@ -172,6 +173,7 @@ def make_config(
         "model": {"path": str(folder), "dtype": dtype},
         "policy": {
             "optimizer": optimizer, "max_tokens_per_microbatch": micro_tokens, "megatron": megatron,
+            "share_prefixes": share_prefixes,
         },
         "reference": {"offload": offload},
         "rollout": {"engine": engine or {}},

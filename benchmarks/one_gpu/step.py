@@ -36,10 +36,25 @@ class Trainer:
             config, objective, with_reference=True, with_critic=False, total_steps=10, device=device
         )
         self.minibatches = [range(batch.num_sequences)]
-        rules = self.backend.plan_rules
-        self.plans = plan_minibatches(rules, batch, self.minibatches) if plan is None else [plan]
+        self.plans = self._plan() if plan is None else [plan]
         self.backend.load_batch(batch, self.plans)
         self.credit = CreditAssignment(config, objective)
+
+    def _plan(self) -> list[MinibatchPlan]:
+        return plan_minibatches(self.backend.plan_rules, self.batch, self.minibatches)
+
+    def reload(self, config: Config) -> None:
+        """Plan and load the batch again, with another way to share prefixes."""
+        self.backend.config = config
+        self.plans = self._plan()
+        self.backend.load_batch(self.batch, self.plans)
+
+    @property
+    def slots(self) -> int:
+        """The tokens that a pass computes, pads among them."""
+        loaded = self.backend._local_batch
+        assert loaded is not None
+        return sum(micro.input_ids.numel() for micro in loaded.micro_batches(0))
 
     @property
     def micro_batches(self) -> int:
@@ -106,14 +121,14 @@ def random_trainer(
         recompute=recompute,
         engine=engine,
     )
-    _set_environment(config, setting.device)
+    set_environment(config, setting.device)
     write_model(folder, shape, size.torch_dtype, device=setting.device)
-    batch = make_batch(shape, size.micro_tokens, packs, size.longest)
+    batch = make_batch(shape.vocab, size.micro_tokens, packs, size.longest)
     with trainer(config, batch, setting.device, full_packs(batch, size.micro_tokens)) as made:
         yield made
 
 
-def _set_environment(config: Config, device: str) -> None:
+def set_environment(config: Config, device: str) -> None:
     """Set what a run sets before its process first uses the GPU."""
     if device != "cpu":
         for name, value in cuda_environment(config, torch.__version__).items():
@@ -122,7 +137,7 @@ def _set_environment(config: Config, device: str) -> None:
 
 def one_step(folder: Path, result: Path, config: Config, batch: RolloutBatch, device: str) -> None:
     """Log-probs, gradient norm and moved weights of one step, saved to `result`."""
-    _set_environment(config, device)
+    set_environment(config, device)
     torch.backends.cuda.matmul.allow_tf32 = False
     with trainer(config, batch, device) as made:
         before = made.weights()
