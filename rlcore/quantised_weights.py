@@ -86,7 +86,8 @@ def quantise(weight: Tensor, small: Tensor, scale: Tensor) -> None:
         rows = slice(first * BLOCK, (first + high) * BLOCK)
         blocks, here = _blocks(weight[rows].float())
         largest = blocks.abs().amax(dim=(1, 3)).clamp(min=_SMALLEST)
-        scale[first : first + high] = largest / LARGEST
+        # by a tensor: CUDA multiplies by the reciprocal of a number, which rounds otherwise
+        scale[first : first + high] = largest / largest.new_full((), LARGEST)
         blocks /= scale[first : first + high, None, :, None]
         whole = blocks.clamp(-LARGEST, LARGEST).to(FP8).view(here)
         small[rows] = whole[: small[rows].size(0), : weight.size(1)]

@@ -37,7 +37,9 @@ def _experts(setting: Setting, found: Found) -> None:
     with importing_megatron():
         from backends.megatron.model.grouped_experts import GroupedExperts, groups_matmuls
 
-    experts, hidden, width, rows = (4, 32, 16, 64) if setting.toy else (EXPERTS, HIDDEN, WIDTH, ROWS)
+    experts, hidden, width, rows = (
+        (4, 32, 16, 64) if setting.toy else (EXPERTS, HIDDEN, WIDTH, ROWS)
+    )
     generator = torch.Generator(setting.device).manual_seed(7)
 
     def drawn(*shape: int) -> Tensor:

@@ -114,9 +114,7 @@ def _measure(setting: Setting, found: Found) -> None:
             found.check(f"{form}: change of the gradient norm", norm, 0.02)
 
 
-def _side(
-    made: Trainer, name: str, share: str, setting: Setting, found: Found
-) -> dict[str, Any]:
+def _side(made: Trainer, name: str, share: str, setting: Setting, found: Found) -> dict[str, Any]:
     """Seconds, log-probs and gradient norm of one way."""
     from backends.megatron.model import attention
 

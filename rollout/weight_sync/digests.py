@@ -8,10 +8,10 @@ they are judged. The kinds:
     xxh3     XXH3 of 128 bits, for bytes in host memory: as fast as they are read. Each piece of
              `PIECE` bytes has a seed of its own, and the key chooses where the first piece ends. It
              is no cryptographic function: what it is good for stands on its key being unknown.
-    linear   two sums of 32-bit words times keys of 64 bits, modulo 2**64, for every row of
-             `ROW` words. Other bytes have the same sums with a probability of at most 2**-66 for
-             one who does not know the keys. Made of torch's operations, so it runs where the bytes
-             are; only the sums go to the host.
+    linear   two sums of signed bytes times keys of 64 bits, modulo 2**64, for every row of `ROW`
+             bytes. Other bytes have the same sums with a probability of at most 2**-114 for one who
+             does not know the keys. Made of torch's operations, so it runs where the bytes are;
+             only the sums go to the host.
     sha256   SHA-256 of key and bytes, on the host.
 
 The engines' environment does not have rlcore: SGLang's processes load this file by its path. It
@@ -29,8 +29,9 @@ from torch import Tensor
 
 KINDS = ("xxh3", "linear", "sha256")
 PIECE = 1 << 20  # bytes
-ROW = 4096  # words
-ROWS = 2048  # that are computed at once: the temporary tensors have 16 times the bytes of a word
+ROW = 8192  # bytes; times 2**14, the largest product, their sum fits into 32 bits
+ROWS = 2048  # that are computed at once in float64
+DIGITS = 8  # a key is a number of so many signed digits of 8 bits, each of them random
 SEED_BYTES = 8
 KEY_BYTES = 32
 
@@ -74,22 +75,26 @@ def _xxh3(key: bytes, data: memoryview) -> bytes:
 
 def _linear(key: bytes, flat: Tensor) -> bytes:
     """The sums of all rows; bytes that fill no row are followed by zeros."""
-    row_bytes = 4 * ROW
-    missing = -flat.numel() % row_bytes
-    whole = flat[: flat.numel() - (row_bytes - missing if missing else 0)]
-    rows = whole.view(torch.int32).view(-1, ROW)
-    sums = [_sums(key, block) for block in rows.split(ROWS)] if len(rows) else []
+    drawn = bytearray(hashlib.shake_256(key).digest(ROW * 2 * DIGITS))
+    digits = torch.frombuffer(drawn, dtype=torch.int8).view(ROW, 2 * DIGITS).to(flat.device)
+    missing = -flat.numel() % ROW
+    whole = flat[: flat.numel() - (ROW - missing if missing else 0)]
+    sums = [_products(whole.view(torch.int8).view(-1, ROW), digits)] if len(whole) else []
     if missing:
-        last = flat.new_zeros(row_bytes)
-        rest = flat[whole.numel() :]
+        last = torch.zeros(ROW, dtype=torch.int8, device=flat.device)
+        rest = flat[whole.numel() :].view(torch.int8)
         last[: rest.numel()] = rest
-        sums.append(_sums(key, last.view(torch.int32).view(1, ROW)))
-    return torch.cat(sums).cpu().numpy().tobytes() if sums else b""
+        sums.append(_products(last.view(1, ROW), digits))
+    if not sums:
+        return b""
+    products = torch.cat(sums).view(-1, 2, DIGITS)
+    places = torch.tensor([256**place for place in range(DIGITS)], device=flat.device)
+    return (products * places).sum(-1).cpu().numpy().tobytes()
 
 
-def _sums(key: bytes, rows: Tensor) -> Tensor:
-    """Two sums a row: int64 [n, 2] of int32 [n, ROW]."""
-    words = rows.to(torch.int64)
-    drawn = bytearray(hashlib.shake_256(key).digest(2 * ROW * SEED_BYTES))
-    keys = torch.frombuffer(drawn, dtype=torch.int64).view(2, ROW).to(rows.device)
-    return torch.stack([(words * one).sum(1) for one in keys], 1)
+def _products(rows: Tensor, digits: Tensor) -> Tensor:
+    """The exact product of int8 [n, ROW] and int8 [ROW, 16]: int64 [n, 16]."""
+    if rows.is_cuda and rows.size(0) > 16 and rows.data_ptr() % 16 == 0:
+        return torch._int_mm(rows, digits).long()  # its kernels ask for that many rows
+    exact = digits.double()  # every sum is below 2**53
+    return torch.cat([(block.double() @ exact).long() for block in rows.split(ROWS)])

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from backends.megatron.batch.pack import MicroBatch
 from backends.megatron.cpu.kernels import kernel_type
+from backends.megatron.model.fused import Fused, fuses
 from rlcore.config.sections.policy import default_chunk_elements
 from rlcore.data.batch import BatchSamplingMasks
 
@@ -192,8 +193,12 @@ class _Tiles:
         self.rows = [slice(i, min(i + self.height, rows)) for i in range(0, rows, self.height)]
         self.columns = [slice(i, min(i + self.width, live)) for i in range(0, live, self.width)]
         size = self.height * self.width
-        self._logits, self._other = (hidden.new_empty(size, dtype=self.dtype) for _ in range(2))
-        self._product = hidden.new_empty(size) if hidden.dtype != self.dtype else None
+        self.fused = fuses(hidden.device)
+        self._product = None
+        if hidden.dtype != self.dtype or self.fused:
+            self._product = hidden.new_empty(size)
+        if not self.fused:
+            self._logits, self._other = (hidden.new_empty(size, dtype=self.dtype) for _ in range(2))
         sampling_mask = shard.sampling_mask
         self._row_of = None  # int64 [K]: the row of each token of the masks
         if sampling_mask is not None:
@@ -203,18 +208,25 @@ class _Tiles:
                 counts, output_size=len(sampling_mask.tokens)
             )
 
-    def logits(self, rows: slice, columns: slice) -> Tensor:
-        """Compute a tile of hidden @ weight.T / temperature; it is valid until the next call."""
-        z = _view(self._logits, rows, columns)
-        product = z if self._product is None else _view(self._product, rows, columns)
-        product.addmm_(
+    def product(self, rows: slice, columns: slice) -> Tensor:
+        """Compute a tile of hidden @ weight.T / temperature in the dtype of the matmuls.
+
+        It is valid until the next call.
+        """
+        memory = self._logits if self._product is None else self._product
+        z = _view(memory, rows, columns).addmm_(
             self.hidden[rows], self.weight[columns].t(), beta=0, alpha=1 / self.shard.temperature
         )
-        if self._product is not None:
-            z.copy_(product)
         if self.shard.sampling_mask is not None:
             z.masked_fill_(~self._unmasked(self.shard.sampling_mask, rows, columns), _NO_COLUMN)
         return z
+
+    def logits(self, rows: slice, columns: slice) -> Tensor:
+        """Compute a tile in fp32 or wider; it is valid until the next call."""
+        product = self.product(rows, columns)
+        return (
+            product if self._product is None else _view(self._logits, rows, columns).copy_(product)
+        )
 
     def exp(self, z: Tensor) -> Tensor:
         """Compute e^z in memory of its own; it is valid until the next call."""
@@ -270,6 +282,25 @@ class _Softmax:
         """The statistics of some rows, as views."""
         return _Softmax(self.highest[rows], self.exp[rows], self.weighted[rows], self.target[rows])
 
+    def absorb(
+        self, tiles: _Tiles, tokens: Tensor, rows: slice, columns: slice, *, entropy: bool
+    ) -> None:
+        """Take a tile of these rows into the statistics; without `entropy`, not into `weighted`."""
+        if tiles.fused:
+            own = (self.highest, self.exp, self.weighted, self.target)
+            column = tokens[rows] - (tiles.shard.first + columns.start)
+            for old, new in zip(own, _fused_absorb(tiles.product(rows, columns), column, *own)):
+                old.copy_(new)
+            return
+        z = tiles.logits(rows, columns)
+        column, there = tiles.target(tokens, rows, columns)
+        self.target.add_(z.gather(1, column).masked_fill_(~there, 0.0)[:, 0])
+        self.raise_to(torch.maximum(self.highest, z.amax(-1)))
+        e = tiles.exp(z.sub_(self.highest[:, None]))
+        self.exp.add_(e.sum(-1))
+        if entropy:
+            self.weighted.add_(e.mul_(z).sum(-1))
+
     def raise_to(self, highest: Tensor) -> None:
         """Move the sums to a higher maximum."""
         shift = self.highest - highest
@@ -290,6 +321,45 @@ class _Softmax:
         self.exp, self.weighted, self.target = sums.unbind()
 
 
+@Fused
+def _fused_absorb(
+    z: Tensor, column: Tensor, highest: Tensor, exp: Tensor, weighted: Tensor, target: Tensor
+) -> tuple[Tensor, ...]:
+    """The statistics of [rows] columns so far and those of a tile [rows, columns].
+
+    `column` is that of each row's token, which may lie outside.
+    """
+    here = torch.arange(z.size(1), device=z.device) == column[:, None]
+    z = z.to(highest.dtype)
+    top = torch.maximum(highest, z.amax(-1))
+    x = z - top[:, None]
+    e = x.exp()
+    shift = highest - top
+    factor = shift.exp()
+    return (
+        top,
+        exp * factor + e.sum(-1),
+        (weighted + shift * exp) * factor + (e * x).sum(-1),
+        target + torch.where(here, z, 0.0).sum(-1),
+    )
+
+
+@Fused
+def _fused_gradient(
+    z: Tensor,
+    column: Tensor,
+    log_normalizer: Tensor,
+    through_p: Tensor,
+    d_entropy: Tensor,
+    d_target: Tensor,
+) -> Tensor:
+    """See `_d_logits`."""
+    here = torch.arange(z.size(1), device=z.device) == column[:, None]
+    log_p = z.to(log_normalizer.dtype) - log_normalizer[:, None]
+    d_z = log_p.exp() * (through_p[:, None] - log_p * d_entropy[:, None])
+    return (d_z + torch.where(here, d_target[:, None], 0.0)).to(z.dtype)
+
+
 class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -306,14 +376,7 @@ class _FusedLogprobs(torch.autograd.Function):
         for rows in tiles.rows:
             part = softmax.part(rows)
             for columns in tiles.columns:
-                z = tiles.logits(rows, columns)
-                column, there = tiles.target(tokens, rows, columns)
-                part.target.add_(z.gather(1, column).masked_fill_(~there, 0.0)[:, 0])
-                part.raise_to(torch.maximum(part.highest, z.amax(-1)))
-                e = tiles.exp(z.sub_(part.highest[:, None]))
-                part.exp.add_(e.sum(-1))
-                if entropy:
-                    part.weighted.add_(e.mul_(z).sum(-1))
+                part.absorb(tiles, tokens, rows, columns, entropy=entropy)
         softmax.reduce(tp)
         log_sum = softmax.exp.log()
         entropies = log_sum - softmax.weighted / softmax.exp if entropy else None
@@ -364,9 +427,20 @@ def _d_logits(
 
     d logprob / d logit = 1[target] - p,   d entropy / d logit = -p (log p + entropy)
     """
-    z = tiles.logits(rows, columns).sub_(log_normalizer[rows, None])  # log p
+    normalizer = log_normalizer[rows]
+    through_p = torch.zeros_like(normalizer) if d_logprobs is None else -d_logprobs[rows]
+    if tiles.fused:
+        none = torch.zeros_like(normalizer)
+        spread = none if d_entropy is None else d_entropy[rows]
+        if entropies is not None:
+            through_p = through_p - spread * entropies[rows]
+        column = tokens[rows] - (tiles.shard.first + columns.start)
+        d_target = none if d_logprobs is None else d_logprobs[rows]
+        product = tiles.product(rows, columns)
+        d_z: Tensor = _fused_gradient(product, column, normalizer, through_p, spread, d_target)
+        return d_z
+    z = tiles.logits(rows, columns).sub_(normalizer[:, None])  # log p
     p = tiles.exp(z)
-    through_p = torch.zeros_like(log_normalizer[rows]) if d_logprobs is None else -d_logprobs[rows]
     if d_entropy is None:
         p.mul_(through_p[:, None])
     else:

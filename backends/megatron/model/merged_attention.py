@@ -185,7 +185,8 @@ class VarlenKernel:
             self.causal,
             scale=scale,
             window_size=self._window,
-            enable_gqa=True,
+            # before torch 2.12 it takes fewer heads of keys without being told
+            **({"enable_gqa": True} if "enable_gqa" in varlen_arguments() else {}),
         )
         return out, lse.t()
 
@@ -212,18 +213,23 @@ class VarlenKernel:
         return gradients
 
 
-@cache
 def varlen_merges() -> bool:
     """Whether this torch's variable-length attention has what the parts need."""
+    return {"scale", "window_size"} <= varlen_arguments()
+
+
+@cache
+def varlen_arguments() -> frozenset[str]:
+    """What torch's operator takes; nothing where there is none, or none for the backward pass."""
     try:
         import torch.nn.attention.varlen  # defines the operators
     except ImportError:
-        return False
+        return frozenset()
     operators = torch.ops.torch_attn
     if not hasattr(operators, "_varlen_attn_backward"):
-        return False
-    known = {argument.name for argument in operators._varlen_attn.default._schema.arguments}
-    return {"scale", "window_size", "enable_gqa"} <= known
+        return frozenset()
+    arguments = operators._varlen_attn.default._schema.arguments
+    return frozenset(argument.name for argument in arguments)
 
 
 def kernels_of(layout: PackLayout, *, varlen: bool) -> tuple[Kernel, ...]:

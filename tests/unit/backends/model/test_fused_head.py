@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from backends.megatron.model.head import fused_logprobs
+from backends.megatron.cpu.shim import importing_megatron
 from rlcore.data.batch import BatchSamplingMasks
+
+with importing_megatron():
+    from backends.megatron.model import head as head_module
+    from backends.megatron.model.head import fused_logprobs
 
 ROWS = 9
 HIDDEN = 6
@@ -29,6 +33,15 @@ class Alone:
 
 
 TP = cast(ProcessGroup, Alone())
+
+
+@pytest.fixture(params=["in tiles of two buffers", "as on CUDA"], autouse=True)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions that CUDA compiles are called as they are."""
+    if request.param == "as on CUDA":
+        monkeypatch.setattr(head_module, "fuses", lambda device: True)
+        for function in (head_module._fused_absorb, head_module._fused_gradient):
+            monkeypatch.setattr(function, "_chosen", function._plain)
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from rlcore.weights import Bucket, TensorSpec
 from rollout.weight_sync import digests
 from rollout.weight_sync.bucket_checks import SentDigests, digest_kind
-from rollout.weight_sync.digests import KINDS, PIECE, ROW, digest, new_order
+from rollout.weight_sync.digests import DIGITS, KINDS, PIECE, ROW, digest, new_order
 
-SIZES = (1, 2, 7, 4 * ROW - 1, 4 * ROW, 4 * ROW * 3 + 6, 2 * PIECE + 4321)
+SIZES = (1, 2, 7, ROW - 1, ROW, ROW * 3 + 6, 2 * PIECE + 4321)
 
 
 def some_bytes(size: int, seed: int = 0) -> Tensor:
@@ -49,17 +49,20 @@ def test_an_empty_bucket_has_a_digest(kind: str) -> None:
 
 
 def test_the_sums_are_those_of_their_definition() -> None:
-    """Each row's words, as signed numbers of 32 bits, times the keys, modulo 2**64."""
+    """Each row's bytes, as signed numbers, times the keys, modulo 2**64."""
     key = bytes(range(32))
-    flat = some_bytes(4 * ROW * 2 + 10)
-    padded = np.zeros(4 * ROW * 3, dtype=np.uint8)
+    flat = some_bytes(ROW * 2 + 10)
+    padded = np.zeros(ROW * 3, dtype=np.uint8)
     padded[: len(flat)] = flat.numpy()
-    words = padded.view("<i4").reshape(3, ROW)
-    keys = np.frombuffer(hashlib.shake_256(key).digest(2 * ROW * 8), dtype="<u8").reshape(2, ROW)
+    drawn = np.frombuffer(hashlib.shake_256(key).digest(ROW * 2 * DIGITS), dtype=np.int8)
+    keys = [
+        [sum(int(digit) * 256**place for place, digit in enumerate(one)) for one in row]
+        for row in drawn.reshape(ROW, 2, DIGITS)
+    ]
     expected = hashlib.sha256(key + len(flat).to_bytes(8, "little"))
-    for row in words:
-        for one in keys:
-            total = sum(int(word) * int(factor) for word, factor in zip(row, one)) % 2**64
+    for row in padded.view(np.int8).reshape(3, ROW):
+        for which in range(2):
+            total = sum(int(byte) * both[which] for byte, both in zip(row, keys)) % 2**64
             expected.update(total.to_bytes(8, "little"))
     assert digest(f"linear:{key.hex()}", flat) == expected.hexdigest()
 

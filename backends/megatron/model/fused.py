@@ -1,0 +1,86 @@
+"""Functions over tensors that torch's compiler makes into one kernel on CUDA.
+
+A chain of operations over a large tensor then reads and writes it once. Where the compiler cannot
+work, a function runs operation by operation: same values, up to rounding.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+def fuses(device: torch.device) -> bool:
+    """Whether functions over tensors of `device` are compiled.
+
+    Not in a deterministic run: the compiler times several forms of a kernel, whose sums differ in
+    their order.
+    """
+    return (
+        device.type == "cuda"
+        and not torch.are_deterministic_algorithms_enabled()
+        and why_not() is None
+    )
+
+
+@cache
+def why_not() -> str | None:
+    """What the compiler lacks here; None: nothing."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or os.environ.get("TORCHDYNAMO_DISABLE"):
+        return "torch.compile is switched off by the environment"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "cc", "clang"]
+    if not any(shutil.which(name) for name in compilers):
+        return f"there is no C compiler ({', '.join(compilers)}), which triton needs"
+    return None
+
+
+class Fused:
+    """A function of tensors that is compiled at its first call.
+
+    Ask `fuses` before a call: on other devices it is better written with memory that is used again.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._plain = function
+        self._chosen: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call it; where the compiler fails, say so once and go on without it."""
+        if self._chosen is None:
+            self._chosen = _compile(self._plain)
+        try:
+            return self._chosen(*arguments)
+        except RuntimeError as error:
+            if self._chosen is self._plain or not _is_compilers(error):
+                raise
+            log.warning(
+                "%s runs operation by operation, which is slower, since torch.compile failed: %s",
+                self._plain.__name__,
+                " ".join(str(error).split())[:300],
+            )
+            self._chosen = self._plain
+            return self._plain(*arguments)
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1  # the kernels are few, and every rank would start its own workers
+    return torch.compile(function, dynamic=True)
+
+
+def _is_compilers(error: RuntimeError) -> bool:
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
