@@ -38,7 +38,8 @@ with importing_megatron():
     from backends.megatron.checks.layout import check_layout
     from backends.megatron.checks.prefixes import PrefixSharing, choose_prefix_sharing
     from backends.megatron.convert.read import read_architecture
-    from backends.megatron.model.attention import uses_varlen
+    from backends.megatron.model.fused import fused_kernels
+from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.head import HeadOptions
     from backends.megatron.model.layers import Layers, layers_of
     from backends.megatron.model.moe import mean_losses
@@ -398,6 +399,7 @@ class MegatronBackend:
             "attention": "Transformer Engine" if layers.transformer_engine else attention,
             "prefixes": str(self._prefixes()),
             "layers": str(layers),
+            **({"kernels": fused_kernels(self.device)} if self.device.type == "cuda" else {}),
             "optimizer": "AdamW, distributed" if optimizer.distributed else "AdamW",
             "models": " + ".join(models),
             "weights": weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from one_gpu.section import Found, Setting
@@ -26,22 +27,35 @@ def check_memory(setting: Setting) -> Found:
 def _offload(made: Trainer, setting: Setting, found: Found) -> None:
     backend = made.backend
     before = made.weights()
-    backend.release_cache()
-    free = _free_bytes(setting)
-    began = time.perf_counter()
-    backend.offload()
-    found.number("offload", time.perf_counter() - began, "s")
-    offloaded = sum(tensors.num_bytes for tensors in backend._offloadable)
-    freed = _free_bytes(setting) - free
-    found.number("offloaded", offloaded / 2**30, "GiB", f"{freed / 2**30:.2f} GiB came free")
-    if setting.cuda:
-        found.check("offload: share of the bytes that stayed", 1 - freed / offloaded, 1 - FREED)
-    began = time.perf_counter()
-    backend.onload()
-    found.number("onload", time.perf_counter() - began, "s")
+    for label in ("first", "later"):
+        backend.release_cache()
+        free = _free_bytes(setting)
+        seconds = _seconds_of(backend.offload, setting)
+        offloaded = sum(tensors.num_bytes for tensors in backend._offloadable)
+        freed = _free_bytes(setting) - free
+        rate = f"{offloaded / seconds / 1e9:.3g} GB/s"
+        if label == "first":
+            rate += f", {freed / 2**30:.2f} of {offloaded / 2**30:.2f} GiB came free"
+            if setting.cuda:
+                stayed = 1 - freed / offloaded
+                found.check("offload: share of the bytes that stayed", stayed, 1 - FREED)
+        found.number(f"offload, {label}", seconds, "s", rate)
+        seconds = _seconds_of(backend.onload, setting)
+        found.number(f"onload, {label}", seconds, "s", f"{offloaded / seconds / 1e9:.3g} GB/s")
     found.check("offload and onload: largest change of a weight", _change(before, made), 0.0)
     backend.load_batch(made.batch, made.plans)  # `offload` dropped it
     made.assign()
+
+
+def _seconds_of(work: Callable[[], None], setting: Setting) -> float:
+    """One call, to the end of the device's work."""
+    if setting.cuda:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    if setting.cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def _save(made: Trainer, setting: Setting, found: Found) -> None:

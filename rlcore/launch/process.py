@@ -140,11 +140,12 @@ def cuda_environment(config: Config, torch_version: str) -> dict[str, str]:
     # of expandable ones.
     if not engine.colocated and engine.transport != "tensor":
         settings.append("expandable_segments:True")
+    # Eight threads touch the pages of pinned host memory, which else takes 0.4 s a GiB.
+    settings += ["pinned_use_cuda_host_register:True", "pinned_num_register_threads:8"]
     # Else pinned host memory is rounded up to a power of two.
     if [int(part) for part in torch_version.split(".")[:2]] >= [2, 13]:
         settings.append("pinned_max_round_threshold_mb:1")
-    if settings:
-        found["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(settings)
+    found["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(settings)
     return found
 
 

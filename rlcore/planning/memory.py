@@ -331,7 +331,8 @@ def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
     hidden = shape.hidden
     vocabulary = padded_vocab(shape, layout, load.vocab_multiple) // layout.tensor
     rows = max(1, round(_targets(layout, load)))
-    width = min(max(isqrt(2 * load.chunk_elements), load.chunk_elements // rows, 1), vocabulary)
+    width = max(isqrt(2 * load.chunk_elements), load.chunk_elements // rows, 1)
+    width = min(width - (width % 128 if width > 128 else 0), vocabulary)
     height = max(1, min(load.chunk_elements // width, rows))
     total = 2 * 4 * height * width + b * vocabulary * hidden + 4 * hidden * (rows + width)
     return total + b * (height * width + hidden * (rows + max(height, width))) * (b < 4)

@@ -28,8 +28,8 @@ from backends.megatron.model.merged_attention import merged_attention, varlen_me
 # is the faster way (benchmarks/prefixes.py).
 MERGED_FROM = 3.0
 LONG_PREFIX = 256
-# The variable-length kernel takes a part in one call, and copies are memory until the backward.
-MERGED_FROM_VARLEN = 1.0
+# The same for the variable-length kernel (section "sharing" of benchmarks/gpu.sh, on an H100).
+MERGED_FROM_VARLEN = 4.0
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):

@@ -27,21 +27,12 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if fuses(x.device):
-        rotated: Tensor = _fused_rotation(x, cos, sin)
-        return rotated
     out = torch.empty_like(x)
     a, b = x.chunk(2, -1)
     out_a, out_b = out.chunk(2, -1)
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=out_b).addcmul_(a, sin)
     return out
-
-
-@Fused
-def _fused_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -60,19 +51,19 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        if fuses(x.device):
-            activated: Tensor = _fused_swiglu(x)
-            return activated
         gate, up = x.chunk(2, -1)
+        if fuses(x.device):
+            activated: Tensor = _fused_swiglu(gate, up)
+            return activated
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        if fuses(x.device):
-            d_x: Tensor = _fused_swiglu_gradient(x, grad)
-            return d_x
         gate, up = x.chunk(2, -1)
+        if fuses(x.device):
+            d_x: Tensor = _fused_swiglu_gradient(gate, up, grad)
+            return d_x
         out = torch.empty_like(x)
         d_gate, d_up = out.chunk(2, -1)
         torch.mul(F.silu(gate), grad, out=d_up)
@@ -80,15 +71,13 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
 
-@Fused
-def _fused_swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
+@Fused.over_rows
+def _fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@Fused
-def _fused_swiglu_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
+@Fused.over_rows
+def _fused_swiglu_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
     share = gate.sigmoid()
     d_gate = grad * up * share * (1 + gate * (1 - share))
     return torch.cat((d_gate, grad * gate * share), dim=-1)

@@ -79,7 +79,7 @@ class LogprobsConfig(Section):
     """Log-probs: the LM head works in chunks, so that `[tokens, vocabulary]` never exists."""
 
     chunk_elements: PositiveInt | None = None
-    """Logits that exist at one time; default: 2^19 on a CPU, 2^24 on CUDA."""
+    """Logits that exist at one time; default: 2^19 on a CPU, on CUDA 2^24, or 2^26 if compiled."""
     keep_sets: bool = False
     """Sampling masks: log-probs over the tokens that top-p and top-k left, as sampled."""
 

@@ -104,14 +104,15 @@ def test_megatrons_overlap_of_tensor_parallelism_gets_one_connection() -> None:
 def test_the_allocator_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     segments = "expandable_segments:True"
-    pinned = "pinned_max_round_threshold_mb:1"
+    threads = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    pinned = f"{threads},pinned_max_round_threshold_mb:1"
     assert cuda_environment(make_config(), NEW) == {ALLOCATOR: f"{segments},{pinned}"}
     # torch 2.11 refuses a setting that it does not know
-    assert cuda_environment(make_config(), OLD) == {ALLOCATOR: segments}
+    assert cuda_environment(make_config(), OLD) == {ALLOCATOR: f"{segments},{threads}"}
     for engine in ({"colocated": True}, {"transport": "tensor"}):
         by_handle = make_config(rollout={"engine": engine})
         assert cuda_environment(by_handle, NEW) == {ALLOCATOR: pinned}
-        assert cuda_environment(by_handle, OLD) == {}
+        assert cuda_environment(by_handle, OLD) == {ALLOCATOR: threads}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
     assert cuda_environment(make_config(), NEW) == {}
 

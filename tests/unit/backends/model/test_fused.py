@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backends.megatron.cpu.shim import importing_megatron
 from backends.megatron.model import fused
-from backends.megatron.model.fused import Fused, fuses, why_not
+from backends.megatron.model.fused import Fused, fused_kernels, fuses, why_not
 
 with importing_megatron():
     from backends.megatron.model import elementwise, head
@@ -38,12 +38,11 @@ def statistics(rows: int) -> tuple[Tensor, ...]:
 
 
 CASES: list[tuple[Fused, Callable[[int], tuple[Any, ...]]]] = [
+    (elementwise._fused_swiglu, lambda n: (drawn(n, 5), drawn(n, 5, seed=1))),
     (
-        elementwise._fused_rotation,
-        lambda n: (drawn(n, 3, 8), drawn(n, 1, 4, seed=1), drawn(n, 1, 4, seed=2)),
+        elementwise._fused_swiglu_gradient,
+        lambda n: (drawn(n, 5), drawn(n, 5, seed=1), drawn(n, 5, seed=2)),
     ),
-    (elementwise._fused_swiglu, lambda n: (drawn(n, 10),)),
-    (elementwise._fused_swiglu_gradient, lambda n: (drawn(n, 10), drawn(n, 5, seed=1))),
     (
         head._fused_absorb,
         lambda n: (drawn(n, 7, seed=5), torch.arange(n) - 2, *statistics(n)),
@@ -63,24 +62,6 @@ def test_the_compiler_changes_no_value(
     for rows in (9, 4):
         torch.testing.assert_close(function(*make(rows)), function._plain(*make(rows)))
     assert function._chosen is not function._plain  # it did not fail
-
-
-@pytest.mark.parametrize("turned", [4, 8])
-def test_rotation_and_its_gradient_are_those_of_the_way_without_the_compiler(
-    turned: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, cos, sin = (
-        drawn(6, 2, 8),
-        drawn(6, 1, turned // 2, seed=1),
-        drawn(6, 1, turned // 2, seed=2),
-    )
-    results = []
-    for fusing in (False, True):
-        monkeypatch.setattr(elementwise, "fuses", lambda device, fusing=fusing: fusing)
-        given = x.clone().requires_grad_()
-        out = elementwise.rotate(given, cos, sin)
-        results.append([out, *torch.autograd.grad((out * drawn(6, 2, 8, seed=3)).sum(), given)])
-    torch.testing.assert_close(*results)
 
 
 def test_the_activation_and_its_gradient_are_those_without_the_compiler(
@@ -106,7 +87,7 @@ def test_where_the_compiler_fails_the_function_is_called_as_it_is(
     def doubled(x: Tensor) -> Tensor:
         return 2 * x
 
-    monkeypatch.setattr(fused, "_compile", lambda function: breaks)
+    monkeypatch.setattr(fused, "_compile", lambda function, *, dynamic: breaks)
     function = Fused(doubled)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -120,7 +101,7 @@ def test_another_error_is_not_the_compilers(monkeypatch: pytest.MonkeyPatch) -> 
     def breaks(*_: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr(fused, "_compile", lambda function: breaks)
+    monkeypatch.setattr(fused, "_compile", lambda function, *, dynamic: breaks)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         Fused(lambda x: x)(torch.ones(1))
 
@@ -139,6 +120,7 @@ def test_when_functions_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fuses(torch.device("cpu"))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not fuses(CUDA)
+    assert fused_kernels(CUDA).endswith("which is slower: the run is deterministic")
     del there["triton"]
     why_not.cache_clear()
     assert why_not() == "the package triton is not installed"
