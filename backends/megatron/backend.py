@@ -38,8 +38,8 @@ with importing_megatron():
     from backends.megatron.checks.layout import check_layout
     from backends.megatron.checks.prefixes import PrefixSharing, choose_prefix_sharing
     from backends.megatron.convert.read import read_architecture
+    from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.fused import fused_kernels
-from backends.megatron.model.attention import uses_varlen
     from backends.megatron.model.head import HeadOptions
     from backends.megatron.model.layers import Layers, layers_of
     from backends.megatron.model.moe import mean_losses
