@@ -14,7 +14,7 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export PYTHONWARNINGS=ignore       # Megatron's, of what it does without Transformer Engine and Apex
 
 # What the sections import and a machine with torch and transformers may lack; a test compares it with what they did import.
-wheels=(megatron-core pydantic pydantic-core annotated-types typing-inspection orjson zstandard psutil)
+wheels=(megatron-core pydantic pydantic-core annotated-types typing-inspection orjson zstandard psutil xxhash)
 most=$((64 << 20))      # bytes that such a machine takes along
 
 prepare() {     # prepare DIR

@@ -118,8 +118,9 @@ def calm(workspace: Workspace) -> bytes:
 def test_an_environment_that_fails_at_times(
     workspace: Workspace, calm: bytes, how: str, kind: str
 ) -> None:
+    limit_s = 0.5 if how.startswith("hangs") else 60.0  # a busy machine is no hang
     run = workspace.train(
-        f"at times {how}", *SHORT, *OUTCOME, environment(how, retries=8, tool_timeout_s=0.5)
+        f"at times {how}", *SHORT, *OUTCOME, environment(how, retries=8, tool_timeout_s=limit_s)
     )
     check(run)
     assert failed(run) == failed(run, f"rollout/failed_tries_{kind}") or not kind

@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 FAILING = Path(__file__).with_name("failing_sections.py")
 SECTIONS = [
-    "attention", "head", "step", "memory", "ceilings", "training toy", "head alone", "engine",
-    "handles",
+    "attention", "head", "step", "experts", "memory", "ceilings", "training toy", "sharing",
+    "kernels", "head alone", "engine", "handles", "runs",
 ]  # fmt: skip
 ENDS_S = 1500.0  # on a quiet machine it takes less than two minutes
 MOST_BYTES = 64 << 20
@@ -86,8 +86,33 @@ def test_every_section_ends_and_its_checks_hold(report: dict[str, Any]) -> None:
         assert "error" not in section, name
         assert section["checks"] or section["numbers"], name
         assert all(check["ok"] for check in section["checks"]), name
-    carried = report["sections"]["step"]["numbers"]["the CPU's results"]
-    assert carried == "computed beforehand"
+    for name in ("step", "experts"):
+        carried = report["sections"][name]["numbers"]["the CPU's results"]
+        assert carried == "computed beforehand", name
+
+
+def test_a_machine_that_lacks_packages_of_whole_runs_makes_none(report: dict[str, Any]) -> None:
+    missing = report["sections"]["runs"]["numbers"]["not made, for want of"]
+    assert "aiohttp" in missing
+    assert "xxhash" not in missing
+
+
+@pytest.mark.rest
+def test_whole_runs_with_all_packages(tmp_path: Path) -> None:
+    result = tmp_path / "gpu.json"
+    command = [SCRIPT, "--toy", "--only", "runs", "--json", result]
+    done = subprocess.run(
+        command, env=environment(PYTHON=sys.executable), cwd=tmp_path, capture_output=True,
+        text=True, timeout=ENDS_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    section = json.loads(result.read_text())["sections"]["runs"]
+    assert [check["name"] for check in section["checks"] if check["ok"]] == [
+        "runs: again differs from the first",
+        "runs: colocated differs from the first",
+        "runs: killed differs from the first",
+        "runs: mean log-prob gap of the worst step",
+    ]
 
 
 def test_a_late_reader_meets_the_race_only_in_shared_buffers(report: dict[str, Any]) -> None:

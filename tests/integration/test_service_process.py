@@ -48,10 +48,11 @@ def inside(workspace: Workspace) -> Run:
 
 
 def service_of(parent: int) -> psutil.Process:
+    """The child of that name: a process that it starts bears its name too, until it is loaded."""
     [service] = [
         child
-        for child in psutil.Process(parent).children(recursive=True)
-        if "rlcore.launch.service.child" in child.cmdline()
+        for child in psutil.Process(parent).children()
+        if psutil.pid_exists(child.pid) and "rlcore.launch.service.child" in child.cmdline()
     ]
     return service
 
