@@ -90,7 +90,7 @@ def _check_config(config: Config) -> None:
 
 
 def _check_vectors(batch: RolloutBatch, estimator: GuardedEstimator) -> None:
-    lacking = {"rewards", "group_ids", *estimator.needs} - batch.vectors.keys()
+    lacking = {"rewards", "group_ids", *estimator.needs} - batch.names
     sources = {name: SOURCES.get(name, "RolloutBatch.from_samples makes it") for name in lacking}
     if "kl" in lacking:
         del sources["kl"]
@@ -106,7 +106,7 @@ def _check_vectors(batch: RolloutBatch, estimator: GuardedEstimator) -> None:
         )
         raise MissingInputError(
             f"estimator {estimator.name!r}: batch.vectors lacks {', '.join(wanted)}. "
-            f"Set it with batch.set(name, tensor); the batch has {sorted(batch.vectors)}"
+            f"Set it with batch.set(name, tensor); the batch has {sorted(batch.names)}"
         )
 
 

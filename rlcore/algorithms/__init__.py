@@ -34,7 +34,7 @@ from rlcore.algorithms.keywords import Keyword
 from rlcore.algorithms.kl import KLKind, approx_kl, kl_clamped, loss_kl
 from rlcore.algorithms.losses.value import value_clipped, value_loss
 from rlcore.algorithms.metric_table import METRICS, metric_spec
-from rlcore.algorithms.metrics import explained_variance, rollout_metrics
+from rlcore.algorithms.metrics import explained_variance, rollout_metrics, staleness_metrics
 from rlcore.algorithms.moments import MetricSpec, Moments
 from rlcore.algorithms.ragged import (
     NormalizationMode,
@@ -134,6 +134,7 @@ __all__ = [
     "segment_mean",
     "segment_sum",
     "stale_tokens",
+    "staleness_metrics",
     "token_uniform",
     "value_clipped",
     "value_loss",

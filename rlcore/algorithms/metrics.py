@@ -59,7 +59,8 @@ def rollout_metrics(
     metrics |= _responses(rollouts, finish_reasons)
     metrics |= _groups(rollouts)
     metrics |= _distances(inputs)
-    metrics |= _staleness(inputs, version, max_staleness)
+    if inputs.versions is not None and version is not None:
+        metrics |= staleness_metrics(inputs.versions, version, max_staleness)
     if inputs.values is not None and returns is not None:
         share = explained_variance(inputs.values, returns)
         metrics |= {} if share is None else {"val/explained_variance": share}
@@ -303,19 +304,32 @@ _STALENESS = (
 )
 
 
-def _staleness(
-    inputs: EstimatorInputs, version: int | None, max_staleness: int | None
+def staleness_metrics(
+    versions: Tensor,
+    version: int,
+    max_staleness: int | None = None,
+    *,
+    lengths: Tensor | None = None,
 ) -> dict[str, float]:
-    if inputs.versions is None or version is None or inputs.num_tokens == 0:
+    """Return how old the tokens of a batch are; {} without tokens.
+
+    Args:
+        versions: int64 `[M]`, that made each token; with `lengths` `[S]`, that made each span.
+        version: as in `rollout_metrics`, as is `max_staleness`.
+        lengths: int64 `[S]`, tokens of each span, above 0.
+    """
+    if versions.numel() == 0:
         return {}
-    mean = version - int(inputs.versions.sum()) / inputs.num_tokens
+    tokens = versions.numel() if lengths is None else int(lengths.sum())
+    total = (versions if lengths is None else versions * lengths).sum()
     metrics = {
-        "rollout/staleness_mean": mean,
-        "rollout/staleness_max": float(version - inputs.versions.min()),
+        "rollout/staleness_mean": version - int(total) / tokens,
+        "rollout/staleness_max": float(version - versions.min()),
     }
     if max_staleness is not None:
-        stale = stale_tokens(inputs.versions, version, max_staleness)
-        metrics["correction/stale_fraction"] = float(stale.double().mean())
+        stale = stale_tokens(versions, version, max_staleness)
+        count = (stale if lengths is None else lengths[stale]).sum()
+        metrics["correction/stale_fraction"] = int(count) / tokens
     return metrics
 
 

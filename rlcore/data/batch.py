@@ -14,6 +14,7 @@ from torch import Tensor
 from rlcore.algorithms import Moments
 from rlcore.algorithms.types import PER_PART, PER_SEQUENCE, has_shape
 from rlcore.data.sample import Sample, SamplingMasks
+from rlcore.data.token_versions import TokenVersions
 
 
 @dataclass(frozen=True)
@@ -80,25 +81,33 @@ class BatchSamplingMasks:
 class RolloutBatch:
     """B sequences of T tokens, M of them trainable. Everything is on the CPU.
 
-    `vectors` holds what is known of each trainable token ([M]: rollout_logprobs, versions,
-    advantages, ...) or of each sequence ([B]: the names in PER_SEQUENCE; [B, P]: reward_parts).
+    `vectors` holds what is known of each trainable token ([M]: rollout_logprobs, advantages, ...)
+    or of each sequence ([B]: the names in PER_SEQUENCE; [B, P]: reward_parts). The versions of
+    tokens, int64 [M], may be given there too, and are kept as spans.
     """
 
     tokens: Tensor  # int32 [T]
     cu_tokens: Tensor  # int64 [B+1]
     loss_mask: Tensor  # bool [T]
     vectors: dict[str, Tensor] = field(default_factory=dict)
-    # Of the policy that will be trained on the batch, counted as in `vectors["versions"]`.
+    # Of the policy that will be trained on the batch, counted as in `versions`.
     version: int | None = None
     # Of the M trainable tokens. None: all were drawn from the whole vocabulary.
     sampling_mask: BatchSamplingMasks | None = None
     # int16 [T, layers with experts, k], -1 where the engine recorded none
     routed_experts: Tensor | None = None
+    # Of the M trainable tokens: the policy that made each. None: no engine did.
+    versions: TokenVersions | None = None
 
     def __post_init__(self) -> None:
         self.cu_seqlens = self._count_trainable()  # int64 [B+1], over trainable tokens
-        for name, value in self.vectors.items():
-            self._check(name, value)
+        for name, value in [*self.vectors.items()]:
+            self.set(name, value)
+        if self.versions is not None and self.versions.num_tokens != self.num_trainable:
+            raise ValueError(
+                f"batch.versions are of {self.versions.num_tokens} tokens, expected"
+                f" {self.num_trainable}"
+            )
         if (
             self.sampling_mask is not None
             and len(self.sampling_mask.offsets) != self.num_trainable + 1
@@ -125,9 +134,18 @@ class RolloutBatch:
             raise ValueError(f"batch.{name} has shape {tuple(value.shape)}, expected {wanted}")
 
     def set(self, name: str, value: Tensor) -> None:
-        """Store a vector, after a check of its shape."""
+        """Store a vector, after a check of its shape; versions as spans."""
         self._check(name, value)
-        self.vectors[name] = value
+        if name == "versions":
+            self.versions = TokenVersions.of(value)
+            self.vectors.pop(name, None)
+        else:
+            self.vectors[name] = value
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of everything that is known of tokens and sequences."""
+        return frozenset(self.vectors) | ({"versions"} if self.versions is not None else set())
 
     @property
     def num_sequences(self) -> int:
@@ -205,9 +223,9 @@ class RolloutBatch:
                 "rollout_ids": torch.tensor([s.rollout_id for s in samples], dtype=torch.int64),
                 "sequence_ids": torch.tensor([s.sequence_id for s in samples], dtype=torch.int64),
                 "rollout_logprobs": flat([s.rollout_logprobs for s in samples], np.float32),
-                "versions": _versions(samples),
                 **optional,
             },
+            versions=TokenVersions.joined([span for s in samples for span in s.versions]),
         )
 
     def select(self, sequences: Tensor | Sequence[int]) -> RolloutBatch:
@@ -225,6 +243,12 @@ class RolloutBatch:
         if masks is not None:
             masks = masks.select(ragged_index(self.cu_seqlens, rows))
         routed = self.routed_experts
+        versions = self.versions
+        if versions is not None:
+            versions, spans = versions.cut(self.cu_seqlens)
+            versions = TokenVersions(
+                *(_picked(x, spans.tolist(), rows) for x in (versions.values, versions.lengths))
+            )
         return RolloutBatch(
             _picked(self.tokens, model, rows),
             cu,
@@ -233,6 +257,7 @@ class RolloutBatch:
             self.version,
             masks,
             None if routed is None else _picked(routed, model, rows),
+            versions,
         )
 
 
@@ -257,14 +282,6 @@ def flat(arrays: list[Any], dtype: Any) -> Tensor:
     if not arrays:
         return torch.zeros(0)
     return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))
-
-
-def _versions(samples: Sequence[Sample]) -> Tensor:
-    """Return the policy version that made each trainable token, int64 [M]."""
-    spans = [span for sample in samples for span in sample.versions]
-    lengths = np.array([span.end - span.start for span in spans], dtype=np.int64)
-    versions = np.array([span.version for span in spans], dtype=np.int64)
-    return torch.from_numpy(np.repeat(versions, lengths))
 
 
 def _sampling_mask(samples: Sequence[Sample]) -> BatchSamplingMasks | None:

@@ -33,11 +33,15 @@ class StepArrays:
     def batch(self) -> int:
         """Bytes of the `RolloutBatch` as it is built.
 
-        Tokens int32, mask bool, experts int16; log-probs fp32 and versions int64; of a sequence
-        reward fp32, three numbers and two offsets, int64.
+        Tokens int32, mask bool, experts int16; log-probs fp32; of a sequence reward fp32, three
+        numbers and two offsets, int64, and the version and length of a span, int64 (more, where a
+        publication came in the middle).
         """
-        vectors = 12 * self.trainable * self.sampled
-        return self.tokens * (4 + 1 + 2 * self.routed) + vectors + self.sequences * (4 + 5 * 8) + 16
+        per_sequence = 4 + 5 * 8 + 2 * 8 * self.sampled
+        vectors = 4 * self.trainable * self.sampled
+        return (
+            self.tokens * (4 + 1 + 2 * self.routed) + vectors + self.sequences * per_sequence + 16
+        )
 
     @property
     def step(self) -> int:

@@ -6,7 +6,7 @@ padding appear here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -106,7 +106,8 @@ class CreditAssignment:
                     self.config.algorithm.kl.reward_kind,
                 ),
             )
-        inputs = EstimatorInputs(cu_seqlens=batch.cu_seqlens, **fields_of(EstimatorInputs, batch))
+        given = fields_of(EstimatorInputs, batch, self.estimator.takes)
+        inputs = EstimatorInputs(cu_seqlens=batch.cu_seqlens, **given)
         with rules_of("algorithm.estimator"):
             result = self.estimator(inputs)
         if self.passes.critic and result.returns is None:
@@ -153,7 +154,9 @@ class CreditAssignment:
             raise ValueError(
                 "algorithm.correction.max_staleness counts from batch.version, which is not set"
             )
-        return mask_weights(weights, stale_tokens(batch.vectors["versions"], batch.version, limit))
+        assert batch.versions is not None
+        stale = stale_tokens(batch.versions.values, batch.version, limit)
+        return mask_weights(weights, batch.versions.spread(stale))
 
     def _batch_stats(
         self, batch: RolloutBatch, minibatches: Sequence[Sequence[int]]
@@ -164,9 +167,8 @@ class CreditAssignment:
         stats: dict[str, Tensor] = {}
         for k, rows in enumerate(minibatches):
             part = batch.select(rows)
-            inputs = PolicyLossInputs(
-                cu_seqlens=part.cu_seqlens, **fields_of(PolicyLossInputs, part)
-            )
+            given = fields_of(PolicyLossInputs, part, self.objective.loss.takes)
+            inputs = PolicyLossInputs(cu_seqlens=part.cu_seqlens, **given)
             with rules_of("algorithm.loss"):
                 found = self.objective.loss.batch_stats(inputs)
             stats |= {f"batch_stats/{k}/{name}": value for name, value in found.items()}
@@ -174,8 +176,16 @@ class CreditAssignment:
 
 
 def fields_of(
-    record: type[EstimatorInputs] | type[PolicyLossInputs], batch: RolloutBatch
+    record: type[EstimatorInputs] | type[PolicyLossInputs],
+    batch: RolloutBatch,
+    takes: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the vectors of the batch that are fields of `record`."""
+    """Return the vectors of the batch that are fields of `record`.
+
+    The versions are there only if `takes` has them: 8 bytes a token, which few algorithms read.
+    """
     names = [field.name for field in fields(record)]
-    return {name: batch.vectors[name] for name in names if name in batch.vectors}
+    found = {name: batch.vectors[name] for name in names if name in batch.vectors}
+    if batch.versions is not None and "versions" in takes:
+        found["versions"] = batch.versions.each()
+    return found

@@ -75,7 +75,9 @@ class EngineCheck:
         vectors = batch.vectors
         trainer = vectors["logprobs" if "logprobs" in vectors else f"{PASS}logprobs"]
         engine = vectors["rollout_logprobs"]
-        current = vectors["versions"].eq(-1 if batch.version is None else batch.version)
+        assert batch.versions is not None
+        of_batch = batch.versions.values.eq(-1 if batch.version is None else batch.version)
+        current = batch.versions.spread(of_batch)
         moments = Moments()
         moments.update(mismatch_vectors(trainer[current], engine[current]))
         metrics = moments.reduce()

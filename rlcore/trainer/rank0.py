@@ -19,6 +19,7 @@ from rlcore.config.sections.training import TrainingConfig
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan, split_minibatches
 from rlcore.data.sample import Sample
+from rlcore.data.token_versions import TokenVersions
 from rlcore.errors import ConfigError, EngineFailed, RunFailed
 from rlcore.interfaces import RolloutSource, Tracker
 from rlcore.runs.checkpoints import Best, Checkpoint, CheckpointStore, best_of
@@ -37,7 +38,6 @@ CONTINUE = "continue"
 READY = "ready"  # the rollouts are there
 CATCH_UP = "catch up"  # an engine that was started again needs the weights first
 FINISHED = ("completed", "early_stopped")  # the ends that count as a success
-ENGINE_VECTORS = ("rollout_logprobs", "versions")  # placeholders in a batch without an engine (sft)
 
 
 @dataclass(frozen=True)
@@ -200,13 +200,12 @@ class RankZero:
         self._version = self._rollouts.recorded_version if version is None else version
         batch.version = self._version
         if self.config.is_sft:
-            for name in ENGINE_VECTORS:
-                del batch.vectors[name]
-        if self._rollouts.policy_steps:
+            del batch.vectors["rollout_logprobs"]  # no engine made these tokens
+            batch.versions = None
+        if self._rollouts.policy_steps and batch.versions is not None:
             batch.version = (self._rollouts.recorded_step or step) - 1
-            batch.set(
-                "versions", in_policy_steps(batch.vectors["versions"], self._rollouts.policy_steps)
-            )
+            steps = in_policy_steps(batch.versions.values, self._rollouts.policy_steps)
+            batch.versions = TokenVersions(steps, batch.versions.lengths)
         self.minibatches = split_minibatches(
             self.config.algorithm.minibatches,
             batch.vectors["group_ids"],
@@ -464,7 +463,7 @@ class RankZero:
 
 
 def in_policy_steps(versions: Tensor, policy_steps: Mapping[int, int]) -> Tensor:
-    """Return of each token the number of updates behind the weights that made it, int64 [M].
+    """Return of each version the number of updates behind those weights, int64.
 
     Versions count publications, failed ones included.
     """

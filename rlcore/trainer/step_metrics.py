@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rlcore.algorithms import EstimatorInputs, Moments, conversation_metrics, rollout_metrics
+from rlcore.algorithms import (
+    EstimatorInputs,
+    Moments,
+    conversation_metrics,
+    rollout_metrics,
+    staleness_metrics,
+)
 from rlcore.config import Config
 from rlcore.config.derived import updates_per_step
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
@@ -91,16 +97,21 @@ def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) 
         return {"val/sequence_lengths": batch.num_trainable / batch.num_sequences}
     inputs = EstimatorInputs(cu_seqlens=batch.cu_seqlens, **fields_of(EstimatorInputs, batch))
     correct = torch.tensor([float(s.metadata.get("correct", math.nan)) for s in samples])
-    return conversation_metrics([sample.measured for sample in samples]) | rollout_metrics(
+    limit = config.algorithm.correction.max_staleness
+    staleness = {}
+    if batch.versions is not None and batch.version is not None:
+        staleness = staleness_metrics(
+            batch.versions.values, batch.version, limit, lengths=batch.versions.lengths
+        )
+    measured = rollout_metrics(
         inputs,
         finish_reasons=[sample.finish_reason for sample in samples],
         entropy=vectors.get("entropy"),
         correct=correct,
         returns=vectors.get("returns"),
         reward_coef=config.algorithm.kl.reward_coef,
-        version=batch.version,
-        max_staleness=config.algorithm.correction.max_staleness,
     )
+    return conversation_metrics([s.measured for s in samples]) | measured | staleness
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,13 @@ from rlcore.config.derived import micro_batch_tokens
 from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch
 from rlcore.data.packing.plan import MinibatchPlan, PlanRules
 from rlcore.data.packing.sharing import Sharing, share_nothing, share_prefixes
+from rlcore.data.token_versions import TokenVersions
 from rlcore.planning.shape import CostModel
 
 ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}  # vectors that estimators read and losses do not
 # a vector whose name begins so belongs to no token: all of it goes to every rank
 BATCH_STATS = "batch_stats/"
-Share = dict[str, list[Tensor]]  # tensors by name, each in parts that follow one another
+Share = dict[str, Sequence[Tensor]]  # tensors by name, each in parts that follow one another
 
 
 def plan_rules(
@@ -46,6 +48,26 @@ def plan_rules(
         pad=parallel.cp.chunks,
         share_prefixes=share_prefixes,
     )
+
+
+@dataclass(frozen=True)
+class Parts(Sequence[Tensor]):
+    """Parts of a vector, each a view that is made when it is asked for: a view takes 1 KB."""
+
+    vector: Tensor
+    slices: tuple[slice, ...]
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Parts: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Parts:
+        if isinstance(index, slice):
+            return Parts(self.vector, self.slices[index])
+        return self.vector[self.slices[index]]
+
+    def __len__(self) -> int:
+        return len(self.slices)
 
 
 @dataclass(frozen=True)
@@ -76,22 +98,29 @@ class ShardMap:
         """The number of trainable tokens of each rank."""
         return [sum(self.lengths[i] for i in order) for order in self.orders]
 
-    def deal(self, vector: Tensor, lengths: Sequence[int] | None = None) -> list[list[Tensor]]:
+    def deal(self, vector: Tensor, lengths: Sequence[int] | None = None) -> list[Parts]:
         """Return each rank's parts of a vector over the sequences' tokens, as views.
 
         Args:
             lengths: of each sequence in the vector; default: its trainable tokens.
         """
-        parts = vector.split([*(self.lengths if lengths is None else lengths)])
-        return [[parts[i] for i in order] or [vector[:0]] for order in self.orders]
+        slices = _slices(self.lengths if lengths is None else lengths)
+        empty = (slice(0, 0),)
+        return [Parts(vector, tuple(slices[i] for i in o) or empty) for o in self.orders]
 
     def join(self, dealt: Sequence[Tensor]) -> Tensor:
         """Return the vector over all trainable tokens of which each rank has a part."""
-        parts: list[Tensor] = [torch.empty(0)] * len(self.lengths)
+        slices = _slices(self.lengths)
+        whole = torch.empty(sum(self.lengths), dtype=dealt[0].dtype)
         for order, own in zip(self.orders, dealt):
             for i, part in zip(order, own.split([self.lengths[i] for i in order])):
-                parts[i] = part
-        return torch.cat(parts) if parts else torch.empty(0)
+                whole[slices[i]] = part
+        return whole
+
+
+def _slices(lengths: Sequence[int]) -> list[slice]:
+    """Where parts of these lengths stand, one behind the other."""
+    return [slice(*pair) for pair in pairwise(accumulate(lengths, initial=0))]
 
 
 @dataclass(frozen=True)
@@ -147,9 +176,12 @@ class LocalBatch:
             loss_mask=share.pop("loss_mask"),
             sampling_mask=sampling_mask,
             routed_experts=share.pop("routed_experts", None),
+            versions=_versions(share),
             vectors=share,  # all that is left
         )
         self.vectors = {name: value.to(device) for name, value in share.items()}
+        if self.batch.versions is not None:
+            self.vectors["versions"] = self.batch.versions.each().to(device)
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
         """Take per-token vectors [M] of the whole batch from rank 0. Collective.
@@ -164,7 +196,7 @@ class LocalBatch:
             shares = [{} for _ in self._shard_map.orders]
             for name, value in vectors.items():
                 if name.startswith(BATCH_STATS):
-                    dealt = [[value]] * len(shares)
+                    dealt: Sequence[Sequence[Tensor]] = [[value]] * len(shares)
                 elif value.shape != (num_trainable,):
                     raise ValueError(
                         f"{name}: shape {tuple(value.shape)}, expected one value for each of the "
@@ -259,7 +291,7 @@ def _plain(vector: Tensor) -> Tensor:
 def _shares(batch: RolloutBatch, shards: ShardMap) -> list[Share]:
     """What is sent to each data-parallel rank: views, so that the batch is not there twice."""
     lengths = batch.lengths.tolist()
-    dealt = {
+    dealt: dict[str, Sequence[Sequence[Tensor]]] = {
         "tokens": shards.deal(batch.tokens, lengths),
         "loss_mask": shards.deal(batch.loss_mask, lengths),
     }
@@ -267,6 +299,10 @@ def _shares(batch: RolloutBatch, shards: ShardMap) -> list[Share]:
         dealt["routed_experts"] = shards.deal(batch.routed_experts, lengths)
     if batch.sampling_mask is not None:
         dealt |= _dealt_masks(batch.sampling_mask, batch.cu_seqlens, shards)
+    if batch.versions is not None:
+        versions, spans = batch.versions.cut(batch.cu_seqlens)
+        dealt["version_values"] = shards.deal(versions.values, spans.tolist())
+        dealt["version_lengths"] = shards.deal(versions.lengths, spans.tolist())
     for name, value in batch.vectors.items():
         if name in PER_SEQUENCE and name not in ON_RANK_0:
             dealt[name] = [[_plain(value)[list(order)]] for order in shards.orders]
@@ -279,11 +315,18 @@ def _shares(batch: RolloutBatch, shards: ShardMap) -> list[Share]:
     return shares
 
 
+def _versions(share: dict[str, Tensor]) -> TokenVersions | None:
+    """Take the versions out of what a rank received."""
+    if "version_values" not in share:
+        return None
+    return TokenVersions(share.pop("version_values"), share.pop("version_lengths"))
+
+
 def _dealt_masks(
     masks: BatchSamplingMasks, cu_seqlens: Tensor, shards: ShardMap
-) -> dict[str, list[list[Tensor]]]:
+) -> dict[str, Sequence[Sequence[Tensor]]]:
     sizes = masks.offsets[cu_seqlens].diff().tolist()
-    counts = [torch.cat(parts) for parts in shards.deal(masks.offsets.diff())]
+    counts = [_joined(parts) for parts in shards.deal(masks.offsets.diff())]
     zero = torch.zeros(1, dtype=torch.int64)
     return {
         "mask_tokens": shards.deal(masks.tokens, sizes),

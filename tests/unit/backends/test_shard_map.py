@@ -13,6 +13,7 @@ with importing_megatron():
 
 from rlcore.data.batch import BatchSamplingMasks, RolloutBatch
 from rlcore.data.packing.plan import MinibatchPlan
+from rlcore.data.token_versions import TokenVersions
 
 LENGTHS = [3, 0, 5, 1, 4]
 TRAINABLE = [2, 0, 4, 0, 1]
@@ -37,6 +38,8 @@ def batch() -> RolloutBatch:
             torch.arange(9, dtype=torch.int32), torch.tensor([0, 2, 2, 3, 6, 8, 8, 9])
         ),
         routed_experts=torch.arange(sum(LENGTHS) * 2).reshape(-1, 2, 1).to(torch.int16),
+        # a span over the border of two sequences
+        versions=TokenVersions.of(torch.tensor([4, 5, 5, 5, 5, 6, 6])),
     )
 
 
@@ -53,7 +56,7 @@ def test_each_rank_gets_what_selecting_its_sequences_gives() -> None:
     assert shards.orders == ((3, 0, 1), (4, 2), ())
     assert shards.counts == [2, 5, 0]
     for order, share in zip(shards.orders, _shares(whole, shards)):
-        own = {name: torch.cat(parts) for name, parts in share.items()}
+        own = {name: torch.cat([*parts]) for name, parts in share.items()}
         expected = whole.select(order)
         torch.testing.assert_close(own.pop("tokens"), expected.tokens)
         torch.testing.assert_close(own.pop("cu_tokens"), expected.cu_tokens)
@@ -63,6 +66,9 @@ def test_each_rank_gets_what_selecting_its_sequences_gives() -> None:
         assert masks is not None
         torch.testing.assert_close(own.pop("mask_tokens"), masks.tokens)
         torch.testing.assert_close(own.pop("mask_offsets"), masks.offsets)
+        versions = TokenVersions(own.pop("version_values"), own.pop("version_lengths"))
+        assert expected.versions is not None
+        torch.testing.assert_close(versions.each(), expected.versions.each())
         logprobs = own.pop("rollout_logprobs")
         torch.testing.assert_close(logprobs, expected.vectors["rollout_logprobs"].float())
         torch.testing.assert_close(own.pop("sequence_ids"), expected.vectors["sequence_ids"])
@@ -88,7 +94,7 @@ def test_what_was_dealt_comes_back_in_order() -> None:
     whole = batch()
     shards = ShardMap.of(whole, PLANS, 3)
     values = torch.arange(sum(TRAINABLE)) * 1.5
-    dealt = [torch.cat(parts) for parts in shards.deal(values)]
+    dealt = [torch.cat([*parts]) for parts in shards.deal(values)]
     torch.testing.assert_close(shards.join(dealt), values)
 
 

@@ -385,10 +385,9 @@ def test_a_batch_of_numbers() -> None:
     batch = stub_batch([2, 0, 1], rewards=[1, 0, 0.5], versions=[3, 3, 4])
     assert batch.cu_seqlens.tolist() == [0, 2, 2, 3]
     assert batch.vectors["rewards"].dtype == torch.float32
-    assert (batch.vectors["versions"].dtype, batch.vectors["group_ids"].tolist()) == (
-        torch.int64,
-        [0, 0, 0],
-    )
+    assert batch.vectors["group_ids"].tolist() == [0, 0, 0]
+    assert batch.versions is not None
+    assert (batch.versions.each().dtype, batch.versions.each().tolist()) == (torch.int64, [3, 3, 4])
     with pytest.raises(ValueError, match=r"batch.values has shape \(2,\), expected \(3,\)"):
         stub_batch([2, 0, 1], values=[1.0, 2.0])
 

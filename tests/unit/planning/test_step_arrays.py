@@ -41,6 +41,7 @@ def num_bytes(batch: RolloutBatch) -> int:
     arrays = [batch.tokens, batch.cu_tokens, batch.cu_seqlens, batch.loss_mask]
     arrays += batch.vectors.values()
     arrays += [] if batch.routed_experts is None else [batch.routed_experts]
+    arrays += [] if batch.versions is None else [batch.versions.values, batch.versions.lengths]
     return sum(array.nbytes for array in arrays)
 
 

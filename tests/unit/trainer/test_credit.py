@@ -149,7 +149,8 @@ def test_old_tokens_weigh_nothing_and_the_others_as_before(aggregation: Any, lim
     batch = make_batch()
     whole = weights(batch, loss={"aggregation": aggregation})
     got = weights(batch, loss={"aggregation": aggregation}, correction={"max_staleness": limit})
-    old = 5 - batch.vectors["versions"] > limit
+    assert batch.versions is not None
+    old = 5 - batch.versions.each() > limit
     assert bool(old.any()) is (limit < 2)
     assert torch.equal(got[~old], whole[~old]), "a dropped token still counts in the denominators"
     assert not got[old].any()
@@ -160,7 +161,8 @@ def test_age_is_counted_from_the_policy_that_is_trained_not_from_the_newest_samp
     batch = make_batch()
     batch.version = 6
     got = weights(batch, correction={"max_staleness": 1})
-    assert torch.equal(got > 0, batch.vectors["versions"] == 5)
+    assert batch.versions is not None
+    assert torch.equal(got > 0, batch.versions.each() == 5)
 
 
 def test_a_batch_that_does_not_know_its_policy_is_refused() -> None:
@@ -256,4 +258,6 @@ def test_parts_of_the_reward_are_columns_for_the_estimator_that_takes_them(
 
 def test_a_selection_keeps_the_version() -> None:
     assert make_batch().select([1]).version == 5
-    assert np.all(make_batch().select([0]).vectors["versions"].numpy() == [3, 4, 5])
+    versions = make_batch().select([0]).versions
+    assert versions is not None
+    assert np.all(versions.each().numpy() == [3, 4, 5])

@@ -183,6 +183,8 @@ def test_no_metric_moves_with_the_split_over_ranks_and_micro_batches(
 def test_the_logged_loss_is_what_is_minimised(config: Config) -> None:
     """`loss/policy_avg` and `objective/loss` by a loop over tokens, without stale and masked."""
     batch = ready(config, Layout())
+    assert batch.versions is not None
+    versions = batch.versions.each().tolist()
     vectors = {name: value.tolist() for name, value in batch.vectors.items()}
     after = scores(batch, "after").tolist()
     borders = batch.cu_seqlens.tolist()
@@ -206,11 +208,7 @@ def test_the_logged_loss_is_what_is_minimised(config: Config) -> None:
             advantage = vectors["advantages"][t]
             loss = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
             loss = min(loss, -3.0 * advantage) if advantage < 0 else loss
-            weight = (
-                0.0
-                if 6 - vectors["versions"][t] > 1
-                else 1.0 / (len(gaps) * sum(n > 0 for n in LENGTHS))
-            )
+            weight = 0.0 if 6 - versions[t] > 1 else 1.0 / (len(gaps) * sum(n > 0 for n in LENGTHS))
             policy += weight * math.exp(sum(gaps) / len(gaps)) * loss
             total -= weight * 0.01 * vectors["entropy"][t]
     metrics = run(config, Layout(), whole())

@@ -96,7 +96,8 @@ def test_a_publication_in_the_middle_of_a_turn_parts_its_versions_alone() -> Non
         (2, a + b, a + b + c),
     ]
     batch = RolloutBatch.from_samples([sample])
-    old = stale_tokens(batch.vectors["versions"], 4, 2)
+    assert batch.versions is not None
+    old = stale_tokens(batch.versions.each(), 4, 2)
     assert old.tolist() == [True] * (a + CUT_AT) + [False] * (b - CUT_AT + c)
 
 
