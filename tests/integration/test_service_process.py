@@ -19,6 +19,7 @@ from tests.integration.workspace import LEARNING, Run, Workspace
 STEPS = 12
 SERVERS = ("rollout.engine.in_process=false", *LEARNING, f"training.steps={STEPS}")
 REACH_S = 300.0
+SILENCE_S = 30.0
 
 
 def learned(run: Run) -> list[dict[str, object]]:
@@ -87,18 +88,22 @@ def test_a_run_with_the_service_beside_it_is_the_same(workspace: Workspace, insi
     ]  # fmt: skip
 
 
-def test_a_service_that_is_killed_is_started_again(workspace: Workspace, inside: Run) -> None:
-    killed: list[int] = []
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_service_that_dies_or_hangs_is_made_anew(
+    workspace: Workspace, inside: Run, how: signal.Signals
+) -> None:
+    struck: list[int] = []
 
-    def kill() -> None:
+    def strike() -> None:
         service = service_of(os.getpid())
-        killed.append(service.pid)
-        service.send_signal(signal.SIGKILL)
+        struck.append(service.pid)
+        service.send_signal(how)
 
-    at_step(workspace.folder / "runs" / "killed", 3, kill)
-    run = workspace.train("killed", *SERVERS)
+    at_step(workspace.folder / "runs" / how.name, 3, strike)
+    run = workspace.train(how.name, *SERVERS, f"cluster.heartbeat_timeout_s={SILENCE_S}")
     assert run.code == 0, run.err
-    assert killed
+    assert struck
+    assert not psutil.pid_exists(struck[0])
     assert learned(run) == learned(inside)
     assert weights(run) == weights(inside)
     assert run.lines("the rollout service died: another process takes its place")

@@ -97,8 +97,8 @@ def _ray_nodes(arguments: Sequence[str]) -> list[Command]:
 LAUNCHERS = {
     made.name: made
     for made in (
-        Launcher("local", ("engine", "rank"), _local),
-        Launcher("torchrun", ("engine", "rank", "node"), _torchrun),
+        Launcher("local", ("engine", "rank", "service"), _local),
+        Launcher("torchrun", ("engine", "rank", "node", "service"), _torchrun),
         Launcher("ray", ("engine", "rank", "service"), _ray),
         Launcher(
             "ray-nodes", ("raylet", "service", "engine", "raylet", "service", "rank"), _ray_nodes
@@ -122,7 +122,8 @@ def _is_rank(process: psutil.Process) -> bool:
 
 
 def _is_service(process: psutil.Process) -> bool:
-    return _is_actor(process, "ServiceActor")
+    beside_rank_0 = "rlcore.launch.service.child" in process.cmdline()
+    return beside_rank_0 or _is_actor(process, "ServiceActor")
 
 
 def _is_raylet(process: psutil.Process) -> bool:

@@ -1,4 +1,4 @@
-"""Carries the calls of rank 0's client to a child of rank 0, which is made anew when it dies."""
+"""Carries calls of rank 0's client to its child, which is made anew when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.launch.service import frames
 from rlcore.launch.service.channel import ServiceLost
 from rlcore.launch.service.child import LINE, Begin
+from rlcore.launch.service.silence import await_silence
 from rlcore.terminal import printable
 
 MODULE = "rlcore.launch.service.child"
@@ -59,6 +60,10 @@ class Child:
     def begin(self, message: Begin) -> None:
         """Send the first message; a child that is gone shows that at the next call."""
         self._send(message)
+        limit_s = message.config.cluster.heartbeat_timeout_s
+        threading.Thread(
+            target=self._end_if_silent, args=(limit_s,), name="service's beat", daemon=True
+        ).start()
 
     def call(self, part: str, given: tuple[Any, ...], named: dict[str, Any]) -> Future[Any]:
         """Begin a call; its future fails with ServiceLost when the process dies."""
@@ -81,6 +86,16 @@ class Child:
                 logger.warning("the rollout service does not end, and is killed")
                 self._process.kill()
                 self._ended.wait(END_RANK_S)
+
+    def _end_if_silent(self, limit_s: float) -> None:
+        silent_s = await_silence(lambda: self.call("beat", (), {}), self._ended, limit_s=limit_s)
+        if silent_s is not None and self._process is not None:
+            logger.warning(
+                "the rollout service was silent for %.0f s (cluster.heartbeat_timeout_s): it is"
+                " made anew",
+                silent_s,
+            )
+            self._process.kill()
 
     def _send(self, message: Any) -> None:
         parts = frames.encode(message)

@@ -10,7 +10,7 @@ from rlcore.deadlines import REWARD_START_S, SERVICE_ANSWER_S, SERVICE_GRACE_S
 from rlcore.launch.service.channel import Channel, ServiceLost
 from rlcore.launch.service.host import OpenedService
 
-WORD_KEY = "60 s and cluster.heartbeat_timeout_s; under Ray one that hangs is replaced in them"
+WORD_KEY = "60 s and cluster.heartbeat_timeout_s, in which one that hangs is replaced"
 SERVICE = "the rollout service"
 # Methods of `RolloutSource` that a replacement service is told again, in this order.
 TOLD_AGAIN = ("restore", "keep_ledger", "admit_engines", "published")

@@ -22,6 +22,7 @@ def main() -> None:
 
     frames.receive(connection)  # `Begin`
     late: list[int] = []
+    beats = 0
     while True:
         number, part, given, named = frames.receive(connection)
         if part == "die":
@@ -32,6 +33,11 @@ def main() -> None:
             send(number, (False, ConfigError("rollout.filters: no such filter")))
         elif part == "late":
             late.append(number)
+        elif part == "beat":
+            beats += 1
+            send(number, (True, None))
+        elif part == "beats":
+            send(number, (True, beats))
         elif part == "echo":
             send(LINE, ("out", "heard\x1b[2J\n"))
             send(number, (True, given))

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,7 +19,8 @@ from rlcore.launch.service import child_channel
 from rlcore.launch.service.channel import ServiceLost
 from rlcore.launch.service.child_channel import ChildChannel
 
-LIMIT = {"limit_s": 60.0, "what": "the service", "key": "a.key"}
+BEATS_S = 20.0  # without an answer: it hangs
+LIMIT: dict[str, Any] = {"limit_s": 60.0, "what": "the service", "key": "a.key"}
 
 
 @pytest.fixture
@@ -26,8 +28,9 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildChannel]:
     """A channel to `answering_child`, which is open."""
     monkeypatch.setattr(child_channel, "MODULE", "tests.unit.launch.service.answering_child")
     channel = ChildChannel()
-    given = {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"paths": ["d"]}}
-    channel.begin(Config.model_validate({**given, "training": {"steps": 1}}), 1)
+    given: dict[str, Any] = {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"paths": ["d"]}}
+    given |= {"training": {"steps": 1}, "cluster": {"heartbeat_timeout_s": BEATS_S}}
+    channel.begin(Config.model_validate(given), 1)
     assert opened(channel) == {"greedy_baseline": True}
     yield channel
     channel.close()
@@ -60,15 +63,17 @@ def test_no_answer_is_waited_for_without_end(channel: ChildChannel) -> None:
         channel.get(channel.send("late"), limit_s=0.01, what="the service", key="a.key")
 
 
-@pytest.mark.parametrize("end", ["die", "nonsense", "kill"])
+@pytest.mark.parametrize("end", ["die", "nonsense", "kill", "hang"])
 def test_what_is_asked_of_a_child_that_is_gone_fails_and_another_takes_its_place(
     channel: ChildChannel, end: str
 ) -> None:
     waiting = channel.send("late")
     before = channel.pid
     assert before is not None
-    if end == "kill":
-        os.kill(before, signal.SIGKILL)
+    if end in ("kill", "hang"):
+        while not channel.get(channel.send("beats"), **LIMIT):  # until then it only starts
+            time.sleep(0.05)
+        os.kill(before, signal.SIGKILL if end == "kill" else signal.SIGSTOP)
     else:
         channel.send(end)
     with pytest.raises(ServiceLost, match="its process is gone"):
