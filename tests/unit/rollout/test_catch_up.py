@@ -125,15 +125,15 @@ def test_a_step_that_no_engine_can_make_requeues_its_draws(make_service):
 
 
 def test_the_deadline_of_a_step_runs_on_over_several_calls(make_service):
-    service = make_service(engines=two(), rollout={"timeout_s": 0.5, "engine": RESTART})
+    service = make_service(engines=two(), rollout={"timeout_s": 3.0, "engine": RESTART})
     for engine in service.fleet.engines:
         engine.delay_s = 60
     on_loop(service, service.fleet.failed(service.fleet.engines[0], "killed"))
     began = time.monotonic()
     with pytest.raises(
         DeadlineExceeded,
-        match=r"step 1 has no rollouts after 0.5 s \(rollout.timeout_s\).*engine b \(",
+        match=r"step 1 has no rollouts after 3 s \(rollout.timeout_s\).*engine b \(",
     ):
         ask_again_and_again(service)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert service.ledger.balance()["requeued"] == 4
