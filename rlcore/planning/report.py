@@ -95,7 +95,7 @@ def report(
             f" {mark} {option.time.total:6.1f} s   {gib(option.needs.peak):>10}  "
             f" {describe(option.layout)}"
         )
-    yield "Times are estimates for ranking, never measured: docs/planning.md."
+    yield "Times are estimates for ranking: docs/planning.md."
 
 
 def distinct(options: Sequence[Option]) -> list[Option]:
