@@ -11,7 +11,7 @@ T = TypeVar("T")
 EPSILON = 1e-9  # seconds; the clock of asyncio has no finer one
 
 
-class _NoWait(selectors.SelectSelector):
+class _NoWait(selectors.PollSelector):  # `select` takes no descriptor above 1023
     """Passes the time instead of waiting for it."""
 
     def __init__(self) -> None:
