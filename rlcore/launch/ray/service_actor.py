@@ -5,7 +5,6 @@ When it dies, Ray starts it again, without any state.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 from collections.abc import Sequence
 
@@ -19,8 +18,6 @@ from rlcore.launch.ray.calls import NAMESPACE
 from rlcore.launch.ray.engine_hosts import cluster_engines
 from rlcore.launch.service.host import ServiceHost
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
-
-STDERR = 2  # a descriptor: the service's log
 
 
 class ServiceActor(ServiceHost):
@@ -49,7 +46,3 @@ class ServiceActor(ServiceHost):
         self._actor_env.redirect_output()
         log_to(log_folder(self._config.run) / "service.log")
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
-
-    async def beat(self) -> None:
-        """Answer at once; a process that hangs cannot, and writes its stacks at half the limit."""
-        faulthandler.dump_traceback_later(self._config.cluster.heartbeat_timeout_s / 2, file=STDERR)

@@ -6,7 +6,6 @@ It answers calls from the socket FD, which it inherited, and ends with it.
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import logging
 import os
 import pickle
@@ -34,7 +33,6 @@ from rollout.daemon_threads import DaemonExecutor
 from rollout.sandbox.process_tree import die_with_parent
 
 MOST_CALLS = 256  # side by side
-STDERR = 2  # by number: `sys.stderr` is a stream to rank 0
 LINE = -1  # instead of a call's number: a line for rank 0's terminal
 logger = logging.getLogger(__name__)
 
@@ -73,11 +71,6 @@ class ChildHost(ServiceHost):
         logging.getLogger().removeHandler(self._early)
         logging.getLogger().addHandler(handler)
         return self._begin.again
-
-    async def beat(self) -> None:
-        """Answer at once; a process that hangs cannot, and writes its stacks at half the limit."""
-        limit_s = self._config.cluster.heartbeat_timeout_s
-        faulthandler.dump_traceback_later(limit_s / 2, file=STDERR)
 
     async def close(self) -> None:
         """End the service and its engines, and the timeline."""

@@ -7,6 +7,7 @@ fails, and a rank 0 that was given up cannot take a step from its successor.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import secrets
 from abc import ABC, abstractmethod
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from rollout.service import RolloutService
 
 T = TypeVar("T")
+STDERR = 2  # by its number, which is the service's log: `sys.stderr` may lead to rank 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class ServiceHost(ABC):
     @abstractmethod
     def _open_log(self) -> bool:
         """Write to the run's folder from now on; return whether this replaces a lost service."""
+
+    async def beat(self) -> None:
+        """Answer at once; a process that hangs cannot, and writes its stacks at half the limit."""
+        limit_s = self._config.cluster.heartbeat_timeout_s
+        faulthandler.dump_traceback_later(limit_s / 2, file=STDERR)
 
     # --- opening and starting ---------------------------------------------------------------------
 

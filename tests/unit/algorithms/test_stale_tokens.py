@@ -12,6 +12,7 @@ from rlcore.algorithms import (
     mask_weights,
     rollout_metrics,
     stale_tokens,
+    staleness_metrics,
 )
 
 
@@ -57,3 +58,12 @@ def test_the_metrics_of_staleness() -> None:
     assert metrics["rollout/staleness_max"] == 3.0
     assert metrics["correction/stale_fraction"] == 0.5
     assert "correction/stale_fraction" not in rollout_metrics(inputs, version=7)
+
+
+def test_the_staleness_of_spans_is_that_of_their_tokens() -> None:
+    versions = torch.tensor([7, 4, 6])
+    lengths = torch.tensor([1, 5, 2])
+    found = staleness_metrics(versions, 7, 1, lengths=lengths)
+    assert found == staleness_metrics(versions.repeat_interleave(lengths), 7, 1)
+    assert found["correction/stale_fraction"] == 5 / 8
+    assert staleness_metrics(versions[:0], 7, 1, lengths=lengths[:0]) == {}
