@@ -48,6 +48,8 @@ def sections(*, toy: bool) -> list[Section]:
         Section("engine", "one_gpu.engine:engine_beside", 120.0),
         Section("handles", "one_gpu.handles:publish_by_handle", 90.0),
         Section("runs", "one_gpu.runs:whole_runs", 180.0),
+        Section("groups", "one_gpu.groups:weight_groups", 90.0),
+        Section("ranks", "one_gpu.ranks:runs_of_two_ranks", 180.0),
         *others,
     ]
     return [replace(section, limit_s=TOY_LIMIT_S) for section in found] if toy else found

@@ -100,8 +100,17 @@ def parent(number: int) -> Parent:
 
 def start(
     script: Path, arguments: Sequence[str], environment: Mapping[str, str], log: Path
-) -> Forked:
+) -> Forked | subprocess.Popen[bytes]:
     """`python SCRIPT ARGUMENTS`, with its output in `log`; ranks take turns between the parents."""
+    if "RANKS_DEVICE" in environment:  # beside GPUs: who has asked for them cannot fork
+        with log.open("wb") as file:
+            return subprocess.Popen(
+                [sys.executable, str(script), *arguments],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
     chosen = parent(int(environment.get("RANK", "0")) % len(HASH_SEEDS))
     return Forked(chosen, chosen.ask(
         script=str(script), arguments=list(arguments), environment=dict(environment), log=str(log)

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 from one_gpu.section import Found, Setting
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,7 @@ class Runs:
     """Runs in one folder, each a process."""
 
     setting: Setting
+    deadline_s: float = RUN_DEADLINE_S
 
     def command(self, *arguments: str) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
@@ -49,13 +51,15 @@ class Runs:
 
     def done(self, process: subprocess.Popen[bytes], *, expected: int = 0) -> None:
         try:
-            out, _ = process.communicate(timeout=RUN_DEADLINE_S)
+            out, _ = process.communicate(timeout=self.deadline_s)
+            ended = f"exit code {process.returncode}"
+        except subprocess.TimeoutExpired as late:
+            out = late.stdout or b""
+            ended = f"no end within {self.deadline_s:g} s"
         finally:
             process.kill()
         if process.returncode != expected:
-            raise RuntimeError(
-                f"{process.args}: exit code {process.returncode}\n{out.decode()[-6000:]}"
-            )
+            raise RuntimeError(f"{process.args}: {ended}\n{out.decode()[-6000:]}")
 
     def train(self, name: str, *arguments: str) -> float:
         """Make a run of the example. Returns its seconds."""
@@ -63,15 +67,22 @@ class Runs:
         self.done(self.command(*self._train(name, arguments)))
         return time.perf_counter() - began
 
-    def train_killed(self, name: str, *arguments: str) -> None:
-        """Kill the run's process group after a step, and resume it."""
+    def start(self, name: str, *arguments: str, until: int) -> subprocess.Popen[bytes]:
+        """Begin a run. Returns when it has logged `until` rows, or has ended."""
         process = self.command(*self._train(name, arguments))
-        ends = time.monotonic() + RUN_DEADLINE_S
-        while len(self.rows(name)) < KILLED_AT:
+        ends = time.monotonic() + self.deadline_s
+        log = self.setting.work / "runs" / name / "metrics.jsonl"
+        while not log.exists() or log.read_bytes().count(b"\n") < until:
             if process.poll() is not None or time.monotonic() > ends:
                 break
             time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
+        return process
+
+    def train_killed(self, name: str, *arguments: str) -> None:
+        """Kill the run's processes after a step, and resume it."""
+        process = self.start(name, *arguments, until=KILLED_AT)
+        for each in (*psutil.Process(process.pid).children(recursive=True), process):
+            each.send_signal(signal.SIGKILL)
         self.done(process, expected=-signal.SIGKILL)
         self.done(self.command(*self._train(name, arguments), "--resume"))
 
@@ -100,12 +111,10 @@ class Runs:
 def whole_runs(setting: Setting) -> Found:
     """Make the runs, several at a time."""
     found = Found()
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        found.numbers["not made, for want of"] = missing
-        print(f"  no runs are made: this machine lacks {', '.join(missing)}", flush=True)
+    if lacks_packages(found):
         return found
     runs = Runs(setting)
-    _prepare(runs)
+    prepare(runs)
     grpo = [str(EXAMPLE / "base.yaml"), str(EXAMPLE / "grpo.yaml")]
     dtype = f"model.dtype={setting.size.dtype}"
     alike = (
@@ -140,7 +149,17 @@ def whole_runs(setting: Setting) -> Found:
     return found
 
 
-def _prepare(runs: Runs) -> None:
+def lacks_packages(found: Found) -> bool:
+    """Whether this machine has too few packages for a run; says which."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        found.numbers["not made, for want of"] = missing
+        print(f"  no runs are made: this machine lacks {', '.join(missing)}", flush=True)
+    return bool(missing)
+
+
+def prepare(runs: Runs) -> None:
+    """Write the example's model and data."""
     model = runs.command("init-model", "build/addition/model", "--preset", "addition")
     data = subprocess.Popen(
         [sys.executable, str(EXAMPLE / "make_data.py"), "build/addition/data"],

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rlcore.config import Config
 from rlcore.deadlines import STORE_S
-from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
+from rlcore.errors import ConfigError, DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.launch.environment import (
     STORE_FOLDER,
     allow_connections,
@@ -33,6 +33,7 @@ from rlcore.launch.logs import RankLog, describe_failure, rank_log
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.launch.torchrun_attempts import FIRST, Attempt, join_attempt
 from rlcore.runs.state import seed_rng
+from rlcore.shared_gpu import SINCE, SWITCH, ranks_share_gpus
 from rlcore.stores import FolderStore, Store, keys_under, meeting_briefly
 from rlcore.timeline.start import START
 from rlcore.trainer.rank_sync import Failure, RankSync
@@ -84,11 +85,21 @@ class Process:
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """Choose this rank's GPU, or the CPU where there is none."""
+    """Choose this rank's GPU, or the CPU where there is none.
+
+    Raises ConfigError if the machine has more ranks than GPUs, and they may not share them.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    gpus = torch.cuda.device_count()
+    if local_rank >= gpus and not ranks_share_gpus():
+        raise ConfigError(
+            f"LOCAL_RANK: got {local_rank}, but torch sees {gpus} GPUs on this machine: start at"
+            f" most {gpus} processes on it (cluster.processes_per_node). To debug a layout, ranks"
+            f" can share a GPU with {SWITCH}=1 in the environment, from NCCL {SINCE} on"
+        )
+    torch.cuda.set_device(local_rank % gpus)
+    return torch.device("cuda", local_rank % gpus)
 
 
 @contextmanager

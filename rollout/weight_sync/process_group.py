@@ -15,8 +15,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.errors import DeadlineExceeded, RunFailed
+from rlcore.shared_gpu import ranks_share_gpus
 from rlcore.stores import bound_store
 
 # NCCL has no wait with a deadline: a look comes the later, the longer a broadcast takes
@@ -35,6 +37,7 @@ POLL_S = 0.0002
 MOST_POLL_S = 0.02
 POLL_SHARE = 0.05  # of the time that was waited
 NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+DUMPS = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 WATCHDOG_FACTOR = 4  # NCCL's own watchdog ends the process: it must come well after our deadline
 
 Backend = Literal["gloo", "nccl"]
@@ -220,18 +223,20 @@ class WeightGroup:
             work = group.broadcast(flat, 0)
             if self.address.backend == "gloo":
                 work.wait(timedelta(seconds=self.address.timeout_s))
-                return
-            while not work.is_completed():
-                waited = time.monotonic() - began
-                if waited > self.address.timeout_s:
-                    raise RuntimeError("Operation timed out")
-                time.sleep(min(max(POLL_S, waited * POLL_SHARE), MOST_POLL_S))
-            work.wait()
+            else:
+                while not work.is_completed():
+                    waited = time.monotonic() - began
+                    if waited > self.address.timeout_s:
+                        raise RuntimeError("Operation timed out")
+                    time.sleep(min(max(POLL_S, waited * POLL_SHARE), MOST_POLL_S))
+                work.wait()
         except RuntimeError as error:
             self.close()
             raise self._failure(
                 f"a broadcast of {len(flat)} bytes of weights failed", error
             ) from error
+        if self._group is not group:  # NCCL ends an aborted broadcast without an error
+            raise RunFailed(f"the weight group was closed in a broadcast of {len(flat)} bytes")
 
     def _failure(self, what: str, error: Exception) -> RunFailed:
         kind = (
@@ -250,7 +255,7 @@ class WeightGroup:
 
 
 def make_group(address: GroupAddress, rank: int, store: dist.Store, device: torch.device) -> Any:
-    """Make a bare backend, which is registered nowhere (NCCL was not run on any GPU yet).
+    """Make a bare backend, which is registered nowhere.
 
     SGLang's `init_custom_process_group`, and torch below it, look for the other ranks under these
     prefixes.
@@ -269,7 +274,8 @@ def make_group(address: GroupAddress, rank: int, store: dist.Store, device: torc
         options.config.blocking = 0
         # How long torch waits for such a communicator: half an hour by default. It is read once.
         os.environ.setdefault(NONBLOCKING_TIMEOUT, str(math.ceil(address.timeout_s)))
-        group = dist.ProcessGroupNCCL(store, rank, address.world_size, options)
+        with _without_dumps():
+            group = dist.ProcessGroupNCCL(store, rank, address.world_size, options)
         group.eager_connect_single_device(device)
         return group
     if rank > 0 and not is_loopback(address.host):
@@ -281,6 +287,24 @@ def make_group(address: GroupAddress, rank: int, store: dist.Store, device: torc
     local._devices = [dist.ProcessGroupGloo.create_device(hostname=address.host)]
     local._timeout = limit
     return dist.ProcessGroupGloo(store, rank, address.world_size, local)
+
+
+@contextmanager
+def _without_dumps() -> Iterator[None]:
+    """Inside, a new group does not ask its store every second whether another rank wants a dump.
+
+    torch takes a bare group for the first of its process, and logs a stack at each such question
+    when the store is gone. It reads the variable in the constructor.
+    """
+    before = os.environ.get(DUMPS)
+    os.environ[DUMPS] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[DUMPS]
+        else:
+            os.environ[DUMPS] = before
 
 
 # --- devices and addresses ------------------------------------------------------------------------
@@ -306,7 +330,9 @@ def choose_backend(trainer: str | None, engine: str | None) -> Backend:
     Args:
         trainer, engine: what identifies its GPU; None where it has none of its own.
     """
-    return "gloo" if trainer is None or engine is None or trainer == engine else "nccl"
+    if trainer is None or engine is None:
+        return "gloo"
+    return "nccl" if trainer != engine or ranks_share_gpus() else "gloo"
 
 
 def gpu_identity(device: torch.device) -> str | None:

@@ -38,13 +38,15 @@ R = TypeVar("R")
 HOLD_S = 2.0  # rank 0 keeps the first bucket for so long
 
 
-def exporter_of(source: Path, layout: ParallelConfig, parallel: ParallelState) -> WeightExporter:
+def exporter_of(
+    source: Path, layout: ParallelConfig, parallel: ParallelState, bucket_bytes: int
+) -> WeightExporter:
     arch = read_architecture(source)
     config = transformer_config(arch, layout, "fp32", torch.device("cpu"), {})
     padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
     chunks = in_dtype(build_chunks(arch, config, padded_vocab=padded), config)
     load_hf(chunks, arch, source, parallel)
-    return WeightExporter(chunks, arch, parallel, dtype=torch.float32, bucket_bytes=20_000)
+    return WeightExporter(chunks, arch, parallel, dtype=torch.float32, bucket_bytes=bucket_bytes)
 
 
 def publish(exporter: WeightExporter) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -119,7 +121,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
     export._ALONE_BYTES = case["alone_bytes"]
     with megatron_device("cpu"):
         parallel = init_parallel(layout, timeout_s=60, seed=0)
-        exporter = exporter_of(Path(case["model"]), layout, parallel)
+        exporter = exporter_of(Path(case["model"]), layout, parallel, case["bucket_bytes"])
         shared, roots = share(exporter)
         save_file(shared, folder / f"{case['name']}_{parallel.rank}.safetensors")
         if parallel.rank == 0:

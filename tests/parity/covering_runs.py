@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tests import nccl_rules
 
 RANKS = Path(__file__).with_name("parity_ranks.py")
 DEADLINE_S = 600
+BESIDE_GPUS = {"RANKS_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 # minibatches -> [optimizer step][data-parallel rank of two] = sequences. Somewhere the second rank
 # has no trainable token (2 and 3) or no sequence at all; one process holds both parts.
@@ -99,14 +101,37 @@ class Row:
     micro_batches: int
 
 
-def run(chosen: Sequence[Case], folder: Path, *, dtype: str = "fp32") -> Iterator[Row]:
-    """Run the cases, one launch per world size, and one for all references."""
+def run(
+    chosen: Sequence[Case],
+    folder: Path,
+    *,
+    dtype: str = "fp32",
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Row]:
+    """Run the cases, one launch per world size, and one for all references.
+
+    `environment` is of the cases' ranks. The references run on the CPU.
+    """
     references = {(one := reference_of(case))["name"]: one for case in chosen}
-    run_ranks(RANKS, 1, folder / "references", list(references.values()), deadline_s=DEADLINE_S)
+    run_ranks(
+        RANKS,
+        1,
+        folder / "references",
+        list(references.values()),
+        deadline_s=DEADLINE_S,
+        environment=BESIDE_GPUS if environment.get("RANKS_DEVICE") == "cuda" else {},
+    )
     for size in sorted({case.ranks for case in chosen}):
         of_size = [case for case in chosen if case.ranks == size]
         payloads = [payload(case, dtype=dtype) for case in of_size]
-        run_ranks(RANKS, size, folder / f"world{size}", payloads, deadline_s=DEADLINE_S)
+        run_ranks(
+            RANKS,
+            size,
+            folder / f"world{size}",
+            payloads,
+            deadline_s=DEADLINE_S,
+            environment=environment,
+        )
         for case in of_size:
             got = torch.load(folder / f"world{size}" / f"{case.name}.pt", weights_only=False)
             expected = torch.load(

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from cases import gradient, make_batch, make_config, make_plan, make_vectors, plan_of
-from rank_main import main
+from rank_main import device, main
 from torch import Tensor, nn
 
 from backends.megatron import MegatronBackend
@@ -37,7 +37,7 @@ def weights(backend: MegatronBackend, model: Any, head: str) -> dict[str, Tensor
     named: dict[str, Tensor] = {}
     for bucket, flat in exporter.export_buckets():
         if flat is not None:
-            named.update((name, tensor.clone()) for name, tensor in bucket.views(flat))
+            named.update((name, tensor.to("cpu", copy=True)) for name, tensor in bucket.views(flat))
     return named
 
 
@@ -98,7 +98,7 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
         with_reference=True,
         with_critic=case.get("critic", False),
         total_steps=10,
-        device="cpu",
+        device=device(),
     )
     root = backend.rank == 0
     batch = read_batch(case, folder.parent) if root else None

@@ -17,6 +17,14 @@ import torch.distributed as dist
 from tests.process_groups import release_groups
 
 TIMEOUT = timedelta(seconds=240)  # of the start, for a busy machine, and of a collective
+ON_CUDA = {"RANKS_DEVICE": "cuda"}  # environment of ranks that compute there, over NCCL
+
+
+def device() -> torch.device:
+    """Where this rank computes. Ranks beyond the last GPU begin again with the first."""
+    if os.environ.get("RANKS_DEVICE", "cpu") == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
 
 
 def payload(folder: Path) -> Any:
@@ -26,18 +34,21 @@ def payload(folder: Path) -> Any:
 
 @contextmanager
 def joined(folder: Path, *, alone: bool = False) -> Iterator[None]:
-    """Inside, the gloo group of the ranks that `RANK` and `WORLD_SIZE` name exists.
+    """Inside, the group of the ranks that `RANK` and `WORLD_SIZE` name exists.
 
     One rank has none unless `alone` is set.
     """
     torch.set_num_threads(1)
+    place = device()
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     if size == 1 and not alone:  # the backend makes its own
         yield
         return
     dist.init_process_group(
-        "gloo",
+        "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=size,

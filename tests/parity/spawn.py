@@ -1,4 +1,4 @@
-"""Real gloo ranks: one process a rank, one deadline for all, and a failing rank's own words."""
+"""Real ranks: one process each, one deadline for all, and a failing rank's own words."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def run_ranks(
 ) -> None:
     """Run `script FOLDER` as ranks 0..size-1, with `payload` in FOLDER/payload.json.
 
-    `environment` is added to this process's own; `nccl_rules.ON` makes ranks keep NCCL's rules.
+    `environment` is added to this process's own; `nccl_rules.ON` makes ranks keep NCCL's rules,
+    `rank_main.ON_CUDA` has them compute on GPUs.
     The first rank that fails, or the deadline, ends all of them; the test fails with the logs' last
     lines.
     """
@@ -45,7 +46,8 @@ def run_ranks(
             "WORLD_SIZE": str(size),
             "OMP_NUM_THREADS": "1",
         }
-        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(script.parent)])
+        given = filter(None, [os.environ.get("PYTHONPATH")])
+        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(script.parent), *given])
         ranks.append(start(script, [str(folder)], variables, folder / f"rank{rank}.log"))
     end = time.monotonic() + deadline_s
     try:

@@ -157,9 +157,9 @@ class WeightExporter:
         own = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
         self._params: dict[str, Tensor] = {entry.megatron: param for entry, param in own}
         self._device = own[0][1].device
-        # A stage without a vocabulary never uses it.
-        vocab = [param.size(0) for entry, param in own if entry.split is Split.VOCAB]
-        self._padded_vocab = vocab[0] * parallel.tp_size if vocab else 0
+        self._padded_vocab = self._agree_on_vocab(
+            [param.size(0) for entry, param in own if entry.split is Split.VOCAB]
+        )
         self._ranks = self._gather_coordinates()
         self._sources = self._find_sources()
         self._found: dict[tuple[int, int | None, Split], list[int]] = {}
@@ -386,6 +386,16 @@ class WeightExporter:
         gathered = [torch.empty_like(own) for _ in range(p.world_size)]
         dist.all_gather(gathered, own, group=p.control_group)
         return [_Coordinates(*numbers.tolist()) for numbers in gathered]
+
+    def _agree_on_vocab(self, rows: list[int]) -> int:
+        """The padded vocabulary, also on stages without one: they plan with all ranks' sizes.
+
+        Args:
+            rows: of this rank's tensors that are split by the vocabulary.
+        """
+        padded = torch.tensor([rows[0] * self.parallel.tp_size if rows else 0])
+        dist.all_reduce(padded, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
+        return int(padded)
 
     def _find_sources(self) -> dict[str, _Source]:
         """The source of every tensor."""

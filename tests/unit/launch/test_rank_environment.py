@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from rlcore.config import Config
-from rlcore.errors import RunFailed
+from rlcore.errors import ConfigError, RunFailed
 from rlcore.launch import environment, local, process
-from rlcore.launch.process import cuda_environment
+from rlcore.launch.process import cuda_environment, pick_device
+from rlcore.shared_gpu import SWITCH
 
 ROOT = Path(__file__).parents[3]
 NEW = "2.14.1"
@@ -155,3 +156,17 @@ def test_a_node_that_allows_too_few_connections_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 2048))
     with pytest.raises(RunFailed, match=r"needs 3072 open files, for 2048 conn.* may have 2048"):
         environment.allow_connections(2048)
+
+
+def test_a_machine_with_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv(SWITCH, raising=False)
+    assert pick_device(1) == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="LOCAL_RANK: got 2, but torch sees 2 GPUs on"):
+        pick_device(2)
+    monkeypatch.setenv(SWITCH, "1")
+    assert pick_device(3) == torch.device("cuda", 1)
+    assert chosen == [1, 1]

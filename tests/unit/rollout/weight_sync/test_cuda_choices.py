@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import pickle
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.errors import RunFailed
+from rlcore.shared_gpu import SWITCH
 from rlcore.stores import bound_store
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.weight_sync import links
@@ -28,7 +31,13 @@ from rollout.weight_sync import serialized as tensor
 from rollout.weight_sync.choose import choose_name
 from rollout.weight_sync.groups import link
 from rollout.weight_sync.links import DistributedTransport
-from rollout.weight_sync.process_group import GroupAddress, choose_backend, make_group
+from rollout.weight_sync.process_group import (
+    GroupAddress,
+    WeightGroup,
+    choose_backend,
+    make_group,
+    start_thread,
+)
 from rollout.weight_sync.serialized import COUNTER, DEVICE, SerializedHandles, TensorTransport
 
 SGLANG = ("distributed", "tensor", "disk", "delta")
@@ -75,6 +84,16 @@ def test_nccl_joins_different_gpus(trainer: str | None, engine: str | None, back
     assert choose_backend(trainer, engine) == backend
 
 
+@pytest.mark.parametrize(
+    ("engine", "backend"), [("GPU-a", "nccl"), ("GPU-b", "nccl"), (None, "gloo")]
+)
+def test_nccl_joins_processes_on_one_gpu_where_it_is_asked_to(
+    engine: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+    assert choose_backend("GPU-a", engine) == backend
+
+
 def test_both_sides_of_a_group_are_told_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 is the trainer; an engine of two tensor-parallel ranks has ranks 1 and 2 of a group of
     three.
@@ -109,6 +128,7 @@ def test_an_nccl_group_is_nccl_with_a_watchdog_beyond_our_deadline(
         def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
             self.given = (rank, size, options._timeout.total_seconds())
             self.blocking = options.config.blocking
+            self.dumps = os.environ[weight_group.DUMPS]
             self.connected: list[torch.device] = []
 
         def eager_connect_single_device(self, device: torch.device) -> None:
@@ -126,6 +146,29 @@ def test_an_nccl_group_is_nccl_with_a_watchdog_beyond_our_deadline(
     assert group.connected == [CUDA]
     assert group.blocking == 0
     assert os.environ[weight_group.NONBLOCKING_TIMEOUT] == "5"
+    # else torch would ask the group's store for requests of dumps, and log that it is gone
+    assert group.dumps == "0"
+    assert os.environ.get(weight_group.DUMPS) is None
+
+
+def test_a_broadcast_that_an_abort_ends_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's work is completed then, and raises nothing."""
+    aborted = threading.Event()
+    started = threading.Event()
+
+    def broadcast(flat: torch.Tensor, root: int) -> SimpleNamespace:
+        started.set()
+        return SimpleNamespace(is_completed=aborted.is_set, wait=lambda: True)
+
+    bare = SimpleNamespace(broadcast=broadcast, abort=aborted.set)
+    monkeypatch.setattr(weight_group, "make_group", lambda *given: bare)
+    address = GroupAddress("127.0.0.1", 1, 2, "nccl", 30.0)
+    group = WeightGroup(address, 1, device=torch.device("cpu"), store=dist.HashStore())
+    received = start_thread(lambda: group.receive(8), torch.device("cpu"))
+    assert started.wait(30)
+    group.close()
+    with pytest.raises(RunFailed, match="was closed in a broadcast of 8 bytes"):
+        received.result(30)
 
 
 # --- by handle ------------------------------------------------------------------------------------
