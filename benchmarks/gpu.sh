@@ -46,6 +46,10 @@ case "${1:-}" in
         folder=$(mktemp -d)
         trap 'rm -rf "$folder"' EXIT
         site=$folder/site-packages
+        if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then      # else every process compiles all that it imports
+            unset PYTHONDONTWRITEBYTECODE
+            export PYTHONPYCACHEPREFIX=$folder/bytecode
+        fi
         "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$bundle"/wheels/*.whl
         PYTHONPATH="$PYTHONPATH:$site" "$python" "$root/benchmarks/gpu.py" --references "$bundle" "$@"
         exit ;;

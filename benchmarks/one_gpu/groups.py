@@ -24,9 +24,15 @@ from one_gpu.section import Found, Setting
 
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rlcore.interpreters import ask
-from rlcore.shared_gpu import SINCE, SWITCH
 from rlcore.weights import fingerprint
-from rollout.weight_sync.process_group import Backend, GroupAddress, WeightGroup, meeting_place
+from rollout.weight_sync.process_group import (
+    SHARED_GPU,
+    SHARED_SINCE,
+    Backend,
+    GroupAddress,
+    WeightGroup,
+    meeting_place,
+)
 
 LIMIT_S = 6.0  # of a meeting and of a broadcast
 SLACK_S = 6.0  # that an error may come later, on a busy machine
@@ -46,11 +52,13 @@ def lacks_nccl(setting: Setting, found: Found) -> bool:
         return False
     nccl = ask(sys.executable, []).nccl
     found.numbers["nccl"] = nccl
-    if tuple(map(int, nccl.split("."))) < tuple(map(int, SINCE.split("."))):
-        print(f"  not made: NCCL {nccl} takes no two ranks on a GPU, {SINCE} does", flush=True)
-        found.numbers["not made, for want of"] = f"NCCL {SINCE}"
+    if tuple(map(int, nccl.split("."))) < tuple(map(int, SHARED_SINCE.split("."))):
+        print(
+            f"  not made: NCCL {nccl} takes no two ranks on a GPU, {SHARED_SINCE} does", flush=True
+        )
+        found.numbers["not made, for want of"] = f"NCCL {SHARED_SINCE}"
         return True
-    os.environ.update({SWITCH: "1", **CHANNELS})
+    os.environ.update({SHARED_GPU: "1", **CHANNELS})
     return False
 
 

@@ -33,10 +33,10 @@ from rlcore.launch.logs import RankLog, describe_failure, rank_log
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.launch.torchrun_attempts import FIRST, Attempt, join_attempt
 from rlcore.runs.state import seed_rng
-from rlcore.shared_gpu import SINCE, SWITCH, ranks_share_gpus
 from rlcore.stores import FolderStore, Store, keys_under, meeting_briefly
 from rlcore.timeline.start import START
 from rlcore.trainer.rank_sync import Failure, RankSync
+from rollout.weight_sync.process_group import SHARED_GPU, SHARED_SINCE, ranks_share_gpus
 
 # Libraries read these when they are first used on a GPU, so they are set before that.
 DETERMINISTIC_LIBRARIES = {
@@ -96,7 +96,7 @@ def pick_device(local_rank: int) -> torch.device:
         raise ConfigError(
             f"LOCAL_RANK: got {local_rank}, but torch sees {gpus} GPUs on this machine: start at"
             f" most {gpus} processes on it (cluster.processes_per_node). To debug a layout, ranks"
-            f" can share a GPU with {SWITCH}=1 in the environment, from NCCL {SINCE} on"
+            f" can share a GPU with {SHARED_GPU}=1 in the environment, from NCCL {SHARED_SINCE} on"
         )
     torch.cuda.set_device(local_rank % gpus)
     return torch.device("cuda", local_rank % gpus)

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.errors import DeadlineExceeded, RunFailed
-from rlcore.shared_gpu import ranks_share_gpus
 from rlcore.stores import bound_store
 
 # NCCL has no wait with a deadline: a look comes the later, the longer a broadcast takes
@@ -39,6 +38,10 @@ POLL_SHARE = 0.05  # of the time that was waited
 NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 DUMPS = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 WATCHDOG_FACTOR = 4  # NCCL's own watchdog ends the process: it must come well after our deadline
+
+# NCCL takes ranks that share a GPU from this version on, where its variable is 1.
+SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+SHARED_SINCE = "2.30"
 
 Backend = Literal["gloo", "nccl"]
 T = TypeVar("T")
@@ -333,6 +336,11 @@ def choose_backend(trainer: str | None, engine: str | None) -> Backend:
     if trainer is None or engine is None:
         return "gloo"
     return "nccl" if trainer != engine or ranks_share_gpus() else "gloo"
+
+
+def ranks_share_gpus() -> bool:
+    """Whether the environment lets ranks of a process group share a GPU, to debug a layout."""
+    return os.environ.get(SHARED_GPU) == "1"
 
 
 def gpu_identity(device: torch.device) -> str | None:

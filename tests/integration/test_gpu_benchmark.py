@@ -25,8 +25,26 @@ SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 FAILING = Path(__file__).with_name("failing_sections.py")
 SECTIONS = [
     "attention", "head", "step", "experts", "memory", "ceilings", "training toy", "sharing",
-    "kernels", "head alone", "engine", "handles", "runs",
+    "kernels", "head alone", "engine", "handles", "runs", "groups", "ranks",
 ]  # fmt: skip
+WHOLE_RUNS = {
+    "runs": [
+        "runs: again differs from the first",
+        "runs: colocated differs from the first",
+        "runs: killed differs from the first",
+        "runs: mean log-prob gap of the worst step",
+    ],
+    "ranks": [
+        "ranks: weights of 'again' differ from the first",
+        "ranks: weights of 'one sender' differ from the first",
+        "ranks: weights of 'killed' differ from the first",
+        "ranks: weights of 'an engine killed' differ from the first",
+        "ranks: mean log-prob gap of 'tensor'",
+        "ranks: mean log-prob gap of 'pipeline'",
+        "ranks: mean log-prob gap of 'data'",
+        "ranks: engines that were not started again",
+    ],
+}
 ENDS_S = 1500.0  # on a quiet machine it takes less than two minutes
 MOST_BYTES = 64 << 20
 
@@ -92,27 +110,26 @@ def test_every_section_ends_and_its_checks_hold(report: dict[str, Any]) -> None:
 
 
 def test_a_machine_that_lacks_packages_of_whole_runs_makes_none(report: dict[str, Any]) -> None:
-    missing = report["sections"]["runs"]["numbers"]["not made, for want of"]
-    assert "aiohttp" in missing
-    assert "xxhash" not in missing
+    for name in ("runs", "ranks"):
+        missing = report["sections"][name]["numbers"]["not made, for want of"]
+        assert "aiohttp" in missing
+        assert "xxhash" not in missing
 
 
 @pytest.mark.rest
-def test_whole_runs_with_all_packages(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "section", [pytest.param("runs"), pytest.param("ranks", marks=pytest.mark.full)]
+)
+def test_whole_runs_with_all_packages(section: str, tmp_path: Path) -> None:
     result = tmp_path / "gpu.json"
-    command = [SCRIPT, "--toy", "--only", "runs", "--json", result]
+    command = [SCRIPT, "--toy", "--only", section, "--json", result]
     done = subprocess.run(
         command, env=environment(PYTHON=sys.executable), cwd=tmp_path, capture_output=True,
         text=True, timeout=ENDS_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    section = json.loads(result.read_text())["sections"]["runs"]
-    assert [check["name"] for check in section["checks"] if check["ok"]] == [
-        "runs: again differs from the first",
-        "runs: colocated differs from the first",
-        "runs: killed differs from the first",
-        "runs: mean log-prob gap of the worst step",
-    ]
+    checks = json.loads(result.read_text())["sections"][section]["checks"]
+    assert [check["name"] for check in checks if check["ok"]] == WHOLE_RUNS[section]
 
 
 def test_a_late_reader_meets_the_race_only_in_shared_buffers(report: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from rlcore.config import Config
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.launch import environment, local, process
 from rlcore.launch.process import cuda_environment, pick_device
-from rlcore.shared_gpu import SWITCH
+from rollout.weight_sync.process_group import SHARED_GPU
 
 ROOT = Path(__file__).parents[3]
 NEW = "2.14.1"
@@ -163,10 +163,10 @@ def test_a_machine_with_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.delenv(SHARED_GPU, raising=False)
     assert pick_device(1) == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="LOCAL_RANK: got 2, but torch sees 2 GPUs on"):
         pick_device(2)
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(SHARED_GPU, "1")
     assert pick_device(3) == torch.device("cuda", 1)
     assert chosen == [1, 1]

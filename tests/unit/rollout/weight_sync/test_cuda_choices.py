@@ -22,7 +22,6 @@ from torch.multiprocessing import reductions
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import RunFailed
-from rlcore.shared_gpu import SWITCH
 from rlcore.stores import bound_store
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.weight_sync import links
@@ -32,6 +31,7 @@ from rollout.weight_sync.choose import choose_name
 from rollout.weight_sync.groups import link
 from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.process_group import (
+    SHARED_GPU,
     GroupAddress,
     WeightGroup,
     choose_backend,
@@ -90,7 +90,7 @@ def test_nccl_joins_different_gpus(trainer: str | None, engine: str | None, back
 def test_nccl_joins_processes_on_one_gpu_where_it_is_asked_to(
     engine: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(SHARED_GPU, "1")
     assert choose_backend("GPU-a", engine) == backend
 
 
