@@ -129,6 +129,12 @@ def _add_servers(commands: Commands) -> None:
         " leaves it again"
     )
     sub.add_argument("--join", type=Path, metavar="RUN", help=text)
+    text = "machines of one engine, each with as many of its ranks; call the command on all of them"
+    sub.add_argument("--nodes", type=_positive, default=1, metavar="N", help=text)
+    text = "of this machine; 0: the one that answers requests"
+    sub.add_argument("--node-rank", type=int, default=0, metavar="K", help=text)
+    text = "an address of that machine, and a free port there, where its ranks meet"
+    sub.add_argument("--head", metavar="HOST:PORT", help=text)
     text = "serve a reward model on Megatron, in any layout, to the reward services of runs"
     _add_server_options(_configured(commands, "reward-model", text))
 

@@ -19,7 +19,7 @@ from rlcore.errors import ConfigError
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.environment import is_rank
 from rlcore.launch.logs import log_folder
-from rollout.engines.factories import EngineSite, factory_of
+from rollout.engines.factories import EngineNode, EngineSite, factory_of
 
 IN_PROCESS = "copy"  # the transport that hands tensors over inside one process
 
@@ -55,19 +55,35 @@ def check_reachable(
             )
 
 
-def engine_site(config: Config, *, world_size: int, local_ranks: int, logs: Path) -> EngineSite:
-    """This machine, for engines that are beside `local_ranks` processes of the trainer."""
+def engine_site(
+    config: Config,
+    *,
+    world_size: int,
+    local_ranks: int,
+    logs: Path,
+    node: EngineNode | None = None,
+) -> EngineSite:
+    """This machine, for engines that are beside `local_ranks` processes of the trainer.
+
+    Args:
+        node: this machine's part, where an engine is on several.
+    """
 
     def gpus() -> list[list[str]]:
         assigned = assign_gpus(
-            config.rollout.engine, visible=torch.cuda.device_count(), ranks=local_ranks
+            config.rollout.engine,
+            visible=torch.cuda.device_count(),
+            ranks=local_ranks,
+            nodes=1 if node is None else node.nodes,
         )
         return [visible_names(numbers, os.environ) for numbers in assigned]
 
-    return EngineSite(config, world_size, local_ranks, logs, gpus)
+    return EngineSite(config, world_size, local_ranks, logs, gpus, node)
 
 
-def assign_gpus(config: EngineConfig, *, visible: int, ranks: int) -> list[tuple[int, ...]]:
+def assign_gpus(
+    config: EngineConfig, *, visible: int, ranks: int, nodes: int = 1
+) -> list[tuple[int, ...]]:
     """Return each engine's GPUs, one for each tensor-parallel rank; () for engines on the CPU.
 
     Engines that can share a GPU (`EngineKind.shares_gpu`) are dealt over those that no trainer is
@@ -76,6 +92,7 @@ def assign_gpus(config: EngineConfig, *, visible: int, ranks: int) -> list[tuple
     Args:
         visible: the number of GPUs of this machine; 0 on a CPU.
         ranks: the number of trainer processes on it.
+        nodes: machines over which an engine's ranks are dealt.
 
     Raises:
         ConfigError: there are too few GPUs, or `rollout.engine.gpus` names some that do not exist
@@ -95,7 +112,7 @@ def assign_gpus(config: EngineConfig, *, visible: int, ranks: int) -> list[tuple
         free = trainer if config.colocated else range(len(trainer), visible)
         pool = free or range(visible)
         return [(pool[index % len(pool)],) for index in range(config.count)]
-    width = config.tensor_parallel
+    width = config.tensor_parallel // nodes
     offered = list(config.gpus or (trainer if config.colocated else range(len(trainer), visible)))
     if missing := [gpu for gpu in offered if gpu >= visible]:
         raise ConfigError(
@@ -108,15 +125,17 @@ def assign_gpus(config: EngineConfig, *, visible: int, ranks: int) -> list[tuple
             " trainer; leave gpus out"
         )
     if len(offered) < config.count * width:
-        raise ConfigError(_too_few(config, offered, visible, len(trainer)))
+        raise ConfigError(_too_few(config, width, offered, visible, len(trainer)))
     return [tuple(offered[index * width : (index + 1) * width]) for index in range(config.count)]
 
 
-def _too_few(config: EngineConfig, offered: Sequence[int], visible: int, trainer: int) -> str:
-    needed = config.count * config.tensor_parallel
-    wanted = (
-        f"{config.count} x rollout.engine.tensor_parallel {config.tensor_parallel} need {needed}"
-    )
+def _too_few(
+    config: EngineConfig, width: int, offered: Sequence[int], visible: int, trainer: int
+) -> str:
+    ranks = f"rollout.engine.tensor_parallel {config.tensor_parallel}"
+    if width < config.tensor_parallel:
+        ranks += f" over {config.tensor_parallel // width} machines"
+    wanted = f"{config.count} x {ranks} need {config.count * width}"
     if config.gpus:
         return f"rollout.engine.gpus: got {len(offered)}, but rollout.engine.count {wanted}"
     message = f"rollout.engine.count: {wanted} GPUs, but "

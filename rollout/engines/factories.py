@@ -74,6 +74,21 @@ class Keys:
 
 
 @dataclass(frozen=True)
+class EngineNode:
+    """This machine, of several that hold the tensor-parallel ranks of one engine.
+
+    Attributes:
+        nodes: the number of machines, each with as many ranks.
+        rank: 0 for the machine that answers requests.
+        head: host:port of an address of that machine, where all ranks meet.
+    """
+
+    nodes: int
+    rank: int
+    head: str
+
+
+@dataclass(frozen=True)
 class EngineSite:
     """Where the engines of a run are built, and for which configuration.
 
@@ -83,6 +98,7 @@ class EngineSite:
         logs: the folder for the engines' logs.
         assign_gpus: returns the names of each engine's GPUs, as CUDA_VISIBLE_DEVICES takes them;
             no names where engines are on the CPU. Raises ConfigError where there are too few.
+        node: where an engine is on several machines.
     """
 
     config: Config
@@ -90,6 +106,7 @@ class EngineSite:
     local_ranks: int
     logs: Path
     assign_gpus: Callable[[], list[list[str]]]
+    node: EngineNode | None = None
 
 
 class EngineFactory(Protocol):

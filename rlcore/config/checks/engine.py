@@ -34,7 +34,10 @@ _PARTS = (
     " every layer, and no copies"
 )
 _HTTP = "engines are asked and controlled over HTTP, which a server of SMG's gRPC does not speak"
-_ELSEWHERE = "an engine over several machines is started by hand, and given by rollout.engine.urls"
+_ELSEWHERE = (
+    "call `rlcore engine` with --nodes on each machine of an engine, and give its URL in"
+    " rollout.engine.urls"
+)
 _TLS = "set cluster.tls, which the engines' clients know too"
 # arguments that quantise weights -> the values that do not
 QUANTISING: dict[str, tuple[Any, ...]] = {

@@ -29,7 +29,7 @@ from rlcore.terminal import printable
 from rollout.fleet.engine_states import pause_before
 
 if TYPE_CHECKING:
-    from rollout.engines.factories import Keys
+    from rollout.engines.factories import EngineNode, Keys
     from rollout.engines.sglang.server_process import ManagedServer
 
 Follow = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
@@ -38,12 +38,37 @@ Leave = Callable[[], Coroutine[Any, Any, None]]
 OF_THE_RUN = ("count", "gpus", "host")
 
 
-def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
+def node_of(nodes: int, rank: int, head: str | None) -> EngineNode | None:
+    """This machine's part of an engine on `nodes` machines; None for one machine.
+
+    Raises UserError where the three do not fit.
+    """
+    from rollout.engines.factories import EngineNode
+
+    if nodes == 1:
+        if rank or head is not None:
+            raise UserError("--node-rank and --head are of an engine on several machines: --nodes")
+        return None
+    if not 0 <= rank < nodes:
+        raise UserError(f"--node-rank: got {rank}, expected 0 to {nodes - 1} (--nodes {nodes})")
+    host, _, port = (head or "").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise UserError(
+            f"--head: got {head!r}, expected host:port of an address of the machine of --node-rank"
+            " 0, where its ranks meet"
+        )
+    return EngineNode(nodes, rank, f"{host}:{port}")
+
+
+def serve_engines(
+    config: Config, *, urls_file: Path | None = None, node: EngineNode | None = None
+) -> int:
     """Run the engines until SIGINT or SIGTERM; return the exit code, 0.
 
     Args:
         urls_file: holds a JSON list of the URLs while the engines are ready, for a trainer that
             waits for it.
+        node: this machine's part of an engine on several. The first alone has a URL.
 
     Raises:
         ConfigError: the configuration has no SGLang engines to start.
@@ -53,6 +78,8 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 
     _check(config, urls_file)
+    if node is not None:
+        _check_node(config, node)
     keys = Keys.from_environment()
     generated = {
         name: key
@@ -62,11 +89,16 @@ def serve_engines(config: Config, *, urls_file: Path | None = None) -> int:
     # Beside the run's own folder, which the trainer must be the first to make. Several machines may
     # share it.
     logs = Path(config.run.dir) / f"{config.run.name}-engines" / socket.gethostname()
-    servers = build_servers(config, keys, logs)
+    if node is not None:
+        logs = logs / f"node-{node.rank}"
+    servers = build_servers(config, keys, logs, node)
     kind = config.rollout.engine.kind
     keys_file = logs / "keys.sh"
 
     def announce(urls: Sequence[str]) -> None:
+        if node is not None and node.rank > 0:
+            print(f"ready: machine {node.rank} of the engine that meets at {node.head}", flush=True)
+            return
         exports = [f"export {name}={key}\n" for name, key in generated.items()]
         if exports:  # standard output may be a file that others read
             logs.mkdir(parents=True, exist_ok=True)
@@ -160,12 +192,14 @@ def joining_config(run: Path, files: Sequence[Path], overrides: Sequence[str]) -
     return config
 
 
-def build_servers(config: Config, keys: Keys, logs: Path) -> Sequence[ManagedServer]:
+def build_servers(
+    config: Config, keys: Keys, logs: Path, node: EngineNode | None = None
+) -> Sequence[ManagedServer]:
     """Make the servers of a configuration on this machine, not started."""
     from rlcore.launch.engines import engine_site
     from rollout.engines.factories import factory_of
 
-    site = engine_site(config, world_size=0, local_ranks=0, logs=logs)
+    site = engine_site(config, world_size=0, local_ranks=0, logs=logs, node=node)
     servers: Sequence[ManagedServer]
     servers = factory_of(config.rollout.engine.kind).build_servers(site, keys)
     print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
@@ -192,6 +226,20 @@ def _check(config: Config, urls_file: Path | None) -> None:
         )
     if urls_file is not None and not urls_file.parent.is_dir():
         raise ConfigError(f"--urls-file: there is no folder {urls_file.parent}")
+
+
+def _check_node(config: Config, node: EngineNode) -> None:
+    engine = config.rollout.engine
+    if engine.count > 1:
+        raise ConfigError(
+            f"rollout.engine.count: got {engine.count} with --nodes {node.nodes}, expected 1: call"
+            " the command once for each engine, with a --head of its own"
+        )
+    if engine.tensor_parallel % node.nodes:
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel: got {engine.tensor_parallel}, expected a multiple of"
+            f" --nodes {node.nodes}: each machine has as many ranks"
+        )
 
 
 def followers(config: Config) -> list[Follow]:

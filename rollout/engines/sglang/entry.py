@@ -27,12 +27,15 @@ import importlib  # noqa: E402
 import importlib.util  # noqa: E402
 import json  # noqa: E402
 import signal  # noqa: E402
+import socket  # noqa: E402
 import ssl  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
 import urllib.error  # noqa: E402
+import urllib.parse  # noqa: E402
 import urllib.request  # noqa: E402
-from collections.abc import Callable, Collection  # noqa: E402
+from collections.abc import Callable, Collection, Iterator  # noqa: E402
+from datetime import timedelta  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 VERSION = "0.5.23"
@@ -40,6 +43,7 @@ PR_SET_PDEATHSIG = 1
 EXIT_BAD_ARGUMENT = 2
 POLL_S = 0.1
 RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+MEETING = "rlcore"  # scheme of RENDEZVOUS for ranks on several machines: rlcore://host:port
 
 
 def die_with_parent(is_there: Callable[[], bool]) -> None:
@@ -134,6 +138,8 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
     args.resolve_once()
     if in_turn(args):
         load_beside("bucket_calls").install(load_beside("../bucket_turns"))
+    if args.node_rank > 0:
+        report_without_requests(args, told)
     launch_server(
         args,
         init_tokenizer_manager_func=init_with_keys,
@@ -152,6 +158,8 @@ def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
     """Run a scheduler's process, which tells the digests of the weights that it receives, and what
     the server's process does.
     """
+    if os.environ.get(RENDEZVOUS, "").startswith(f"{MEETING}:"):
+        meet_at_one_address()
     if args.device == "cpu" and args.quantization == "fp8":  # SGLang has kernels for AMX alone
         importlib.import_module("stand_ins").install_fp8()
     told = (load_beside("bucket_calls").SERVER_INFO,) if in_turn(args) else ()
@@ -159,6 +167,50 @@ def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(args, *others, **named)
+
+
+def report_without_requests(args: Any, told: dict[str, Any]) -> None:
+    """Report when the ranks of a machine that answers no requests are ready.
+
+    SGLang would listen there for requests about its health, from anyone.
+    """
+    from sglang.srt.entrypoints import engine
+
+    engine.launch_dummy_health_check_server = lambda *of: report(told, {"port": args.port})
+
+
+def meet_at_one_address() -> None:
+    """Let ranks of several machines meet in a store that listens on the given address alone.
+
+    torch's own `tcp://` listens on every interface.
+    """
+    from torch.distributed import TCPStore, register_rendezvous_handler
+
+    def stores(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
+        place = urllib.parse.urlsplit(url)
+        asked = dict(urllib.parse.parse_qsl(place.query))
+        rank, size = int(asked["rank"]), int(asked["world_size"])
+        assert place.hostname is not None
+        assert place.port is not None
+        descriptor = None
+        if rank == 0:
+            family = socket.AF_INET6 if ":" in place.hostname else socket.AF_INET
+            listener = socket.create_server((place.hostname, place.port), family=family)
+            descriptor = listener.detach()
+        yield (
+            TCPStore(
+                place.hostname,
+                place.port,
+                size,
+                rank == 0,
+                timeout,
+                master_listen_fd=descriptor,
+            ),
+            rank,
+            size,
+        )
+
+    register_rendezvous_handler(MEETING, stores)
 
 
 def in_turn(args: Any) -> bool:

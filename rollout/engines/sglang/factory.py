@@ -9,7 +9,7 @@ import torch
 
 from rlcore.config import Config
 from rollout.engines.child_process import Server
-from rollout.engines.factories import EngineSite, Keys, engine_log, engine_name
+from rollout.engines.factories import EngineNode, EngineSite, Keys, engine_log, engine_name
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.server_process import ManagedServer
@@ -48,7 +48,13 @@ class SGLangFactory:
         """Return `rollout.engine.count` servers, not started."""
         return [
             _managed_server(
-                site.config, index, logs=site.logs, gpus=gpus, on_gpu=bool(gpus), keys=keys
+                site.config,
+                index,
+                logs=site.logs,
+                gpus=gpus,
+                on_gpu=bool(gpus),
+                keys=keys,
+                node=site.node,
             )
             for index, gpus in enumerate(site.assign_gpus())
         ]
@@ -95,7 +101,14 @@ class SGLangFactory:
 
 
 def _managed_server(
-    config: Config, index: int, *, logs: Path, gpus: Sequence[str], on_gpu: bool, keys: Keys
+    config: Config,
+    index: int,
+    *,
+    logs: Path,
+    gpus: Sequence[str],
+    on_gpu: bool,
+    keys: Keys,
+    node: EngineNode | None = None,
 ) -> ManagedServer:
     # arguments without which SGLang does not do what the rest of the configuration asks
     needed = {
@@ -114,4 +127,5 @@ def _managed_server(
         gpus=gpus,
         arguments={name: True for name, is_needed in needed.items() if is_needed},
         tls=config.cluster.tls,
+        node=node,
     )

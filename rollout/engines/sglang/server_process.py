@@ -23,7 +23,8 @@ from rlcore.stores import loopback_interface
 from rlcore.tls import server_context
 from rollout.engines.checks import folder_config, folder_vocab_size
 from rollout.engines.child_process import ChildServer, engine_environment
-from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineNode, Keys
+from rollout.engines.sglang.entry import MEETING, RENDEZVOUS
 from rollout.engines.sglang.nccl_version import check_nccl
 from rollout.weight_sync.process_group import is_loopback
 
@@ -66,6 +67,7 @@ class ManagedServer(ChildServer):
             visible ones.
         arguments: more of sglang's own arguments, by name, which `config.server` cannot override.
         tls: `cluster.tls`, with a certificate.
+        node: this machine's part, where the server is on several.
 
     Raises:
         ConfigError: there is no engine environment, or no server can be started with the device,
@@ -90,6 +92,7 @@ class ManagedServer(ChildServer):
         gpus: Sequence[str] = (),
         arguments: Mapping[str, Any] | None = None,
         tls: TLSConfig | None = None,
+        node: EngineNode | None = None,
     ) -> None:
         for problem in cannot_start(config):
             raise ConfigError(str(problem))
@@ -104,7 +107,8 @@ class ManagedServer(ChildServer):
         self._nccl_checked = False
         self._dtype = dtype
         self.gpus = tuple(gpus)
-        self._arguments = dict(arguments or {}) | tls_arguments(tls)
+        self._arguments = dict(arguments or {}) | tls_arguments(tls) | node_arguments(node)
+        self._node = node
         self._tokenizer = None if tokenizer is None else os.path.abspath(tokenizer)
 
     async def start(self, port: int = 0) -> str:
@@ -188,11 +192,12 @@ class ManagedServer(ChildServer):
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
             # by default SGLang gives each rank a NUMA node, and fails if there are too few
             if self.config.tensor_parallel > 1:
-                variables.setdefault(
-                    "SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(self.config.tensor_parallel)
-                )
+                ranks = self.config.tensor_parallel // (self._node.nodes if self._node else 1)
+                variables.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(ranks))
         if is_loopback(self.config.host):  # and so is the trainer: nobody else need reach its gloo
             variables.setdefault(GLOO_INTERFACE, loopback_interface())
+        if self._node is not None:
+            variables[RENDEZVOUS] = f"{MEETING}://{self._node.head}"
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables
@@ -208,6 +213,13 @@ def tls_arguments(tls: TLSConfig | None) -> dict[str, str]:
         "ssl_keyfile": os.path.abspath(str(tls.key_file)),
         "ssl_ca_certs": os.path.abspath(tls.ca_file),
     }
+
+
+def node_arguments(node: EngineNode | None) -> dict[str, Any]:
+    """Make SGLang's arguments for this machine's part of a server."""
+    if node is None:
+        return {}
+    return {"nnodes": node.nodes, "node_rank": node.rank, "dist_init_addr": node.head}
 
 
 def option(name: str, value: Any) -> list[str]:
