@@ -59,6 +59,9 @@ class Runs:
         finally:
             process.kill()
         if process.returncode != expected:
+            for log in sorted(self.setting.work.glob("runs/*/logs/*.log")):
+                last = "\n    ".join(log.read_text(errors="replace").splitlines()[-4:])
+                print(f"  {log.parent.parent.name}/{log.name}\n    {last}", flush=True)
             raise RuntimeError(f"{process.args}: {ended}\n{out.decode()[-6000:]}")
 
     def train(self, name: str, *arguments: str) -> float:

@@ -240,6 +240,11 @@ def _check_node(config: Config, node: EngineNode) -> None:
             f"rollout.engine.tensor_parallel: got {engine.tensor_parallel}, expected a multiple of"
             f" --nodes {node.nodes}: each machine has as many ranks"
         )
+    if engine.transport == "delta":
+        raise ConfigError(
+            "rollout.engine.transport: got delta with --nodes, but whole weights are kept on one"
+            " machine there: take auto, or disk with a folder that all machines share"
+        )
 
 
 def followers(config: Config) -> list[Follow]:

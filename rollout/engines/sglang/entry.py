@@ -189,7 +189,8 @@ def meet_at_one_address() -> None:
     def stores(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
         place = urllib.parse.urlsplit(url)
         asked = dict(urllib.parse.parse_qsl(place.query))
-        rank, size = int(asked["rank"]), int(asked["world_size"])
+        rank = int(asked["rank"])
+        size = int(asked["world_size"])
         assert place.hostname is not None
         assert place.port is not None
         descriptor = None

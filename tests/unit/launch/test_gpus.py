@@ -119,6 +119,14 @@ def test_too_few_gpus_are_refused_with_the_numbers(
         assign(visible, ranks, **engine)
 
 
+def test_a_machine_of_an_engine_on_several_needs_gpus_for_its_own_ranks() -> None:
+    config = EngineConfig(kind="sglang", tensor_parallel=16)
+    assert assign_gpus(config, visible=8, ranks=0, nodes=2) == [tuple(range(8))]
+    message = r"1 x rollout.engine.tensor_parallel 16 over 2 machines need 8 GPUs, but of the 4 of"
+    with pytest.raises(ConfigError, match=message):
+        assign_gpus(config, visible=4, ranks=0, nodes=2)
+
+
 def test_a_child_is_told_the_names_that_this_process_was_told() -> None:
     assert visible_names((1, 0), {}) == ["1", "0"]
     assert visible_names((1, 0), {"CUDA_VISIBLE_DEVICES": "4, 6"}) == ["6", "4"]

@@ -18,10 +18,10 @@ import pytest
 
 from rlcore.config import Config
 from rlcore.config.sections.rollout import RestartConfig
-from rlcore.errors import ConfigError, RunFailed
+from rlcore.errors import ConfigError, RunFailed, UserError
 from rlcore.launch.commands import engine as serve
-from rlcore.launch.commands.engine import followers, run_servers, serve_engines
-from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineSite, Keys
+from rlcore.launch.commands.engine import followers, node_of, run_servers, serve_engines
+from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineNode, EngineSite, Keys
 from rollout.engines.sglang.factory import SGLangFactory
 
 QUICK = RestartConfig(limit=2, backoff_s=0.01)
@@ -350,6 +350,54 @@ def test_servers_do_not_go_on_without_what_runs_beside_them() -> None:
             asyncio.wait_for(run_servers(servers, lambda _: None, [follow], restart=QUICK), 10)
         )
     assert servers[0].stopped
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rank", "head", "message"),
+    [
+        (1, 1, None, "--node-rank and --head are of an engine on several machines"),
+        (1, 0, "a:1", "--node-rank and --head are of an engine on several machines"),
+        (2, 2, "a:1", r"--node-rank: got 2, expected 0 to 1 \(--nodes 2\)"),
+        (2, -1, "a:1", "--node-rank: got -1, expected 0 to 1"),
+        (2, 0, None, "--head: got None, expected host:port"),
+        (2, 0, "host", "--head: got 'host', expected host:port"),
+        (2, 0, "host:70000", "--head: got 'host:70000', expected host:port"),
+    ],
+)
+def test_a_machine_of_an_engine_is_refused(
+    nodes: int, rank: int, head: str | None, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        node_of(nodes, rank, head)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"tensor_parallel": 4, "count": 2}, "rollout.engine.count: got 2 with --nodes 2"),
+        ({"tensor_parallel": 3}, "rollout.engine.tensor_parallel: got 3, expected a multiple of"),
+        (
+            {"tensor_parallel": 4, "transport": "delta", "weights_dir": "w"},
+            "rollout.engine.transport: got delta with --nodes",
+        ),
+    ],
+)
+def test_engines_that_are_not_for_several_machines(engine: dict[str, object], message: str) -> None:
+    sections = {
+        "run": {"name": "test"},
+        "model": {"path": "none"},
+        "data": {"paths": "none"},
+        "training": {"steps": 1},
+        "rollout": {"engine": {"kind": "sglang", **engine}},
+    }
+    with pytest.raises(ConfigError, match=message):
+        serve_engines(Config.model_validate(sections), node=EngineNode(2, 0, "10.0.0.7:20000"))
+
+
+def test_a_machine_of_an_engine() -> None:
+    assert node_of(1, 0, None) is None
+    assert node_of(4, 3, "10.0.0.7:20000") == EngineNode(4, 3, "10.0.0.7:20000")
+    assert node_of(2, 0, "[fd00::1]:20000") == EngineNode(2, 0, "[fd00::1]:20000")
 
 
 def test_engines_of_the_delta_transport_follow_a_folder(tmp_path) -> None:
