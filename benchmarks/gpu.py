@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -103,6 +104,9 @@ def run_section(options: argparse.Namespace) -> None:
             model=section.model,
         )
         run_here(section, setting, options.result)
+    # a thread that is inside an aborted group of NCCL would end this process by SIGABRT
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def run_all(options: argparse.Namespace) -> dict[str, Any]:

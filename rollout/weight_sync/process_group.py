@@ -210,8 +210,10 @@ class WeightGroup:
             self._sending.close()
         if self.address.backend == "gloo":
             group.abort()
-        else:  # a broadcast that waits for its communicator holds the lock that this needs
-            threading.Thread(target=group.abort, name="weights-abort", daemon=True).start()
+        else:
+            # A broadcast that waits for its communicator holds the lock that this needs. A daemon
+            # that comes back from NCCL while Python ends would end the process by SIGABRT.
+            threading.Thread(target=group.abort, name="weights-abort").start()
 
     @property
     def _group_device(self) -> torch.device:
@@ -279,7 +281,9 @@ def make_group(address: GroupAddress, rank: int, store: dist.Store, device: torc
         os.environ.setdefault(NONBLOCKING_TIMEOUT, str(math.ceil(address.timeout_s)))
         with _without_dumps():
             group = dist.ProcessGroupNCCL(store, rank, address.world_size, options)
-        group.eager_connect_single_device(device)
+        # torch keeps communicators by the GPU's number: without one, a broadcast makes another
+        numbered = torch.device("cuda", torch.cuda.current_device())
+        group.eager_connect_single_device(numbered if device.index is None else device)
         return group
     if rank > 0 and not is_loopback(address.host):
         # this picks the interface of the host's name

@@ -115,8 +115,9 @@ def test_both_sides_of_a_group_are_told_nccl(monkeypatch: pytest.MonkeyPatch) ->
     assert (address.backend, address.world_size, rank) == ("nccl", 3, 1)
 
 
+@pytest.mark.parametrize("device", [CUDA, torch.device("cuda")], ids=["numbered", "the current"])
 def test_an_nccl_group_is_nccl_with_a_watchdog_beyond_our_deadline(
-    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class NCCL:
         class Options:
@@ -140,9 +141,11 @@ def test_an_nccl_group_is_nccl_with_a_watchdog_beyond_our_deadline(
     store = bound_store("127.0.0.1", 5.0)
     port = store.port
     address = GroupAddress("127.0.0.1", port, 2, "nccl", 4.5, "weights-1")
-    group = make_group(address, 0, store, CUDA)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    group = make_group(address, 0, store, device)
     assert group.given == (0, 2, 4.5 * weight_group.WATCHDOG_FACTOR)
-    # the communicator is begun at once, and waited for as long as we wait ourselves
+    # the communicator is begun at once, under the name by which torch looks for it later, and
+    # waited for as long as we wait ourselves
     assert group.connected == [CUDA]
     assert group.blocking == 0
     assert os.environ[weight_group.NONBLOCKING_TIMEOUT] == "5"
