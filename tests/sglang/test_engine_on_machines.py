@@ -35,7 +35,7 @@ class Machines:
     """The command on two machines."""
 
     def __init__(self, folder: Path, base: Path) -> None:
-        self.urls = folder / "urls.json"
+        self.urls = [folder / f"urls-{rank}.json" for rank in range(2)]
         self.head = f"127.0.0.1:{free_port()}"
         self.logs = [folder / f"{rank}.log" for rank in range(2)]
         self.processes = [self._start(base, rank) for rank in range(2)]
@@ -48,7 +48,7 @@ class Machines:
             *("rollout.engine.restart.backoff_s=1", "rollout.engine.restart.limit=8"),
             f"rollout.engine.start_timeout_s={server_kit.START_S}",
             *("--nodes", "2", "--node-rank", str(rank), "--head", self.head),
-            *("--urls-file", str(self.urls)),
+            *("--urls-file", str(self.urls[rank])),
         ]
         with self.logs[rank].open("wb") as log:
             environment = {**os.environ, **KEYS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -60,11 +60,12 @@ class Machines:
 
     def url(self) -> str:
         ends = time.monotonic() + server_kit.START_S
-        while not self.urls.exists():
+        while not all(path.exists() for path in self.urls):
             assert time.monotonic() < ends, self.said
             assert all(process.poll() is None for process in self.processes), self.said
             time.sleep(0.1)
-        [url] = json.loads(self.urls.read_text())
+        [url], none = [json.loads(path.read_text()) for path in self.urls]
+        assert none == []
         return str(url)
 
     def server(self, rank: int) -> psutil.Process:
@@ -118,4 +119,4 @@ def test_an_engine_on_two_machines_trains_and_outlives_the_loss_of_one(
         process.send_signal(signal.SIGTERM)
     assert [process.wait(60) for process in nodes.processes] == [0, 0]
     assert not any(members(pid) for pid in (*servers, *again))
-    assert not nodes.urls.exists()
+    assert not any(path.exists() for path in nodes.urls)

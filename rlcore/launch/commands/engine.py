@@ -68,7 +68,8 @@ def serve_engines(
     Args:
         urls_file: holds a JSON list of the URLs while the engines are ready, for a trainer that
             waits for it.
-        node: this machine's part of an engine on several. The first alone has a URL.
+        node: this machine's part of an engine on several. The first alone has a URL; the others'
+            lists are empty.
 
     Raises:
         ConfigError: the configuration has no SGLang engines to start.
@@ -98,6 +99,8 @@ def serve_engines(
     def announce(urls: Sequence[str]) -> None:
         if node is not None and node.rank > 0:
             print(f"ready: machine {node.rank} of the engine that meets at {node.head}", flush=True)
+            if urls_file is not None:
+                write_atomic(urls_file, b"[]")
             return
         exports = [f"export {name}={key}\n" for name, key in generated.items()]
         if exports:  # standard output may be a file that others read

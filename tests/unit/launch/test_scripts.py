@@ -110,6 +110,39 @@ def test_urls_of_another_user_are_not_believed(
     assert f"10.0.0.3.json in {tmp_path} is another user's" in said.err
 
 
+def test_nodes_of_one_engine_meet_at_the_first(stage: Stage) -> None:
+    """Four engine nodes, two for each engine; the last come first."""
+    engines = stage.folder / "engines"
+    keys = dict(zip(KEYS, ("x", "y"), strict=True))
+    shared = {**keys, "ENGINES": str(engines), "NODES_PER_ENGINE": "2", "ENGINES_PER_NODE": "8"}
+    nodes = [
+        stage.start(
+            "engines.sh",
+            "run.yaml",
+            **shared,
+            SLURM_PROCID=str(node),
+            HOST_ADDRESS=f"10.0.0.{node}",
+        )
+        for node in (3, 2, 1, 0)
+    ]
+    stage.wait_for(lambda: len(stage.calls("engine")) == 4, "not every node has begun")
+    told = [call["arguments"] for call in stage.calls("engine")]
+    for process in nodes:
+        process.terminate()
+        assert process.wait(10) == 0
+    assert sorted(
+        [value_of(one, "--urls-file"), value_of(one, "--node-rank"), value_of(one, "--head")]
+        for one in told
+    ) == [
+        [str(engines / "10.0.0.0.json"), "0", "10.0.0.0:29500"],
+        [str(engines / "10.0.0.1.json"), "1", "10.0.0.0:29500"],
+        [str(engines / "10.0.0.2.json"), "0", "10.0.0.2:29500"],
+        [str(engines / "10.0.0.3.json"), "1", "10.0.0.2:29500"],
+    ]
+    assert all(value_of(one, "--nodes") == "2" for one in told)
+    assert all("rollout.engine.count=1" in one for one in told)
+
+
 def test_the_wait_for_engines_ends_with_its_script(stage: Stage) -> None:
     engines = stage.folder / "engines"
     engines.mkdir()
@@ -143,6 +176,11 @@ def test_the_wait_for_engines_ends_with_its_script(stage: Stage) -> None:
             {"ENGINES": "/none", "RLCORE_ENGINE_API_KEY": "x"},
         ),
         ("engines.sh", "ENGINES", {}),
+        (
+            "engines.sh",
+            "ENGINE_NODE",
+            {**dict.fromkeys(KEYS, "x"), "ENGINES": "engines", "NODES_PER_ENGINE": "2"},
+        ),
         ("ray_multinode.sh", "NODE_RANK", {"MASTER_ADDR": "10.0.0.1"}),
     ],
 )
