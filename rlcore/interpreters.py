@@ -45,7 +45,9 @@ TELL = "print(json.dumps(told))\n"
 KERNELS = """
 try:
     from backends.megatron.model.attention import uses_varlen
+    from backends.megatron.model.fused import why_not
     told["varlen"] = uses_varlen(torch.device("cuda"), torch.bfloat16)
+    told["uncompiled"] = why_not() or ""
     try:
         import transformer_engine.pytorch
         told["te"] = True
@@ -65,6 +67,7 @@ class Interpreter:
         cuda, nccl: "" where torch has none.
         varlen: whether torch's flash attention serves packed bf16 sequences; None: not asked.
         te: whether Transformer Engine can be imported; None: not asked.
+        uncompiled: why torch.compile cannot work; "" where it can, or was not asked.
     """
 
     python: str = ""
@@ -75,6 +78,7 @@ class Interpreter:
     nccl: str = ""
     varlen: bool | None = None
     te: bool | None = None
+    uncompiled: str = ""
     kernels_broken: str = ""
     broken: str = ""
 

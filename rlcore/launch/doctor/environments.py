@@ -137,3 +137,11 @@ def kernels(needs: Needs, ours: Interpreter, *, gpus: bool) -> Iterator[Finding]
         found = f"{installed}; chosen: megatron-core local layers, attention by sequence length"
         advice = "slow: train in bf16, with a torch that has torch.nn.attention.varlen"
         yield Finding("note", "kernels", found, "", advice)
+    if gpus and ours.uncompiled and not needs.deterministic:
+        yield Finding(
+            "note",
+            "compiled kernels",
+            f"none: {ours.uncompiled}",
+            "triton and a C compiler, with which the LM head takes a third of the time",
+            "install what is missing, such as gcc",
+        )

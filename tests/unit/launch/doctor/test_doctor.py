@@ -187,6 +187,17 @@ def test_gpus_and_what_will_be_chosen_on_them(examined, nvidia_smi):
     assert "attention by sequence length" in lines["kernels"]
 
 
+def test_what_the_compiler_lacks_on_gpus(examined, nvidia_smi):
+    nvidia_smi(EIGHT)
+    lacking = "there is no C compiler (gcc, cc, clang), which triton needs"
+    code, lines = examined("cluster.processes_per_node=8", gpus=8, uncompiled=lacking)
+    assert code == 0, lines
+    assert lines["compiled kernels"].startswith(f"note  compiled kernels: none: {lacking}; needed:")
+    for settings, gpus in ((["run.deterministic=true"], 8), (["run.seed=1"], 0)):
+        _, lines = examined(*settings, gpus=gpus, uncompiled=lacking)
+        assert "compiled kernels" not in lines
+
+
 @pytest.mark.parametrize(
     ("printed", "told", "settings", "name", "says"),
     [
