@@ -24,6 +24,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -367,6 +368,18 @@ def own_address(url: str) -> str:
         way.connect(there)
         address = str(way.getsockname()[0])
     return "127.0.0.1" if ipaddress.ip_address(address).is_loopback else address
+
+
+def interface_towards(url: str) -> str | None:
+    """The network interface by which this machine reaches the server at `url`; None: not known.
+
+    Raises OSError where there is no way to it.
+    """
+    address = own_address(url)
+    for name, found in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in found):
+            return name
+    return None
 
 
 def is_loopback(host: str) -> bool:

@@ -26,7 +26,7 @@ from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineNode, Keys
 from rollout.engines.sglang.entry import MEETING, RENDEZVOUS
 from rollout.engines.sglang.nccl_version import check_nccl
-from rollout.weight_sync.process_group import is_loopback
+from rollout.weight_sync.process_group import interface_towards, is_loopback, own_address
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 ENTRY = Path(__file__).with_name("entry.py")
@@ -194,10 +194,11 @@ class ManagedServer(ChildServer):
             if self.config.tensor_parallel > 1:
                 ranks = self.config.tensor_parallel // (self._node.nodes if self._node else 1)
                 variables.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(ranks))
-        if is_loopback(self.config.host):  # and so is the trainer: nobody else need reach its gloo
-            variables.setdefault(GLOO_INTERFACE, loopback_interface())
         if self._node is not None:
-            variables[RENDEZVOUS] = f"{MEETING}://{self._node.head}"
+            for name, value in node_environment(self._node).items():
+                variables.setdefault(name, value)
+        elif is_loopback(self.config.host):  # as the trainer is: nobody else need reach its gloo
+            variables.setdefault(GLOO_INTERFACE, loopback_interface())
         if self.config.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.config.threads)
         return variables
@@ -220,6 +221,22 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
     if node is None:
         return {}
     return {"nnodes": node.nodes, "node_rank": node.rank, "dist_init_addr": node.head}
+
+
+def node_environment(node: EngineNode) -> dict[str, str]:
+    """Where this machine's ranks meet those of the others, and how they are reached.
+
+    By itself gloo takes the interface of the host's name, which may stand for loopback, and SGLang
+    the one that leads to the internet.
+    """
+    url = f"http://{node.head}"
+    try:
+        address = own_address(url)
+        interface = interface_towards(url)
+    except OSError as error:
+        raise ConfigError(f"--head: there is no way from here to {node.head}: {error}") from error
+    found = {RENDEZVOUS: f"{MEETING}://{node.head}", "SGLANG_HOST_IP": address}
+    return found if interface is None else {**found, GLOO_INTERFACE: interface}
 
 
 def option(name: str, value: Any) -> list[str]:

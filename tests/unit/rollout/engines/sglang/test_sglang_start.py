@@ -17,7 +17,7 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, ModelError, UserError
 from rlcore.stores import loopback_interface
 from rollout.engines.child_process import members
-from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineNode, Keys
 from rollout.engines.sglang.entry import without_idle
 from rollout.engines.sglang.server_process import (
     ENTRY,
@@ -292,6 +292,38 @@ def test_a_server_on_loopback_has_its_groups_there(
     assert GLOO_INTERFACE not in server(tmp_path, folder, host="192.0.2.7")._environment()
     monkeypatch.setenv(GLOO_INTERFACE, "eth7")
     assert server(tmp_path, folder)._environment()[GLOO_INTERFACE] == "eth7"
+
+
+def test_a_machine_of_an_engine_meets_the_others_by_its_address(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (GLOO_INTERFACE, "SGLANG_HOST_IP"):
+        monkeypatch.delenv(name, raising=False)
+    ranks = {"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(2)}  # its own, of four
+    config = server(tmp_path, folder, tensor_parallel=4).config
+
+    def started(head: str) -> ManagedServer:
+        return ManagedServer(
+            "engine-0", str(folder), config=config, dtype="fp32", tokenizer=None,
+            log=tmp_path / "log", keys=Keys(MINE, MINE), node=EngineNode(2, 1, head),
+        )  # fmt: skip
+
+    there = started("127.0.0.1:20000")
+    expected = {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "rlcore://127.0.0.1:20000",
+        "SGLANG_HOST_IP": "127.0.0.1",
+        GLOO_INTERFACE: loopback_interface(),
+        **ranks,
+    }
+    assert expected.items() <= there._environment().items()
+    words = there.command_line(1, 2)
+    assert {"--nnodes=2", "--node-rank=1", "--dist-init-addr=127.0.0.1:20000"} <= {*words}
+    monkeypatch.setenv(GLOO_INTERFACE, "eth7")
+    assert there._environment()[GLOO_INTERFACE] == "eth7"
+    with pytest.raises(
+        ConfigError, match=r"--head: there is no way from here to nowhere.invalid:1"
+    ):
+        started("nowhere.invalid:1")._environment()
 
 
 def test_a_server_can_be_given_variables_that_the_trainer_keeps_to_itself(
