@@ -38,6 +38,7 @@ MOST_POLL_S = 0.02
 POLL_SHARE = 0.05  # of the time that was waited
 NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 DUMPS = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+_MAKING = threading.Lock()  # while the variable is changed
 WATCHDOG_FACTOR = 4  # NCCL's own watchdog ends the process: it must come well after our deadline
 
 # NCCL takes ranks that share a GPU from this version on, where its variable is 1.
@@ -302,17 +303,18 @@ def _without_dumps() -> Iterator[None]:
     """Inside, a new group does not ask its store every second whether another rank wants a dump.
 
     torch takes a bare group for the first of its process, and logs a stack at each such question
-    when the store is gone. It reads the variable in the constructor.
+    when the store is gone. It reads the variable in the constructor. Groups are made in threads.
     """
-    before = os.environ.get(DUMPS)
-    os.environ[DUMPS] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[DUMPS]
-        else:
-            os.environ[DUMPS] = before
+    with _MAKING:
+        before = os.environ.get(DUMPS)
+        os.environ[DUMPS] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[DUMPS]
+            else:
+                os.environ[DUMPS] = before
 
 
 # --- devices and addresses ------------------------------------------------------------------------
@@ -370,12 +372,8 @@ def own_address(url: str) -> str:
     return "127.0.0.1" if ipaddress.ip_address(address).is_loopback else address
 
 
-def interface_towards(url: str) -> str | None:
-    """The network interface by which this machine reaches the server at `url`; None: not known.
-
-    Raises OSError where there is no way to it.
-    """
-    address = own_address(url)
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has `address`; None: there is none."""
     for name, found in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in found):
             return name

@@ -26,7 +26,7 @@ from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineNode, Keys
 from rollout.engines.sglang.entry import MEETING, RENDEZVOUS
 from rollout.engines.sglang.nccl_version import check_nccl
-from rollout.weight_sync.process_group import interface_towards, is_loopback, own_address
+from rollout.weight_sync.process_group import interface_of, is_loopback, own_address
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 ENTRY = Path(__file__).with_name("entry.py")
@@ -229,13 +229,12 @@ def node_environment(node: EngineNode) -> dict[str, str]:
     By itself gloo takes the interface of the host's name, which may stand for loopback, and SGLang
     the one that leads to the internet.
     """
-    url = f"http://{node.head}"
     try:
-        address = own_address(url)
-        interface = interface_towards(url)
+        address = own_address(f"http://{node.head}")
     except OSError as error:
         raise ConfigError(f"--head: there is no way from here to {node.head}: {error}") from error
     found = {RENDEZVOUS: f"{MEETING}://{node.head}", "SGLANG_HOST_IP": address}
+    interface = interface_of(address)
     return found if interface is None else {**found, GLOO_INTERFACE: interface}
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,24 @@ def test_an_nccl_group_is_nccl_with_a_watchdog_beyond_our_deadline(
     # else torch would ask the group's store for requests of dumps, and log that it is gone
     assert group.dumps == "0"
     assert os.environ.get(weight_group.DUMPS) is None
+
+
+def test_groups_that_are_made_at_once_leave_the_environment_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(weight_group.DUMPS, raising=False)
+
+    def make() -> list[str | None]:
+        seen = []
+        for _ in range(50):
+            with weight_group._without_dumps():
+                time.sleep(0)  # another thread's turn
+                seen.append(os.environ.get(weight_group.DUMPS))
+        return seen
+
+    made = [start_thread(make, torch.device("cpu")) for _ in range(4)]
+    assert {value for one in made for value in one.result(30)} == {"0"}
+    assert weight_group.DUMPS not in os.environ
 
 
 def test_a_broadcast_that_an_abort_ends_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
