@@ -88,6 +88,33 @@ def run(case: dict[str, Any], folder: Path) -> None:
         run_case(case, folder)
 
 
+def vectors_of(
+    case: dict[str, Any],
+    credit: CreditAssignment,
+    batch: RolloutBatch,
+    result: dict[str, Any],
+    plans: list[MinibatchPlan] | None,
+) -> dict[str, Tensor]:
+    """The vectors that rank 0 assigns: made up, or what a training step would assign."""
+    vectors = make_vectors(batch.num_trainable)
+    if "algorithm" in case:
+        put(batch, result["scores"])
+        put(batch, result["reference"], prefix="ref_")
+        put(batch, result.get("values"))
+        minibatches = [
+            sorted(i for d in range(len(plan.microbatches)) for i in plan.sequences(d))
+            for plan in plans or ()
+        ]
+        vectors = credit.assign(batch, minibatches)
+    for name in case.get("leave_out", []):
+        del vectors[name]
+    if case.get("own_old"):
+        vectors["old_logprobs"] = result["scores"]["logprobs"]
+    if case.get("poison"):
+        vectors["advantages"][0] = float("inf")
+    return vectors
+
+
 def run_case(case: dict[str, Any], folder: Path) -> None:
     begin = time.perf_counter()
     config = make_config(case, folder.parent / "models")
@@ -116,23 +143,8 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
     if backend.critic is not None:
         result["values"] = backend.score("critic")
         models["critic"] = (backend.critic, "value")
-    vectors = make_vectors(batch.num_trainable) if batch is not None else None
-    if batch is not None and "algorithm" in case:  # what a training step would assign
-        put(batch, result["scores"])
-        put(batch, result["reference"], prefix="ref_")
-        put(batch, result.get("values"))
-        minibatches = [
-            sorted(i for d in range(len(plan.microbatches)) for i in plan.sequences(d))
-            for plan in plans or ()
-        ]
-        vectors = CreditAssignment(config, objective).assign(batch, minibatches)
-    if vectors is not None:
-        for name in case.get("leave_out", []):
-            del vectors[name]
-        if case.get("own_old"):
-            vectors["old_logprobs"] = result["scores"]["logprobs"]
-        if case.get("poison"):
-            vectors["advantages"][0] = float("inf")
+    credit = CreditAssignment(config, objective)
+    vectors = None if batch is None else vectors_of(case, credit, batch, result, plans)
     backend.assign(vectors)
     before = {name: weights(backend, *model) for name, model in models.items()}
     for _ in range(case.get("steps", 1)):
