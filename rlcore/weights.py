@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rlcore.planning.publication import cut
+from rlcore.planning.publication import cut, together
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -67,13 +67,14 @@ def cut_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket,
     """Cut tensors into buckets of at most `bucket_bytes`, in order.
 
     A larger tensor gets a bucket of its own. A bucket never mixes dtypes of different sizes: every
-    view is aligned.
+    view is aligned. What an engine takes only together stays together, whatever its size.
     """
     found = list(specs)
     sizes = [(spec.num_bytes, spec.dtype) for spec in found]
+    whole = together([spec.name for spec in found])
     return tuple(
         Bucket(index, tuple(found[place.start : place.stop]))
-        for index, place in enumerate(cut(sizes, bucket_bytes))
+        for index, place in enumerate(cut(sizes, bucket_bytes, whole))
     )
 
 

@@ -23,6 +23,9 @@ from rlcore.planning.memory import Layout
 BUCKETS = 16
 # ... but no bucket is made smaller for it: each costs a round trip.
 SMALL_BUCKET = 16 << 20
+# SGLang fuses these when both come in one call, and drops them without a word when they come in two
+# (its loaders of latent attention).
+FUSED = ((".q_a_proj.", ".kv_a_proj_with_mqa."),)
 
 
 def bucket_limit(model_bytes: int, bucket_bytes: int) -> int:
@@ -30,16 +33,34 @@ def bucket_limit(model_bytes: int, bucket_bytes: int) -> int:
     return min(bucket_bytes, max(SMALL_BUCKET, model_bytes // BUCKETS))
 
 
-def cut(tensors: Sequence[tuple[int, str]], most: int) -> list[range]:
+def together(names: Sequence[str]) -> list[range]:
+    """Return the ranges of tensors that must stay in one bucket (`FUSED`)."""
+    places = {name: at for at, name in enumerate(names)}
+    found: list[range] = []
+    for one, other in FUSED:
+        for name, at in places.items():
+            partner = places.get(name.replace(one, other)) if one in name else None
+            if partner is not None:
+                found.append(range(min(at, partner), max(at, partner) + 1))
+    return found
+
+
+def cut(tensors: Sequence[tuple[int, str]], most: int, whole: Sequence[range] = ()) -> list[range]:
     """Cut (bytes, dtype) of tensors into buckets of at most `most` bytes, in order.
 
     A larger tensor gets a bucket of its own. No bucket mixes dtypes.
+
+    Args:
+        whole: tensors of one dtype that are never cut apart, as if they were one.
     """
+    joined = {at for place in whole for at in place[1:]}  # to the tensor before them
+    starts = [at for at in range(len(tensors)) if at not in joined]
     found: list[range] = []
     first = 0
     size = 0
-    for at, (num_bytes, dtype) in enumerate(tensors):
-        if at > first and (size + num_bytes > most or dtype != tensors[first][1]):
+    for at, end in zip(starts, [*starts[1:], len(tensors)]):
+        num_bytes = sum(tensors[one][0] for one in range(at, end))
+        if at > first and (size + num_bytes > most or tensors[at][1] != tensors[first][1]):
             found.append(range(first, at))
             first = at
             size = 0

@@ -32,6 +32,7 @@ from rlcore.planning.publication import (
     PublishedBucket,
     bucket_limit,
     cut,
+    together,
 )
 from rlcore.planning.report import report
 from rlcore.planning.search import Job, judge, options
@@ -171,21 +172,21 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
         transport = "tensor" if given.colocated else "distributed"
     dtype = given.dtype or config.model.dtype
     tensors = [
-        (entry, math.prod(shape) * _ITEM_BYTES[own], own)
-        for entry, _, shape, own in weight_tensors(arch, _DTYPES[dtype], "lm")
+        (entry, name, math.prod(shape) * _ITEM_BYTES[own], own)
+        for entry, name, shape, own in weight_tensors(arch, _DTYPES[dtype], "lm")
     ]
-    sizes = [(size, own) for _, size, own in tensors]
+    sizes = [(size, own) for _, _, size, own in tensors]
     limit = bucket_limit(sum(size for size, _ in sizes), given.bucket_bytes)
     buckets = []
-    for place in cut(sizes, limit):
+    for place in cut(sizes, limit, together([name for _, name, _, _ in tensors])):
         here = [tensors[index] for index in place]
-        columns = [(entry, size) for entry, size, _ in here if entry.split is Split.ROW]
+        columns = [(entry, size) for entry, _, size, _ in here if entry.split is Split.ROW]
         buckets.append(
             PublishedBucket(
-                size=sum(size for _, size, _ in here),
+                size=sum(size for _, _, size, _ in here),
                 columns=sum(size for entry, size in columns if entry.expert is None),
                 expert_columns=sum(size for entry, size in columns if entry.expert is not None),
-                groups=sum(size for entry, size, _ in here if entry.split is Split.QKV),
+                groups=sum(size for entry, _, size, _ in here if entry.split is Split.QKV),
             )
         )
     return Publication(

@@ -16,7 +16,9 @@ from rlcore.planning.publication import (
     in_turn,
     one_sender,
     sender_each,
+    together,
 )
+from rlcore.weights import TensorSpec, cut_buckets
 
 COSTS = Costs(card=10.0, nvlink=20.0, bucket_s=1.0, call_s=0.5)
 
@@ -41,9 +43,24 @@ def test_cut() -> None:
     sizes = [(4, "a"), (4, "a"), (4, "a"), (20, "a"), (1, "a"), (1, "b")]
     assert [list(place) for place in cut(sizes, 8)] == [[0, 1], [2], [3], [4], [5]]
     assert cut([], 8) == []
+    whole = cut(sizes, 8, [range(1, 3)])
+    assert [list(place) for place in whole] == [[0], [1, 2], [3], [4], [5]]
+    assert [list(place) for place in cut(sizes, 1, [range(3)])] == [[0, 1, 2], [3], [4], [5]]
     assert bucket_limit(SMALL_BUCKET, 1 << 30) == SMALL_BUCKET
     assert bucket_limit(64 * SMALL_BUCKET, 1 << 30) == 4 * SMALL_BUCKET
     assert bucket_limit(64 * SMALL_BUCKET, 1 << 20) == 1 << 20
+
+
+def test_parts_that_an_engine_fuses_stay_together() -> None:
+    names = [
+        f"model.layers.{layer}.self_attn.{part}.weight"
+        for layer in range(2)
+        for part in ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    ]
+    assert together(names) == [range(4), range(5, 9)]
+    assert together(names[1:5]) == []  # without a low-rank form of the queries
+    buckets = cut_buckets([TensorSpec(name, (4,), "float32") for name in names], 16)
+    assert [len(bucket.tensors) for bucket in buckets] == [4, 1, 4, 1]
 
 
 def test_senders_and_who_gets_the_buckets() -> None:

@@ -1,0 +1,87 @@
+"""A real server with DeepSeek-V3's latent attention takes every tensor of a publication.
+
+Its weights are compared, not what it generates: without AMX, SGLang 0.5.23 on the CPU computes
+something else for this family than transformers, from the folder's own weights too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import server_kit
+from publication_kit import connect, flatten, folder_weights, run_config, sink_over
+from server_kit import Served
+
+from rlcore.launch.commands.init_model import ModelSpec, init_model
+from rlcore.weights import Bucket, TensorSpec, cut_buckets
+
+# what the folders of the real models say and transformers does not write; the CPU needs YaRN
+SAID = {
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("latent")
+    init_model(folder / "model", ModelSpec("deepseek_v3", layers=2, kv_heads=4, experts=4))
+    place = folder / "model" / "config.json"
+    config = json.loads(place.read_text()) | SAID
+    del config["rope_parameters"]
+    place.write_text(json.dumps(config))
+    served = server_kit.launch(server_kit.managed(folder / "model", folder / "server.log"))
+    yield served
+    server_kit.close(served)
+
+
+def test_parts_that_the_server_fuses_arrive_whatever_the_size_of_buckets(
+    latent: Served, tmp_path: Path
+) -> None:
+    config = run_config(str(latent.model), tmp_path, latent.config, verify_every=0)
+    engine = connect(config, latent.url, latent.keys, latent.loop)
+    sink, participants = sink_over(config, [engine], latent.loop)
+    first = folder_weights(latent.model)
+    second = {name: tensor + 1 for name, tensor in first.items()}
+    specs = [TensorSpec(name, tuple(w.shape), "float32") for name, w in first.items()]
+    version = 0
+
+    def published(buckets: Sequence[Bucket], seed: int) -> dict[str, str]:
+        """Checksums of the server's tensors after a publication."""
+        nonlocal version
+        version += 1
+        sink.prepare(buckets)
+        for bucket in buckets:
+            sink.send(bucket, flatten(bucket, [first, second][seed]))
+        sink.finish(version)
+        [rank] = latent.call(engine.checksum())
+        return dict(rank["checksums"])
+
+    of_first = published(cut_buckets(specs, 1 << 30), 0)
+    of_second = published(cut_buckets(specs, 1 << 30), 1)
+    small = cut_buckets(specs, 1)
+    assert len(small) > len(specs) // 2
+    assert published(small, 0) == of_first
+    # and that is needed: the server drops a part that comes alone, and says nothing
+    apart = published([Bucket(i, (spec,)) for i, spec in enumerate(specs)], 1)
+    fused = {name for name in apart if "fused_qkv_a_proj_with_mqa" in name}
+    assert {name for name in apart if apart[name] != of_second[name]} == fused
+    assert len(fused) == 2
+    assert {name for name in apart if of_first[name] == of_second[name]} == set()
+    assert not participants.dropped
+    sink.close()
+    latent.call(engine.close())
