@@ -20,6 +20,7 @@ from shutil import which
 from typing import Any
 
 import torch
+from one_gpu import receiving
 from one_gpu.section import Found, Setting
 
 from rlcore.errors import DeadlineExceeded, RunFailed
@@ -87,9 +88,10 @@ def weight_groups(setting: Setting) -> Found:
     found = Found()
     if lacks_nccl(setting, found):
         return found
-    groups = _Groups(setting)
+    groups = Groups(setting)
     try:
         _send(groups, found)
+        receiving.compare(groups, found)
         for how, work in (
             ("who never comes", _nobody),
             ("who is killed before the first bucket", _killed_at_once),
@@ -112,7 +114,7 @@ def weight_groups(setting: Setting) -> Found:
     return found
 
 
-class _Groups:
+class Groups:
     """Groups of this process and another, one at a time."""
 
     def __init__(self, setting: Setting) -> None:
@@ -213,11 +215,15 @@ def _serve(pipe: Connection, device: str) -> None:
             pipe.send("joined")
             continue
         assert group is not None
+        if name == "load":
+            size, orders, beside = given
+            pipe.send(receiving.load(group, size, orders, beside=beside))
+            continue
         count, size = given
         pipe.send([fingerprint(group.receive(size)) for _ in range(count)])
 
 
-def _send(groups: _Groups, found: Found) -> None:
+def _send(groups: Groups, found: Found) -> None:
     with groups.joined() as group:
         wrong = groups.sent_wrong(group, BUCKETS)  # makes the communicator
         groups.member.tell("receive", BUCKETS, groups.size)
@@ -239,7 +245,7 @@ def _failure(work: Callable[[], object]) -> str:
     raise AssertionError("nothing failed")
 
 
-def _nobody(groups: _Groups) -> str:
+def _nobody(groups: Groups) -> str:
     address, store = meeting_place(URL, 1, groups.backend, LIMIT_S)
 
     def meet() -> None:
@@ -252,20 +258,20 @@ def _nobody(groups: _Groups) -> str:
     return _failure(meet)
 
 
-def _killed_at_once(groups: _Groups) -> str:
+def _killed_at_once(groups: Groups) -> str:
     with groups.joined() as group:
         groups.member.kill()
         return _failure(lambda: group.send(groups.bucket(0)))
 
 
-def _killed_later(groups: _Groups) -> str:
+def _killed_later(groups: Groups) -> str:
     with groups.joined() as group:
         assert groups.sent_wrong(group, 1) == 0
         groups.member.kill()
         return _failure(lambda: group.send(groups.bucket(1)))
 
 
-def _stopped(groups: _Groups) -> str:
+def _stopped(groups: Groups) -> str:
     with groups.joined() as group:
         assert groups.sent_wrong(group, 1) == 0
         groups.member.stop()
@@ -275,13 +281,13 @@ def _stopped(groups: _Groups) -> str:
             groups.member.kill()
 
 
-def _send_until_full(group: WeightGroup, groups: _Groups) -> None:
+def _send_until_full(group: WeightGroup, groups: Groups) -> None:
     """A socket of gloo takes the first bytes though nobody reads them."""
     for index in range(100):
         group.send(groups.bucket(index))
 
 
-def _closed(groups: _Groups) -> float:
+def _closed(groups: Groups) -> float:
     """The seconds from a close by another thread to the end of the send that waits."""
     with groups.joined() as group:
         assert groups.sent_wrong(group, 1) == 0

@@ -9,7 +9,9 @@ and its links), and the turns that engines give to calls (`BucketTurns`). Simula
                             nodes, one ahead. It sends a bucket to its engines at once, and the next
                             one when that has left, as `RankSender` does
     a network card          each rank has one, whose rate its transfers share
-    an engine               has a card too; takes a bucket, loads it, and then takes the next
+    an engine               has a card too; one with our patches has the GPU load a bucket while it
+                            receives the next, and its process prepares that meanwhile; a stock
+                            server takes a bucket, loads it, and then takes the next
     a control call          costs rank 0, whose event loop makes one after the other, and the way
                             to the engine and back
 """
@@ -50,8 +52,10 @@ class Costs:
 
     card: float = 48e9  # bytes/s through one network card of 400 Gbit/s
     nvlink: float = 300e9  # bytes/s into one rank from its node
-    load_s: float = 0.016  # of an engine, a bucket, beside the transfer
+    load_s: float = 0.006  # of an engine's process, a bucket, beside the transfer
+    stock_load_s: float = 0.016  # of a stock server's
     load_rate: float = 1e12  # bytes/s at which an engine copies a bucket into its weights
+    digest_rate: float = 120e9  # bytes/s of a GPU, which has computed that before it copies
     way_s: float = 0.0035  # of a control call, there and back
     call_s: float = 0.0003  # of rank 0's CPU, a control call
 
@@ -77,6 +81,7 @@ class SimulatedEngine:
         self._turns = BucketTurns()
         self._receives: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self._received: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._loads: list[asyncio.Future[None]] = []  # on the GPU, of all buckets so far
 
     @asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:
@@ -95,7 +100,6 @@ class SimulatedEngine:
             pass
 
     pause = _nothing
-    end_update = _nothing
     set_version = _nothing
     resume = _nothing
 
@@ -107,13 +111,31 @@ class SimulatedEngine:
         async with self._call():
             self.in_group = address.name
 
+    async def end_update(self) -> None:
+        async with self._call():
+            await asyncio.gather(*self._loads)
+
     async def receive_bucket(self, index: int, flat: None) -> None:
         costs = self._world.costs
         async with self._call(), self._turns.take(index):
             self._receives[index].set()
-            await self._received[index].wait()
-            size = self._world.buckets[index].num_bytes
-            await asyncio.sleep(costs.load_s + size / costs.load_rate)
+            if not self.queues_buckets:
+                await self._received[index].wait()
+                size = self._world.buckets[index].num_bytes
+                await asyncio.sleep(costs.stock_load_s + size / costs.load_rate)
+                return
+            before = self._loads[-1:]
+            self._loads.append(asyncio.ensure_future(self._load(index, before)))
+            await asyncio.sleep(costs.load_s)
+            await asyncio.gather(*before)
+
+    async def _load(self, index: int, before: Sequence[asyncio.Future[None]]) -> None:
+        """What the GPU does, one bucket after the other: the digest, and the copies."""
+        await self._received[index].wait()
+        await asyncio.gather(*before)
+        size = self._world.buckets[index].num_bytes
+        costs = self._world.costs
+        await asyncio.sleep(size / costs.digest_rate + size / costs.load_rate)
 
     async def take_from(self, rank: int, bucket: Bucket) -> None:
         """Have the rank broadcast a bucket in the group with this engine."""

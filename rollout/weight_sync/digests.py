@@ -41,24 +41,63 @@ def new_order(kind: str) -> str:
     return f"{kind}:{secrets.token_hex(KEY_BYTES)}"
 
 
-def digest(order: str, flat: Tensor) -> str:
-    """Return the digest of uint8 [n] on any device, in hexadecimal.
+class Digest:
+    """The digest of one bucket, of which only `read` waits for a device.
+
+    Make it before the bucket is received: what a GPU needs for it is copied there first, and a
+    copy waits for what its stream has been given.
+
+    Args:
+        order: from `new_order`.
 
     Raises ValueError for an order that is none.
     """
-    kind, _, text = order.partition(":")
-    key = bytes.fromhex(text)
-    if kind not in KINDS or len(key) != KEY_BYTES:
-        raise ValueError(f"expected KIND:KEY with one of {', '.join(KINDS)}, got kind {kind!r}")
-    whole = hashlib.sha256(key)
-    if kind == "linear":
-        whole.update(flat.numel().to_bytes(8, "little"))
-        whole.update(_linear(key, flat))
-    elif kind == "xxh3":
-        whole.update(_xxh3(key, flat.cpu().numpy().data))
-    else:
-        whole.update(flat.cpu().numpy().data)
-    return whole.hexdigest()
+
+    def __init__(self, order: str, device: torch.device) -> None:
+        self._kind, _, text = order.partition(":")
+        self._key = bytes.fromhex(text)
+        if self._kind not in KINDS or len(self._key) != KEY_BYTES:
+            raise ValueError(
+                f"expected KIND:KEY with one of {', '.join(KINDS)}, got kind {self._kind!r}"
+            )
+        self._whole = hashlib.sha256(self._key)
+        self._digits = _digits(self._key, device) if self._kind == "linear" else None
+        self._sums: Tensor | None = None  # on the host, once `_ready`
+        self._ready: torch.cuda.Event | None = None
+
+    def take(self, flat: Tensor) -> None:
+        """Give it the bucket: uint8 [n] on the device. The caller's stream computes the sums."""
+        if self._digits is not None:
+            self._whole.update(flat.numel().to_bytes(8, "little"))
+            sums = _sums(flat, self._digits)
+            self._digits = None
+            if not sums.is_cuda:
+                self._sums = sums
+                return
+            self._sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            self._sums.copy_(sums, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(sums.device))
+        elif self._kind == "xxh3":
+            self._whole.update(_xxh3(self._key, flat.cpu().numpy().data))
+        else:
+            self._whole.update(flat.cpu().numpy().data)
+
+    def read(self) -> str:
+        """Return the digest in hexadecimal, once."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        if self._sums is not None:
+            self._whole.update(self._sums.numpy().data)
+            self._sums = None
+        return self._whole.hexdigest()
+
+
+def digest(order: str, flat: Tensor) -> str:
+    """Return the digest of uint8 [n] on any device. Raises ValueError as `Digest` does."""
+    one = Digest(order, flat.device)
+    one.take(flat)
+    return one.read()
 
 
 def _xxh3(key: bytes, data: memoryview) -> bytes:
@@ -73,10 +112,17 @@ def _xxh3(key: bytes, data: memoryview) -> bytes:
     )
 
 
-def _linear(key: bytes, flat: Tensor) -> bytes:
-    """The sums of all rows; bytes that fill no row are followed by zeros."""
+def _digits(key: bytes, device: torch.device) -> Tensor:
+    """The digits of two keys for each byte of a row, on the device: int8 [ROW, 16]."""
     drawn = bytearray(hashlib.shake_256(key).digest(ROW * 2 * DIGITS))
-    digits = torch.frombuffer(drawn, dtype=torch.int8).view(ROW, 2 * DIGITS).to(flat.device)
+    digits = torch.frombuffer(drawn, dtype=torch.int8).view(ROW, 2 * DIGITS)
+    if device.type == "cuda":  # from pinned memory, else the host would wait for the stream
+        return digits.pin_memory().to(device, non_blocking=True)
+    return digits.to(device)
+
+
+def _sums(flat: Tensor, digits: Tensor) -> Tensor:
+    """The sums of all rows, int64 [rows, 2]; bytes that fill no row are followed by zeros."""
     missing = -flat.numel() % ROW
     whole = flat[: flat.numel() - (ROW - missing if missing else 0)]
     sums = [_products(whole.view(torch.int8).view(-1, ROW), digits)] if len(whole) else []
@@ -86,10 +132,10 @@ def _linear(key: bytes, flat: Tensor) -> bytes:
         last[: rest.numel()] = rest
         sums.append(_products(last.view(1, ROW), digits))
     if not sums:
-        return b""
+        return torch.empty(0, 2, dtype=torch.int64)
     products = torch.cat(sums).view(-1, 2, DIGITS)
-    places = torch.tensor([256**place for place in range(DIGITS)], device=flat.device)
-    return (products * places).sum(-1).cpu().numpy().tobytes()
+    places = 1 << (8 * torch.arange(DIGITS, device=flat.device))
+    return (products * places).sum(-1)
 
 
 def _products(rows: Tensor, digits: Tensor) -> Tensor:

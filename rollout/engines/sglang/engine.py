@@ -10,6 +10,7 @@ The version is set at the very end, since the server stamps tokens with it from 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,18 +24,17 @@ from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.deadlines import BROKEN_CONNECTION_S
 from rlcore.errors import ConfigError, EngineFailed, EngineHangs, UserError
-from rlcore.weights import Bucket
+from rlcore.weights import Bucket, TensorSpec
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
-from rollout.engines.sglang import bucket_calls
 from rollout.engines.sglang.answers import version_name
-from rollout.engines.sglang.bucket_digests import DIGESTS_MARK, LOAD_FORMAT, ORDERED, SERVER_INFO
 from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.limits import no_sglang
+from rollout.engines.sglang.patches import bucket_calls, bucket_digests
 from rollout.engines.sglang.pause_gate import PauseGate
 from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
@@ -97,7 +97,7 @@ class SGLangEngine:
         self.digests_buckets = False
         # whether it takes calls of several buckets at once, in the buckets' order; the same servers
         self.queues_buckets = False
-        self._digests: dict[int, str] = {}  # of the current update
+        self._orders: dict[int, str] = {}  # for digests of the current update's buckets
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class SGLangEngine:
             self._device = str(info["device"])
             self._dtype = str(info["dtype"])
             states = info.get("internal_states") or [{}]  # a router's answer has none
-            self.digests_buckets = SERVER_INFO in states[0]
+            self.digests_buckets = bucket_digests.SERVER_INFO in states[0]
             self.queues_buckets = bucket_calls.SERVER_INFO in states[0]
         except (IndexError, KeyError, TypeError) as error:
             raise no_sglang(self.name, error) from error
@@ -292,7 +292,7 @@ class SGLangEngine:
                 " first"
             )
         self.weights.begin(buckets)
-        self._digests = {}
+        self._orders = {}
         try:
             await self._control("/begin_weight_update", {"selector": "all"})
         except EngineHangs:
@@ -327,29 +327,40 @@ class SGLangEngine:
                 f"engine {self.name} is another process: it takes buckets over the process group"
             )
         specs = self.weights.bucket(index).tensors
-        load_format = LOAD_FORMAT if order is None else ORDERED + order
+        load_format = bucket_digests.LOAD_FORMAT
+        if order is not None:
+            load_format = bucket_digests.ORDERED + order
+            self._orders[index] = order
         if self.queues_buckets:
             load_format += f"{bucket_calls.TURN}{index}"
-        answer = await self._control(
-            "/update_weights_from_distributed",
-            {
-                "names": [spec.name for spec in specs],
-                "dtypes": [spec.dtype for spec in specs],
-                "shapes": [list(spec.shape) for spec in specs],
-                "group_name": self.in_group,
-                "load_format": load_format,
-                **KEEP_REQUESTS,
-            },
-            times=CALLS_AT_ONCE if self.queues_buckets else 1,
-        )
-        if order is not None:
-            # one digest if all tensor-parallel ranks received the same
-            self._digests[index] = str(answer["message"]).rpartition(DIGESTS_MARK)[2]
+        times = CALLS_AT_ONCE if self.queues_buckets else 1
+        await self._receive(specs, load_format, times)
         self.weights.received(index)
+
+    async def _receive(self, specs: Sequence[TensorSpec], load_format: str, times: int = 1) -> Any:
+        body = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "group_name": self.in_group,
+            "load_format": load_format,
+            **KEEP_REQUESTS,
+        }
+        return await self._control("/update_weights_from_distributed", body, times=times)
 
     async def bucket_digests(self) -> dict[int, str]:
         """See `rollout.weight_sync.links.DistributedTransport`."""
-        return self._digests
+        if not self._orders:
+            return {}
+        answer = await self._receive((), bucket_digests.ALL_DIGESTS)
+        try:
+            found = json.loads(answer["message"])
+            return {index: str(found[order]) for index, order in self._orders.items()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineFailed(
+                f"engine {self.name}: it was asked for the digests of {len(self._orders)} buckets,"
+                f" and answered with nonsense: {error!r}"
+            ) from error
 
     async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:
         """Take bucket `index` in the request's body: one payload for each tensor-parallel rank."""
@@ -358,7 +369,7 @@ class SGLangEngine:
             "/update_weights_from_tensor",
             {
                 "serialized_named_tensors": list(payloads),
-                "load_format": LOAD_FORMAT,
+                "load_format": bucket_digests.LOAD_FORMAT,
                 **KEEP_REQUESTS,
             },
         )

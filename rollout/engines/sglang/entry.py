@@ -137,7 +137,7 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
 
     args.resolve_once()
     if in_turn(args):
-        load_beside("bucket_calls").install(load_beside("../bucket_turns"))
+        load_beside("patches/bucket_calls").install(load_beside("../bucket_turns"))
     if args.node_rank > 0:
         report_without_requests(args, told)
     launch_server(
@@ -155,15 +155,16 @@ def serve(arguments: list[str], told: dict[str, Any]) -> None:
 
 
 def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
-    """Run a scheduler's process, which tells the digests of the weights that it receives, and what
-    the server's process does.
-    """
+    """Run a scheduler's process, with our patches."""
     if os.environ.get(RENDEZVOUS, "").startswith(f"{MEETING}:"):
         meet_at_one_address()
     if args.device == "cpu" and args.quantization == "fp8":  # SGLang has kernels for AMX alone
         importlib.import_module("stand_ins").install_fp8()
-    told = (load_beside("bucket_calls").SERVER_INFO,) if in_turn(args) else ()
-    load_beside("bucket_digests").install(told)
+    told = (load_beside("patches/bucket_calls").SERVER_INFO,) if in_turn(args) else ()
+    load_beside("patches/receiving_stream").install()
+    digests = load_beside("../../weight_sync/digests")
+    load_beside("patches/bucket_digests").install(digests, told)
+    load_beside("patches/derived_weights").install()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(args, *others, **named)
