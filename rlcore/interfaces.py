@@ -349,7 +349,7 @@ class WeightSink(Protocol):
 
     @property
     def handle_gpus(self) -> Sequence[str]:
-        """The GPUs of the participants, if they take handles of memory there; else none."""
+        """The GPUs of engines that take handles of memory there."""
 
     def prepare(
         self,
@@ -362,7 +362,7 @@ class WeightSink(Protocol):
         """Pause the engines, agree on participants and layout, open the update.
 
         Args:
-            only_stale: take only the engines that wait for weights; the others go on serving.
+            only_stale: take those that wait for weights; the others go on serving.
             trainer_gpus: the GPUs on which a rank can make handles.
             trainer_ranks: where each rank is, if all of them can send (`BucketSender`).
         """
@@ -381,6 +381,9 @@ class WeightSink(Protocol):
             handles: of the bucket on each of `handle_gpus`.
         """
 
+    def send_called(self, bucket: Bucket, flat: Tensor) -> None:
+        """Send a bucket after one has failed, to engines that were called for it before."""
+
     def finish(self, version: int) -> None:
         """Close the update, verify, set the version, resume."""
 
@@ -389,9 +392,7 @@ class WeightSink(Protocol):
         """What `BucketSender.send` of those ranks is told when this publication has failed."""
 
     def cancel(self) -> None:
-        """Give up this publication, once ranks have sent what `stop_order` lets them send. The
-        participants are then without whole weights.
-        """
+        """Give up, when ranks have sent what `stop_order` lets them: no engine has whole ones."""
 
 
 class RankPlace(NamedTuple):
@@ -407,13 +408,10 @@ class BucketSender(Protocol):
     gpu: str | None  # what identifies the rank's own
 
     def open(self, order: str) -> str:
-        """Begin a publication to the engines that the rank serves.
+        """Begin a publication. Returns where engines meet this rank, for `WeightSink.meet`.
 
         Args:
-            order: of this rank, from `WeightSink.sender_orders`.
-
-        Returns:
-            Where they meet this rank, for `WeightSink.meet`.
+            order: of this rank, from `WeightSink.sender_orders`: the engines that it serves.
         """
 
     def send(self, bucket: Bucket, flat: Tensor, given_up: Callable[[], str | None]) -> None:
@@ -422,7 +420,7 @@ class BucketSender(Protocol):
         An engine that fails is left out from there on; rank 0 hears of it from the engine.
 
         Args:
-            given_up: `WeightSink.stop_order` once rank 0 has given up; then no more is sent.
+            given_up: `WeightSink.stop_order` once rank 0 has given up: what is still sent.
         """
 
     def abandon(self) -> None:

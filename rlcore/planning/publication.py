@@ -1,8 +1,8 @@
 """A publication of weights: how they are cut into buckets, and a calculation of its time and bytes.
 
 For every bucket the times of its stages follow one another as they do in a run: a bucket is
-assembled and broadcast while the one before it is sent; an engine receives a bucket when it has
-loaded the one before it. Rank 0 makes the calls for the next bucket meanwhile.
+assembled and broadcast while the one before it is sent; an engine loads the one before it while it
+receives a bucket. Rank 0 makes the calls for the next bucket meanwhile.
 
     one sender     rank 0 gathers through its network card, and each engine's copy leaves through it
     a sender each  a bucket is assembled over NVLink on the rank that has most of it, is broadcast
@@ -79,7 +79,7 @@ class Costs:
 
     card: float = 48e9  # bytes/s through one network card of 400 Gbit/s
     nvlink: float = 300e9  # bytes/s into one rank from its node
-    bucket_s: float = 0.016  # at the engine, beside the transfer; on a CPU
+    bucket_s: float = 0.006  # of the engine's process, while its GPU receives; on a CPU
     call_s: float = 0.0003  # of rank 0's CPU, a control call
 
     @classmethod
@@ -108,7 +108,7 @@ def sender_each(buckets: Sequence[int], engines: int, senders: int, costs: Costs
 def _sent(buckets: Sequence[int], copies: int, engines: int, costs: Costs) -> list[float]:
     """Return the seconds from the order of each bucket until all engines have loaded it."""
     calls = engines * costs.call_s
-    return [max(copies * size / costs.card + costs.bucket_s, calls) for size in buckets]
+    return [max(copies * size / costs.card, costs.bucket_s, calls) for size in buckets]
 
 
 def in_turn(made: Sequence[float], sent: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ version in a transaction of its own, while the others go on serving.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
@@ -32,6 +33,8 @@ MAX_ATTEMPTS = 5
 DONE = "done"
 AGAIN = "again"
 OPEN = "open"  # ... with the ranks that make handles, and the orders of those that send
+
+logger = logging.getLogger(__name__)
 
 
 class WeightPublisher:
@@ -158,8 +161,16 @@ class WeightPublisher:
         handles: Mapping[str, str] | None,
         failure: RlcoreError | None,
     ) -> RlcoreError | None:
-        """Send a bucket unless an earlier one failed (rank 0). Returns the first failure."""
+        """Send a bucket (rank 0). Returns the first failure, after which engines get no more than
+        what they were called for.
+        """
         sink = on_rank0(self.sink)
+        if failure is not None and handles is None:
+            try:
+                sink.send_called(bucket, flat)
+            except RlcoreError as error:  # recovery: the first failure is the one that counts
+                logger.warning("bucket %d after a failure: %s", bucket.index, error)
+            return failure
         read_on: Sequence[str] = ()
         if failure is None:
             try:

@@ -6,6 +6,8 @@ this order:
     open(engines, buckets)  once a transaction; every engine is paused and has its update open
     meet(places)            if ranks other than rank 0 send: they have opened places for engines
     send(bucket, flat)      for each bucket, always in the same order
+    send_called(bucket, flat)
+                            instead, after a failure, for each bucket that is left
     complete()              returns when every engine holds all buckets; `end_update` comes next
     give_up()               instead, after a failure: returns when no engine takes a bucket any more
     close()                 drops the connections at the end of the run
@@ -30,9 +32,9 @@ from rlcore.interfaces import RankPlace
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
 
-# The calls at one engine that are not answered, at most: it takes a bucket, and has the call of the
-# next one.
-CALLS_AT_ONCE = 2
+# The calls at one engine that are not answered, at most: it loads a bucket, receives the next, and
+# has the call of the one after that.
+CALLS_AT_ONCE = 3
 
 # an `rlcore.interfaces.RolloutEngine` with the methods that the transport needs
 Engine = Any
@@ -70,6 +72,10 @@ class Transport(ABC):
 
         Returns the engines that failed at this bucket or at one before it.
         """
+
+    async def send_called(self, bucket: Bucket, flat: Tensor) -> Failures:
+        """Send a bucket after a failure, to engines that were called for it before."""
+        return {}
 
     @property
     def orders(self) -> Mapping[int, str]:

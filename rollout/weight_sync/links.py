@@ -4,9 +4,10 @@ Each engine has a group of its own with one rank of the trainer, which sends it 
 (groups/). All links send at once. A hung engine holds up nobody but the rank that serves it, and
 that one no longer than until rank 0 gives the publication up.
 
-An engine is called for a bucket while it takes the one before it, if it queues such calls: it goes
-on to the next bucket without a way to the trainer and back. So a failure comes to light at a later
-bucket, or in `complete`; and who has not failed is brought to the end of what it was called for.
+An engine is called for a bucket when the one before it begins to leave, if it queues such calls: it
+goes on to the next bucket without a way to the trainer and back. So a failure comes to light at a
+later bucket, or in `complete`; and who has not failed is brought to the end of what it was called
+for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlcore.errors import EngineFailed
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
 from rollout.weight_sync.bucket_checks import SentDigests, Wanted, digest_kind
-from rollout.weight_sync.groups.link import EngineLink, Link, RemoteLink, Stop
+from rollout.weight_sync.groups.link import EngineLink, Link, RemoteLink
 from rollout.weight_sync.process_group import choose_backend, gpu_identity, is_loopback
 
 
@@ -46,7 +47,7 @@ class DistributedTransport(Transport):
 
     and, if its `digests_buckets` is true, `receive_bucket(index, None, order)` for a digest of what
     it receives (digests.py), and `bucket_digests()`: those since `begin_update`, by index. If its
-    `queues_buckets` is true, it takes `receive_bucket` of the next bucket while it receives one,
+    `queues_buckets` is true, it takes `receive_bucket` of later buckets while it receives one,
     and receives in the order of the indices, whatever order the calls come in; a call that was
     posted ahead has `CALLS_AT_ONCE` times its limit.
 
@@ -75,7 +76,9 @@ class DistributedTransport(Transport):
         self._digests = digests
         # in the current transaction
         self._sent = SentDigests()
-        self._last = -1  # the bucket for which engines were called
+        self._buckets: Sequence[Bucket] = ()
+        self._sending = -1  # the newest bucket that was begun
+        self._orders: dict[int, dict[str | None, str | None]] = {}  # by bucket and kind of digest
         self._failed: Failures = {}
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
@@ -100,7 +103,11 @@ class DistributedTransport(Transport):
             self._links[engine] = self._new_link(engine, answers.results[engine]["gpu"])
         self._engines = [engine for engine in engines if engine not in failed]
         self._sent = SentDigests()
-        self._last = -1
+        self._buckets = buckets
+        self._sending = -1
+        self._orders = {}
+        for link in self._links_now():
+            link.begin()
         self._failed = failed | await self._on_links(lambda link: link.join())
         return self._failed
 
@@ -148,21 +155,54 @@ class DistributedTransport(Transport):
 
     async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
         """Broadcast the bucket in all groups at once."""
-        self._last = bucket.index
-        if all(link.backend == "gloo" for link in self._links_now()):
-            flat = flat.cpu()  # once for all
-        orders = SentDigests.orders(map(self._kind, self._engines))
-        sending = self._on_links(
-            lambda link: link.send(bucket, flat, orders[self._kind(link.engine)])
+        self._sending = bucket.index
+        flat = self._on_host(flat)
+        for one in self._buckets[bucket.index : bucket.index + 2]:
+            if one.index not in self._orders:
+                self._orders[one.index] = SentDigests.orders(map(self._kind, self._engines))
+        sending = self._on_links(lambda link: link.send(self._orders_from(bucket, link), flat))
+        failed, _ = await asyncio.gather(
+            sending, self._sent.add(bucket, flat, self._orders[bucket.index])
         )
-        failed, _ = await asyncio.gather(sending, self._sent.add(bucket, flat, orders))
+        self._failed |= failed
+        return failed
+
+    def _orders_from(self, bucket: Bucket, link: EngineLink) -> dict[int, str | None]:
+        """For digests of a bucket and of the one that follows, by index."""
+        kind = self._kind(link.engine)
+        following = self._buckets[bucket.index : bucket.index + 2]
+        return {one.index: self._orders[one.index][kind] for one in following}
+
+    def _on_host(self, flat: Tensor) -> Tensor:
+        """The bytes where all groups take them, copied once for all."""
+        gloo = all(link.backend == "gloo" for link in self._links_now())
+        return flat.cpu() if gloo else flat
+
+    async def send_called(self, bucket: Bucket, flat: Tensor) -> Failures:
+        """See `Transport.send_called`."""
+        waiting = [
+            link
+            for link in self._links_now()
+            if self._sending < bucket.index <= link.last and link.engine not in self._failed
+        ]
+        if not waiting:
+            return {}
+        flat = self._on_host(flat)
+        reasons = await asyncio.gather(*(link.send_called(flat) for link in waiting))
+        failed = {link.engine: why for link, why in zip(waiting, reasons) if why is not None}
         self._failed |= failed
         return failed
 
     @property
     def stop_order(self) -> str:
         """See `Transport.stop_order`."""
-        return json.dumps(asdict(Stop(self._last, [engine.name for engine in self._failed])))
+        return json.dumps(
+            {
+                engine.name: self._links[engine].last
+                for engine in self._engines
+                if engine in self._links and engine not in self._failed
+            }
+        )
 
     async def complete(self) -> Failures:
         """Compare the digests of what the engines received with those of what was sent."""

@@ -176,6 +176,10 @@ class WeightPublication:
         """
         self._call(self._send(bucket, flat, handles))
 
+    def send_called(self, bucket: Bucket, flat: Tensor) -> None:
+        """See `WeightSink.send_called`."""
+        self._call(self._send_called(bucket, flat))
+
     def finish(self, version: int) -> None:
         """Close the update, verify it, and resume the engines on `version`.
 
@@ -192,13 +196,9 @@ class WeightPublication:
         self._call(self._give_up())
 
     async def _give_up(self) -> None:
-        failed = {} if self._transport is None else await self._transport.give_up()
-        try:
-            await self._out(
-                {engine: why for engine, why in failed.items() if engine in self._engines}
-            )
-        except PublicationFailed as error:  # recovery: the caller has given up already
-            logger.warning("%s", error)
+        await self._out_after_a_failure(
+            {} if self._transport is None else await self._transport.give_up()
+        )
         for engine in self._engines:
             self._participants.missed(engine)
         self._record_engines(self._engines, "given up")
@@ -295,6 +295,10 @@ class WeightPublication:
         )
         self._record_stage(f"bucket {bucket.index}", bytes=bucket.num_bytes)
 
+    async def _send_called(self, bucket: Bucket, flat: Tensor) -> None:
+        assert self._transport is not None
+        await self._out_after_a_failure(await self._transport.send_called(bucket, flat))
+
     async def _finish(self, version: int) -> None:
         assert self._transport is not None
         await self._all_or_again(
@@ -373,6 +377,14 @@ class WeightPublication:
             raise PublicationFailed(
                 f"no engine takes the new weights: {'; '.join(failed.values())}"
             )
+
+    async def _out_after_a_failure(self, failed: Failures) -> None:
+        try:
+            await self._out(
+                {engine: why for engine, why in failed.items() if engine in self._engines}
+            )
+        except PublicationFailed as error:  # recovery: the caller has given up already
+            logger.warning("%s", error)
 
     # --- between the threads ----------------------------------------------------------------------
 

@@ -174,8 +174,9 @@ class Session:
         if self._transport is None:
             device = next(iter(self.weights.values())).device
             self._transport = choose_transport(self.config, [self.engine], device=device)
-        await self._took("opening the transport", self._transport.open([self.engine], self.buckets))
-        for bucket in self.buckets[:count]:
+        brought = self.buckets[:count]  # the engine is not called for more
+        await self._took("opening the transport", self._transport.open([self.engine], brought))
+        for bucket in brought:
             parts = [
                 self.weights[spec.name].reshape(-1).view(torch.uint8) for spec in bucket.tensors
             ]

@@ -13,7 +13,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,11 @@ from rollout.weight_sync.process_group import (
     meeting_place,
 )
 
+# An engine waits for a bucket while another one holds up the bucket before, and another rank may
+# begin one while rank 0 waits for that. The deadline of broadcasts comes later, so that it is rank
+# 0's for an answer that counts.
+AHEAD = 3.0
+
 
 async def asked(
     engine: Engine, what: str, call: Callable[[Any], Any], seconds: float
@@ -46,8 +51,8 @@ async def asked(
 class Calls:
     """The calls to one engine to receive and load buckets.
 
-    A call is posted when its bucket is there. An engine that queues calls (`queues_buckets`) has
-    up to `CALLS_AT_ONCE` of them; another one has one, so that no two can overtake each other.
+    An engine that queues calls (`queues_buckets`) is called for the bucket that follows, too, and
+    has up to `CALLS_AT_ONCE` calls; another one has one, so that no two can overtake each other.
 
     Args:
         timeout_s: for one bucket, from when its answer is waited for: before that, the rank that
@@ -59,15 +64,29 @@ class Calls:
         self._timeout_s = timeout_s
         # that are not known to have succeeded, in the order of buckets
         self._calls: list[asyncio.Task[str | None]] = []
+        self.last = -1  # the bucket up to which the engine was called, in this publication
 
     @property
-    def ahead(self) -> int:
-        """How many calls may stay unanswered when the next one is posted."""
-        return CALLS_AT_ONCE - 1 if getattr(self._engine, "queues_buckets", False) else 0
+    def queued(self) -> bool:
+        """Whether the engine queues calls."""
+        return bool(getattr(self._engine, "queues_buckets", False))
 
-    def post(self, bucket: Bucket, order: str | None) -> None:
-        """Call the engine. `order` is for a digest of what it receives."""
-        self._calls.append(asyncio.ensure_future(self._call(bucket.index, order)))
+    @property
+    def most(self) -> int:
+        """How many calls may stay unanswered when a bucket has left."""
+        return CALLS_AT_ONCE - 1 if self.queued else 0
+
+    def post(self, orders: Mapping[int, str | None]) -> None:
+        """Call the engine for buckets, each once.
+
+        Args:
+            orders: for digests of what it receives, by the index of a bucket and of the one that
+                follows.
+        """
+        for index, order in [*orders.items()][: 2 if self.queued else 1]:
+            if index > self.last:
+                self._calls.append(asyncio.ensure_future(self._call(index, order)))
+                self.last = index
 
     async def _call(self, index: int, order: str | None) -> str | None:
         ordered = () if order is None else (order,)
@@ -77,8 +96,14 @@ class Calls:
             return describe(error)
         return None
 
-    async def settle(self, most: int, sending: Future[None] | None = None) -> str | None:
+    async def settle(
+        self, most: int, sending: Future[None] | None = None, beyond: int = 0
+    ) -> str | None:
         """Wait until at most `most` calls are unanswered, and `sending` is done.
+
+        Args:
+            beyond: how many calls are for later buckets than the one that is sent: where it does
+                not leave, they are not waited for.
 
         Returns why the engine failed, as soon as it is known; None if it did not. Its own reason
         comes before ours.
@@ -92,7 +117,7 @@ class Calls:
                     return self._without(left, why)
             self._calls = [call for call in self._calls if not call.done()]
             failed = None if left is None or not left.done() else left.exception()
-            if (left is None or left.done()) and len(self._calls) <= (0 if failed else most):
+            if (left is None or left.done()) and len(self._calls) <= (beyond if failed else most):
                 return None if failed is None else describe(failed)
             if self._calls and self._calls[0] is not oldest:
                 oldest = self._calls[0]
@@ -157,16 +182,33 @@ class EngineLink(ABC):
     def close(self) -> None:
         """Close this rank's side of the group, if there is one."""
 
-    async def send(self, bucket: Bucket, flat: Tensor, order: str | None = None) -> str | None:
+    def begin(self) -> None:
+        """Begin a publication."""
+        self._calls.last = -1
+
+    @property
+    def last(self) -> int:
+        """The bucket up to which the engine was called in this publication; -1: for none."""
+        return self._calls.last
+
+    async def send(self, orders: Mapping[int, str | None], flat: Tensor) -> str | None:
         """Have the engine take a bucket. Return when it has left this rank, if this rank sends it,
         and the engine has room for the next call.
+
+        Args:
+            orders: see `Calls.post`.
         """
         try:
             sending = self._start_sending(flat)
         except RunFailed as error:  # recovery: without this engine, by the caller
             return await self._failed(str(error))
-        self._calls.post(bucket, order)
-        return await self._settle(self._calls.ahead, sending)
+        self._calls.post(orders)
+        beyond = self._calls.last - min(orders, default=self._calls.last)
+        return await self._settle(self._calls.most, sending, beyond)
+
+    async def send_called(self, flat: Tensor) -> str | None:
+        """Send a bucket for which the engine was called before. Return when it has left."""
+        return await self.send({}, flat)
 
     async def settle(self) -> str | None:
         """Wait until the engine has loaded all that was sent (and made its digests)."""
@@ -175,9 +217,11 @@ class EngineLink(ABC):
     def _start_sending(self, flat: Tensor) -> Future[None] | None:
         return None
 
-    async def _settle(self, most: int, sending: Future[None] | None = None) -> str | None:
+    async def _settle(
+        self, most: int, sending: Future[None] | None = None, beyond: int = 0
+    ) -> str | None:
         try:
-            why = await self._calls.settle(most, sending)
+            why = await self._calls.settle(most, sending, beyond)
         # half a bucket may have been sent: the next publication needs a new group
         except asyncio.CancelledError:
             await self._failed("given up")
@@ -218,7 +262,7 @@ class Link(EngineLink):
             url = self.engine.url
             ranks = self.engine.group_ranks
             address, store = await asyncio.to_thread(
-                meeting_place, url, ranks, self.backend, self._timeout_s
+                meeting_place, url, ranks, self.backend, AHEAD * self._timeout_s
             )
         # recovery: without this engine, by the caller
         except (EngineFailed, OSError, dist.DistError) as error:
@@ -266,18 +310,21 @@ class Order:
 
 @dataclass(frozen=True)
 class Stop:
-    """Up to which bucket engines were called in a publication that was given up, and which of them
-    are out. The others wait in a broadcast until they have that bucket: neither gloo nor NCCL lets
-    them go.
+    """Up to which bucket each engine was called in a publication that was given up, but for those
+    that are out. They wait in a broadcast until they have that bucket: neither gloo nor NCCL lets
+    them go. None: it was not given up.
     """
 
-    last: float = math.inf
-    out: Sequence[str] = ()
+    last: Mapping[str, int] | None = None
 
     @classmethod
     def of(cls, word: str | None) -> Stop:
         """Read what rank 0 said; None where it has not given up."""
-        return cls() if word is None else cls(**json.loads(word))
+        return cls() if word is None else cls(json.loads(word))
+
+    def lets(self, engine: str, bucket: Bucket) -> bool:
+        """Whether a bucket is still sent to an engine."""
+        return self.last is None or bucket.index <= self.last.get(engine, -1)
 
 
 class RemoteLink(EngineLink):

@@ -20,7 +20,7 @@ from torch import Tensor
 from rlcore.deadlines import GROUP_JOIN_S
 from rlcore.errors import RunFailed
 from rlcore.weights import Bucket
-from rollout.weight_sync.groups.link import Order, Stop
+from rollout.weight_sync.groups.link import AHEAD, Order, Stop
 from rollout.weight_sync.process_group import (
     WeightGroup,
     close_late,
@@ -30,11 +30,6 @@ from rollout.weight_sync.process_group import (
 )
 
 GIVEN_UP_POLL_S = 0.02  # how often a rank that waits for an engine looks whether rank 0 still does
-# Another rank may begin a bucket while rank 0 waits for an engine that has not taken the one before
-# it, and an engine may wait while this rank waits for another one. Their deadline comes later, so
-# that it is rank 0's that counts.
-AHEAD = 3.0
-
 logger = logging.getLogger(__name__)
 
 
@@ -79,18 +74,20 @@ class RankSender:
 
     def send(self, bucket: Bucket, flat: Tensor, given_up: Callable[[], str | None]) -> None:
         """See `BucketSender.send`."""
-        if bucket.index > Stop.of(given_up()).last:
+        stop = Stop.of(given_up())
+        served = [engine for engine in self._served if stop.lets(engine, bucket)]
+        if not served:
             return
         self._end_meetings()
         sending: dict[str, Future[None]] = {}
-        for engine in self._served:
+        for engine in served:
             if engine in self._groups:  # else it failed at an earlier bucket
                 self._start(engine, bucket, flat, sending)
         while waiting := {one: done for one, done in sending.items() if not done.done()}:
             wait(waiting.values(), timeout=GIVEN_UP_POLL_S)
             stop = Stop.of(given_up())
             for engine in waiting:
-                if bucket.index > stop.last or engine in stop.out:
+                if not stop.lets(engine, bucket):
                     self._drop(engine)  # what is half sent ends with its group
                     del sending[engine]
         for engine, done in sending.items():

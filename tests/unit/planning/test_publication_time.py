@@ -28,11 +28,13 @@ def test_a_bucket_is_made_while_the_one_before_it_is_sent() -> None:
 
 
 def test_time_by_hand() -> None:
-    # made 10 s; two copies of 10 s, 1 s at the engine; two calls of 0.5 s take less
-    assert one_sender([100, 100], 2, COSTS) == 10 + 21 + 21
-    # made 5 + 10 s; one copy of 10 s beside 1 s
-    assert sender_each([100, 100], 2, 2, COSTS) == 15 + 15 + 11
-    assert sender_each([100, 100], 2, 1, COSTS) == 15 + 21 + 21
+    # made 10 s; two copies of 10 s; 1 s at the engine and two calls of 0.5 s take less
+    assert one_sender([100, 100], 2, COSTS) == 10 + 20 + 20
+    # made 5 + 10 s; one copy of 10 s
+    assert sender_each([100, 100], 2, 2, COSTS) == 15 + 15 + 10
+    assert sender_each([100, 100], 2, 1, COSTS) == 15 + 20 + 20
+    # small buckets: 1 s at the engine takes longer than the copies of 0.5 s
+    assert sender_each([5, 5], 2, 2, COSTS) == 0.75 + 1 + 1
     # forty calls of 0.5 s take longer than a copy
     assert sender_each([100, 100], 40, 40, COSTS) == 15 + 20 + 20
     usual = Costs.of(GPUS["H100"])

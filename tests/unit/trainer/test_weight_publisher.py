@@ -60,6 +60,9 @@ class Sink:
     def send(self, bucket: Bucket, flat: torch.Tensor, handles: None) -> None:
         self._step("send", bucket.index)
 
+    def send_called(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        self._step("called", bucket.index)
+
     def finish(self, version: int) -> None:
         self._step("finish", version)
 
@@ -129,17 +132,18 @@ def test_after_a_failed_bucket_the_rest_is_gathered_and_all_runs_again(tmp_path:
     sink = Sink(send=[None, PublicationFailed("engine-0 is gone")])
     publishing, backend = publisher(tmp_path, sink)
     assert publishing.publish(1) == ""
-    assert sink.steps == ["prepare", "send 0", "send 1", "cancel", "prepare", *SENT, "finish 2"]
+    failed = ["prepare", "send 0", "send 1", "called 2", "cancel"]
+    assert sink.steps == [*failed, "prepare", *SENT, "finish 2"]
     assert backend.gathered == [0, 1, 2] * 2
 
 
 def test_bad_input_is_raised_when_all_is_gathered(tmp_path: Path) -> None:
-    sink = Sink(send=[None, ModelError("no such tensor")])
+    sink = Sink(send=[None, ModelError("no such tensor")], called=[RunFailed("no loop")])
     publishing, backend = publisher(tmp_path, sink)
     with pytest.raises(ModelError, match="no such tensor"):
         publishing.publish(1)
     assert backend.gathered == [0, 1, 2]
-    assert sink.steps == ["prepare", "send 0", "send 1", "cancel"]
+    assert sink.steps == ["prepare", "send 0", "send 1", "called 2", "cancel"]
 
 
 @pytest.mark.parametrize(("step", "before"), [("prepare", 0), ("send", 1), ("finish", 0)])

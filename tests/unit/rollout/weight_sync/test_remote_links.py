@@ -129,8 +129,8 @@ def sender_to(**groups: Any) -> RankSender:
     return sender
 
 
-def stopped(last: int, *out: str) -> str:
-    return json.dumps({"last": last, "out": out})
+def stopped(**last: int) -> str:
+    return json.dumps(last)
 
 
 FLAT = torch.zeros(8, dtype=torch.uint8)
@@ -140,7 +140,7 @@ FOURTH: Any = SimpleNamespace(index=4)
 def test_nothing_is_sent_once_rank_0_has_given_up() -> None:
     sent: list[str] = []
     sender = sender_to(a=group(lambda: sent.append("a")))
-    sender.send(FOURTH, FLAT, lambda: stopped(3))
+    sender.send(FOURTH, FLAT, lambda: stopped(a=3))
     assert sent == []
     sender.send(FOURTH, FLAT, lambda: None)
     assert sent == ["a"]
@@ -149,9 +149,21 @@ def test_nothing_is_sent_once_rank_0_has_given_up() -> None:
 def test_an_engine_gets_the_bucket_for_which_it_was_called_though_rank_0_has_given_up() -> None:
     """It waits in a broadcast that nothing else ends. The one that failed gets nothing."""
     sent: list[str] = []
+    sender = sender_to(
+        failed=group(lambda: sent.append("failed")),
+        called=group(lambda: sent.append("called")),
+        waits=group(lambda: sent.append("waits")),
+    )
+    sender.send(FOURTH, FLAT, lambda: stopped(called=4, waits=3))
+    assert sent == ["called"]
+
+
+def test_who_fails_while_its_rank_sends_is_left_and_the_others_get_the_bucket() -> None:
+    sent: list[str] = []
     hung = threading.Event()
     sender = sender_to(a=group(lambda: hung.wait(30), hung.set), b=group(lambda: sent.append("b")))
-    sender.send(FOURTH, FLAT, lambda: stopped(4, "a"))
+    answers = iter([None, stopped(b=4)])
+    sender.send(FOURTH, FLAT, lambda: next(answers))
     assert sent == ["b"]
     assert hung.is_set()
     assert list(sender._groups) == ["b"]
@@ -160,7 +172,7 @@ def test_an_engine_gets_the_bucket_for_which_it_was_called_though_rank_0_has_giv
 def test_a_send_that_waits_ends_when_rank_0_gives_up() -> None:
     released = threading.Event()
     sender = sender_to(a=group(lambda: released.wait(30), released.set))
-    answers = iter([None, None, stopped(3)])
+    answers = iter([None, None, stopped(a=3)])
     sender.send(FOURTH, FLAT, lambda: next(answers))
     assert released.is_set()
     assert sender._groups == {}

@@ -114,7 +114,7 @@ def test_a_bucket_that_was_given_up_half_way_breaks_its_connection() -> None:
     async def give_up() -> None:
         link = Link(Silent(), "gloo", torch.device("cpu"), 5.0)
         link.group = Group()  # type: ignore[assignment]
-        sending = asyncio.ensure_future(link.send(Bucket(0, ()), torch.empty(0, dtype=torch.uint8)))
+        sending = asyncio.ensure_future(link.send({0: None}, torch.empty(0, dtype=torch.uint8)))
         await asyncio.sleep(0.05)
         sending.cancel()
         await asyncio.wait({sending})
@@ -161,7 +161,7 @@ def test_an_engine_that_dies_before_its_first_bucket_holds_nobody_up(
         assert await link.join() is None
         began = time.monotonic()
         flat = torch.zeros(4, dtype=torch.uint8)
-        assert await link.send(Bucket(0, ()), flat) == "engine engine-0 died"
+        assert await link.send({0: None}, flat) == "engine engine-0 died"
         assert time.monotonic() - began < 5
         assert not link.is_whole
 
@@ -232,7 +232,9 @@ def test_the_weights_go_to_the_engines_that_answer(monkeypatch: pytest.MonkeyPat
     made = DistributedTransport(device=torch.device("cpu"), timeout_s=5.0, probe_s=5.0)
 
     async def publish() -> None:
-        assert await made.open([bad, good], []) == {bad: "engine engine-0 does not answer"}
+        assert await made.open([bad, good], [Bucket(0, ())]) == {
+            bad: "engine engine-0 does not answer"
+        }
         assert await made.send(Bucket(0, ()), torch.zeros(4, dtype=torch.uint8)) == {}
 
     asyncio.run(asyncio.wait_for(publish(), 20))

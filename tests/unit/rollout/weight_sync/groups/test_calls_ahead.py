@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -83,7 +83,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def start(link: EngineLink, index: int) -> asyncio.Task[str | None]:
-    return asyncio.ensure_future(link.send(BUCKETS[index], FLAT))
+    orders = {one.index: None for one in BUCKETS[index : index + 2]}
+    return asyncio.ensure_future(link.send(orders, FLAT))
 
 
 def own_link(engine: Engine, timeout_s: float = 5.0) -> tuple[Link, Group]:
@@ -93,27 +94,58 @@ def own_link(engine: Engine, timeout_s: float = 5.0) -> tuple[Link, Group]:
     return link, group
 
 
-def test_the_next_call_is_posted_when_the_bytes_have_left() -> None:
+def test_the_next_call_is_posted_while_the_bytes_leave() -> None:
     async def use() -> None:
         engine = Engine()
         link, group = own_link(engine)
         first = start(link, 0)
+        await until(lambda: [*engine.answers] == [0, 1])
+        assert link.last == 1
         await asyncio.sleep(0.01)
         assert not first.done(), "its memory is still read"
         group.sent[0].set_result(None)
         assert await first is None
         second = start(link, 1)
-        await until(lambda: 1 in engine.answers)
+        await until(lambda: 2 in engine.answers)
         group.sent[1].set_result(None)
         await asyncio.sleep(0.01)
-        assert not second.done(), "the engine has two calls"
+        assert not second.done(), "the engine has three calls"
         engine.took(0)
         assert await second is None
+        third = start(link, 2)
+        await until(lambda: 3 in engine.answers)
+        group.sent[2].set_result(None)
+        engine.took(1)
+        assert await third is None
+        last = start(link, 3)
+        await until(lambda: len(group.sent) == 4)
+        group.sent[3].set_result(None)
+        assert await last is None
         settled = asyncio.ensure_future(link.settle())
+        engine.took(2)
         await asyncio.sleep(0.01)
         assert not settled.done()
-        engine.took(1)
+        engine.took(3)
         assert await settled is None
+
+    run(use)
+
+
+def test_each_publication_calls_anew() -> None:
+    async def use() -> None:
+        engine = Engine()
+        link = RemoteLink(engine, "gloo", 1, 5.0)
+        for _ in range(2):
+            link.begin()
+            assert link.last == -1
+            engine.answers.clear()
+            assert await start(link, 2) is None
+            await until(lambda: [*engine.answers] == [2, 3])
+            assert await start(link, 3) is None
+            assert link.last == 3
+            engine.took(2)
+            engine.took(3)
+            assert await link.settle() is None
 
     run(use)
 
@@ -125,6 +157,8 @@ def test_an_engine_that_queues_no_calls_has_one() -> None:
         first = start(link, 0)
         await asyncio.sleep(0.01)
         assert not first.done()
+        assert [*engine.answers] == [0]
+        assert link.last == 0
         engine.took(0)
         assert await first is None
 
@@ -136,14 +170,14 @@ def test_an_engine_that_fails_while_the_next_call_is_posted_leaves_nothing() -> 
         engine = Engine()
         link, group = own_link(engine)
         first = start(link, 0)
-        await until(lambda: 0 in engine.answers)
+        await until(lambda: 1 in engine.answers)
         group.sent[0].set_result(None)
         await first
         second = start(link, 1)
-        await until(lambda: 1 in engine.answers)
+        await until(lambda: 2 in engine.answers)
         engine.fails(0)
         assert await second == "engine-0 has no memory"
-        assert engine.cancelled == [1]
+        assert engine.cancelled == [1, 2]
         assert group.closed
         assert link.group is None
 
@@ -175,17 +209,17 @@ def test_the_time_of_a_call_begins_when_it_is_waited_for(monkeypatch: pytest.Mon
     async def use() -> None:
         engine = Engine()
         link = RemoteLink(engine, "gloo", 1, 0.3)
-        await start(link, 0)
-        second = start(link, 1)
+        await start(link, 2)
+        second = start(link, 3)
         await asyncio.sleep(0.2)
-        engine.took(0)
+        engine.took(2)
         assert await second is None
         await asyncio.sleep(0.4)
         began = time.monotonic()
         late = r"engine engine-0 did not answer receive_bucket within 0.3 s"
         assert late in str(await link.settle())
         assert 0.2 < time.monotonic() - began < 5
-        assert engine.cancelled == [1]
+        assert engine.cancelled == [3]
 
     run(use)
 
@@ -204,25 +238,82 @@ def test_an_engine_that_hangs_is_late_though_our_bytes_hang_too(
     run(use)
 
 
+def transport_of(links: Sequence[EngineLink]) -> DistributedTransport:
+    transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0)
+    transport._links = {link.engine: link for link in links}
+    transport._engines = [*transport._links]
+    transport._buckets = BUCKETS
+    return transport
+
+
 def test_who_has_not_failed_is_brought_to_the_end_of_what_it_was_called_for() -> None:
     async def use() -> None:
-        bad, good = Engine("bad"), Engine("good")
-        transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0)
-        transport._engines = [bad, good]
-        transport._links = {one: RemoteLink(one, "gloo", 1, 5.0) for one in (bad, good)}
-        assert json.loads(transport.stop_order) == {"last": -1, "out": []}
-        assert await transport.send(BUCKETS[0], FLAT) == {}
+        bad, good, own, stock = (
+            Engine(n, queues=n != "stock") for n in ("bad", "good", "own", "stock")
+        )
+        link, group = own_link(own)
+        others = [RemoteLink(one, "gloo", 1, 5.0) for one in (bad, good, stock)]
+        transport = transport_of([*others, link])
+        assert json.loads(transport.stop_order) == dict.fromkeys(
+            ("bad", "good", "own", "stock"), -1
+        )
+        sending = asyncio.ensure_future(transport.send(BUCKETS[0], FLAT))
+        await until(lambda: len(group.sent) == 1 and 0 in stock.answers)
+        group.sent[0].set_result(None)
+        stock.took(0)
+        assert await sending == {}
         sending = asyncio.ensure_future(transport.send(BUCKETS[1], FLAT))
-        await until(lambda: 1 in good.answers)
-        good.took(0)
+        await until(lambda: 2 in good.answers and 1 in stock.answers)
+        for one in (good, own):
+            one.took(0)
+        stock.took(1)
+        group.sent[1].set_result(None)
         bad.fails(0)
         assert await sending == {bad: "bad has no memory"}
-        assert json.loads(transport.stop_order) == {"last": 1, "out": ["bad"]}
+        assert json.loads(transport.stop_order) == {"good": 2, "own": 2, "stock": 1}
+        called = asyncio.ensure_future(transport.send_called(BUCKETS[2], FLAT))
+        await until(lambda: len(group.sent) == 3)
+        await asyncio.sleep(0.01)
+        assert not called.done(), "its memory is still read"
+        group.sent[2].set_result(None)
+        own.took(1)
+        good.took(1)
+        assert await called == {}
+        assert await transport.send_called(BUCKETS[3], FLAT) == {}
+        assert len(group.sent) == 3
+        assert 3 not in good.answers
         over = asyncio.ensure_future(transport.give_up())
         await asyncio.sleep(0.01)
         assert not over.done()
-        good.took(1)
+        good.took(2)
+        own.took(2)
         assert await over == {}
+
+    run(use)
+
+
+def test_who_fails_at_what_it_was_called_for_is_told() -> None:
+    async def use() -> None:
+        bad, own = Engine("bad"), Engine("own")
+        link, group = own_link(own)
+        transport = transport_of([RemoteLink(bad, "gloo", 1, 5.0), link])
+        sending = asyncio.ensure_future(transport.send(BUCKETS[0], FLAT))
+        await until(lambda: len(group.sent) == 1)
+        group.sent[0].set_result(None)
+        assert await sending == {}
+        bad.fails(0)
+        own.took(0)
+        sending = asyncio.ensure_future(transport.send(BUCKETS[1], FLAT))
+        await until(lambda: len(group.sent) == 2)
+        group.sent[1].set_result(None)
+        assert await sending == {bad: "bad has no memory"}
+        called = asyncio.ensure_future(transport.send_called(BUCKETS[2], FLAT))
+        await until(lambda: len(group.sent) == 3)
+        own.fails(1)
+        assert await called == {own: "own has no memory"}
+        assert group.closed
+        assert json.loads(transport.stop_order) == {}
+        assert await transport.give_up() == {}
 
     run(use)
 
@@ -230,13 +321,11 @@ def test_who_has_not_failed_is_brought_to_the_end_of_what_it_was_called_for() ->
 def test_a_failure_of_the_last_bucket_is_told_at_the_end() -> None:
     async def use() -> None:
         engine = Engine()
-        transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0)
-        transport._engines = [engine]
-        transport._links = {engine: RemoteLink(engine, "gloo", 1, 5.0)}
-        assert await transport.send(BUCKETS[0], FLAT) == {}
-        engine.fails(0)
+        transport = transport_of([RemoteLink(engine, "gloo", 1, 5.0)])
+        assert await transport.send(BUCKETS[3], FLAT) == {}
+        engine.fails(3)
         assert await transport.complete() == {engine: "engine-0 has no memory"}
-        assert json.loads(transport.stop_order)["out"] == ["engine-0"]
+        assert json.loads(transport.stop_order) == {}
         assert await transport.give_up() == {}
 
     run(use)

@@ -19,7 +19,8 @@ def buckets(count: int) -> tuple[Bucket, ...]:
 
 def costs(**changes: float) -> Costs:
     free = {"card": CARD, "nvlink": 1e15, "load_s": 0.0, "load_rate": 1e15, "way_s": 0.0}
-    return Costs(**{**free, "call_s": 0.0, **changes})
+    free |= {"stock_load_s": 0.0, "digest_rate": 1e15, "call_s": 0.0}
+    return Costs(**{**free, **changes})
 
 
 def test_one_rank_sends_to_one_engine_at_the_rate_of_its_card() -> None:
@@ -39,14 +40,15 @@ def test_engines_are_dealt_out_to_the_ranks() -> None:
     assert published.sent == {0: 12 * SIZE, 1: 8 * SIZE}
 
 
-def test_a_call_ahead_hides_its_way_and_nothing_else() -> None:
+def test_a_call_ahead_hides_its_way_and_loading_hides_behind_the_transfer() -> None:
     """Four buckets of a second, loaded in half a second; a call has a way of a second."""
-    slow = costs(load_s=0.5, way_s=1.0)
-    control = 5 * 1.0  # health, pause, begin; set_version, resume are after end_update
+    slow = costs(load_s=0.5, stock_load_s=0.5, way_s=1.0, digest_rate=4e6)
+    control = 8 * 1.0  # health, pause, begin, health, join; end_update, set_version, resume
     one = publish(buckets(4), ranks=1, engines=1, costs=slow, calls_ahead=False).seconds
     two = publish(buckets(4), ranks=1, engines=1, costs=slow).seconds
-    assert one - two == pytest.approx(3 * 1.0)  # of all calls but the first
-    assert two > 4 * 1.5 + control
+    assert one == pytest.approx(control + 4 * (1.0 + 1.0 + 0.5))
+    # the way to the engine, and four transfers; the last digest hides behind the next call's way
+    assert two == pytest.approx(control + 0.5 + 4 * 1.0)
 
 
 def test_rank_0_s_calls_limit_many_engines() -> None:
