@@ -29,6 +29,7 @@ with importing_megatron():
 
 from benchmarks.simulation.publication_world import Costs, publish
 from rlcore.planning.publication import bucket_limit
+from rlcore.quantised_weights import quantised_bucket
 from rlcore.weights import Bucket, cut_buckets
 
 GIB = 1 << 30
@@ -99,6 +100,7 @@ def main() -> None:
         ("stock-load-ms", usual.stock_load_s * 1e3, "the same at a stock server"),
         ("digest-gb", usual.digest_rate / 1e9, "GB/s of a server's GPU that computes digests"),
         ("load-gb", usual.load_rate / 1e9, "GB/s from a bucket into the server's weights"),
+        ("quantise-gb", usual.quantise_rate / 1e9, "GB/s in bf16 that a rank rounds to FP8"),
         ("way-ms", usual.way_s * 1e3, "the way of a call to a server and back"),
         ("call-ms", usual.call_s * 1e3, "of rank 0, a call"),
         ("bucket-gib", 1.0, "rollout.engine.bucket_bytes"),
@@ -107,6 +109,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--engines", type=int, nargs="+", default=ENGINES)
     parser.add_argument("--ranks", type=int, help="of the trainer, for every model")
+    parser.add_argument("--fp8", action="store_true", help="rollout.engine.quantization: fp8")
     given = parser.parse_args()
     costs = Costs(
         card=given.card_gb * 1e9,
@@ -115,6 +118,7 @@ def main() -> None:
         stock_load_s=given.stock_load_ms / 1e3,
         digest_rate=given.digest_gb * 1e9,
         load_rate=given.load_gb * 1e9,
+        quantise_rate=given.quantise_gb * 1e9,
         way_s=given.way_ms / 1e3,
         call_s=given.call_ms / 1e3,
     )
@@ -125,10 +129,14 @@ def main() -> None:
         family, values, usual_ranks = MODELS[name]
         ranks = given.ranks or usual_ranks
         buckets = buckets_of(family, values, int(given.bucket_gib * GIB))
+        whole = None
+        if given.fp8:
+            whole = buckets
+            buckets = tuple(map(quantised_bucket, whole))
         size = sum(bucket.num_bytes for bucket in buckets)
         for engines in given.engines:
             goal = GOALS.get((name, engines))
-            world = {"ranks": ranks, "engines": engines, "costs": costs}
+            world = {"ranks": ranks, "engines": engines, "costs": costs, "whole": whole}
             row = (
                 f"{name}, {size / 1e9:.0f} GB, {ranks} ranks",
                 str(len(buckets)),

@@ -8,6 +8,7 @@ loads. Embeddings, the head, norms, routers and biases stay as they are.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -57,14 +58,16 @@ def quantised_bucket(bucket: Bucket) -> Bucket:
 
 
 @torch.no_grad()
-def quantise_bucket(bucket: Bucket, flat: Tensor) -> Tensor:
-    """The bytes of `quantised_bucket(bucket)`, on the device of `flat`.
+def quantise_bucket(bucket: Bucket, flat: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the bytes of `quantised_bucket(bucket)`, on the device of `flat`.
 
     Args:
         flat: the bytes of `bucket`, uint8 [num_bytes].
+        out: where they go; default: new memory.
     """
     layout = quantised_bucket(bucket)
-    out = torch.empty(layout.num_bytes, dtype=torch.uint8, device=flat.device)
+    if out is None:
+        out = torch.empty(layout.num_bytes, dtype=torch.uint8, device=flat.device)
     places = dict(layout.views(out))
     for spec, (name, weight) in zip(bucket.tensors, bucket.views(flat), strict=True):
         if is_projection(spec):
@@ -84,21 +87,24 @@ def quantise(weight: Tensor, small: Tensor, scale: Tensor) -> None:
     high = max(1, _AT_ONCE // (BLOCK * max(1, weight.size(1))))  # rows of blocks at a time
     for first in range(0, scale.size(0), high):
         rows = slice(first * BLOCK, (first + high) * BLOCK)
-        blocks, here = _blocks(weight[rows].float())
-        largest = blocks.abs().amax(dim=(1, 3)).clamp(min=_SMALLEST)
+        here = weight[rows]
+        blocks = _blocks(here)
+        largest = torch.linalg.vector_norm(blocks, math.inf, dim=(1, 3)).float()
         # by a tensor: CUDA multiplies by the reciprocal of a number, which rounds otherwise
-        scale[first : first + high] = largest / largest.new_full((), LARGEST)
-        blocks /= scale[first : first + high, None, :, None]
-        whole = blocks.clamp(-LARGEST, LARGEST).to(FP8).view(here)
-        small[rows] = whole[: small[rows].size(0), : weight.size(1)]
+        largest = largest.clamp(min=_SMALLEST) / largest.new_full((), LARGEST)
+        scale[first : first + high] = largest
+        # In fp32, whatever the weight's type is. At most 448 by a rounding, so none becomes NaN.
+        whole = blocks / largest[:, None, :, None]
+        small[rows] = whole.flatten(2).flatten(0, 1)[: here.size(0), : here.size(1)]
 
 
-def _blocks(matrix: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """A matrix padded with zeros: [high, 128, wide, 128], and the shape of the whole."""
+def _blocks(matrix: Tensor) -> Tensor:
+    """A matrix in blocks, [high, 128, wide, 128], followed by zeros where some are not whole."""
     rows, columns = matrix.shape
     high, wide = scale_shape(matrix.shape)
-    padded = pad(matrix, (0, wide * BLOCK - columns, 0, high * BLOCK - rows))
-    return padded.reshape(high, BLOCK, wide, BLOCK), (high * BLOCK, wide * BLOCK)
+    if (rows, columns) != (high * BLOCK, wide * BLOCK):
+        matrix = pad(matrix, (0, wide * BLOCK - columns, 0, high * BLOCK - rows))
+    return matrix.reshape(high, BLOCK, wide, BLOCK)
 
 
 def dequantise(small: Tensor, scale: Tensor) -> Tensor:

@@ -63,7 +63,8 @@ with importing_megatron():
         shared_moments,
         training_pass,
     )
-    from backends.megatron.weights.export import WeightExporter, export_hf
+    from backends.megatron.weights.export import WeightExporter
+    from backends.megatron.weights.folder import export_hf
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
 from rlcore.config.derived import pack_multiple
@@ -261,8 +262,8 @@ class MegatronBackend:
     # --- weights ----------------------------------------------------------------------------------
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """The static layout of the policy's weights under their Hugging Face names."""
-        return self._weights.buckets
+        """The static layout of the policy's weights under their Hugging Face names, for engines."""
+        return self._weights.layout
 
     def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
         """Yield each bucket in order with its bytes: uint8 [num_bytes] on rank 0, or `everywhere`.
@@ -277,7 +278,7 @@ class MegatronBackend:
         exporter = self._weights
         model = self.config.model
         # the engine may have a narrower dtype than the model
-        if exporter.specs[0].torch_dtype != DTYPES[model.dtype]:
+        if exporter.quantised or exporter.specs[0].torch_dtype != DTYPES[model.dtype]:
             exporter = self._new_exporter(model.dtype, sharing=exporter)
         with self.policy.on_device():
             export_hf(exporter, folder, Path(model.tokenizer or model.path))
@@ -433,18 +434,22 @@ class MegatronBackend:
     @property
     def _weights(self) -> WeightExporter:
         if self._exporter is None:
+            engine = self.config.rollout.engine
             self._exporter = self._new_exporter(
-                self.config.rollout.engine.dtype or self.config.model.dtype
+                engine.dtype or self.config.model.dtype, quantised=engine.quantization is not None
             )
         return self._exporter
 
-    def _new_exporter(self, dtype: str, sharing: WeightExporter | None = None) -> WeightExporter:
+    def _new_exporter(
+        self, dtype: str, *, quantised: bool = False, sharing: WeightExporter | None = None
+    ) -> WeightExporter:
         return WeightExporter(
             self.policy.chunks,
             self.policy.arch,
             self.parallel,
             dtype=DTYPES[dtype],
             bucket_bytes=self.config.rollout.engine.bucket_bytes,
+            quantised=quantised,
             sharing=sharing,
         )
 

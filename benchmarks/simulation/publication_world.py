@@ -56,6 +56,7 @@ class Costs:
     stock_load_s: float = 0.016  # of a stock server's
     load_rate: float = 1e12  # bytes/s at which an engine copies a bucket into its weights
     digest_rate: float = 120e9  # bytes/s of a GPU, which has computed that before it copies
+    quantise_rate: float = 85e9  # bytes/s in bf16 that a rank's GPU rounds to FP8
     way_s: float = 0.0035  # of a control call, there and back
     call_s: float = 0.0003  # of rank 0's CPU, a control call
 
@@ -186,6 +187,7 @@ class World:
         ranks: of the trainer.
         senders: of them, at most; None: as a run chooses on GPUs.
         calls_ahead: engines take the call of a bucket while they take the one before it.
+        whole: the buckets as they are assembled, where that rank then rounds them to FP8.
     """
 
     def __init__(
@@ -197,8 +199,10 @@ class World:
         costs: Costs,
         senders: int | None = None,
         calls_ahead: bool = True,
+        whole: Sequence[Bucket] | None = None,
     ) -> None:
         self.buckets = buckets
+        self._whole = whole
         self.costs = costs
         self.rank0 = Turns()
         self.cards = [Card(costs.card) for _ in range(ranks)]  # what leaves them
@@ -253,6 +257,8 @@ class World:
             if index > 1:
                 await self._free[index - 2].wait()
             size = bucket.num_bytes
+            if self._whole is not None:
+                await asyncio.sleep(self._whole[index].num_bytes / self.costs.quantise_rate)
             if len(senders) > 1:
                 await asyncio.sleep(size / self.costs.nvlink)
                 passing = [self.cards[rank].carry(size / NODE) for rank in senders]

@@ -256,7 +256,6 @@ def build_weight_publisher(
         timeout_s=all_engines_timeout_s(config),
         exchange=build_exchange(process),
         senders=senders,
-        quantised=config.rollout.engine.quantization is not None,
     )
     if handles is not None:
         publisher.published = handles.source.published

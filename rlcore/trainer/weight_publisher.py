@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from rlcore.errors import PartLost, PublicationFailed, RlcoreError, RunFailed
 from rlcore.interfaces import PolicyBackend, WeightSink
-from rlcore.quantised_weights import quantise_bucket, quantised_bucket
 from rlcore.runs.versions import VersionJournal
 from rlcore.timeline.recorder import RECORDER, now
 from rlcore.trainer.handle_exchange import HandleExchange
@@ -44,7 +43,6 @@ class WeightPublisher:
         exchange: brings handles of all ranks' GPUs to rank 0; None on the CPU.
         senders: the ranks that send beside rank 0; None where there is one rank.
         timeout_s: how long a rank waits for rank 0 to open or close a publication.
-        quantised: weights are sent in FP8 (rlcore/quantised_weights.py).
         published: called with step, version and incarnation once all engines that are left have
             the version.
     """
@@ -59,7 +57,6 @@ class WeightPublisher:
         timeout_s: float,
         exchange: HandleExchange | None = None,
         senders: SenderRanks | None = None,
-        quantised: bool = False,
         published: Callable[[int, int, int], None] = lambda step, version, incarnation: None,
     ) -> None:
         self.backend = backend
@@ -68,7 +65,6 @@ class WeightPublisher:
         self.journal = journal
         self.exchange = exchange
         self.senders = senders
-        self.quantised = quantised
         self.published = published
         self.timeout_s = timeout_s
         self.version = 0  # of the newest publication, which the engines hold (rank 0)
@@ -102,8 +98,6 @@ class WeightPublisher:
         failure: RlcoreError | None = None
         began = now()
         buckets = self.backend.buckets()
-        if self.quantised:
-            buckets = tuple(quantised_bucket(bucket) for bucket in buckets)
         opened = self.sync.broadcast(
             "opening a publication", lambda: self._open(step, buckets), timeout_s=self.timeout_s
         )
@@ -120,7 +114,7 @@ class WeightPublisher:
             if met not in ("", OPEN):
                 return met
         began = now()
-        for bucket, flat in self._exported(everywhere=bool(owners or orders)):
+        for bucket, flat in self.backend.export_buckets(everywhere=bool(owners or orders)):
             began = self._record(f"gathering bucket {bucket.index}", began)
             handles = self.exchange.collect(bucket, flat) if owners and self.exchange else None
             if self.sink is not None and flat is not None:
@@ -144,15 +138,6 @@ class WeightPublisher:
         ended = now()
         RECORDER.add(("publication", self.sync.track[0]), stage, began, ended)
         return ended
-
-    def _exported(self, *, everywhere: bool) -> Iterator[tuple[Bucket, Tensor | None]]:
-        """Yield the buckets in the form in which they are sent."""
-        for bucket, flat in self.backend.export_buckets(everywhere=everywhere):
-            if not self.quantised:
-                yield bucket, flat
-            else:
-                small = None if flat is None else quantise_bucket(bucket, flat)
-                yield quantised_bucket(bucket), small
 
     def _send(
         self,

@@ -33,7 +33,8 @@ with importing_megatron():
     )
     from backends.megatron.parallel.state import ParallelState
     from backends.megatron.training.optimizer import ScheduledOptimizer
-    from backends.megatron.weights.export import WeightExporter, export_hf
+    from backends.megatron.weights.export import WeightExporter
+    from backends.megatron.weights.folder import export_hf
 from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
 from rlcore.weights import DTYPES
 

@@ -23,7 +23,8 @@ with importing_megatron():
 
     from backends.megatron.parallel.state import ParallelState
     from backends.megatron.training.optimizer import ScheduledOptimizer
-    from backends.megatron.weights.export import WeightExporter, export_hf
+    from backends.megatron.weights.export import WeightExporter
+    from backends.megatron.weights.folder import export_hf
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")  # the first: the fp32 masters
 

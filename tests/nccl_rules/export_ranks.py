@@ -29,6 +29,7 @@ with importing_megatron():
     from backends.megatron.weights.export import WeightExporter
 
 from rlcore.config.sections.policy import ParallelConfig
+from rlcore.quantised_weights import quantise_bucket, quantised_bucket
 from rlcore.weights import Bucket
 from tests import nccl_rules
 from tests.parity.rank_main import main
@@ -39,14 +40,27 @@ HOLD_S = 2.0  # rank 0 keeps the first bucket for so long
 
 
 def exporter_of(
-    source: Path, layout: ParallelConfig, parallel: ParallelState, bucket_bytes: int
+    source: Path,
+    layout: ParallelConfig,
+    parallel: ParallelState,
+    bucket_bytes: int,
+    sharing: WeightExporter | None = None,
 ) -> WeightExporter:
+    """An exporter; in FP8 if it shares the group of another one."""
     arch = read_architecture(source)
     config = transformer_config(arch, layout, "fp32", torch.device("cpu"), {})
     padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
     chunks = in_dtype(build_chunks(arch, config, padded_vocab=padded), config)
     load_hf(chunks, arch, source, parallel)
-    return WeightExporter(chunks, arch, parallel, dtype=torch.float32, bucket_bytes=bucket_bytes)
+    return WeightExporter(
+        chunks,
+        arch,
+        parallel,
+        dtype=torch.float32,
+        bucket_bytes=bucket_bytes,
+        quantised=sharing is not None,
+        sharing=sharing,
+    )
 
 
 def publish(exporter: WeightExporter) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -81,6 +95,26 @@ def share(exporter: WeightExporter) -> tuple[dict[str, torch.Tensor], list[int]]
         assert flat is not None
         weights |= {name: tensor.clone() for name, tensor in bucket.views(flat)}
     return weights, sorted({exporter._root(bucket) for bucket in exporter.buckets})
+
+
+def compare_quantised(exporter: WeightExporter, small: WeightExporter) -> None:
+    """Buckets in FP8 are those that a rank makes of the whole ones by itself."""
+    for everywhere in (True, False):
+        whole = [
+            None if flat is None else flat.clone()
+            for _, flat in exporter.export_buckets(everywhere=everywhere)
+        ]
+        count = 0
+        for bucket, flat in small.export_buckets(everywhere=everywhere):
+            count += 1
+            assert bucket == quantised_bucket(small.buckets[bucket.index])
+            assert bucket == small.layout[bucket.index]
+            expected = whole[bucket.index]
+            assert (flat is None) == (expected is None)
+            if flat is not None and expected is not None:
+                own = quantise_bucket(small.buckets[bucket.index], expected)
+                assert torch.equal(flat, own), (everywhere, bucket.index)
+        assert count == len(exporter.buckets)
 
 
 def on_this_thread(make: Callable[[T], R], items: Sequence[T], device: object) -> Iterator[R]:
@@ -123,6 +157,10 @@ def run(case: dict[str, Any], folder: Path) -> None:
         parallel = init_parallel(layout, timeout_s=60, seed=0)
         exporter = exporter_of(Path(case["model"]), layout, parallel, case["bucket_bytes"])
         shared, roots = share(exporter)
+        small = exporter_of(
+            Path(case["model"]), layout, parallel, case["bucket_bytes"], sharing=exporter
+        )
+        compare_quantised(exporter, small)
         save_file(shared, folder / f"{case['name']}_{parallel.rank}.safetensors")
         if parallel.rank == 0:
             begun = begun_ahead(exporter)

@@ -31,7 +31,8 @@ from backends.megatron.convert.folder import FolderWriter
 from backends.megatron.convert.hf_tensors import hf_shapes, model_entries
 from backends.megatron.convert.layout import unpack
 from backends.megatron.convert.table import FUSED_NORMS, Entry
-from backends.megatron.weights.export import SHARD_BYTES, weight_specs
+from backends.megatron.weights.export import weight_specs
+from backends.megatron.weights.folder import SHARD_BYTES
 from rlcore.errors import ModelError
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")

@@ -7,7 +7,8 @@ the pipeline stages convert and send independently of one another. A large part 
 straight from the parameter where its bytes are those of the bucket, and straight into the bucket
 where it is rows of its tensor. Rank 0 prefetches: it gathers the next bucket while the last is on
 its way to the engines. Where ranks send to engines of their own, every rank needs the bucket: the
-rank with most of it assembles it and broadcasts it, and all prefetch.
+rank with most of it assembles it and broadcasts it, and all prefetch. Who assembles a bucket also
+rounds it to FP8 where engines take that.
 
 Rank 0 tells the others how far it is, and a sender enqueues a bucket once rank 0 has begun the one
 before it. NCCL takes an operation at once and counts its timeout from there: without this all
@@ -21,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -30,21 +30,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.folder import FolderWriter
 from backends.megatron.convert.hf_tensors import hf_shapes, model_entries, weight_tensors
 from backends.megatron.convert.layout import Slice, owned_parameters, tp_slice, unpack
 from backends.megatron.convert.table import Entry, Split
-from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.weights.prefetch import prefetched
 from rlcore.planning.publication import bucket_limit
+from rlcore.quantised_weights import quantise_bucket, quantised_bucket
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 
 Head = Literal["lm", "value"]
 
 # buffers: one is being sent, or (on rank 0) consumed, while the next is filled
 _IN_FLIGHT = 2
-SHARD_BYTES = 4 << 30  # of a file of an exported folder
 _ALONE_BYTES = 1 << 20  # from this size on a message of its own costs less than the copies
 
 
@@ -55,40 +53,6 @@ def weight_specs(arch: Architecture, dtype: torch.dtype, head: Head = "lm") -> l
         TensorSpec(hf_name, shape, each)
         for _, hf_name, shape, each in weight_tensors(arch, name, head)
     ]
-
-
-def export_hf(
-    exporter: WeightExporter,
-    folder: Path,
-    tokenizer: Path | None = None,
-    *,
-    max_shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write a Hugging Face folder that `transformers` loads: shards, index, config, tokenizer.
-
-    Collective. Rank 0 writes the folder aside and renames it; an earlier export is replaced.
-
-    Args:
-        tokenizer: the folder with the tokenizer's files, by default the model's own.
-
-    Raises ModelError on rank 0 (and RunFailed elsewhere) where the folder holds something else or
-    is the model's source.
-    """
-    arch = exporter.arch
-    parallel = exporter.parallel
-    writer = None
-    with raise_on_all_ranks(parallel, f"the export to {folder}"):
-        if parallel.rank == 0:
-            writer = FolderWriter(
-                folder, exporter.specs, max_shard_bytes, (arch.folder, tokenizer or arch.folder)
-            )
-    with raise_on_all_ranks(parallel, f"the export to {folder}"):
-        for bucket, flat in exporter.export_buckets():
-            if writer is not None and flat is not None:
-                for name, tensor in bucket.views(flat):
-                    writer.add(name, tensor)
-        if writer is not None:
-            writer.finish(arch.hf_config, arch.table.classes[exporter.head == "value"])
 
 
 @dataclass(frozen=True)
@@ -134,6 +98,7 @@ class WeightExporter:
 
     Args:
         bucket_bytes: the most bytes of a bucket.
+        quantised: yield buckets in FP8 (rlcore/quantised_weights.py).
         sharing: another exporter of the same model, whose process group this one uses.
     """
 
@@ -146,6 +111,7 @@ class WeightExporter:
         dtype: torch.dtype,
         head: Head = "lm",
         bucket_bytes: int = 256 << 20,
+        quantised: bool = False,
         sharing: WeightExporter | None = None,
     ) -> None:
         self.arch = arch
@@ -154,6 +120,9 @@ class WeightExporter:
         self.specs = weight_specs(arch, dtype, head)
         size = sum(spec.num_bytes for spec in self.specs)
         self.buckets = cut_buckets(self.specs, bucket_limit(size, bucket_bytes))
+        self.quantised = quantised
+        # as they are yielded
+        self.layout = tuple(map(quantised_bucket, self.buckets)) if quantised else self.buckets
         own = [(entry, param) for entry, param, copy in owned_parameters(chunks, arch) if not copy]
         self._params: dict[str, Tensor] = {entry.megatron: param for entry, param in own}
         self._device = own[0][1].device
@@ -171,7 +140,7 @@ class WeightExporter:
 
     @torch.no_grad()
     def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
-        """Yield each bucket in order with its bytes: uint8 [num_bytes] on rank 0, None elsewhere.
+        """Yield `layout` in order with its bytes: uint8 [num_bytes] on rank 0, None elsewhere.
 
         Collective; iterate to the end on every rank. The bytes are overwritten when the next bucket
         is requested. Nothing else may use the ranks' group until the end.
@@ -192,7 +161,7 @@ class WeightExporter:
                 slot = bucket.index % _IN_FLIGHT
                 _wait(sending[slot])
                 sending[slot] = self._send(bucket, slot)
-                yield bucket, None
+                yield self.layout[bucket.index], None
             for works in sending:
                 _wait(works)
         _wait(told)
@@ -207,7 +176,7 @@ class WeightExporter:
         """On rank 0, assemble a bucket. What it tells the others meanwhile goes to `told`."""
         if bucket is not self.buckets[-1]:
             told.extend(self._tell())
-        return bucket, self._gather(bucket)
+        return self.layout[bucket.index], self._in_form(bucket, self._gather(bucket))
 
     def _shared(self, bucket: Bucket, told: list[dist.Work]) -> tuple[Bucket, Tensor]:
         """Assemble a bucket on the rank that has most of it, and broadcast it from there."""
@@ -218,9 +187,9 @@ class WeightExporter:
         root = self._root(bucket)
         sending: list[dist.Work] = []
         if here == root:
-            flat = self._gather(bucket)
+            flat = self._in_form(bucket, self._gather(bucket))
         else:
-            flat = self._buffer("bucket", slot, bucket.num_bytes)
+            flat = self._published(bucket)
             sending = self._send(bucket, slot, root)
         # in this order on every rank: two communicators must not wait for one another
         if self.parallel.world_size > 1:
@@ -228,7 +197,16 @@ class WeightExporter:
         if here == 0 and bucket is not self.buckets[-1]:
             told.extend(self._tell(everybody=True))
         _wait(sending)
-        return bucket, flat
+        return self.layout[bucket.index], flat
+
+    def _in_form(self, bucket: Bucket, flat: Tensor) -> Tensor:
+        """The bytes of a bucket as it is yielded."""
+        return quantise_bucket(bucket, flat, self._published(bucket)) if self.quantised else flat
+
+    def _published(self, bucket: Bucket) -> Tensor:
+        """The buffer of a bucket that is yielded."""
+        size = self.layout[bucket.index].num_bytes
+        return self._buffer("published", bucket.index % _IN_FLIGHT, size)
 
     def _root(self, bucket: Bucket) -> int:
         """The rank with the most bytes of a bucket: what it has need not be sent to it."""
@@ -239,7 +217,10 @@ class WeightExporter:
     def _gather(self, bucket: Bucket) -> Tensor:
         """Receive every other rank's parts, and copy the own ones meanwhile."""
         here = self.parallel.rank
-        flat = self._buffer("bucket", bucket.index % _IN_FLIGHT, bucket.num_bytes)
+        if self.quantised:  # which is done before the next one is gathered
+            flat = self._buffer("whole", 0, bucket.num_bytes)
+        else:
+            flat = self._published(bucket)
         out = dict(bucket.views(flat))
         arrivals: list[tuple[list[_Part], Tensor]] = []
         receives: list[dist.P2POp] = []

@@ -10,7 +10,6 @@ import torch
 from torch.distributed import HashStore
 
 from rlcore.errors import ModelError, NoEngineLeft, PartLost, PublicationFailed, RunFailed
-from rlcore.quantised_weights import quantised_bucket
 from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.rank_sync import RankSync
 from rlcore.trainer.weight_publisher import MAX_ATTEMPTS, WeightPublisher
@@ -89,43 +88,6 @@ def test_each_publication_gets_a_new_version(tmp_path: Path) -> None:
     assert sink.steps == ["prepare", *SENT, "finish 1", "prepare", *SENT, "finish 2"]
     assert publishing.version == 2
     assert backend.gathered == [0, 1, 2] * 2
-
-
-def test_a_quantised_publication_announces_and_sends_quantised_buckets(tmp_path: Path) -> None:
-    matrix = Bucket(0, (TensorSpec("a.q_proj.weight", (2, 3), "float32"),))
-    weights = torch.arange(6.0).view(2, 3)
-
-    class OfMatrix(Backend):
-        def buckets(self) -> tuple[Bucket, ...]:
-            return (matrix,)
-
-        def export_buckets(
-            self, *, everywhere: bool = False
-        ) -> Iterator[tuple[Bucket, torch.Tensor]]:
-            yield matrix, weights.view(-1).view(torch.uint8)
-
-    class Kept(Sink):
-        def prepare(self, buckets: Sequence[Bucket], **_: object) -> None:
-            self.announced = list(buckets)
-
-        def send(self, bucket: Bucket, flat: torch.Tensor, handles: None) -> None:
-            self.sent = dict(bucket.views(flat))
-
-    sink = Kept()
-    quantised = WeightPublisher(
-        OfMatrix(),  # type: ignore[arg-type]
-        RankSync(HashStore(), 0, 1, timeout_s=5),
-        sink=sink,
-        journal=VersionJournal(tmp_path / "versions.jsonl"),
-        timeout_s=5,
-        quantised=True,
-    )
-    assert quantised.publish(1) == ""
-    assert sink.announced == [quantised_bucket(matrix)]
-    assert [spec.name for spec in sink.announced[0].tensors] == list(sink.sent)
-    scale = sink.sent["a.q_proj.weight_scale_inv"]
-    assert torch.equal(scale, torch.tensor([[5 / 448]]))
-    assert sink.sent["a.q_proj.weight"][1, 2].item() == 448.0
 
 
 def test_after_a_failed_bucket_the_rest_is_gathered_and_all_runs_again(tmp_path: Path) -> None:
