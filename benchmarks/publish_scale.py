@@ -122,7 +122,7 @@ def main() -> None:
         way_s=given.way_ms / 1e3,
         call_s=given.call_ms / 1e3,
     )
-    head = ("model", "buckets", "engines", "wire", "one call at once", "calls ahead", "goal")
+    head = ("model", "buckets", "engines", "wire", "stock", "ours", "goal")
     print(f"| {' | '.join(head)} |")
     print("|---|" + "---:|" * (len(head) - 1))
     for name in given.models:

@@ -257,10 +257,11 @@ class World:
             if index > 1:
                 await self._free[index - 2].wait()
             size = bucket.num_bytes
+            whole = size if self._whole is None else self._whole[index].num_bytes
             if self._whole is not None:
-                await asyncio.sleep(self._whole[index].num_bytes / self.costs.quantise_rate)
+                await asyncio.sleep(whole / self.costs.quantise_rate)
             if len(senders) > 1:
-                await asyncio.sleep(size / self.costs.nvlink)
+                await asyncio.sleep(whole / self.costs.nvlink)
                 passing = [self.cards[rank].carry(size / NODE) for rank in senders]
                 await asyncio.gather(asyncio.sleep(size / self.costs.card), *passing)
             elif len(self._places) > 1:

@@ -51,6 +51,15 @@ def test_a_call_ahead_hides_its_way_and_loading_hides_behind_the_transfer() -> N
     assert two == pytest.approx(control + 0.5 + 4 * 1.0)
 
 
+def test_buckets_are_rounded_where_they_are_assembled() -> None:
+    """Two seconds a bucket, then one and an eighth between the ranks; a second to the engines."""
+    whole = cut_buckets([TensorSpec(f"{i}", (SIZE,), "bfloat16") for i in range(4)], 2 * SIZE)
+    slow = costs(quantise_rate=1e6, nvlink=1e15)
+    published = publish(buckets(4), ranks=2, engines=2, costs=slow, whole=whole)
+    assert published.sent == {0: 4 * SIZE, 1: 4 * SIZE}
+    assert published.seconds == pytest.approx(4 * (2.0 + 1.0) + 1.0)
+
+
 def test_rank_0_s_calls_limit_many_engines() -> None:
     published = publish(buckets(10), ranks=64, engines=64, costs=costs(call_s=0.1))
     assert published.seconds > 10 * 64 * 0.1
