@@ -142,6 +142,14 @@ def test_an_engine_may_fail_at_what_it_still_takes_when_the_others_have_failed(
     assert participants.dropped == {"engine-1": "engine-1 hangs"}
     assert publication._engines == [engines[0]]
 
+    async def send_called(bucket, flat):
+        return {engines[0]: "engine-0 died"}
+
+    monkeypatch.setattr(publication._transport, "send_called", send_called)
+    publication.send_called(layout(model)[0], None)
+    assert participants.dropped["engine-0"] == "engine-0 died"
+    assert publication._engines == []
+
 
 def test_an_engine_that_fails_costs_the_others_no_connection(
     model, folder, loop, engines, monkeypatch

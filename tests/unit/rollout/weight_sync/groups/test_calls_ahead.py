@@ -271,6 +271,8 @@ def test_who_has_not_failed_is_brought_to_the_end_of_what_it_was_called_for() ->
         bad.fails(0)
         assert await sending == {bad: "bad has no memory"}
         assert json.loads(transport.stop_order) == {"good": 2, "own": 2, "stock": 1}
+        assert await transport.send_called(BUCKETS[1], FLAT) == {}
+        assert len(group.sent) == 2, "it was sent already"
         called = asyncio.ensure_future(transport.send_called(BUCKETS[2], FLAT))
         await until(lambda: len(group.sent) == 3)
         await asyncio.sleep(0.01)
