@@ -9,7 +9,6 @@ loads. Embeddings, the head, norms, routers and biases stay as they are.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,9 +17,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlcore.errors import ModelError
+from rlcore.planning import publication as planning
+from rlcore.planning.publication import BLOCK
 from rlcore.weights import Bucket, TensorSpec
 
-BLOCK = 128
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of float8_e4m3fn
 SCALE = "_scale_inv"
@@ -33,14 +33,12 @@ QUANTIZATION_CONFIG: Mapping[str, Any] = {
 }
 _SMALLEST = 1e-12  # a block of zeros has a scale too
 _AT_ONCE = 1 << 24  # elements, which are in fp32 for a moment
-# `kv_a_proj_with_mqa` is latent attention's, `w1` to `w3` are Mixtral's
-_PROJECTION = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
 _FP8_NAME = str(FP8).removeprefix("torch.")
 
 
 def is_projection(spec: TensorSpec) -> bool:
     """Whether a weight is quantised: the matrices of attention and MLPs, and those of experts."""
-    return len(spec.shape) == 2 and _PROJECTION.search(spec.name) is not None
+    return planning.is_projection(spec.name, spec.shape)
 
 
 def quantised_bucket(bucket: Bucket) -> Bucket:

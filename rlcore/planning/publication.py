@@ -13,6 +13,7 @@ Nothing of this was measured on a cluster.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,11 +27,25 @@ SMALL_BUCKET = 16 << 20
 # SGLang fuses these when both come in one call, and drops them without a word when they come in two
 # (its loaders of latent attention).
 FUSED = ((".q_a_proj.", ".kv_a_proj_with_mqa."),)
+BLOCK = 128  # rows and columns of a matrix in FP8 that have one scale
+# `kv_a_proj_with_mqa` is latent attention's, `w1` to `w3` are Mixtral's
+_PROJECTION = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
 
 
 def bucket_limit(model_bytes: int, bucket_bytes: int) -> int:
     """Return the most bytes of a bucket of a model, where `bucket_bytes` are allowed."""
     return min(bucket_bytes, max(SMALL_BUCKET, model_bytes // BUCKETS))
+
+
+def is_projection(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a weight is rounded to FP8: the matrices of attention and MLPs, and of experts."""
+    return len(shape) == 2 and _PROJECTION.search(name) is not None
+
+
+def fp8_bytes(shape: tuple[int, ...]) -> int:
+    """Return the bytes of a matrix in FP8, and of an fp32 scale for each block of it."""
+    rows, columns = shape
+    return rows * columns + 4 * -(-rows // BLOCK) * -(-columns // BLOCK)
 
 
 def together(names: Sequence[str]) -> list[range]:
@@ -127,6 +142,7 @@ class PublishedBucket:
     """The bytes of a bucket, and of the tensors in it whose parts need memory beside it."""
 
     size: int
+    whole: int = 0  # as it is assembled, if that is more: engines take FP8
     columns: int = 0  # cut over TP along dim 1: parts from other ranks come into a buffer
     expert_columns: int = 0  # the same of experts, cut over expert-TP
     groups: int = 0  # q, k, v: parts that Megatron holds interleaved are copied before they go
@@ -162,16 +178,22 @@ class Publication:
     def buffers(self, layout: Layout, *, rank0: bool) -> int:
         """Return the bytes of rank 0, or of another rank, that stay until the next publication.
 
-        These are two buckets, parts that are received, and two buckets' parts that are sent; parts
-        of less than 1 MB are not counted.
+        These are two buckets, one before it is rounded to FP8, parts that are received, and two
+        buckets' parts that are sent; parts of less than 1 MB are not counted.
         """
+        buckets = self.two_buckets + self.unrounded
         received = self._received(layout)
         copied = self._copied(layout)
         if self.is_everywhere(layout):
             # Of ranks with like parts the first assembles; with experts that is not always the same
             aside = received + copied if layout.expert > 1 else max(received, copied)
-            return self.two_buckets + aside
-        return self.two_buckets + received if rank0 else copied
+            return buckets + aside
+        return buckets + received if rank0 else copied
+
+    @property
+    def unrounded(self) -> int:
+        """Bytes of the largest bucket before it is rounded; 0 where none is."""
+        return max((one.whole for one in self.buckets if one.whole > one.size), default=0)
 
     @property
     def two_buckets(self) -> int:
@@ -188,7 +210,10 @@ class Publication:
     def _copied(self, layout: Layout) -> int:
         """Return the bytes of two buckets' parts that a rank arranges before it sends them."""
         tp = layout.tensor
-        parts = [bucket.size if self.converted else bucket.groups for bucket in self.buckets]
+        parts = [
+            max(bucket.whole, bucket.size) if self.converted else bucket.groups
+            for bucket in self.buckets
+        ]
         if not self.converted and self.kv_groups <= tp:
             return 0
         if tp == 1 and layout.expert == 1 and self.is_everywhere(layout):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlcore import quantised_weights
 from rlcore.errors import ModelError
+from rlcore.planning.publication import fp8_bytes
 from rlcore.quantised_weights import (
     BLOCK,
     FP8,
@@ -149,6 +150,8 @@ def test_a_bucket_holds_scales_the_rest_and_matrices() -> None:
         ["a.q_proj.weight_scale_inv", "a.o_proj.weight_scale_inv", "a.norm.weight",
          "a.q_proj.weight", "a.o_proj.weight"],
     )  # fmt: skip
+    assert [fp8_bytes((130, 5)), fp8_bytes((7, 3))] == [130 * 5 + 2 * 4, 7 * 3 + 4]
+    assert small.num_bytes == fp8_bytes((130, 5)) + fp8_bytes((7, 3)) + 3 * 2
     found = dict(small.views(quantise_bucket(bucket, flat)))
     assert torch.equal(found["a.norm.weight"], tensors["a.norm.weight"])
     for name in ("a.q_proj.weight", "a.o_proj.weight"):

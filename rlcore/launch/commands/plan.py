@@ -32,6 +32,8 @@ from rlcore.planning.publication import (
     PublishedBucket,
     bucket_limit,
     cut,
+    fp8_bytes,
+    is_projection,
     together,
 )
 from rlcore.planning.report import report
@@ -171,22 +173,25 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
     elif transport == "auto":
         transport = "tensor" if given.colocated else "distributed"
     dtype = given.dtype or config.model.dtype
-    tensors = [
-        (entry, name, math.prod(shape) * _ITEM_BYTES[own], own)
-        for entry, name, shape, own in weight_tensors(arch, _DTYPES[dtype], "lm")
-    ]
-    sizes = [(size, own) for _, _, size, own in tensors]
+    tensors = [*weight_tensors(arch, _DTYPES[dtype], "lm")]
+    sizes = [(math.prod(shape) * _ITEM_BYTES[own], own) for _, _, shape, own in tensors]
     limit = bucket_limit(sum(size for size, _ in sizes), given.bucket_bytes)
     buckets = []
     for place in cut(sizes, limit, together([name for _, name, _, _ in tensors])):
-        here = [tensors[index] for index in place]
-        columns = [(entry, size) for entry, _, size, _ in here if entry.split is Split.ROW]
+        here = [(tensors[index][0], sizes[index][0]) for index in place]
+        columns = [(entry, size) for entry, size in here if entry.split is Split.ROW]
+        whole = sum(size for _, size in here)
+        rounded = sum(
+            fp8_bytes(tensors[index][2]) if is_projection(*tensors[index][1:3]) else sizes[index][0]
+            for index in place
+        )
         buckets.append(
             PublishedBucket(
-                size=sum(size for _, _, size, _ in here),
+                size=rounded if given.quantization else whole,
+                whole=whole,
                 columns=sum(size for entry, size in columns if entry.expert is None),
                 expert_columns=sum(size for entry, size in columns if entry.expert is not None),
-                groups=sum(size for entry, _, size, _ in here if entry.split is Split.QKV),
+                groups=sum(size for entry, size in here if entry.split is Split.QKV),
             )
         )
     return Publication(

@@ -74,6 +74,10 @@ def test_what_is_beside_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a checkpoint: 99.3 GiB on disk; a rank writes at most 6.2 GiB\n" in out
     assert "rank 0's host memory: 0.2 GiB for the batch of 8.4 M tokens" in out
 
+    out = plan(capsys, "--gpus", "16", *engines, "rollout.engine.quantization=fp8")[1]
+    assert "each of 8 ranks sends 8.1 GiB;" in out
+    assert "2.3 GiB  buckets of publications" in out  # two in FP8, and one before it is rounded
+
     given = ("--card-gb", "24", "--nvlink-gb", "150", "--nccl-channels", "32")
     out = plan(capsys, "--gpus", "16", *engines, "checkpoint.async_save=true", *given)[1]
     assert "1.9 GiB  NCCL's buffers, 6 communicators" in out
