@@ -349,7 +349,7 @@ class WeightSink(Protocol):
 
     @property
     def handle_gpus(self) -> Sequence[str]:
-        """The GPUs of engines that take handles of memory there."""
+        """The GPUs of the participants, if they take handles of memory there; else none."""
 
     def prepare(
         self,
@@ -362,7 +362,7 @@ class WeightSink(Protocol):
         """Pause the engines, agree on participants and layout, open the update.
 
         Args:
-            only_stale: take those that wait for weights; the others go on serving.
+            only_stale: take only the engines that wait for weights; the others go on serving.
             trainer_gpus: the GPUs on which a rank can make handles.
             trainer_ranks: where each rank is, if all of them can send (`BucketSender`).
         """
@@ -392,7 +392,9 @@ class WeightSink(Protocol):
         """What `BucketSender.send` of those ranks is told when this publication has failed."""
 
     def cancel(self) -> None:
-        """Give up, when ranks have sent what `stop_order` lets them: no engine has whole ones."""
+        """Give up this publication, once ranks have sent what `stop_order` lets them send. The
+        participants are then without whole weights.
+        """
 
 
 class RankPlace(NamedTuple):

@@ -8,7 +8,6 @@ loads. Embeddings, the head, norms, routers and biases stay as they are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.nn.functional import pad
 
 from rlcore.errors import ModelError
 from rlcore.planning import publication as planning
-from rlcore.planning.publication import BLOCK
+from rlcore.planning.publication import BLOCK, scale_shape
 from rlcore.weights import Bucket, TensorSpec
 
 FP8 = torch.float8_e4m3fn
@@ -87,7 +86,7 @@ def quantise(weight: Tensor, small: Tensor, scale: Tensor) -> None:
         rows = slice(first * BLOCK, (first + high) * BLOCK)
         here = weight[rows]
         blocks = _blocks(here)
-        largest = torch.linalg.vector_norm(blocks, math.inf, dim=(1, 3)).float()
+        largest = torch.maximum(blocks.amax(dim=(1, 3)), -blocks.amin(dim=(1, 3))).float()
         # by a tensor: CUDA multiplies by the reciprocal of a number, which rounds otherwise
         largest = largest.clamp(min=_SMALLEST) / largest.new_full((), LARGEST)
         scale[first : first + high] = largest
@@ -141,12 +140,6 @@ def unquantised(bucket: Bucket) -> list[TensorSpec]:
                 f" {scale_shape(spec.shape)}, got {scale}"
             )
     return [spec for name, spec in specs.items() if not _is_scale(name, specs)]
-
-
-def scale_shape(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
-    """The shape of a matrix's scales."""
-    rows, columns = shape
-    return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def _is_scale(name: str, names: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ import torch
 from one_gpu.section import Found
 
 from rlcore.weights import fingerprint
+from rollout.engines.sglang.patches.bucket_digests import whole
 from rollout.engines.sglang.patches.receiving_stream import ReceivingStream
 from rollout.weight_sync.digests import Digest, digest, new_order
 from rollout.weight_sync.process_group import WeightGroup
@@ -35,9 +36,7 @@ def load(group: WeightGroup, size: int, orders: Sequence[str], *, beside: bool) 
     for order, own in zip(orders, weights):
         one = Digest(order, device)
         tensors = stream.receive(lambda: _receive(group, size))
-        one.take(
-            torch.empty(0, dtype=torch.uint8, device=device).set_(tensors[0][1].untyped_storage())
-        )
+        one.take(whole(tensors))
         for (_, tensor), place in zip(tensors, own.chunk(TENSORS)):
             place.copy_(tensor)
         del tensors

@@ -186,7 +186,8 @@ class World:
     Args:
         ranks: of the trainer.
         senders: of them, at most; None: as a run chooses on GPUs.
-        calls_ahead: engines take the call of a bucket while they take the one before it.
+        calls_ahead: engines are servers with our patches, which take calls of later buckets while
+            they take one; else stock ones.
         whole: the buckets as they are assembled, where that rank then rounds them to FP8.
     """
 

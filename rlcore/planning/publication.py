@@ -13,6 +13,7 @@ Nothing of this was measured on a cluster.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,10 +43,15 @@ def is_projection(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and _PROJECTION.search(name) is not None
 
 
-def fp8_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of a matrix in FP8, and of an fp32 scale for each block of it."""
+def scale_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of the scales of a matrix in FP8, one for each block."""
     rows, columns = shape
-    return rows * columns + 4 * -(-rows // BLOCK) * -(-columns // BLOCK)
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+def fp8_bytes(shape: tuple[int, ...]) -> int:
+    """Return the bytes of a matrix in FP8, and of its scales in fp32."""
+    return math.prod(shape) + 4 * math.prod(scale_shape(shape))
 
 
 def together(names: Sequence[str]) -> list[range]:

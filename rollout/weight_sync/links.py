@@ -157,21 +157,20 @@ class DistributedTransport(Transport):
         """Broadcast the bucket in all groups at once."""
         self._sending = bucket.index
         flat = self._on_host(flat)
-        for one in self._buckets[bucket.index : bucket.index + 2]:
-            if one.index not in self._orders:
-                self._orders[one.index] = SentDigests.orders(map(self._kind, self._engines))
-        sending = self._on_links(lambda link: link.send(self._orders_from(bucket, link), flat))
+        called = [one.index for one in self._buckets[bucket.index : bucket.index + 2]]
+        for index in called:
+            if index not in self._orders:
+                self._orders[index] = SentDigests.orders(map(self._kind, self._engines))
+
+        def orders(link: EngineLink) -> dict[int, str | None]:
+            return {index: self._orders[index][self._kind(link.engine)] for index in called}
+
+        sending = self._on_links(lambda link: link.send(orders(link), flat))
         failed, _ = await asyncio.gather(
             sending, self._sent.add(bucket, flat, self._orders[bucket.index])
         )
         self._failed |= failed
         return failed
-
-    def _orders_from(self, bucket: Bucket, link: EngineLink) -> dict[int, str | None]:
-        """For digests of a bucket and of the one that follows, by index."""
-        kind = self._kind(link.engine)
-        following = self._buckets[bucket.index : bucket.index + 2]
-        return {one.index: self._orders[one.index][kind] for one in following}
 
     def _on_host(self, flat: Tensor) -> Tensor:
         """The bytes where all groups take them, copied once for all."""

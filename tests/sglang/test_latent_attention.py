@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import server_kit
-from publication_kit import connect, flatten, folder_weights, run_config, sink_over
+from publication_kit import connect, flatten, folder_weights, layout, run_config, sink_over
 from server_kit import Served
 
 from rlcore.launch.commands.init_model import ModelSpec, init_model
-from rlcore.weights import Bucket, TensorSpec, cut_buckets
+from rlcore.weights import Bucket, cut_buckets
 
 # what the folders of the real models say and transformers does not write; the CPU needs YaRN
 SAID = {
@@ -57,7 +57,7 @@ def test_parts_that_the_server_fuses_arrive_whatever_the_size_of_buckets(
     sink, participants = sink_over(config, [engine], latent.loop)
     first = folder_weights(latent.model)
     second = {name: tensor + 1 for name, tensor in first.items()}
-    specs = [TensorSpec(name, tuple(w.shape), "float32") for name, w in first.items()]
+    specs = [spec for bucket in layout(first) for spec in bucket.tensors]
     version = 0
 
     def published(buckets: Sequence[Bucket], seed: int) -> dict[str, str]:

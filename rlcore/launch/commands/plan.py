@@ -175,20 +175,19 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
     dtype = given.dtype or config.model.dtype
     tensors = [*weight_tensors(arch, _DTYPES[dtype], "lm")]
     sizes = [(math.prod(shape) * _ITEM_BYTES[own], own) for _, _, shape, own in tensors]
+    published = [
+        fp8_bytes(shape) if given.quantization and is_projection(name, shape) else size
+        for (_, name, shape, _), (size, _) in zip(tensors, sizes)
+    ]
     limit = bucket_limit(sum(size for size, _ in sizes), given.bucket_bytes)
     buckets = []
     for place in cut(sizes, limit, together([name for _, name, _, _ in tensors])):
         here = [(tensors[index][0], sizes[index][0]) for index in place]
         columns = [(entry, size) for entry, size in here if entry.split is Split.ROW]
-        whole = sum(size for _, size in here)
-        rounded = sum(
-            fp8_bytes(tensors[index][2]) if is_projection(*tensors[index][1:3]) else sizes[index][0]
-            for index in place
-        )
         buckets.append(
             PublishedBucket(
-                size=rounded if given.quantization else whole,
-                whole=whole,
+                size=sum(published[index] for index in place),
+                whole=sum(size for _, size in here),
                 columns=sum(size for entry, size in columns if entry.expert is None),
                 expert_columns=sum(size for entry, size in columns if entry.expert is not None),
                 groups=sum(size for entry, size in here if entry.split is Split.QKV),

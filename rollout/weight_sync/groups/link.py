@@ -310,9 +310,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Stop:
-    """Up to which bucket each engine was called in a publication that was given up, but for those
-    that are out. They wait in a broadcast until they have that bucket: neither gloo nor NCCL lets
-    them go. None: it was not given up.
+    """Up to which bucket each engine was called in a publication that was given up; one that is out
+    is not named. The others wait in a broadcast until they have that bucket: neither gloo nor NCCL
+    lets them go. None: it was not given up.
     """
 
     last: Mapping[str, int] | None = None

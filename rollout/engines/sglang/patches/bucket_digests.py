@@ -52,7 +52,7 @@ def install(module: Any, told: Collection[str] = ()) -> None:
         one = digests.begin(torch.device(self.device))
         tensors = receive(self, **given)
         if one is not None:
-            one.take(_whole(tensors))
+            one.take(whole(tensors))
         return tensors
 
     def begin_anew(self: Any, request: Any) -> Any:
@@ -120,7 +120,7 @@ class Digests:
         self._found = {}
 
 
-def _whole(tensors: Any) -> Any:
+def whole(tensors: Any) -> Any:
     """The bytes of which the tensors of a bucket are views: uint8 [n]."""
     first = tensors[0][1]
     none = torch.empty(0, dtype=torch.uint8, device=first.device)

@@ -25,8 +25,9 @@ def install() -> None:
     streams: dict[str, ReceivingStream] = {}  # by device
 
     def receive_beside(self: Any, **given: Any) -> NamedTensors:
-        stream = streams.setdefault(self.device, ReceivingStream(torch.device(self.device)))
-        return stream.receive(lambda: receive(self, **given))
+        if self.device not in streams:
+            streams[self.device] = ReceivingStream(torch.device(self.device))
+        return streams[self.device].receive(lambda: receive(self, **given))
 
     WeightUpdater._receive_bucketed_weights_from_distributed = receive_beside
 

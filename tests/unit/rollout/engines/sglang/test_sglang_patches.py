@@ -88,6 +88,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def manager() -> Any:
     """A scheduler's part, patched as `run_scheduler` does."""
+    entry.load_beside("patches/receiving_stream").install()
     digests = entry.load_beside("../../weight_sync/digests")
     entry.load_beside("patches/bucket_digests").install(digests, ["another"])
     entry.load_beside("patches/derived_weights").install()
@@ -120,9 +121,8 @@ def test_digests_of_an_update_are_told_at_once_and_only_of_this_update(looks: li
     expected = {order: digest(order, bucket(seed, order).flat) for seed, order in enumerate(orders)}
     assert told(one) == expected
     assert told(one) == expected  # a second time, too
-    assert (
-        one.formats == ["flattened_bucket"] * 4
-    )  # SGLang knows no other, and never saw the question
+    # SGLang knows no other, and never saw the question
+    assert one.formats == ["flattened_bucket"] * 4
     one.begin_weight_update(None)
     assert told(one) == {}
 
@@ -130,12 +130,15 @@ def test_digests_of_an_update_are_told_at_once_and_only_of_this_update(looks: li
 def test_a_bucket_that_did_not_come_leaves_no_order_behind(looks: list[str]) -> None:
     one = manager()
     one.begin_weight_update(None)
-    with pytest.raises(ValueError, match="no bucket"):
-        one.update_weights_from_distributed(bucket(0, new_order("xxh3"), size=0))
-    one.update_weights_from_distributed(bucket(1, None))
+    missed = new_order("xxh3")
     later = new_order("xxh3")
+    with pytest.raises(ValueError, match="no bucket"):
+        one.update_weights_from_distributed(bucket(0, missed, size=0))
+    one.update_weights_from_distributed(bucket(1, None))
     one.update_weights_from_distributed(bucket(2, later))
-    assert told(one)[later] == digest(later, bucket(2, None).flat)
+    found = told(one)
+    assert found[missed] != digest(missed, bucket(1, None).flat)
+    assert found[later] == digest(later, bucket(2, None).flat)
 
 
 def test_ranks_that_received_different_bytes_are_seen(
@@ -195,6 +198,28 @@ def test_a_server_tells_what_it_can(looks: list[str]) -> None:
     state: dict[str, Any] = {}
     sys.modules[f"sglang.srt.{[*PARTS][1]}"].SchedulerInternalStateController()._add_topology(state)  # type: ignore[attr-defined]
     assert state == {"topology": 1, "rlcore_digests_of_updates": True, "another": True}
+
+
+def test_a_device_has_one_stream_for_all_that_it_receives(
+    looks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = entry.load_beside("patches/receiving_stream")
+    made: list[torch.device] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            made.append(device)
+
+        def receive(self, receive: Any) -> Any:
+            return receive()
+
+    monkeypatch.setattr(module, "ReceivingStream", Stream)
+    module.install()
+    one = manager()
+    one.begin_weight_update(None)
+    for seed in range(3):
+        one.update_weights_from_distributed(bucket(seed, None))
+    assert made == [torch.device("cpu")]
 
 
 def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
