@@ -42,7 +42,7 @@ with importing_megatron():
     from backends.megatron.model.fused import fused_kernels
     from backends.megatron.model.head import HeadOptions
     from backends.megatron.model.layers import Layers, layers_of
-    from backends.megatron.model.moe import mean_losses
+    from backends.megatron.model.moe import forget_tokens, mean_losses
     from backends.megatron.model.routing_replay import (
         Routing,
         changed_share,
@@ -67,7 +67,7 @@ with importing_megatron():
     from backends.megatron.weights.folder import export_hf
 from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs
 from rlcore.config import Config
-from rlcore.config.derived import pack_multiple
+from rlcore.config.derived import pack_multiple, policy_updates
 from rlcore.data.batch import RolloutBatch, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan, PlanRules
 from rlcore.timeline.start import START
@@ -130,9 +130,7 @@ class MegatronBackend:
                         seed=config.run.seed,
                         coordinates=coordinates,
                     )
-                context = BuildContext(
-                    config, arch, self.parallel, self.device, total_steps, weights
-                )
+                context = BuildContext(config, arch, self.parallel, self.device, weights)
                 self.policy = build_policy(context)
                 self.frozen: dict[str, Frozen] = {}
                 if with_reference:
@@ -140,9 +138,12 @@ class MegatronBackend:
                 if with_teacher:
                     self.frozen["teacher"] = build_teacher(context, self.policy)
                 if total_steps:
-                    context.start_training(self.policy, policy.optimizer)
+                    steps = policy_updates(config, total_steps) if with_critic else total_steps
+                    context.start_training(self.policy, policy.optimizer, steps)
                 self.policy.make_offloadable(self.device, offload=False)
-                self.critic = build_critic(context, self.policy) if with_critic else None
+                self.critic = (
+                    build_critic(context, self.policy, total_steps) if with_critic else None
+                )
         except BaseException:
             # Megatron's groups are process-wide: they must not outlive a model that does not fit
             self.close()
@@ -362,16 +363,23 @@ class MegatronBackend:
             self._exporter.free_buffers()
         # Megatron's, for gathers under sequence parallelism
         get_global_memory_buffer().buffer.clear()
+        for model in self._own_models:
+            for chunk in model.chunks:
+                forget_tokens(chunk)
         if self.device.type == "cuda":
             # before memory is freed, copies into host memory are complete and kernels have ended
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
     @property
-    def _offloadable(self) -> list[OffloadedTensors]:
+    def _own_models(self) -> list[Model]:
+        """Those with modules of their own."""
         models = [*self._trained.values(), *self.frozen.values()]
-        own = [model for model in models if isinstance(model, Model)]
-        return [tensors for model in own for tensors in model.offloadable]
+        return [model for model in models if isinstance(model, Model)]
+
+    @property
+    def _offloadable(self) -> list[OffloadedTensors]:
+        return [tensors for model in self._own_models for tensors in model.offloadable]
 
     # --- the rest ---------------------------------------------------------------------------------
 

@@ -46,7 +46,6 @@ class BuildContext:
     arch: Architecture  # the policy's
     parallel: ParallelState
     device: torch.device
-    total_steps: int
     weights: bool = True  # read them; a dry run has folders without
 
     def build(self, arch: Architecture, *, value_head: bool = False) -> Model:
@@ -73,7 +72,7 @@ class BuildContext:
         )
         return Model(arch, config, chunks, in_dtype(chunks, config))
 
-    def start_training(self, model: Model, optimizer: OptimizerConfig) -> None:
+    def start_training(self, model: Model, optimizer: OptimizerConfig, total_steps: int) -> None:
         """Put gradient buffers and an optimizer around a model that has its weights."""
         with START.phase("optimizer"):
             model.modules = with_gradients(
@@ -85,7 +84,7 @@ class BuildContext:
             dtype = DTYPES[self.config.model.dtype]
             model.attach_optimizer(
                 ScheduledOptimizer(
-                    optimizer, model.modules, params_dtype=dtype, total_steps=self.total_steps
+                    optimizer, model.modules, params_dtype=dtype, total_steps=total_steps
                 )
             )
 
@@ -119,7 +118,7 @@ def build_policy(context: BuildContext) -> Model:
     return model
 
 
-def build_critic(context: BuildContext, policy: Model) -> Model:
+def build_critic(context: BuildContext, policy: Model, total_steps: int) -> Model:
     """Build the trainable value model.
 
     It has the weights and head of `critic.path`, or the initial policy's weights and a fresh head.
@@ -134,6 +133,7 @@ def build_critic(context: BuildContext, policy: Model) -> Model:
     context.start_training(
         model,
         critic.optimizer.model_copy(update={"offload": critic.optimizer.offload or critic.offload}),
+        total_steps,
     )
     model.make_offloadable(context.device, offload=critic.offload)
     return model
@@ -170,7 +170,7 @@ def _build(
     context: BuildContext, policy: Model, path: str | None, key: str, *, offload: bool
 ) -> Frozen:
     arch = context.other_architecture(path, key)
-    if offload and _computes_like(arch, context.arch):
+    if offload and arch.computes_like(context.arch):
         return SwappedIn(policy, _host_weights(context, policy, arch, path))
     model = context.build(arch)
     if path is None:
@@ -198,19 +198,6 @@ def _host_weights(
     weights = [_host_copy(weight) for weight in own]
     copy_weights(initial, own)
     return weights
-
-
-def _computes_like(arch: Architecture, policy: Architecture) -> bool:
-    """Whether the policy's modules with the other model's weights compute what that model does."""
-    computed = (
-        "family",
-        "transformer",
-        "activation",
-        "tie_word_embeddings",
-        "rope_theta",
-        "rope_scaling",
-    )
-    return all(getattr(arch, name) == getattr(policy, name) for name in computed)
 
 
 # --- copies of weights ----------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class RewardModel:
                 self.parallel = init_parallel(
                     config.policy.parallel, timeout_s=timeout_s, seed=config.run.seed
                 )
-                context = BuildContext(config, arch, self.parallel, device, total_steps=0)
+                context = BuildContext(config, arch, self.parallel, device)
                 self._model = context.build(arch, value_head=True)
                 context.load(self._model, arch, config.model.path)
         except BaseException:

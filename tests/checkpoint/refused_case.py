@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from backends.megatron.checkpoint.save_load import (
     load_checkpoint,
     load_weights,
     save_checkpoint,
+    start_checkpoint,
 )
+from backends.megatron.checkpoint.shards import HostCopies
 from backends.megatron.parallel.state import ParallelState
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.errors import RlcoreError
@@ -117,3 +120,33 @@ def try_full_disk(case: dict[str, Any], layout: ParallelConfig, parallel: Parall
     Path(f"{case['result']}.rank{parallel.rank}").write_text(outcome)
     assert not (Path(case["save"]) / MANIFEST).exists()
     model.step(1)  # training is unharmed
+
+
+def try_file_of_rank_0(
+    case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState
+) -> None:
+    """Rank 0 cannot write the file that it alone writes, `case["file"]`: a folder is in its place.
+
+    Write `result` once a rank: the error's class and message.
+    """
+    (source,) = case["sources"].values()
+    model = Trained("policy", Path(source), case["variant"], layout, parallel)
+    model.step(0)
+    folder = Path(case["save"])
+    if parallel.rank == 0:
+        (folder / "policy" / case["file"] / "something").mkdir(parents=True)
+    dist.barrier()
+    try:
+        if case["in_thread"]:
+            pending = start_checkpoint(folder, [model.saved], parallel, HostCopies())
+            while pending.written() is None:
+                time.sleep(0.01)
+            pending.finish()
+        else:
+            save_checkpoint(folder, [model.saved], parallel)
+        outcome = "saved"
+    except RlcoreError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    Path(f"{case['result']}.rank{parallel.rank}").write_text(outcome)
+    assert not (folder / MANIFEST).exists()
+    model.step(1)  # no rank is in another collective

@@ -33,6 +33,7 @@ with importing_megatron():
     from backends.megatron.checkpoint.save_load import saved_layout
 from tests import nccl_rules
 
+FILES_OF_RANK_0 = ("common.pt", ".metadata", "metadata.json")
 BY_NCCL_RULES: Case = ("bf16_distributed", "ep2", "bf16_distributed", "dp2")
 
 
@@ -96,6 +97,21 @@ def test_a_full_disk_of_one_rank_is_told_by_every_rank(outputs: Outputs) -> None
         outcome = (folder / f"result.rank{rank}").read_text()
         assert outcome.startswith(f"RunFailed: writing {folder / 'checkpoint'}: ")
         assert outcome.endswith(words)
+
+
+@pytest.mark.parametrize("file", FILES_OF_RANK_0)
+@pytest.mark.parametrize("way", ["at_once", "in_thread"])
+def test_a_file_that_rank_0_alone_writes_is_told_by_every_rank(
+    outputs: Outputs, file: str, way: str
+) -> None:
+    folder = outputs.refused(f"{way}{file}")
+    of_rank_0, of_rank_1 = ((folder / f"result.rank{rank}").read_text() for rank in (0, 1))
+    assert of_rank_0.startswith(f"RunFailed: writing {folder / 'checkpoint'}: ")
+    assert file in of_rank_0
+    assert of_rank_1 == (
+        f"FailedElsewhere: writing the checkpoint {folder / 'checkpoint'} failed on rank 0; its log"
+        " has the reason"
+    )
 
 
 def check(outputs: Outputs, case: Case) -> None:
@@ -185,7 +201,17 @@ def _damaged(outputs: Outputs) -> list[tuple[str, dict[str, Any]]]:
         for damage in DAMAGED
     ]  # fmt: skip
     full = outputs.refused("full_disk")
+    alone = [
+        ("file_of_rank_0", {
+            **common, "save": str(outputs.refused(f"{way}{file}") / "checkpoint"),
+            "file": file, "in_thread": way == "in_thread",
+            "result": str(outputs.refused(f"{way}{file}") / "result"),
+        })
+        for way in ("at_once", "in_thread")
+        for file in FILES_OF_RANK_0
+    ]  # fmt: skip
     return [
         *damaged,
         ("full_disk", {**common, "save": str(full / "checkpoint"), "result": str(full / "result")}),
+        *alone,
     ]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from checkpoint_case import train_and_save_or_load
 from convert_case import convert, save_weights
 from gloo_world import join_world
-from refused_case import try_full_disk, try_refused
+from refused_case import try_file_of_rank_0, try_full_disk, try_refused
 
 from backends.megatron.cpu.shim import megatron_device
 from backends.megatron.parallel.state import destroy_parallel, init_parallel
@@ -19,6 +19,7 @@ KINDS = {
     "checkpoint": train_and_save_or_load,
     "refused": try_refused,
     "full_disk": try_full_disk,
+    "file_of_rank_0": try_file_of_rank_0,
 }
 
 

@@ -91,6 +91,12 @@ def offload(backend: MegatronBackend, before: int) -> None:
     left = device_bytes(backend) - before
     assert left < SMALL, f"{left} of {used} bytes stayed on the device"
     assert offloaded_bytes(backend) > used // 2, (offloaded_bytes(backend), used)
+    for model in backend._own_models:
+        for chunk in model.chunks:
+            for module in chunk.modules():
+                if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
+                    kept = (getattr(dispatcher, name, None) for name in ("probs", "routing_map"))
+                    assert [*kept] == [None, None]
 
 
 def run(case: dict[str, Any], folder: Path) -> None:

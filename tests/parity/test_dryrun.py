@@ -28,8 +28,12 @@ class Case:
     @property
     def name(self) -> str:
         name = f"{self.files[0].split('/')[-1].removesuffix('.yaml')}-{self.model}"
+        name += "-fp32" if "model.dtype=fp32" in self.overrides else ""
         return f"{name}-shared" if "policy.share_prefixes=on" in self.overrides else name
 
+
+CUT = "policy.parallel={tensor: 1, sequence: false}"
+SHORT = ("policy.max_tokens_per_microbatch=8192", "rollout.sampling.max_new_tokens=3072")
 
 CASES = [
     Case(("recipes/llama-3.1-8b-ppo.yaml",), "Llama-3.1-8B", 4),
@@ -81,6 +85,7 @@ CASES = [
         ),
         32,
     ),
+    Case(("models/grpo.yaml",), "Llama-3.1-8B", 2, ("model.dtype=fp32", CUT, *SHORT), 2),
     # packs so small that the embedding's gradient is the peak
     Case(
         ("models/grpo.yaml",),

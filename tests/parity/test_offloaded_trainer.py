@@ -24,6 +24,7 @@ ONE: list[dict[str, Any]] = [
         "offload": True,
         "offload_trained": True,
     },
+    {"name": "experts", "plan": "uneven", "model": "qwen3_moe"},
 ]
 TWO: list[dict[str, Any]] = [
     {

@@ -17,9 +17,9 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.read import read_architecture
 from rlcore.config import Config
 from rlcore.launch.commands.plan import configured_layout
+from rlcore.planning.activations import activation_bytes
 from rlcore.planning.memory import (
     Load,
-    activation_bytes,
     gradient_bytes,
     optimizer_bytes,
     rank_weights,

@@ -12,7 +12,8 @@ its folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def save_checkpoint(folder: Path, models: Sequence[Saved], parallel: ParallelSta
     """
     for model in models:
         target = _open_folder(folder, model, parallel)
-        with write_errors(folder):
+        with _writing(folder, parallel):
             write_sharded(_state_to_save(model, parallel), target)
     _seal(folder, _descriptions(models), parallel)
 
@@ -85,22 +86,36 @@ def start_checkpoint(
     planned = []
     for model in models:
         target = _open_folder(folder, model, parallel)
-        with write_errors(folder):
+        with _writing(folder, parallel):
             planned.append(plan_sharded(_state_to_save(model, parallel), target, host))
     described = _descriptions(models)  # before the optimizers take further steps
-    return PendingCheckpoint(folder, planned, lambda: _seal(folder, described, parallel))
+
+    def complete() -> None:
+        for part in planned:
+            with _writing(folder, parallel):
+                part.finish()
+        _seal(folder, described, parallel)
+
+    return PendingCheckpoint(folder, planned, complete)
 
 
 def _open_folder(folder: Path, model: Saved, parallel: ParallelState) -> Path:
     target = folder / model.name
-    with raise_on_all_ranks(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
+    with _writing(folder, parallel):
         target.mkdir(parents=True, exist_ok=True)
     return target
 
 
+@contextmanager
+def _writing(folder: Path, parallel: ParallelState) -> Iterator[None]:
+    """What fails inside is raised on every rank, as RunFailed that names the folder."""
+    with raise_on_all_ranks(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
+        yield
+
+
 def _seal(folder: Path, described: Mapping[str, Any], parallel: ParallelState) -> None:
     """Flush everything to the disk and write the manifest, after all ranks have written."""
-    with raise_on_all_ranks(parallel, f"writing the checkpoint {folder}"), write_errors(folder):
+    with _writing(folder, parallel):
         if parallel.rank == 0:
             sync_tree(folder)
             manifest = {

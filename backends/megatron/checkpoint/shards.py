@@ -13,22 +13,30 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from backends.megatron.checkpoint.pickles import check_metadata, checking_objects
+from backends.megatron.checkpoint.pieces import reading_in_pieces
 from rlcore.deadlines import CHECKPOINT_TENSOR_S
 from rlcore.errors import FailedElsewhere, ModelError, RlcoreError, RunFailed
 
@@ -36,17 +44,24 @@ from rlcore.errors import FailedElsewhere, ModelError, RlcoreError, RunFailed
 _Bucket = tuple[Path, str, tuple[Any, Any]]
 # The stock function without its decorator, which stops the garbage collector of the whole process.
 _write_bucket = filesystem_async.FileSystemWriterAsync.write_preloaded_data.__wrapped__  # type: ignore[attr-defined]
+# What rank 0 alone writes: common.pt, .metadata and metadata.json.
+_WRITTEN_BY_RANK_0 = (
+    (TorchCommonSaveStrategy, "save_common"),
+    (filesystem_async.FileSystemWriterAsync, "finish"),
+    (serialization, "save_config"),
+)
 
 
 def write_sharded(state: dict[str, Any], folder: Path) -> None:
     """Save a sharded state dict into an existing folder; every rank calls it.
 
     Files are flushed, names in the folder are not. A rank that could not write raises the error of
-    the disk. Every other rank raises CheckpointException; only rank 0's has the reason.
+    the disk. If that was its share of the tensors, every other rank raises CheckpointException, of
+    which only rank 0's has the reason; if it was a file that rank 0 alone writes, none does.
     """
     strategy = _InProcess()
     _own_storages(state)
-    with _local_results():
+    with _local_results(), _failures_of_rank_0_at_the_end():
         try:
             dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
         except CheckpointException:
@@ -58,7 +73,7 @@ def write_sharded(state: dict[str, Any], folder: Path) -> None:
 def plan_sharded(state: dict[str, Any], folder: Path, host: HostCopies) -> PlannedShards:
     """As `write_sharded`, but copy the tensors into `host` instead of writing them."""
     _own_storages(state)
-    with _local_results():
+    with _local_results(), _failures_of_rank_0_at_the_end():
         request = dist_checkpointing.save(
             state, str(folder), sharded_strategy=_InProcess(), async_sharded_save=True
         )
@@ -94,11 +109,29 @@ def _over_same_memory(tensor: Tensor) -> Tensor:
 
 
 def read_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Load a checkpoint of `write_sharded`, resharded to `state`; every rank calls it."""
+    """Load a checkpoint of `write_sharded`, resharded to `state`; every rank calls it.
+
+    Tensors are read into the memory that `state` has for them.
+    """
     check_metadata(folder)
-    with checking_objects(folder):
+    for entry in nested_values(state):
+        if isinstance(entry, ShardedTensorFactory):
+            entry.merge_fn = _unless_in_place(entry.data, entry.merge_fn)
+    with checking_objects(folder), reading_in_pieces():
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     return loaded
+
+
+def _unless_in_place(whole: Tensor, merge: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    """Merge nothing that was read into `whole`: Megatron would copy the parts of all parameters."""
+    memory = whole.untyped_storage().data_ptr()
+
+    def merged(parts: Any) -> Tensor:
+        found = nested_values({"parts": parts})
+        in_place = all(part.untyped_storage().data_ptr() == memory for part in found)
+        return whole if in_place else merge(parts)
+
+    return merged
 
 
 def saved_names(folder: Path) -> list[str]:
@@ -162,8 +195,9 @@ class PlannedShards:
 
     def finish(self) -> None:
         """Write the metadata. Every rank calls it, after all ranks have written."""
-        for step in self._finalize:
-            step()
+        with _failures_of_rank_0_at_the_end():
+            for step in self._finalize:
+                step()
 
 
 class PendingCheckpoint:
@@ -171,14 +205,15 @@ class PendingCheckpoint:
 
     It is a thread and no process, since a fork can deadlock in a trainer with threads. It calls
     neither Megatron nor a collective, and releases the interpreter while the disk works.
+    `complete` is called by `finish`.
     """
 
     def __init__(
-        self, folder: Path, planned: Sequence[PlannedShards], seal: Callable[[], None]
+        self, folder: Path, planned: Sequence[PlannedShards], complete: Callable[[], None]
     ) -> None:
         self._folder = folder
         self._planned = planned
-        self._seal = seal
+        self._complete = complete
         self._seconds: float | None = None
         self._failure: Exception | None = None
         self._cancelled = threading.Event()
@@ -210,10 +245,7 @@ class PendingCheckpoint:
 
         Collective; call inside `megatron_device`. Raises RunFailed naming folder and reason.
         """
-        with write_errors(self._folder):
-            for part in self._planned:
-                part.finish()
-        self._seal()
+        self._complete()
 
     def cancel(self) -> None:
         """Stop writing after the current tensor, and wait for that."""
@@ -290,6 +322,39 @@ def _local_results() -> Iterator[None]:
         filesystem_async._results_queue = before
 
 
+@contextmanager
+def _failures_of_rank_0_at_the_end() -> Iterator[None]:
+    """Raise what fails in `_WRITTEN_BY_RANK_0` when the block ends, and not at once.
+
+    Megatron goes on with collectives there, in which the other ranks would wait for rank 0.
+    """
+    failures: list[Exception] = []
+    with ExitStack() as patches:
+        for owner, name in _WRITTEN_BY_RANK_0:
+            patches.enter_context(_keeping_failures(owner, name, failures))
+        yield
+    if failures:
+        raise failures[0]
+
+
+@contextmanager
+def _keeping_failures(owner: Any, name: str, failures: list[Exception]) -> Iterator[None]:
+    """Inside, errors of the function `owner.name` go into `failures`."""
+    write = getattr(owner, name)
+
+    def attempt(*args: Any, **options: Any) -> None:
+        try:
+            write(*args, **options)
+        except (OSError, RuntimeError) as error:  # torch raises both for a disk
+            failures.append(error)
+
+    setattr(owner, name, attempt)
+    try:
+        yield
+    finally:
+        setattr(owner, name, write)
+
+
 # --- errors of torch, Megatron and the disk, as one line that names the checkpoint ----------------
 
 
@@ -331,6 +396,6 @@ def _first_cause(error: BaseException) -> str:
         rank, (cause, _) = next(iter(error.failures.items()))
         error = cause
         where = f" (rank {rank})"
-    if isinstance(error, (UnpicklingError, EOFError)):
+    if isinstance(error, (UnpicklingError, EOFError, BadZipFile)):
         return f"a file holds other bytes than were written{where}"
     return f"{(str(error) or type(error).__name__).splitlines()[0]}{where}"

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
-    FileSystemReader,
     LoadPlan,
     ReadItem,
     TensorStorageMetadata,
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from backends.megatron.checkpoint.pickles import check_metadata
+from backends.megatron.checkpoint.pieces import PieceReader
 from backends.megatron.checkpoint.save_load import check_architecture, read_manifest
 from backends.megatron.checkpoint.shards import read_errors
 from backends.megatron.convert.architecture import Architecture
@@ -78,7 +78,7 @@ class _Parameters:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._reader = FileSystemReader(folder)
+        self._reader = PieceReader(folder)
         with read_errors(folder):
             check_metadata(folder)
             metadata = self._reader.read_metadata()

@@ -76,6 +76,18 @@ class Architecture:
             return [bool(has) for has in every]
         return [self.num_experts > 0] * self.num_layers
 
+    def computes_like(self, other: Architecture) -> bool:
+        """Whether modules of the other model with this one's weights compute what this one does."""
+        computed = (
+            "family",
+            "transformer",
+            "activation",
+            "tie_word_embeddings",
+            "rope_theta",
+            "rope_scaling",
+        )
+        return all(getattr(self, name) == getattr(other, name) for name in computed)
+
     def entries(self) -> list[Entry]:
         """The table with every layer and expert written out, in the order of a forward pass."""
         expanded = self.table.expand(self.moe_layers, self.num_experts)

@@ -126,7 +126,6 @@ QWEN3_MOE = Family(
     class_prefix="Qwen3Moe",
     entries=(*QWEN3.entries, *_EXPERTS),
     qk_norm=True,
-    head_dim=128,
     experts=Experts(width="moe_intermediate_size", normalized="norm_topk_prob"),
 )
 

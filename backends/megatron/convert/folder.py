@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlcore.errors import ModelError, RunFailed
 from rlcore.hf_folder import ShardWriter, copy_companions, write_json
-from rlcore.runs.files import remove_tree, sync, sync_tree
+from rlcore.runs.files import sync, sync_tree
 from rlcore.weights import TensorSpec, cut_buckets
 
 
@@ -90,10 +90,13 @@ class FolderWriter:
         write_json(self._aside / "config.json", self._config(hf_config, class_name))
         copy_companions(self._aside, self._sources[0], self._sources[-1])
         sync_tree(self._aside)
+        replaced = self._folder.with_name(f".{self._folder.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
         if self._folder.exists():
-            remove_tree(self._folder)
+            self._folder.rename(replaced)
         self._aside.rename(self._folder)
         sync(self._folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _config(self, hf_config: dict[str, Any], class_name: str) -> dict[str, Any]:
         """The source's config with the exported class and dtype, and one label for a value head."""

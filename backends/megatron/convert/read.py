@@ -151,6 +151,7 @@ def _check_supported(folder: Path, config: dict[str, Any], *, bridged: bool) -> 
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(config.get("attention_bias", False)) and not bridged,
         "mlp_bias": bool(config.get("mlp_bias", False)),
+        "qkv_bias": not config.get("qkv_bias", True) and not bridged,  # Qwen2-MoE has the choice
         "use_sliding_window": bool(config.get("use_sliding_window", False)),
         # Qwen gives a window and says that it is not used; Mixtral uses the window that it gives.
         "sliding_window": bool(config.get("sliding_window")) and "use_sliding_window" not in config,

@@ -98,6 +98,8 @@ class MetaFloats(TorchDispatchMode):
         count = flop_registry.get(_OUT_OF_PLACE.get(packet, packet))
         if packet is aten._grouped_mm:
             flops = _grouped_flops(args[0], args[1])
+        elif packet in _EFFICIENT:
+            flops = _efficient_flops(_EFFICIENT[packet], args)
         elif not flops and count is not None:
             flops = count(*args, **kwargs, out_val=out)
         if flops:
@@ -244,3 +246,19 @@ def _attention_flops(name: str, args: Any) -> int:
     if args[(7, 10)[at]]:  # each query but the last of a run sees fewer
         pairs -= int((queries * (queries - 1) // 2).sum())
     return (1 + at) * 4 * query.size(1) * query.size(2) * pairs
+
+
+# The kernels of single precision, and the place of the queries among their arguments.
+_EFFICIENT = {
+    aten._scaled_dot_product_efficient_attention: 0,
+    aten._scaled_dot_product_efficient_attention_backward: 1,
+}
+
+
+def _efficient_flops(at: int, args: Any) -> int:
+    """FLOPs of batched attention, counted as those of packed sequences are; under a mask, all."""
+    query, key, value = args[at : at + 3]
+    batch, heads, queries, width = query.shape
+    is_causal = len(args) > (6, 11)[at] and args[(6, 11)[at]]
+    pairs = queries * (queries + 1) // 2 if is_causal else queries * key.size(2)
+    return int((1 + at) * 2 * batch * heads * pairs * (width + value.size(3)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from backends.megatron.checks.layout import layers_of_stages
 from backends.megatron.convert.hf_tensors import model_entries
+from backends.megatron.model.gpt import padded_vocab_size
 from backends.megatron.weights.export import _Coordinates, _Source
 from rlcore.config.sections.policy import ParallelConfig
 
@@ -20,6 +21,7 @@ class Peers:
 
     parallel: ParallelConfig
     world: int
+    vocab_divisible_by: int = 1
 
     @property
     def of_a_stage(self) -> int:
@@ -52,6 +54,12 @@ class Peers:
                 )
             )
         return found
+
+    def padded_vocab(self, exporter: Any) -> int:
+        """The rows of the vocabulary, which stages without it learn from the others."""
+        return padded_vocab_size(
+            exporter.arch.vocab_size, self.vocab_divisible_by, self.parallel.tensor
+        )
 
     def sources(self, exporter: Any) -> dict[str, _Source]:
         """The pipeline stage that owns each tensor."""

@@ -54,6 +54,7 @@ def rehearse(
     skew: float = 1.0,
     origins: bool = False,
     everywhere: bool = False,
+    passes_on: bool = False,
 ) -> RankReport:
     """Run the phases of a step as one rank of `world`.
 
@@ -63,12 +64,13 @@ def rehearse(
         skew: how many times the even share of tokens this rank's experts get.
         origins: remember what holds memory at each peak.
         everywhere: a publication brings the buckets to all ranks.
+        passes_on: the rank helps another one to send them.
 
     Raises ConfigError or ModelError for what does not fit, naming the key.
     """
     began = time.perf_counter()
     usage = Usage(origins=origins)
-    peers = Peers(config.policy.parallel, world)
+    peers = Peers(config.policy.parallel, world, config.model.vocab_divisible_by)
     objective = Objective(config.algorithm)
     report = RankReport(rank, rank // peers.of_a_stage, work, phases=usage.phases)
     with without_peers(usage, peers, rank, skew=skew):
@@ -90,7 +92,11 @@ def rehearse(
                     model.optimizer.prepare_for_load()
                     model.optimizer.set_steps_taken(1)
         try:
-            _run(backend, passes, work, usage, report, everywhere=everywhere)
+            _run(backend, passes, work, usage, report)
+            with usage.phase("publication"):
+                report.buckets = _publish(backend, everywhere=everywhere, passes_on=passes_on)
+            with usage.phase("checkpoint"):
+                report.checkpoint = _checkpoint(backend)
         finally:
             backend.close()
     report.operations = usage.operations
@@ -99,13 +105,7 @@ def rehearse(
 
 
 def _run(
-    backend: MegatronBackend,
-    passes: Passes,
-    work: Work,
-    usage: Usage,
-    report: RankReport,
-    *,
-    everywhere: bool,
+    backend: MegatronBackend, passes: Passes, work: Work, usage: Usage, report: RankReport
 ) -> None:
     config = backend.config
     arch = backend.policy.arch
@@ -126,10 +126,6 @@ def _run(
                 backend.score(name)  # type: ignore[arg-type]
     _update(backend, usage)
     backend._local_batch = batch = None  # type: ignore[assignment]
-    with usage.phase("publication"):
-        report.buckets = _publish(backend, everywhere=everywhere)
-    with usage.phase("checkpoint"):
-        report.checkpoint = _checkpoint(backend)
 
 
 def _update(backend: MegatronBackend, usage: Usage) -> None:
@@ -177,9 +173,13 @@ def _held(backend: MegatronBackend) -> tuple[dict[str, int], dict[str, int]]:
     return parameters, sizes
 
 
-def _publish(backend: MegatronBackend, *, everywhere: bool) -> tuple[int, int]:
-    buckets = [bucket for bucket, _ in backend.export_buckets(everywhere=everywhere)]
-    return len(buckets), sum(bucket.num_bytes for bucket in buckets)
+def _publish(backend: MegatronBackend, *, everywhere: bool, passes_on: bool) -> tuple[int, int]:
+    sizes = []
+    for bucket, flat in backend.export_buckets(everywhere=everywhere):
+        sizes.append(bucket.num_bytes)
+        if passes_on and flat is not None:
+            flat.new_empty(flat.shape)  # what `WeightGroup.start_passing_on` receives
+    return len(sizes), sum(sizes)
 
 
 def _checkpoint(backend: MegatronBackend) -> tuple[int, int]:

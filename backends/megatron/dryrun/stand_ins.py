@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, UntypedStorage
@@ -70,7 +71,9 @@ def _replacements(usage: Usage, peers: Peers, skew: float) -> list[tuple[Any, st
         (OffloadedTensors, "_release", _measured(OffloadedTensors._release, usage)),
         # in this thread, where the modes are
         (WeightExporter, "_gather_coordinates", lambda exporter: peers.of_exporter()),
+        (WeightExporter, "_agree_on_vocab", lambda exporter, rows: peers.padded_vocab(exporter)),
         (WeightExporter, "_find_sources", lambda exporter: peers.sources(exporter)),
+        (F, "scaled_dot_product_attention", _efficient_attention),
         # it compares devices, and integers are not where the rest is
         (types, "_check_record", lambda record, **sizes: None),
         # the contents of a storage, which a copy to the host or back would read
@@ -111,6 +114,21 @@ def _routed(route: Callable[..., Any], skew: float) -> Callable[..., Any]:
         return probs, choice.clone()
 
     return call
+
+
+def _efficient_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """Call the kernel that CUDA has for single precision; without memory torch takes another."""
+    if enable_gqa:
+        raise ValueError("the kernel takes as many heads of keys as of queries")
+    if attn_mask is not None:  # torch makes a bias of it, a row for each head
+        sizes = (*query.shape[:3], key.size(2))
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype, device=META).expand(sizes)
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    out = attend(query, key, value, attn_mask, True, 0.0, is_causal, scale=scale)
+    return cast(Tensor, out[0])
 
 
 def _bytes_like(storage: UntypedStorage) -> Tensor:

@@ -221,6 +221,10 @@ def bucketed_attention(
             )
             for x, index in ((query, bucket.queries), (key, bucket.keys), (value, bucket.keys))
         )
+        if heads != groups and kernel_type(q.device) == "cuda":
+            # Of torch's kernels for single precision the one that takes fewer heads of keys keeps
+            # the scores of all pairs.
+            k, v = (x.repeat_interleave(heads // groups, 2) for x in (k, v))
         seen = None
         # runs of queries that begin in the middle of their sequence
         if bucket.before is not None:
@@ -234,7 +238,7 @@ def bucketed_attention(
             attn_mask=seen,
             is_causal=seen is None,
             scale=scale,
-            enable_gqa=heads != groups,
+            enable_gqa=k.size(2) != heads,
         )
         outputs.append(out.transpose(1, 2).reshape(bucket.queries.numel(), -1))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

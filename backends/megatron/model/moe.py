@@ -39,6 +39,10 @@ def moe_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
+# what Megatron's dispatcher keeps: of each token and expert, and of each token's experts
+_OF_TOKENS = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
+
+
 class PackRouter(TopKRouter):
     """Megatron's top-k router with its own sums of the two losses.
 
@@ -189,6 +193,18 @@ class GraphFreeMoELayer(MoELayer):
                 setattr(self.token_dispatcher, name, kept.detach())
         combined: Tensor = super().combine(output)
         return combined
+
+
+def forget_tokens(chunk: GPTModel) -> None:
+    """Drop what the dispatchers of a chunk keep of the last tokens, between passes.
+
+    It is as much as tokens times experts a layer, and is made anew by the next forward pass.
+    """
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            for name in _OF_TOKENS:
+                if getattr(module.token_dispatcher, name, None) is not None:
+                    setattr(module.token_dispatcher, name, None)
 
 
 def keep_no_graphs(chunk: GPTModel) -> None:

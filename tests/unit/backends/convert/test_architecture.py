@@ -33,6 +33,9 @@ LLAMA3_ROPE = {
 }  # fmt: skip
 
 
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
 def folder(tmp_path: Path, weights: str = "model.safetensors", **changes: Any) -> Path:
     config = {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -72,6 +75,8 @@ def test_llama(tmp_path: Path) -> None:
         ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, "qk_layernorm", True),
         # Qwen3's own default
         ({"model_type": "qwen3", "architectures": None}, "kv_channels", 128),
+        # with experts it has none
+        ({"model_type": "qwen3_moe", "architectures": None, **MOE}, "kv_channels", 8),
     ],
 )
 def test_what_the_config_leaves_unsaid(
@@ -127,6 +132,7 @@ def test_a_reward_model_has_a_value_head(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "qwen2_moe", "architectures": None, "qkv_bias": False}, "qkv_bias: False"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn'"),

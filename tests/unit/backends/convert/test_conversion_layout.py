@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,18 @@ def test_unreadable_weights_are_named(tmp_path: Path) -> None:
             source.read("c", (1,), whole)
 
 
-def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_only_by_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill while the old one is deleted leaves the new one in its place."""
+    deleted: list[Path] = []
+    rmtree = shutil.rmtree
+
+    def noted(path: Path, **options: Any) -> None:
+        deleted.append(Path(path))
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", noted)
     source = tmp_path / "source"
     target = tmp_path / "target"
     source.mkdir()
@@ -153,6 +165,7 @@ def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
         writer.finish({"model_type": "llama"}, "LlamaForCausalLM")
     with SafetensorsFolder(target) as after:
         assert after.read("a", (2,), Slice(None)).tolist() == [2.0, 2.0]
+    assert target not in deleted
     assert json.loads((target / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     with pytest.raises(ModelError, match="read from"):
         FolderWriter(target, specs, 1 << 20, (target,))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backends.megatron.batch.cp_layout import PackLayout
+from backends.megatron.cpu.kernels import assuming_kernels
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
@@ -93,6 +94,30 @@ def test_each_torch_is_called_by_its_signature(
     layout = PackLayout.of_lengths(LENGTHS, torch.device("cpu"))
     got = attention.varlen_attention(query, key, value, layout, SCALE)
     want = attention.bucketed_attention(query, key, value, layout, SCALE)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_single_precision_on_cuda_copies_keys_for_a_kernel_that_takes_no_groups(
+    monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    sizes: list[tuple[int, int, bool]] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        sizes.append((k.size(1), v.size(1), options["enable_gqa"]))
+        return attend(q, k, v, **options)
+
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn(sum(LENGTHS), heads, 8, generator=generator) for heads in (4, groups, groups)
+    )
+    layout = PackLayout.of_lengths(LENGTHS, torch.device("cpu"))
+    want = attention.bucketed_attention(query, key, value, layout, SCALE)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    with assuming_kernels("cuda"):
+        got = attention.bucketed_attention(query, key, value, layout, SCALE)
+    assert {*sizes} == {(4, 4, False)}
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
 
 

@@ -1,0 +1,162 @@
+"""Reads the tensors of a checkpoint a piece at a time.
+
+torch's reader holds each saved tensor whole, beside the memory into which it is copied. Here a
+large one passes through a small buffer, with the check of its bytes that its file has.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+from zipfile import ZipFile
+
+import torch
+from megatron.core.dist_checkpointing.strategies import torch as strategies
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+PIECE_BYTES = 4 << 20
+_RECORD = re.compile(r"/data/\d+$")  # of a storage, in what `torch.save` writes
+
+
+class PieceReader(FileSystemReader):
+    """As its base class; its metadata is read once."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        """See `FileSystemReader`."""
+        if self._metadata is None:
+            self._metadata = super().read_metadata()
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """See `FileSystemReader`."""
+        others = []
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            if item.type is LoadItemType.BYTE_IO or info.length <= PIECE_BYTES:
+                others.append(item)
+                continue
+            place = self.fs.concat_path(self.path, info.relative_path)
+            with self.fs.create_stream(place, "rb") as stream:
+                if not _read(_Window(stream, info.offset, info.length), item, planner):
+                    others.append(item)
+        return super().read_data(LoadPlan(others, plan.storage_data, plan.planner_data), planner)
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as if it were one.
+
+    That of torch finds wrong places where they are counted from its end.
+    """
+
+    def __init__(self, file: Any, start: int, length: int) -> None:
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """See `io.IOBase`."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """See `io.IOBase`."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        """See `io.RawIOBase`."""
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._file.seek(self._start + self._at)
+        read: int = self._file.readinto(view)
+        self._at += read
+        return read
+
+
+@contextmanager
+def reading_in_pieces() -> Iterator[None]:
+    """Inside, Megatron's loader reads by a `PieceReader`."""
+    stock = strategies._get_filesystem_reader
+
+    def reader(folder: str | Path, cache_metadata: bool = False) -> Any:
+        return PieceReader(folder)
+
+    strategies._get_filesystem_reader = reader
+    try:
+        yield
+    finally:
+        strategies._get_filesystem_reader = stock
+
+
+def _read(file: _Window, item: ReadItem, planner: LoadPlanner) -> bool:
+    """Read what an item wants of a saved tensor. Returns False where that has no plain form."""
+    with torch.serialization.skip_data():
+        stored: Tensor = torch.load(cast(Any, file), map_location="cpu", weights_only=True)
+    plain = stored.dim() > 0 and stored.is_contiguous()
+    file.seek(0)
+    with ZipFile(file) as archive:
+        records = [name for name in archive.namelist() if _RECORD.search(name)]
+        if not plain or len(records) != 1 or archive.getinfo(records[0]).file_size != stored.nbytes:
+            return False
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != item.lengths:
+            raise AssertionError(
+                f"{item.storage_index}: {tuple(item.lengths)} were asked for, into"
+                f" {tuple(target.size())}"
+            )
+        with archive.open(records[0]) as record:
+            _copy(record, stored, item, target)
+    planner.commit_tensor(item, target)
+    return True
+
+
+def _copy(record: IO[bytes], stored: Tensor, item: ReadItem, target: Tensor) -> None:
+    """Copy the part of `stored` that an item wants into `target`, from the bytes of `stored`.
+
+    They are read to the end, where the file has their checksum.
+    """
+    at = next((dim for dim, size in enumerate(stored.shape) if size > 1), 0)  # whose rows are read
+    first, *offsets = item.storage_offsets[at:]
+    wanted, *lengths = item.lengths[at:]
+    row_bytes = stored.nbytes // stored.size(at)
+    step = max(1, PIECE_BYTES // row_bytes)
+    buffer = bytearray(step * row_bytes)
+    out = target.view(item.lengths[at:])
+    for row in range(0, stored.size(at), step):
+        rows = min(step, stored.size(at) - row)
+        view = memoryview(buffer)[: rows * row_bytes]
+        filled = 0
+        while filled < len(view):
+            read = record.readinto(view[filled:])  # type: ignore[attr-defined]
+            if not read:
+                raise EOFError(f"{item.storage_index}: its file ends early")
+            filled += read
+        start = max(row, first)
+        end = min(row + rows, first + wanted)
+        if start >= end:
+            continue
+        piece = torch.frombuffer(view, dtype=stored.dtype).view(rows, *stored.shape[at + 1 :])
+        piece = narrow_tensor_by_index(piece, (start - row, *offsets), (end - start, *lengths))
+        out[start - first : end - first].copy_(piece)
