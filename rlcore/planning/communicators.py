@@ -15,8 +15,8 @@ Trees, NVLS and what NCCL keeps on its own are not counted.
 
 from __future__ import annotations
 
+from rlcore.planning.devices import GPUS_PER_NODE
 from rlcore.planning.memory import Layout
-from rlcore.planning.speed import GPUS_PER_NODE
 
 MIB = 1 << 20
 CHANNELS = 16  # assumed of a communicator; NCCL chooses, at most NCCL_MAX_CTAS (32)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+GPUS_PER_NODE = 8
+
 
 @dataclass(frozen=True)
 class Gpu:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rlcore.planning.activations import gather_buffer_bytes, scoring_bytes, training_bytes
 from rlcore.planning.memory import (
     Layout,
     Load,
     Weights,
-    gather_buffer_bytes,
     gradient_bytes,
     optimizer_bytes,
     rank_weights,
-    scoring_bytes,
-    training_bytes,
 )
 from rlcore.planning.publication import Publication
 from rlcore.planning.shape import ModelShape
@@ -104,16 +102,10 @@ def policy_weights(layout: Layout, shape: ModelShape, load: Load) -> Weights:
     return max(stages, key=lambda weights: weights.total)
 
 
-def kv_bytes_per_token(shape: ModelShape, layout: Layout, *, dtype_bytes: int) -> float:
-    """Return the bytes of K and V of a token, in an engine cut as the trainer's TP is."""
-    return (
-        2
-        * shape.layers
-        * shape.groups
-        * shape.head_dim
-        * dtype_bytes
-        / min(layout.tensor, shape.groups)
-    )
+def kv_bytes_per_token(shape: ModelShape, tensor: int, *, dtype_bytes: int) -> float:
+    """Return the bytes of K and V of a token on each of an engine's tensor-parallel ranks."""
+    heads = shape.groups / min(tensor, shape.groups)
+    return 2 * shape.layers * heads * shape.head_dim * dtype_bytes
 
 
 def stage_needs(

@@ -6,7 +6,8 @@ receives a bucket. Rank 0 makes the calls for the next bucket meanwhile.
 
     one sender     rank 0 gathers through its network card, and each engine's copy leaves through it
     a sender each  a bucket is assembled over NVLink on the rank that has most of it, is broadcast
-                   once, and leaves each sender once for each engine that it serves
+                   once, and leaves each sender once for each engine that it serves; through the
+                   cards of several ranks where these have nothing else to do (rails)
 
 Nothing of this was measured on a cluster.
 """
@@ -18,7 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlcore.planning.devices import Gpu
+from rlcore.planning.devices import GPUS_PER_NODE, Gpu
 from rlcore.planning.memory import Layout
 
 # At least so many, so that gathering, sending and applying overlap ...
@@ -100,13 +101,15 @@ class Costs:
 
     card: float = 48e9  # bytes/s through one network card of 400 Gbit/s
     nvlink: float = 300e9  # bytes/s into one rank from its node
+    broadcast: float = 192e9  # bytes/s to all ranks: half of what the cards of a node have
     bucket_s: float = 0.006  # of the engine's process, while its GPU receives; on a CPU
     call_s: float = 0.0003  # of rank 0's CPU, a control call
 
     @classmethod
     def of(cls, gpu: Gpu) -> Costs:
         """Take the usable part of a GPU's links: of an H100's the defaults."""
-        return cls(card=0.96 * gpu.network_bandwidth, nvlink=gpu.node_bandwidth * 2 / 3)
+        card = 0.96 * gpu.network_bandwidth
+        return cls(card=card, nvlink=gpu.node_bandwidth * 2 / 3, broadcast=GPUS_PER_NODE * card / 2)
 
 
 def one_sender(buckets: Sequence[int], engines: int, costs: Costs) -> float:
@@ -119,15 +122,26 @@ def one_sender(buckets: Sequence[int], engines: int, costs: Costs) -> float:
     return in_turn(made, _sent(buckets, engines, engines, costs))
 
 
-def sender_each(buckets: Sequence[int], engines: int, senders: int, costs: Costs) -> float:
-    """Return the seconds where each engine has a sender; several share one if these are fewer."""
+def sender_each(
+    buckets: Sequence[int], engines: int, senders: int, costs: Costs, rails: int = 1
+) -> float:
+    """Return the seconds where each engine has a sender; several share one if these are fewer.
+
+    Args:
+        rails: ranks whose cards carry the weights of an engine.
+    """
     copies = -(-engines // senders)  # that leave the busiest sender
-    made = [size / costs.nvlink + size / costs.card for size in buckets]
-    return in_turn(made, _sent(buckets, copies, engines, costs))
+    shared = 1 / GPUS_PER_NODE  # what a card carries of the broadcast between the ranks
+    made = [size / costs.nvlink + size / costs.broadcast for size in buckets]
+    return in_turn(made, _sent(buckets, copies / rails + shared, engines, costs))
 
 
-def _sent(buckets: Sequence[int], copies: int, engines: int, costs: Costs) -> list[float]:
-    """Return the seconds from the order of each bucket until all engines have loaded it."""
+def _sent(buckets: Sequence[int], copies: float, engines: int, costs: Costs) -> list[float]:
+    """Return the seconds from the order of each bucket until all engines have loaded it.
+
+    Args:
+        copies: that leave through a card.
+    """
     calls = engines * costs.call_s
     return [max(copies * size / costs.card, costs.bucket_s, calls) for size in buckets]
 
@@ -167,6 +181,9 @@ class Publication:
     senders: int  # ranks that engines are dealt to, at most
     kv_groups: int  # KV heads of the model
     converted: bool = False  # engines have another dtype than the trainer
+    rails: int = 1  # ranks whose cards carry the weights of an engine, at most
+    engine_tensor: int = 1  # tensor-parallel ranks of an engine
+    engine_dtype_bytes: int = 2  # of what it computes in, its KV cache included
 
     @property
     def num_bytes(self) -> int:
@@ -177,9 +194,17 @@ class Publication:
         """Return how many ranks send to engines."""
         return min(self.senders, layout.gpus) if self.transport == "distributed" else 1
 
+    def rails_of(self, layout: Layout) -> int:
+        """Return how many ranks are in the group of an engine that has a sender of its own."""
+        ranks = self.sending_ranks(layout)
+        if self.transport != "distributed" or self.engines > ranks:
+            return 1
+        return min(self.rails, layout.gpus // ranks, GPUS_PER_NODE)
+
     def is_everywhere(self, layout: Layout) -> bool:
         """Whether every rank gets every bucket, and not rank 0 alone."""
-        return self.transport == "tensor" or self.sending_ranks(layout) > 1
+        ranks = self.sending_ranks(layout) * self.rails_of(layout)
+        return self.transport == "tensor" or ranks > 1
 
     def buffers(self, layout: Layout, *, rank0: bool) -> int:
         """Return the bytes of rank 0, or of another rank, that stay until the next publication.
@@ -195,6 +220,10 @@ class Publication:
             aside = received + copied if layout.expert > 1 else max(received, copied)
             return buckets + aside
         return buckets + received if rank0 else copied
+
+    def passed_on(self, layout: Layout) -> int:
+        """Return the bytes of a bucket that a rank which helps holds for a moment."""
+        return max(bucket.size for bucket in self.buckets) if self.rails_of(layout) > 1 else 0
 
     @property
     def unrounded(self) -> int:
@@ -235,9 +264,10 @@ class Publication:
             return None
         sizes = [bucket.size for bucket in self.buckets]
         ranks = self.sending_ranks(layout)
-        if ranks == 1:
+        rails = self.rails_of(layout)
+        if ranks * rails == 1:
             return one_sender(sizes, self.engines, costs)
-        return sender_each(sizes, self.engines, ranks, costs)
+        return sender_each(sizes, self.engines, ranks, costs, rails)
 
 
 def _of_two(sizes: Sequence[int]) -> int:

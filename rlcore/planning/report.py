@@ -39,7 +39,11 @@ def describe(layout: Layout) -> str:
         or "1 GPU"
     )
     extras = ["SP"] * layout.sequence + ["distributed optimizer"] * layout.distributed
-    extras += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
+    if layout.recompute != "none":
+        method = f"{layout.recompute_method} {layout.recompute_layers}"
+        extras.append(
+            f"recompute {layout.recompute}" + (f" ({method})" if method != "uniform 1" else "")
+        )
     return ", ".join([text, *extras])
 
 
@@ -77,7 +81,7 @@ def report(
         yield f"  refused: {own}"
     else:
         yield f"  {describe(own.layout)}: " + _verdict(own, capacity)
-        yield from (f"    {line}" for line in breakdown(own, shape, capacity, job.dtype_bytes))
+        yield from (f"    {line}" for line in breakdown(own, job, capacity))
         yield from (f"    {line}" for line in beside_the_step(own.layout, job, costs))
     yield ""
     fitting = [option for option in found if option.fits(capacity)]
@@ -106,13 +110,14 @@ def distinct(options: Sequence[Option]) -> list[Option]:
     return list(first.values())
 
 
-def breakdown(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int) -> Iterator[str]:
+def breakdown(option: Option, job: Job, capacity: int) -> Iterator[str]:
     """Yield the parts of the fullest rank, the room for an engine, and parts of the time."""
     needs = option.needs
     for name, size in needs.resident.items():
         yield f"{gib(size):>10}  {name}"
     yield f"{gib(needs.phases[needs.largest_phase]):>10}  {needs.largest_phase} (the largest phase)"
-    yield from _colocated(option, shape, capacity, dtype_bytes)
+    if job.publication is not None:
+        yield from _colocated(option, job.trained[0].shape, job.publication, capacity)
     yield "time: " + ", ".join(
         f"{part} {seconds:.1f} s"
         for part, seconds in asdict(option.time).items()
@@ -158,22 +163,28 @@ def _publication(published: Publication, layout: Layout, costs: Costs) -> Iterat
         yield f"  by {published.transport}, whose time is not estimated"
         return
     ranks = published.sending_ranks(layout)
-    senders = f"each of {ranks} ranks" if ranks > 1 else "rank 0"
+    rails = published.rails_of(layout)
+    senders = f"each of {ranks} ranks" if ranks > 1 else "rank 0" if rails == 1 else "rank 1"
+    together = f" through {rails} cards" if rails > 1 else ""
     copies = -(-published.engines // ranks)
     yield (
-        f"  {senders} sends {gib(copies * published.num_bytes)}; calculated {seconds:.1f} s"
+        f"  {senders} sends {gib(copies * published.num_bytes)}{together}; calculated"
+        f" {seconds:.1f} s"
         f" ({costs.card / 1e9:g} GB/s a card, {costs.nvlink / 1e9:g} in a node)"
     )
 
 
-def _colocated(option: Option, shape: ModelShape, capacity: int, dtype_bytes: int) -> Iterator[str]:
-    """Yield the room for an engine on the same GPUs.
+def _colocated(
+    option: Option, shape: ModelShape, published: Publication, capacity: int
+) -> Iterator[str]:
+    """Yield the room for one of the run's engines, if it shares the trainer's GPUs.
 
     It takes its KV cache while the trainer is offloaded, its weights beside the trainer's state.
     """
-    weights = shape.parameters * dtype_bytes / option.layout.tensor
+    tensor = published.engine_tensor
+    weights = published.num_bytes / tensor
     left = usable(capacity) - weights
-    engine = f"a colocated engine of TP {option.layout.tensor}"
+    engine = f"a colocated engine of TP {tensor}"
     over = sum(option.needs.resident.values()) - left
     if over > 0:
         yield (
@@ -181,7 +192,7 @@ def _colocated(option: Option, shape: ModelShape, capacity: int, dtype_bytes: in
             f" are {gib(over)} too much"
         )
     else:
-        per_token = kv_bytes_per_token(shape, option.layout, dtype_bytes=dtype_bytes)
+        per_token = kv_bytes_per_token(shape, tensor, dtype_bytes=published.engine_dtype_bytes)
         yield f"{gib(left):>10}  left for KV of {engine}: {left / per_token:,.0f} tokens"
 
 

@@ -12,12 +12,12 @@ from rlcore.planning.communicators import (
     publication_groups,
     training_groups,
 )
-from rlcore.planning.devices import Gpu
+from rlcore.planning.devices import GPUS_PER_NODE, Gpu
 from rlcore.planning.fit import RESERVED, Frozen, Needs, Trained, needs, policy_weights
 from rlcore.planning.host import StepArrays
 from rlcore.planning.memory import Layout, Load, Recompute
 from rlcore.planning.publication import Publication
-from rlcore.planning.speed import GPUS_PER_NODE, StepTime, Work, step_time
+from rlcore.planning.speed import StepTime, Work, step_time
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -40,8 +40,7 @@ class ModelShape:
     expert_ffn: int = 0
     shared_ffn: int = 0  # width of the shared expert
     shared_gate: bool = False
-    moe_layers: float = 0  # how many of the layers hold experts; an average for some stages
-    dense_first: int = 0  # layers without experts before all others; 0 where they are mixed
+    expert_layers: tuple[bool, ...] = ()  # for each layer, whether it has experts; empty: none has
     latent: int = 0  # weights of a layer's latent attention (MLA), in place of Q, K, V and output
 
     @classmethod
@@ -53,7 +52,6 @@ class ModelShape:
         experts = int(fields.get("num_moe_experts") or 0)
         every = fields.get("moe_layer_freq", 1)
         has_experts = [bool(every[k]) if isinstance(every, list) else True for k in range(layers)]
-        before = has_experts.index(True) if any(has_experts) else layers
         return cls(
             layers=layers,
             hidden=int(fields["hidden_size"]),
@@ -70,10 +68,20 @@ class ModelShape:
             expert_ffn=int(fields.get("moe_ffn_hidden_size") or 0),
             shared_ffn=int(fields.get("moe_shared_expert_intermediate_size") or 0),
             shared_gate=bool(fields.get("moe_shared_expert_gate")),
-            moe_layers=sum(has_experts) if experts else 0,
-            dense_first=before if experts and all(has_experts[before:]) else 0,
+            expert_layers=tuple(has_experts) if experts else (),
             latent=latent,
         )
+
+    def of_layers(self, layers: range) -> ModelShape:
+        """Return the shape of some of the layers."""
+        return replace(
+            self, layers=len(layers), expert_layers=self.expert_layers[layers.start : layers.stop]
+        )
+
+    @property
+    def moe_layers(self) -> int:
+        """The number of layers that have experts."""
+        return sum(self.expert_layers)
 
     @property
     def qkv_width(self) -> int:
@@ -126,14 +134,14 @@ class ModelShape:
         dense = self.layers - self.moe_layers
         blocks = self.layers * (self.attention + self.norms) + dense * self.mlp
         blocks += self.moe_layers * (self.routed + self.shared + self.router)
-        return round(blocks) + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
+        return blocks + self.hidden + (1 if self.tied else 2) * self.vocab * self.hidden
 
     @property
     def layer_matrices(self) -> int:
         """Entries of all layers' matrices that a token passes; norms and biases cost nothing."""
         dense = self.layers - self.moe_layers
         matrices = self.layers * self.attention_matrices + dense * self.mlp
-        return round(matrices + self.moe_layers * self.chosen)
+        return matrices + self.moe_layers * self.chosen
 
     @property
     def active_parameters(self) -> int:

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from math import ceil
 
-from rlcore.planning.devices import Gpu
+from rlcore.planning.devices import GPUS_PER_NODE, Gpu
 from rlcore.planning.memory import Layout, Weights
 from rlcore.planning.shape import ModelShape
 
-GPUS_PER_NODE = 8
 ARITHMETIC = 0.5  # share of the peak that large bf16 matmuls and attention reach together
 BANDWIDTH = 0.7  # share of a link's figure that collectives reach
 TILE = (128, 256)  # rows and columns of a product that a multiprocessor computes at a time
@@ -75,7 +74,7 @@ def step_time(
     layers = _most_layers(shape, layout)
     b = work.dtype_bytes
     # How many times the collectives of the layers run.
-    sweeps = 2.0 + work.scoring_passes + (layout.recompute == "full")
+    sweeps = 2.0 + work.scoring_passes + _repeated(shape, layout)
     routings = sweeps + ("moe" in layout.recompute)
 
     def seconds(num_bytes: float, ranks: int, span: int) -> float:
@@ -131,28 +130,29 @@ def rank_flops(
     of_layers = here.forward_flops(lengths, 0) - here.forward_flops(shared, 0)
     head = 2.0 * trainable * shape.vocab * shape.hidden * (stage == layout.pipeline - 1)
     if training:
-        of_layers *= 3.0 + _again(here, layout, max(lengths))
+        of_layers *= 3.0 + _again(shape, layout, stage, max(lengths))
         head *= 4.0
     return (of_layers + head) / (layout.tensor * layout.context)
 
 
 def _arithmetic(shape: ModelShape, layout: Layout, work: Work, gpu: Gpu) -> float:
-    """Time the stage that computes longest: the largest, or the last, which has the LM head too.
+    """Time the stage that computes longest: a large one, or the last, which has the LM head too.
 
     The head recomputes its logits in the backward pass, whatever the layers recompute.
     """
     head = 2.0 * work.sequences * work.trainable * shape.vocab * shape.hidden
-    whole = shape.forward_flops([work.length], 0)
-    again = work.repeated * shape.forward_flops([work.prompt], 0)
-    of_layers = (whole - again) * work.sequences / shape.layers
     scoring = work.scoring_passes
-    layer = (
-        of_layers
-        * (3.0 + scoring + _again(shape, layout, work.length))
-        / fullness(shape, layout, work.micro_tokens, gpu)
-    )
-    last = layout.stage_layers(shape, layout.pipeline - 1)
-    slowest = max(_most_layers(shape, layout) * layer, last * layer + head * (4.0 + scoring))
+
+    def of_stage(stage: int) -> float:
+        here = layout.of_stage(shape, stage)
+        whole = here.forward_flops([work.length], 0)
+        again = work.repeated * here.forward_flops([work.prompt], 0)
+        of_layers = (whole - again) * work.sequences
+        of_layers *= 3.0 + scoring + _again(shape, layout, stage, work.length)
+        of_layers /= fullness(here, layout, work.micro_tokens, gpu)
+        return of_layers + head * (4.0 + scoring) * (stage == layout.pipeline - 1)
+
+    slowest = max(map(of_stage, range(layout.pipeline)))
     return slowest * layout.pipeline / (layout.gpus * gpu.bf16_flops * ARITHMETIC)
 
 
@@ -201,12 +201,20 @@ def _bandwidth(gpu: Gpu, span: int) -> float:
     return gpu.node_bandwidth if span <= GPUS_PER_NODE else gpu.network_bandwidth
 
 
-def _again(shape: ModelShape, layout: Layout, length: int) -> float:
-    """Return the forward passes of the layers that recomputation adds."""
+def _repeated(shape: ModelShape, layout: Layout) -> float:
+    """Return the share of the layers that full recomputation computes again, all of a layer."""
+    stages = range(layout.pipeline)
+    return sum(here.layers for k in stages for here in layout.repeated(shape, k)) / shape.layers
+
+
+def _again(shape: ModelShape, layout: Layout, stage: int, length: int) -> float:
+    """Return the forward passes of a stage's layers that recomputation adds."""
+    here = layout.of_stage(shape, stage)
+    whole = here.forward_flops([length], 0)
     if layout.recompute == "full":
-        return 1.0
-    whole = shape.forward_flops([length], 0)
-    attention = shape.cost.quadratic * length**2 * ("core_attn" in layout.recompute)
-    mlp = 2.0 * length * (shape.layers - shape.moe_layers) * shape.mlp * ("mlp" in layout.recompute)
-    moe = 2.0 * length * shape.moe_layers * shape.chosen * ("moe" in layout.recompute)
+        chunks = layout.repeated(shape, stage)
+        return sum(chunk.forward_flops([length], 0) for chunk in chunks) / whole
+    attention = here.cost.quadratic * length**2 * ("core_attn" in layout.recompute)
+    mlp = 2.0 * length * (here.layers - here.moe_layers) * here.mlp * ("mlp" in layout.recompute)
+    moe = 2.0 * length * here.moe_layers * here.chosen * ("moe" in layout.recompute)
     return (attention + mlp + moe) / whole

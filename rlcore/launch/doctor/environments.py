@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
-from rlcore.interpreters import Interpreter, ask
+from rlcore.interpreters import Interpreter, ask, cuda_toolkit
 from rlcore.launch.doctor.finding import Finding, Level
 from rlcore.launch.doctor.needs import Needs
 
@@ -78,6 +79,23 @@ def engines(needs: Needs) -> tuple[Interpreter | None, list[Finding]]:
         advice = f"run {INSTALL_ENGINES}"
         return python, [Finding("FAIL", name, f"{found}; {problem}", needed, advice)]
     return python, [Finding("ok", name, f"{found}, sglang {python.packages['sglang']}")]
+
+
+def toolkit(needs: Needs, ours: Interpreter, theirs: Interpreter | None) -> Iterator[Finding]:
+    """The CUDA toolkit, with which SGLang compiles kernels."""
+    if theirs is None or theirs.broken or not ours.gpus or needs.engine_device == "cpu":
+        return
+    name = "CUDA toolkit of engines"
+    if (folder := cuda_toolkit({**os.environ, **needs.engine_environment})) is not None:
+        yield Finding("ok", name, folder)
+        return
+    yield Finding(
+        "note",
+        name,
+        "none: no CUDA_HOME, no nvcc on PATH, no /usr/local/cuda",
+        "the compiler with which SGLang makes some of its kernels (without it no DeepGEMM)",
+        "install the CUDA toolkit, or set CUDA_HOME",
+    )
 
 
 def nccl(needs: Needs, ours: Interpreter, theirs: Interpreter | None) -> Iterator[Finding]:

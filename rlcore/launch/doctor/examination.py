@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlcore.config import Config
-from rlcore.launch.doctor import environments, gpus, machine, network
+from rlcore.launch.doctor import environments, gpus, machine, network, sandbox
 from rlcore.launch.doctor.finding import Finding
 from rlcore.launch.doctor.needs import Needs
 
@@ -24,7 +24,9 @@ def examine(config: Config | None) -> Iterator[Finding]:
     on_gpus = list(gpus.gpus(needs, ours))
     yield from on_gpus
     yield from environments.nccl(needs, ours, theirs)
+    yield from environments.toolkit(needs, ours, theirs)
     yield from environments.kernels(needs, ours, gpus=ours.gpus > 0)
+    yield from sandbox.sandbox(needs)
     yield from _cheap(needs)
 
 

@@ -80,6 +80,13 @@ def gpus(needs: Needs, trainer: Interpreter) -> Iterator[Finding]:
         advice = "fewer processes_per_node or engines, smaller ones, or rollout.engine.colocated"
         yield Finding("FAIL", "GPUs", f"{named}; {visible} are visible", needed, advice)
         return
+    trainers = needs.ranks * needs.nodes
+    if needs.shared_gpus > trainers:
+        found_ranks = f"{trainers} trainer processes"
+        needed = f"{needs.shared_gpus} for colocated engines (count x tensor_parallel)"
+        advice = "fewer or smaller engines: each GPU of one has a trainer process"
+        yield Finding("FAIL", "GPUs", f"{named}; {found_ranks}", needed, advice)
+        return
     taken = [index for index, gpu in enumerate(found) if gpu.free < MOSTLY_FREE * gpu.memory]
     advice = f"GPUs {', '.join(map(str, taken))} are in use: see nvidia-smi" if taken else ""
     yield Finding("note" if taken else "ok", "GPUs", f"{named}, least free {gib(free)}", "", advice)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlcore.config import Config
-from rlcore.config.derived import generates
+from rlcore.config.derived import generates, in_weight_group
+from rlcore.config.sections.sandbox import SandboxConfig
 from rlcore.interpreters import CHECKOUT
 
 FILES = 512  # that a trainer holds open beside its engines' connections: libraries, logs, sockets
@@ -21,15 +23,20 @@ class Needs:
         engine_python: the interpreter of SGLang's environment; None where no SGLang is started.
         nccl: whether weights go to engines over NCCL, where both sides have GPUs.
         ranks, engine_gpus: GPUs of this machine, if it has any.
+        shared_gpus: GPUs of the trainer, on all machines, that colocated engines take.
+        sandbox: where programs that a model wrote run; None where none does, or elsewhere.
         extras: packages beyond the required ones.
     """
 
     run_folder: Path = Path("runs")
     engine_python: Path | None = None
     engine_device: str | None = None
+    engine_environment: Mapping[str, str] = field(default_factory=dict)
     nccl: bool = False
     ranks: int = 1
     engine_gpus: int = 0
+    shared_gpus: int = 0
+    sandbox: SandboxConfig | None = None
     nodes: int = 1
     launcher: str = "local"
     files: int = FILES
@@ -68,14 +75,16 @@ class Needs:
             run_folder=Path(config.run.dir),
             engine_python=engine_python(engine.python) if started else None,
             engine_device=engine.device,
-            nccl=started
-            and engine.transport in ("auto", "distributed")
-            and not engine.colocated
-            and engine.device != "cpu",
+            engine_environment=engine.environment,
+            nccl=started and in_weight_group(engine) and engine.device != "cpu",
             ranks=cluster.processes_per_node,
             engine_gpus=engine.count * engine.tensor_parallel
             if started and apart and engine.device != "cpu"
             else 0,
+            shared_gpus=engine.count * engine.tensor_parallel
+            if started and engine.colocated and engine.device != "cpu"
+            else 0,
+            sandbox=_sandbox(config),
             nodes=cluster.nodes,
             launcher=cluster.launcher,
             files=FILES + (count * engine.max_in_flight if sglang else 0),
@@ -87,6 +96,17 @@ class Needs:
             bf16=config.model.dtype == "bf16",
             model=Path(config.model.path),
         )
+
+
+def _sandbox(config: Config) -> SandboxConfig | None:
+    rewards = [config.reward, *(one.reward for one in config.evaluation.sets.values())]
+    for reward in rewards:
+        runs_code = reward is not None and any(
+            part.function == "code" for part in reward.parts.values()
+        )
+        if reward is not None and runs_code and reward.sandbox.kind != "fusion":
+            return reward.sandbox
+    return None
 
 
 def engine_python(given: str | None) -> Path:

@@ -59,7 +59,7 @@ def test_forward_flops_of_a_dense_model() -> None:
 def test_forward_flops_count_the_chosen_experts_alone() -> None:
     moe = ModelShape(
         layers=2, hidden=8, heads=4, groups=2, head_dim=3, ffn=5, vocab=11, experts=6, topk=2,
-        expert_ffn=7, shared_ffn=4, shared_gate=True, moe_layers=1,
+        expert_ffn=7, shared_ffn=4, shared_gate=True, expert_layers=(False, True),
     )  # fmt: skip
     one_layer = 2 * 3 * 8 * 7 + 3 * 8 * 4 + 8 * (6 + 1) - 3 * 8 * 5
     assert moe.forward_flops([1], 0) - TINY.forward_flops([1], 0) == 2 * one_layer

@@ -16,7 +16,8 @@ from backends.megatron.cpu.shim import importing_megatron
 with importing_megatron():
     from backends.megatron.model.head import fused_logprobs
 
-from rlcore.planning.memory import Layout, Load, head_peak_bytes
+from rlcore.planning.activations import head_peak_bytes
+from rlcore.planning.memory import Layout, Load
 from rlcore.planning.shape import ModelShape
 
 ROWS = 384

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlcore.planning.devices import GPUS
@@ -20,7 +22,7 @@ from rlcore.planning.publication import (
 )
 from rlcore.weights import TensorSpec, cut_buckets
 
-COSTS = Costs(card=10.0, nvlink=20.0, bucket_s=1.0, call_s=0.5)
+COSTS = Costs(card=10.0, nvlink=20.0, broadcast=20.0, bucket_s=1.0, call_s=0.5)
 
 
 def test_a_bucket_is_made_while_the_one_before_it_is_sent() -> None:
@@ -30,15 +32,18 @@ def test_a_bucket_is_made_while_the_one_before_it_is_sent() -> None:
 def test_time_by_hand() -> None:
     # made 10 s; two copies of 10 s; 1 s at the engine and two calls of 0.5 s take less
     assert one_sender([100, 100], 2, COSTS) == 10 + 20 + 20
-    # made 5 + 10 s; one copy of 10 s
-    assert sender_each([100, 100], 2, 2, COSTS) == 15 + 15 + 10
-    assert sender_each([100, 100], 2, 1, COSTS) == 15 + 20 + 20
+    # made 5 + 5 s; one copy of 10 s, and an eighth of the broadcast between the ranks
+    assert sender_each([100, 100], 2, 2, COSTS) == 10 + 11.25 + 11.25
+    assert sender_each([100, 100], 2, 1, COSTS) == 10 + 21.25 + 21.25
+    # half a copy through each of two cards: making takes longer
+    assert sender_each([100, 100], 2, 2, COSTS, rails=2) == 10 + 10 + 6.25
     # small buckets: 1 s at the engine takes longer than the copies of 0.5 s
-    assert sender_each([5, 5], 2, 2, COSTS) == 0.75 + 1 + 1
+    assert sender_each([5, 5], 2, 2, COSTS) == 0.5 + 1 + 1
     # forty calls of 0.5 s take longer than a copy
-    assert sender_each([100, 100], 40, 40, COSTS) == 15 + 20 + 20
+    assert sender_each([100, 100], 40, 40, COSTS) == 10 + 20 + 20
     usual = Costs.of(GPUS["H100"])
     assert (usual.card, usual.nvlink) == pytest.approx((Costs().card, Costs().nvlink))
+    assert usual.broadcast == pytest.approx(Costs().broadcast)
 
 
 def test_cut() -> None:
@@ -79,6 +84,23 @@ def test_senders_and_who_gets_the_buckets() -> None:
     assert published.buffers(Layout(data=4), rank0=True) == 200
     # parts of columns come from the other rank; of q, k, v each rank arranges its half
     assert published.buffers(Layout(tensor=2, data=2), rank0=True) == 200 + max(20, 20)
+
+
+def test_ranks_with_nothing_else_to_do_send_together() -> None:
+    bucket = PublishedBucket(100)
+    eight = Publication((bucket,), 8, "distributed", senders=8, kv_groups=4, rails=4)
+    alone = replace(eight, rails=1)
+    assert [eight.rails_of(Layout(data=ranks)) for ranks in (4, 8, 16, 24, 64)] == [1, 1, 2, 3, 4]
+    assert replace(eight, rails=16).rails_of(Layout(data=256)) == 8  # of one machine
+    layout = Layout(data=16)
+    assert eight.seconds(layout, COSTS) == sender_each([100], 8, 8, COSTS, rails=2)
+    assert eight.buffers(layout, rank0=True) == alone.buffers(layout, rank0=True)
+    # a rank that helps receives a bucket aside
+    assert (eight.passed_on(layout), alone.passed_on(layout)) == (100, 0)
+    one = replace(eight, engines=1, senders=1)
+    assert one.is_everywhere(Layout(data=2))
+    assert not replace(one, rails=1).is_everywhere(Layout(data=2))
+    assert replace(eight, transport="tensor").rails_of(layout) == 1
 
 
 def test_buffers_where_rank_0_sends_alone() -> None:

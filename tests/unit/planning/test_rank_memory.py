@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from rlcore.planning.activations import activation_bytes, head_peak_bytes, scoring_bytes
 from rlcore.planning.devices import GPUS
 from rlcore.planning.fit import Trained
 from rlcore.planning.host import checkpoint_bytes
@@ -13,10 +15,8 @@ from rlcore.planning.memory import (
     Layout,
     Load,
     Weights,
-    head_peak_bytes,
     optimizer_bytes,
     rank_weights,
-    scoring_bytes,
 )
 from rlcore.planning.search import Job, options
 from rlcore.planning.shape import ModelShape
@@ -24,7 +24,7 @@ from rlcore.planning.shape import ModelShape
 DENSE = ModelShape(layers=8, hidden=64, heads=4, groups=4, head_dim=16, ffn=96, vocab=256)
 MOE = ModelShape(
     layers=8, hidden=64, heads=4, groups=4, head_dim=16, ffn=96, vocab=256, experts=4, topk=2,
-    expert_ffn=32, moe_layers=8,
+    expert_ffn=32, expert_layers=(True,) * 8,
 )  # fmt: skip
 
 
@@ -74,6 +74,79 @@ def test_experts_are_cut_by_tensor_parallelism_unless_they_are_spread() -> None:
     for layout in seen:
         assert layout.expert_tensor == (layout.tensor if layout.expert == 1 else 1)
     assert {layout.expert for layout in layouts(DENSE, 8)} == {1}
+
+
+MIXED = replace(MOE, expert_layers=(False,) * 3 + (True,) * 5)
+INTERLEAVED = Layout(pipeline=2, virtual_pipeline=2)  # layers 0, 1, 4, 5 and 2, 3, 6, 7
+
+
+def test_an_interleaved_stage_has_the_experts_of_its_chunks() -> None:
+    of_layer = 4 * 3 * 64 * 32
+    assert [rank_weights(MIXED, INTERLEAVED, k).expert for k in (0, 1)] == [
+        2 * of_layer,
+        3 * of_layer,
+    ]
+    uneven = replace(INTERLEAVED, stages=(2, 6))  # 0, 4 and 1, 2, 3, 5, 6, 7
+    assert [rank_weights(MIXED, uneven, k).expert for k in (0, 1)] == [of_layer, 4 * of_layer]
+    mixed = replace(MOE, expert_layers=(True, False, False) * 2 + (True, False))
+    assert [rank_weights(mixed, Layout(pipeline=2), k).expert for k in (0, 1)] == [
+        2 * of_layer,
+        of_layer,
+    ]
+
+
+def test_chunks_keep_their_own_layers_for_the_packs_in_flight() -> None:
+    """Stage 0 runs four passes ahead and one more: two packs, then a third, of its first chunk.
+
+    That has no experts, and the second has nothing else.
+    """
+    load = replace(load_of(100, dtype_bytes=4), micro_batches=4)
+    layer = {
+        kind: activation_bytes(kind, Layout(pipeline=8), replace(load, micro_batches=1), 0)
+        for kind in (DENSE, MOE)
+    }
+    rotary = 4 * 100 * 16
+    found = activation_bytes(MIXED, INTERLEAVED, load, 0)
+    dense, experts = (2 * (layer[kind] - rotary) for kind in (DENSE, MOE))
+    assert found == 3 * dense + 2 * experts + 5 * rotary / 2
+
+
+def test_full_recomputation_keeps_the_inputs_of_runs_or_of_a_chunks_first_layers() -> None:
+    """A row of the stream is 64 wide; the first of two stages, with one pack, has no head."""
+    load = load_of(100, dtype_bytes=4)
+    rotary, row = 4 * 100 * 16, 4 * 100 * 64
+    full = Layout(pipeline=2, recompute="full")
+
+    def kept(shape: ModelShape, **layout: Any) -> float:
+        return activation_bytes(shape, replace(full, **layout), load, 0) - rotary
+
+    whole = kept(DENSE, recompute="none") / 4
+    experts = kept(MOE, recompute="none") / 4
+    assert kept(DENSE) == 4 * row + whole
+    assert kept(DENSE, recompute_layers=2) == 2 * row + 2 * whole
+    assert kept(DENSE, recompute_layers=4) == row + 4 * whole
+    assert kept(DENSE, recompute_method="block") == row + 3 * whole
+    assert kept(DENSE, recompute_method="block", recompute_layers=4) == 4 * row + whole
+    assert kept(MIXED, recompute_method="block", recompute_layers=3) == 3 * row + experts
+    wide = replace(MOE, expert_ffn=2048)
+    first = replace(wide, expert_layers=(True,) + (False,) * 7)
+    experts = kept(wide, recompute="none") / 4
+    assert kept(first, recompute_method="block") == row + experts, "the others' bytes are gone"
+
+
+def test_in_fp32_on_cuda_keys_and_values_are_copied_to_all_heads_of_queries() -> None:
+    """4 heads of 16 share the keys of 2; of the projection nothing is kept, unless norms do."""
+    grouped = replace(DENSE, groups=2)
+    fp32 = load_of(100, dtype_bytes=4)
+
+    def kept(shape: ModelShape, load: Load) -> float:
+        return activation_bytes(shape, Layout(pipeline=8), load, 0)
+
+    q, k = 4 * 100 * 64, 4 * 100 * 32
+    assert kept(DENSE, fp32) - kept(grouped, fp32) == (3 * q + 2 * q) - 3 * q
+    normed = [kept(replace(shape, qk_norm=True), fp32) for shape in (DENSE, grouped)]
+    # The projection stays, beside a copy of the queries of groups; two rows of 1 / rms fewer.
+    assert normed[0] - normed[1] == (3 * q + 2 * q) - (q + 2 * k + q + 3 * q) + 4 * 100 * 2
 
 
 TIED = replace(DENSE, tied=True)

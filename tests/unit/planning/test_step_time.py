@@ -10,7 +10,7 @@ from rlcore.planning.devices import GPUS
 from rlcore.planning.memory import Layout, Weights
 from rlcore.planning.search import Job
 from rlcore.planning.shape import ModelShape
-from rlcore.planning.speed import StepTime, Work, fullness, step_time
+from rlcore.planning.speed import StepTime, Work, fullness, rank_flops, step_time
 
 H100 = GPUS["H100"]
 # Widths that fill whole tiles of 128 x 256; a layer has 2^20 x (4 + 3 x 2) weights and attends with
@@ -49,6 +49,18 @@ def test_full_recomputation_repeats_the_layers_alone() -> None:
     layers = 8 * (2 * LAYER * TOKENS + 64 * 2 * 1024 * 4096**2)
     more = times(Layout(recompute="full")).arithmetic - times(Layout()).arithmetic
     assert more == pytest.approx(layers / (989e12 * 0.5))
+
+
+def test_full_recomputation_by_block_repeats_the_first_layers_of_each_chunk() -> None:
+    block = Layout(pipeline=2, virtual_pipeline=2, recompute="full", recompute_method="block")
+    plain = replace(block, recompute="none")
+    uniform = replace(block, recompute_method="uniform", recompute_layers=2)
+    more = times(uniform).arithmetic - times(plain).arithmetic
+    assert times(block).arithmetic - times(plain).arithmetic == pytest.approx(more / 2)
+    sends = [times(replace(given, tensor=4)).tensor for given in (plain, block, uniform)]
+    assert sends == pytest.approx([sends[0], sends[0] * 7 / 6, sends[0] * 8 / 6])
+    flops = [rank_flops(DENSE, given, 0, [64], 0, training=True) for given in (plain, block)]
+    assert flops[1] == pytest.approx(flops[0] * 3.5 / 3)
 
 
 def test_a_prompt_that_a_pack_has_already_is_not_computed() -> None:
@@ -106,7 +118,7 @@ def test_context_parallelism_gathers_keys_and_values() -> None:
 
 
 def test_experts_send_the_rows_of_the_chosen_there_and_back() -> None:
-    moe = replace(DENSE, experts=16, topk=4, expert_ffn=512, moe_layers=8)
+    moe = replace(DENSE, experts=16, topk=4, expert_ffn=512, expert_layers=(True,) * 8)
     rows = TOKENS / 4 * 4
     found = times(Layout(expert=4, data=4), shape=moe).expert
     assert found == pytest.approx(8 * rows * 1024 * 2 * 2 * 3 * 3 / 4 / (450e9 * 0.7))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore import cli
+from rlcore import cli, interpreters
 from rlcore.interpreters import ask
 from rlcore.launch import launchers
 from rlcore.launch.doctor import environments, machine, network
@@ -115,6 +115,21 @@ def test_engines_without_cuda_beside_a_trainer_with_gpus(examined, stub):
     assert "to do: run ./scripts/install_sglang.sh --gpu" in lines["NCCL"]
 
 
+def test_the_toolkit_with_which_engines_compile(examined, stub, monkeypatch, tmp_path):
+    monkeypatch.setattr(interpreters, "USUAL_TOOLKIT", str(tmp_path / "cuda"))
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    named = (SGLANG, f"rollout.engine.python={stub('engine', packages={'sglang': '0.5.23'})}")
+    name = "CUDA toolkit of engines"
+    nowhere = "rollout.engine.environment={PATH: /nowhere}"
+    found = examined(*named, nowhere, gpus=1)[1][name]
+    assert found.startswith(f"note  {name}: none: no CUDA_HOME")
+    given = "rollout.engine.environment={CUDA_HOME: /opt/cuda}"
+    assert examined(*named, given, gpus=1)[1][name] == f"ok    {name}: /opt/cuda"
+    assert name not in examined(*named, "rollout.engine.device=cpu", gpus=1)[1]
+    assert name not in examined(*named, gpus=0)[1]
+
+
 @pytest.mark.parametrize(
     ("told", "says"),
     [
@@ -185,6 +200,36 @@ def test_gpus_and_what_will_be_chosen_on_them(examined, nvidia_smi):
     _, lines = examined("run.seed=1", gpus=8, varlen=False)
     assert lines["kernels"].startswith("note")
     assert "attention by sequence length" in lines["kernels"]
+
+
+def test_colocated_engines_that_the_trainers_gpus_do_not_hold(examined, stub, nvidia_smi):
+    nvidia_smi(EIGHT)
+    engine = stub("engine", packages={"sglang": "0.5.23"})
+    named = (SGLANG, f"rollout.engine.python={engine}", "rollout.engine.colocated=true")
+    wide = (*named, "rollout.engine.tensor_parallel=2")
+    code, lines = examined(*wide, gpus=8)
+    assert code == 1
+    assert "1 trainer processes; needed: 2 for colocated engines" in lines["GPUs"]
+    code, lines = examined(*wide, "cluster.processes_per_node=2", gpus=8)
+    assert lines["GPUs"].startswith("ok"), lines
+
+
+@pytest.mark.parametrize("where", ["reward", "evaluation.sets.code"])
+def test_programs_that_a_model_wrote_can_be_confined_or_not(examined, monkeypatch, tmp_path, where):
+    parts = "{parts: {tests: {function: code}}}"
+    given = (
+        f"reward={parts}" if where == "reward" else f"{where}={{paths: d.jsonl, reward: {parts}}}"
+    )
+    code, lines = examined(given)
+    assert (code, lines["sandbox"].split(" (")[0]) == (0, "ok    sandbox: a program ran")
+    assert "sandbox" not in examined("run.seed=1")[1]
+    elsewhere = "reward.sandbox={kind: fusion, url: http://10.0.0.1:8080}"
+    if where == "reward":
+        assert "sandbox" not in examined(given, elsewhere)[1]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, lines = examined(given)
+    assert code == 1
+    assert lines["sandbox"].startswith("FAIL  sandbox: reward.sandbox: no program can be confined")
 
 
 def test_what_the_compiler_lacks_on_gpus(examined, nvidia_smi):

@@ -1,0 +1,348 @@
+"""Bytes that a rank's passes hold beside the model's state: saved activations, layers, the head.
+
+Checked against real tensors in tests/parity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import isqrt
+
+from rlcore.planning.memory import Layout, Load, Recompute, padded_vocab
+from rlcore.planning.shape import ModelShape
+
+
+def training_bytes(
+    shape: ModelShape, layout: Layout, load: Load, stage: int, *, lm_head: bool = True
+) -> int:
+    """Return the most that forward and backward passes hold at once beside the model's state.
+
+    The head has ended when the layers run backward, and its own peak comes before.
+    """
+    saved, backward = _of_chunks(shape, layout, load, stage)
+    if stage == 0:
+        backward[0] = max(backward[0], _embedding_bytes(shape, layout, load))
+    if stage == layout.pipeline - 1:
+        head = _head_bytes(shape, layout, load)
+        head += head_peak_bytes(shape, layout, load) if lm_head else 0
+        backward[-1] = max(backward[-1], saved[-1] + head)
+    return _most(saved, backward, layout, load, stage)
+
+
+def activation_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
+    """Return what the forward passes in flight save for the backward pass, the head included."""
+    saved, backward = _of_chunks(shape, layout, load, stage, inside=False)
+    # What a layer recomputes exists while it runs backward; the head's part is gone by then.
+    if stage == layout.pipeline - 1:
+        backward[-1] = max(backward[-1], saved[-1] + _head_bytes(shape, layout, load))
+    return _most(saved, backward, layout, load, stage)
+
+
+def gather_buffer_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
+    """Return the memory that Megatron keeps for the gathers of sequence parallelism.
+
+    All layers use it in turn.
+    """
+    shared = layout.sequence and layout.tensor > 1
+    return round(load.dtype_bytes * load.tokens / layout.context * shape.hidden) if shared else 0
+
+
+def scoring_bytes(shape: ModelShape, layout: Layout, load: Load, stage: int) -> int:
+    """Return the most that a layer holds in a pass without gradients."""
+    shape = layout.of_stage(shape, stage)
+    t = load.tokens / layout.context
+    s = t / layout.tensor if layout.sequence else t
+    b = load.dtype_bytes
+    residual = 3 * b * s * shape.hidden
+    # the MLP's first product and SwiGLU, or SwiGLU and its second product
+    width = shape.ffn / layout.tensor
+    moments = [b * t * max(3 * width, width + shape.hidden) + residual]
+    if shape.moe_layers:
+        rows = s * shape.topk * layout.expert_tensor * load.routing_skew
+        moments.append(
+            b * rows * shape.hidden + _experts_transient_bytes(shape, layout, load) + residual
+        )
+    if stage == layout.pipeline - 1:
+        # hidden states gathered for the head, its rows, and the tiles
+        tiles = (8 + b * (b < 4)) * load.chunk_elements
+        gathered = t * shape.hidden * layout.sequence
+        moments.append(b * (gathered + _targets(layout, load) * shape.hidden) + tiles)
+    return round(max(moments))
+
+
+def _targets(layout: Layout, load: Load) -> float:
+    """Return the targets of the context-parallel rank that has most, the last of a pack's tokens.
+
+    Of 2 x CP chunks a rank has one from the front and its counterpart from the back.
+    """
+    chunks = 2 * layout.context
+    prompt = chunks * (1 - load.trainable / load.tokens)
+    parts = [min(max(k + 1 - prompt, 0.0), 1.0) for k in range(chunks)]
+    most = max(parts[k] + parts[chunks - 1 - k] for k in range(layout.context))
+    return most * load.tokens / chunks
+
+
+def _most(
+    saved: Sequence[float], backward: Sequence[float], layout: Layout, load: Load, stage: int
+) -> int:
+    """Return the most that a stage's chunks hold at once.
+
+    Args:
+        saved: what each keeps of one pack.
+        backward: the most that each holds while a pack runs backward.
+    """
+    return round(
+        max(
+            sum(packs * size for packs, size in zip(in_flight, saved))
+            + backward[chunk]
+            - saved[chunk]
+            for in_flight, chunk in _passes(layout, load.micro_batches, stage)
+        )
+    )
+
+
+def _passes(layout: Layout, micro_batches: int, stage: int) -> Iterator[tuple[list[int], int]]:
+    """Yield a chunk that runs backward, and before it of how many packs each chunk's bytes exist.
+
+    Interleaved, the chunks take turns for as many micro-batches as there are stages, forward from
+    the first and backward from the last; this repeats itself from the third turn on.
+    """
+    behind = layout.pipeline - stage - 1
+    chunks = layout.virtual_pipeline
+    if chunks == 1:
+        yield [min(behind + 1, micro_batches)], 0
+        return
+    ahead = 2 * behind + (chunks - 1) * layout.pipeline + 1
+    turn = [chunk for chunk in range(chunks) for _ in range(layout.pipeline)]
+    forward = turn * min(-(-micro_batches // layout.pipeline), 3)
+    backward = [chunks - 1 - chunk for chunk in forward]
+    for done, chunk in enumerate(backward):
+        begun = forward[: ahead + done]
+        yield [begun.count(k) - backward[:done].count(k) for k in range(chunks)], chunk
+
+
+def _of_chunks(
+    shape: ModelShape, layout: Layout, load: Load, stage: int, *, inside: bool = True
+) -> tuple[list[float], list[float]]:
+    """Return what each chunk's layers keep of one pack, and the most while they run backward.
+
+    Args:
+        inside: count what exists inside a layer only.
+    """
+    sizes = [_chunk_bytes(here, layout, load, inside) for here in layout.chunks(shape, stage)]
+    return [saved for saved, _ in sizes], [backward for _, backward in sizes]
+
+
+def _chunk_bytes(here: ModelShape, layout: Layout, load: Load, inside: bool) -> tuple[float, float]:
+    # Sine and cosine are shared by a rank's chunks.
+    saved = most = _rotary_bytes(here, layout, load) / layout.virtual_pipeline
+    layers = {
+        kind: replace(here, layers=1, expert_layers=(kind,))
+        for kind in {*here.expert_layers} or {False}
+    }
+    kinds = here.expert_layers or (False,) * here.layers
+    for places, recompute in _runs(layout, here.layers):
+        run = [layers[kinds[k]] for k in places]
+        kept = [_layer_bytes(layer, layout, load, recompute) for layer in run]
+        more = sum(_layer_bytes(layer, layout, load, "none") for layer in run)
+        if recompute == "full":
+            # The run keeps the input of its first layer, and all its layers exist again at once.
+            kept = kept[:1]
+        else:
+            more -= sum(kept)
+        if inside:
+            more += max(_transient_bytes(layer, layout, load) for layer in run)
+        saved += sum(kept)
+        most = max(most, saved + more)
+    return saved, most
+
+
+def _runs(layout: Layout, layers: int) -> Iterator[tuple[range, Recompute]]:
+    """Yield the layers of a chunk that run backward together, and what they compute again."""
+    count = layout.recompute_layers
+    is_uniform = layout.recompute == "full" and layout.recompute_method == "uniform"
+    for begin in range(0, layers, count if is_uniform else 1):
+        is_kept = layout.recompute == "full" and not is_uniform and begin >= count
+        end = begin + count if is_uniform else begin + 1
+        yield range(begin, end), "none" if is_kept else layout.recompute
+
+
+def _embedding_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """Return what the embedding's backward pass holds, when its pack's layers have run theirs.
+
+    The gradient of its weight is whole, in the model's dtype, before it is added to fp32's; the
+    gradient of its output is gathered.
+    """
+    vocabulary = padded_vocab(shape, layout, load.vocab_multiple) / layout.tensor
+    return load.dtype_bytes * shape.hidden * (vocabulary + load.tokens / layout.context)
+
+
+def _transient_bytes(layer: ModelShape, layout: Layout, load: Load) -> float:
+    """Return what exists inside a layer only, at its largest moment, beside what it saves."""
+    if layer.moe_layers:
+        return _experts_transient_bytes(layer, layout, load)
+    return max(
+        _mlp_transient_bytes(layer, layout, load), _mlp_gradient_bytes(layer, layout, load), 0.0
+    )
+
+
+def _mlp_gradient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """Return what the backward pass of an MLP's first product holds: it counts in small packs.
+
+    The gradient of its weight is in the model's dtype before it is added to fp32's. SwiGLU's saved
+    rows are gone by then, but for the gradient of its input.
+    """
+    t = load.tokens / layout.context
+    width = shape.ffn / layout.tensor
+    return load.dtype_bytes * (2 * width * shape.hidden + t * shape.hidden - t * width)
+
+
+def _mlp_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """Return what SwiGLU's backward pass holds.
+
+    It makes the gradient of its input, which is twice as wide as its output, and two products,
+    from the gradient of its output, which itself is free by then. So is nothing of the layer's
+    residual stream, whose gradient comes twice.
+    """
+    t = load.tokens / layout.context
+    s = t / layout.tensor if layout.sequence else t
+    return load.dtype_bytes * (4 * t * shape.ffn / layout.tensor + 2 * s * shape.hidden)
+
+
+def _experts_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """Return what the forward pass of a layer of experts holds beside what it saves.
+
+    The rows before and after their exchange live until the layer ends. Where a rank has several
+    experts, the rows are sorted, and their outputs are there twice: one by one and joined, then
+    joined and in the order of the tokens.
+    """
+    t = load.tokens / layout.context
+    s = t / layout.tensor if layout.sequence else t
+    sent = s * shape.topk
+    received = sent * load.routing_skew if layout.expert > 1 else sent
+    at_experts = received * layout.expert_tensor
+    rows = sent + (received if layout.expert > 1 else 0.0)
+    # Else the rows that came are those that are saved, and only what goes back is new.
+    rows += 2 * at_experts if shape.experts > layout.expert else sent
+    return load.dtype_bytes * rows * shape.hidden
+
+
+def head_peak_bytes(shape: ModelShape, layout: Layout, load: Load) -> int:
+    """Return what exists only while the head runs backward: logits in tiles, and gradients.
+
+    Two tiles, the hidden states' gradient and a tile's columns of the weight's are fp32. If the
+    model is not fp32, a third tile, what a product adds to them, and the finished gradients are in
+    its dtype. [T, V] never exists.
+    """
+    b = load.dtype_bytes
+    hidden = shape.hidden
+    vocabulary = padded_vocab(shape, layout, load.vocab_multiple) // layout.tensor
+    rows = max(1, round(_targets(layout, load)))
+    width = max(isqrt(2 * load.chunk_elements), load.chunk_elements // rows, 1)
+    width = min(width - (width % 128 if width > 128 else 0), vocabulary)
+    height = max(1, min(load.chunk_elements // width, rows))
+    total = 2 * 4 * height * width + b * vocabulary * hidden + 4 * hidden * (rows + width)
+    return total + b * (height * width + hidden * (rows + max(height, width))) * (b < 4)
+
+
+def _layer_bytes(layer: ModelShape, layout: Layout, load: Load, recompute: Recompute) -> float:
+    """Return the bytes that one layer keeps of one pack.
+
+    s: this rank's rows of the residual stream; t: its rows inside attention and MLP.
+    """
+    b = load.dtype_bytes
+    t = load.tokens / layout.context
+    s = t / layout.tensor if layout.sequence else t
+    residual = b * s * layer.hidden
+    if recompute == "full":
+        return residual
+    # The inputs of two norms, and 1 / rms.
+    total = 2 * (residual + 4 * s + _normalised(s * layer.hidden, load))
+    # The input of the QKV projection.
+    total += residual
+    total += _attention_bytes(layer, layout, load, t, again="core_attn" in recompute)
+    # The input of the MLP.
+    total += residual
+    if layer.moe_layers:
+        total += _experts_bytes(layer, layout, load, s) * ("moe" not in recompute)
+    elif "mlp" not in recompute:
+        # The rows before and after SwiGLU.
+        total += b * t * 3 * layer.ffn / layout.tensor
+    return total
+
+
+def _attention_bytes(
+    shape: ModelShape, layout: Layout, load: Load, t: float, *, again: bool
+) -> float:
+    b = load.dtype_bytes
+    tp = layout.tensor
+    d = shape.head_dim
+    query = shape.heads * d / tp
+    keys = shape.groups * d / tp
+    repeated = load.repeats_keys and shape.heads > shape.groups and not again
+    # The projection; `value` is a view of it, unless it is copied.
+    total = b * t * (query + 2 * keys) * (shape.qk_norm or not repeated)
+    if shape.heads > shape.groups > tp and (shape.qk_norm or again):
+        # The queries of several groups are copied out of the projection.
+        total += b * t * query
+    if shape.qk_norm:
+        total += 4 * t * (shape.heads + shape.groups) / tp + _normalised(t * (query + keys), load)
+        # The outputs of the norms, which are rotated again.
+        total += b * t * (query + keys) * again
+    # The input of the output projection.
+    total += b * t * query
+    if again:
+        return total
+    total += b * t * query  # rotated
+    width = query if repeated else keys
+    # Gathered keys and values of both chunks, and the joined parts of the output.
+    if layout.context > 1:
+        total += b * (load.tokens * (1 + 0.5 / layout.context) * 2 * width + t * query)
+    else:
+        total += b * t * width * (1 + repeated)  # rotated keys, and copied values
+    total += 4 * t * shape.heads / tp  # log-sum-exp
+    # Sine and cosine in the model's dtype, twice.
+    return total + (2 * b * t * d if b < 4 else 0)
+
+
+def _normalised(elements: float, load: Load) -> float:
+    """Return what a composed norm keeps: normalised rows, and the input in fp32 instead of bf16."""
+    return (8 - load.dtype_bytes) * elements * load.composed_norm
+
+
+def _experts_bytes(shape: ModelShape, layout: Layout, load: Load, s: float) -> float:
+    """Return the bytes of a layer's experts, with tokens evenly routed.
+
+    Rows gathered by expert, before and after SwiGLU and weighted; router logits and
+    probabilities.
+    """
+    b = load.dtype_bytes
+    rows = s * shape.topk * layout.expert_tensor * load.routing_skew
+    routed = (
+        rows * (shape.hidden + 4 * shape.expert_ffn / layout.expert_tensor) + s * shape.hidden
+    ) * b
+    shared = (
+        s * (layout.tensor if layout.sequence else 1) * 3 * shape.shared_ffn / layout.tensor * b
+    )
+    # The output that the gate multiplies.
+    shared += s * shape.hidden * b * shape.shared_gate
+    return routed + shared + s * shape.experts * (4 + 4 + 1)
+
+
+def _rotary_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """Return the bytes of fp32 sine and cosine of a pack, shared by its layers."""
+    return 4 * load.tokens / layout.context * shape.head_dim
+
+
+def _head_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
+    """Return the bytes of the last norm's input and output, and of three numbers a row."""
+    t = load.tokens / layout.context
+    rows = _targets(layout, load)
+    s = t / layout.tensor if layout.sequence else t
+    return (
+        load.dtype_bytes * shape.hidden * (s + rows)
+        + 4 * s
+        + _normalised(s * shape.hidden, load)
+        + 4 * 4 * rows
+    )
