@@ -18,6 +18,7 @@ from rlcore.view.timeline import timeline_of
 
 SEARCH_S = 0.35  # a search answers after this, with where to go on
 MOST_OF_A_GROUP = 512
+MOST_CURVES = 50  # of one answer; runs.js asks for no more
 NEWEST_STEPS = 400
 PROGRESS = (
     *("rollout/reward", "eval/score", "rollout/staleness_mean", "rollout/zero_std_groups"),
@@ -102,7 +103,7 @@ class Api:
         """The curve of each metric that is asked for, of each run."""
         return {
             name: {run.name: run.metrics.curve(name) for run in self.runs.values()}
-            for name in asked.given.get("metric", ())[:50]
+            for name in asked.given.get("metric", ())[:MOST_CURVES]
         }
 
     def definitions(self, asked: Parameters) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rlcore.errors import DataError
 from rlcore.view.detail import excerpt_of
 from rlcore.view.query import select
 from rlcore.view.reader import Record
@@ -18,7 +19,10 @@ Side = tuple[RunView, int]
 
 
 def side_by_side(one: Side, other: Side) -> dict[str, Any]:
-    """Return metrics, rewards and shared prompts of two steps, of one run or of two."""
+    """Return metrics, rewards and shared prompts of two steps, of one run or of two.
+
+    `missing` says why there are no prompts, where a step's samples cannot be read.
+    """
     sides = [one, other]
     metrics = [run.metrics.rows([step])[0] for run, step in sides]
     names = sorted({*metrics[0], *metrics[1]} - {"step"})
@@ -26,11 +30,19 @@ def side_by_side(one: Side, other: Side) -> dict[str, Any]:
     everything = np.concatenate(rewards)
     low, high = (everything.min(), everything.max()) if len(everything) else (0.0, 1.0)
     edges = np.linspace(low, high if high > low else low + 1.0, BINS + 1)
+    missing = ""
+    try:
+        prompts = _prompts(one, other)
+    # recovery: the page shows all that the index and the metrics still tell of the step
+    except DataError as error:
+        prompts = []
+        missing = str(error)
     return {
         "metrics": [[name, metrics[0].get(name), metrics[1].get(name)] for name in names],
         "edges": edges,
         "histograms": [np.histogram(values, edges)[0] for values in rewards],
-        "prompts": _prompts(one, other),
+        "prompts": prompts,
+        "missing": missing,
     }
 
 

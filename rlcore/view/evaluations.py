@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlcore.config.evaluation_sets import SET_KEY
 from rlcore.errors import DataError
-from rlcore.view.detail import excerpt_of
+from rlcore.view.detail import SEARCHED, excerpt_of
 from rlcore.view.reader import Record
 from rlcore.view.run import RunView
 
 MOST_ANSWERS = 2000
 NEWEST = 50  # evaluations that a page looks at
+# Tokens are most of a recording, and of no use here.
+JUDGED = ("prompt_id", "index", "reward", "metadata")
+SHOWN = tuple({*JUDGED, *SEARCHED, "finish_reason", "rollout_logprobs"})
 Key = tuple[str, int]  # the prompt, the number of its answer
 
 
@@ -21,7 +25,7 @@ def sets_of(run: RunView) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     before: dict[str, tuple[int | None, dict[Key, Record]]] = {}
     for step, path in list(run.evaluated().items())[-NEWEST:]:
-        for name, answers in _by_set(run, path).items():
+        for name, answers in _by_set(run, path, JUDGED).items():
             earlier, known = before.get(name, (None, {}))
             common = answers.keys() & known.keys()
             better = sum(_is_right(answers[k]) and not _is_right(known[k]) for k in common)
@@ -56,15 +60,15 @@ def answers_of(run: RunView, name: str, step: int, before: int) -> dict[str, Any
 
 def _answers(run: RunView, name: str, step: int) -> dict[Key, Record]:
     path = run.evaluated().get(step)
-    found = {} if path is None else _by_set(run, path)
+    found = {} if path is None else _by_set(run, path, SHOWN)
     if name not in found:
         raise DataError(f"no answers of the set {name or 'without a name'} after step {step}")
     return found[name]
 
 
-def _by_set(run: RunView, path: Path) -> dict[str, dict[Key, Record]]:
+def _by_set(run: RunView, path: Path, columns: Sequence[str]) -> dict[str, dict[Key, Record]]:
     found: dict[str, dict[Key, Record]] = {}
-    for record in run.reader.all(run.inside(path)):
+    for record in run.reader.all(run.inside(path), columns):
         metadata = record.get("metadata") or {}
         key = (str(record.get("prompt_id")), int(record.get("index") or 0))
         found.setdefault(str(metadata.get(SET_KEY, "")), {})[key] = record

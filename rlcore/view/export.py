@@ -39,7 +39,10 @@ def export_page(api: Api, target: Path, *, step: int | None) -> str:
     names = {name for run in api.runs.values() for name in run.metrics.names()}
     data = {
         "runs": runs,
-        "curves": api.answer("curves", {"metric": sorted(names)}),
+        "curves": {
+            name: {run.name: run.metrics.curve(name) for run in api.runs.values()}
+            for name in sorted(names)
+        },
         "answers": answers
         | _comparisons(api)
         | {"runs?": api.answer("runs", {}), "definitions?": api.answer("definitions", {})},

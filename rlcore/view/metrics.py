@@ -1,4 +1,7 @@
-"""The metrics of a run as columns, read as they are appended."""
+"""The metrics of a run as columns, read as they are appended.
+
+Each column says where it has a value, as NaN is one: that of a run that diverged.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ class MetricsTable:
         self._inode = 0
         self.steps = array("q")
         self._columns: dict[str, array[float]] = {}
+        self._there: dict[str, bytearray] = {}  # of each column, 1 where a value was written
 
     def refresh(self) -> None:
         """Read what was appended; a file that was rewound is read anew."""
@@ -72,13 +76,16 @@ class MetricsTable:
         before = len(self.steps)
         self.steps.extend(row["step"] for row in rows)
         for name in dict.fromkeys(chain.from_iterable(rows)):
-            added = _numbers([row.get(name) for row in rows])
+            added, there = _numbers([row.get(name) for row in rows])
             column = self._columns.get(name)
             if column is None:
-                if len(self._columns) >= MOST_METRICS or all(map(math.isnan, added)):
+                if len(self._columns) >= MOST_METRICS or not any(there):
                     continue
+                self._there[name] = bytearray()
                 column = self._columns[name] = array("d")
-            column.extend([math.nan] * (before - len(column)))
+            lacking = before - len(column)
+            self._there[name] += bytes(lacking) + there  # first: a reader goes by the column
+            column.extend([math.nan] * lacking)
             column.extend(added)
 
     def _with_nan(self, line: bytes) -> Any:
@@ -96,9 +103,8 @@ class MetricsTable:
     def curve(self, name: str) -> dict[str, Any]:
         """Return steps and values of a metric, thinned out where there are too many."""
         self.refresh()
-        values = self._column(name)
+        values, there = self._column(name)
         steps = np.array(self.steps, dtype=np.int64)[: len(values)]
-        there = ~np.isnan(values)
         steps, values = thinned(steps[there], values[there])
         return {"steps": steps, "values": values}
 
@@ -113,43 +119,62 @@ class MetricsTable:
         self.refresh()
         return self._row(len(self.steps) - 1) if self.steps else {}
 
-    def last(self, name: str) -> float | None:
+    def last(self, name: str) -> float | str | None:
         """Return the newest value of one metric."""
-        values = self._column(name)
-        there = np.flatnonzero(~np.isnan(values))
-        return float(values[there[-1]]) if len(there) else None
+        values, there = self._column(name)
+        found = values[there]
+        return _shown(float(found[-1])) if len(found) else None
 
     def _row(self, place: int) -> dict[str, Any]:
-        found = {name: c[place] for name, c in self._columns.items() if place < len(c)}
-        return {name: value for name, value in found.items() if not math.isnan(value)}
+        return {
+            name: _shown(column[place])
+            for name, column in self._columns.items()
+            if place < len(column) and self._there[name][place]
+        }
 
-    def _column(self, name: str) -> NDArray[np.float64]:
-        return np.array(self._columns.get(name, ()), dtype=np.float64)
+    def _column(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        values = np.array(self._columns.get(name, ()), dtype=np.float64)
+        there = np.array(self._there.get(name, bytearray()), dtype=np.bool_)
+        return values, there[: len(values)]
 
 
-def _numbers(values: Sequence[Any]) -> array[float]:
-    """Return the values as floats, with NaN for what is no number or too large for one."""
+def _shown(value: float) -> float | str:
+    """Return a value for a cell; one that JSON does not know as its text."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _numbers(values: Sequence[Any]) -> tuple[array[float], bytes]:
+    """Return the values as floats, and 1 for each that is a number and not too large for one."""
     try:
-        return array("d", values)
+        return array("d", values), b"\1" * len(values)
     except (TypeError, OverflowError):
-        return array("d", map(_number, values))
+        found = [*map(_number, values)]
+        there = bytes(value is not None for value in found)
+        return array("d", (math.nan if value is None else value for value in found)), there
 
 
-def _number(value: Any) -> float:
+def _number(value: Any) -> float | None:
     try:
-        return float(value) if isinstance(value, int | float) else math.nan
+        return float(value) if isinstance(value, int | float) else None
     except OverflowError:
-        return math.nan
+        return None
 
 
 def thinned(
     steps: NDArray[np.int64], values: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return at most `MOST_POINTS` points: of each piece the lowest and the highest."""
+    """Return at most `MOST_POINTS` points: the lowest, the highest and a NaN of each piece."""
     if len(values) <= MOST_POINTS:
         return steps, values
+    unknown = np.isnan(values)
     kept: set[int] = {0, len(values) - 1}
-    for piece in np.array_split(np.arange(len(values)), MOST_POINTS // 2 - 1):
-        kept |= {int(piece[values[piece].argmin()]), int(piece[values[piece].argmax()])}
+    each = 3 if unknown.any() else 2
+    for piece in np.array_split(np.arange(len(values)), MOST_POINTS // each - 1):
+        known = piece[~unknown[piece]]
+        if len(known):
+            kept |= {int(known[values[known].argmin()]), int(known[values[known].argmax()])}
+        kept.update(piece[unknown[piece]][:1].tolist())
     chosen = np.array(sorted(kept))
     return steps[chosen], values[chosen]

@@ -44,7 +44,10 @@ class Parameters:
 
     def places(self) -> list[Place]:
         """Return the samples of `at=STEP:ROW`, which may be there several times."""
-        found = [_PLACE.fullmatch(text) for text in self.given.get("at", ())][:MOST_ROWS]
+        given = self.given.get("at", ())
+        if len(given) > MOST_ROWS:
+            raise DataError(f"at: {len(given)} samples were asked for, of at most {MOST_ROWS}")
+        found = map(_PLACE.fullmatch, given)
         return [Place(int(match[1]), int(match[2])) for match in found if match]
 
     def filters(self) -> list[Filter]:

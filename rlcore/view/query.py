@@ -177,13 +177,17 @@ def _ordered(
     offset: int,
     wanted: int,
 ) -> Found:
-    """Keep the best `wanted` rows while going over all; NaN comes last."""
+    """Keep the best `wanted` rows while going over all; NaN comes last.
+
+    Of equal values those visited first come first, then by row: in the same order on every page.
+    """
     total = 0
     best: NDArray[Any] = np.zeros(0)
-    owners = np.zeros(0, dtype=np.int64)
+    visits = np.zeros(0, dtype=np.int64)
     rows = np.zeros(0, dtype=np.int64)
-    numbers = {id(span): number for number, span in enumerate(spans)}
-    for span, first, passes in _matches(spans, filters):
+    visited: list[Span] = []
+    for visit, (span, first, passes) in enumerate(_matches(spans, filters)):
+        visited.append(span)
         total += int(np.count_nonzero(passes))
         if order not in span.index.columns:
             continue
@@ -192,16 +196,23 @@ def _ordered(
             passes &= values > -best[-1] if descending else values < best[-1]
         hits = np.flatnonzero(passes)
         own = _keys(values[hits], descending)
-        if len(hits) > wanted:
-            nearest = np.argpartition(own, wanted - 1)[:wanted]
-            hits, own = hits[nearest], own[nearest]
-        best = np.concatenate([best, own])
-        owners = np.concatenate([owners, np.full(len(hits), numbers[id(span)])])
-        rows = np.concatenate([rows, hits + first])
-        kept = np.lexsort((rows, owners, best))[:wanted]
-        best, owners, rows = best[kept], owners[kept], rows[kept]
-    chosen = zip(owners[offset:].tolist(), rows[offset:])
-    return Found(total, [spans[k].places(np.array([row]))[0] for k, row in chosen])
+        nearest = _nearest(own, wanted)
+        best = np.concatenate([best, own[nearest]])
+        visits = np.concatenate([visits, np.full(len(nearest), visit)])
+        rows = np.concatenate([rows, hits[nearest] + first])
+        kept = np.lexsort((rows, visits, best))[:wanted]
+        best, visits, rows = best[kept], visits[kept], rows[kept]
+    chosen = zip(visits[offset:].tolist(), rows[offset:])
+    return Found(total, [visited[k].places(np.array([row]))[0] for k, row in chosen])
+
+
+def _nearest(keys: NDArray[np.float64], wanted: int) -> Rows:
+    """Return where the `wanted` lowest keys are; of those equal to the last one, the first."""
+    if len(keys) <= wanted:
+        return np.arange(len(keys))
+    edge = np.partition(keys, wanted - 1)[wanted - 1]
+    under = np.flatnonzero(keys < edge)
+    return np.concatenate([under, np.flatnonzero(keys == edge)[: wanted - len(under)]])
 
 
 def _keys(values: NDArray[Any], descending: bool) -> NDArray[np.float64]:

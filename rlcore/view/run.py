@@ -65,10 +65,7 @@ class RunView:
         Raises:
             DataError: it does not.
         """
-        found = path.resolve()
-        if not found.is_relative_to(self.path):
-            raise DataError(f"{path.name} is a link out of the run's folder, which is not followed")
-        return found
+        return inside(self.path, path)
 
     # --- what there is ----------------------------------------------------------------------------
 
@@ -113,6 +110,14 @@ class RunView:
                 " tracking.save_rollouts, tracking.keep_rollouts"
             )
         return path
+
+
+def inside(folder: Path, path: Path) -> Path:
+    """Return `path`, which must lie in a run's resolved folder. Raises as `RunView.inside` does."""
+    found = path.resolve()
+    if not found.is_relative_to(folder):
+        raise DataError(f"{path.name} is a link out of the run's folder, which is not followed")
+    return found
 
 
 def record_at(run: RunView, place: Place) -> Record:

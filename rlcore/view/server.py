@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import secrets
 from http import HTTPStatus
@@ -14,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import orjson
 
 from rlcore.errors import DataError
+from rlcore.runs import sample_table
 from rlcore.view.api import Api
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,11 @@ HEADERS = {
 def to_json(value: Any) -> bytes:
     """Return JSON; what is not finite becomes null."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-    return orjson.dumps(value, option=options, default=str)
+    try:
+        return orjson.dumps(value, option=options, default=str)
+    except TypeError:  # integers beyond 64 bits, and halves of surrogate pairs
+        known = json.loads(sample_table.to_json(value), parse_constant=lambda _: None)
+        return json.dumps(known).encode()
 
 
 def static(name: str) -> bytes:

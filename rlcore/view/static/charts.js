@@ -87,7 +87,7 @@ function crosshair(figure, picture, lines, x, first, last) {
     rule.setAttribute("x2", x(at));
     told.replaceChildren();
     add(told, [`step ${at}`, found.map(({ line, k }) =>
-      el("span", { class: "c" + (line.colour % 8) }, ` ${lines.length > 1 ? line.name + " " : ""}${number(line.values[k])}`))]);
+      el("span", { class: "c" + (line.colour % 8) }, ` ${lines.length > 1 ? line.name + " " : ""}${line.values[k] === null ? "not finite" : number(line.values[k])}`))]);
   };
   picture.addEventListener("mousemove", (event) => {
     const box = picture.getBoundingClientRect();

@@ -4,6 +4,7 @@
 const FOLLOW_MS = 2000;
 const THEMES = ["auto", "light", "dark"];
 const main = document.getElementById("main");
+let drawn = ""; // the marks of the runs as they were drawn last
 let turn = 0; // counts what was shown, so that a late answer to an earlier one is dropped
 
 async function show() {
@@ -17,13 +18,15 @@ async function show() {
   try {
     await refresh();
     if (!alive()) return;
+    drawn = marks();
     if (!State.runs.length) throw new Error("there is no run");
     drawRuns(given);
     main.replaceChildren(place);
     await found.show(given, place, alive);
     if (alive()) main.dataset.shown = view;
   } catch (error) {
-    if (alive()) place.append(el("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)));
+    if (!alive()) return;
+    place.append(el("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)));
     main.replaceChildren(place);
     main.dataset.shown = "error";
   }
@@ -49,7 +52,8 @@ function drawTabs(view, given) {
 function drawRuns(given) {
   const select = document.getElementById("run");
   const chosen = runOf(given);
-  select.replaceChildren(...State.runs.map((run) => el("option", { value: run.name, selected: run === chosen }, run.name)));
+  // The runs stay the same, and a list that is open stays so.
+  if (!select.options.length) select.append(...State.runs.map((run) => el("option", { value: run.name }, run.name)));
   select.value = chosen.name;
   select.parentElement.hidden = State.runs.length < 2;
 }
@@ -61,9 +65,11 @@ document.getElementById("run").addEventListener("change", (event) => {
 
 // --- following --------------------------------------------------------------------------------------
 
+function marks() {
+  return State.runs.map((run) => [run.newest.step, run.steps.count, run.status, run.indexing.of].join()).join(";");
+}
+
 async function follow() {
-  const marks = () => State.runs.map((run) => [run.newest.step, run.steps.count, run.status, run.indexing.of].join()).join(";");
-  const before = marks();
   const { view } = Address.read();
   if (document.hidden || Offline) return;
   try {
@@ -72,8 +78,8 @@ async function follow() {
     document.getElementById("state").textContent = "the server has ended";
     return;
   }
-  const busy = document.activeElement && document.activeElement.matches("input, select, textarea");
-  if (marks() !== before && !busy && view !== "sample") {
+  const busy = document.activeElement?.matches("input, select:not(#run), textarea");
+  if (marks() !== drawn && !busy && view !== "sample") {
     const top = scrollY;
     await show();
     scrollTo(0, top);
@@ -81,7 +87,7 @@ async function follow() {
 }
 
 setInterval(() => {
-  if (State.follow || State.runs.some((run) => run.indexing.of)) follow();
+  if (State.follow || marks() !== drawn || State.runs.some((run) => run.indexing.of)) follow();
 }, FOLLOW_MS);
 
 // --- keys -------------------------------------------------------------------------------------------

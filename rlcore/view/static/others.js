@@ -102,7 +102,7 @@ Views.compare = {
     if (!alive()) return;
     const names = [`${a.name} ${steps.a}`, `${b.name} ${steps.b}`];
     place.append(el("div", { class: "split wide" }, el("div", {}, metricPairs(found.metrics, names)), el("div", {}, histogram(found.edges, found.histograms, names))),
-      el("h2", {}, "Prompts that both trained on"), promptPairs(found.prompts, [[a, steps.a], [b, steps.b]]));
+      el("h2", {}, "Prompts that both trained on"), promptPairs(found, [[a, steps.a], [b, steps.b]]));
   },
 };
 
@@ -119,8 +119,8 @@ function metricPairs(metrics, names) {
   return [search, table({ class: "rows short", label: "Metrics" }, ["metric", ...names, "change"], rows)];
 }
 
-function promptPairs(prompts, sides) {
-  if (!prompts.length) return note("None.");
+function promptPairs({ prompts, missing }, sides) {
+  if (!prompts.length) return note(missing || "None.");
   const cell = (told, [run, step]) => el("td", { class: "text" },
     el("a", { href: sampleAddress(run.name, { step, draw: told.draw, index: told.index }) }, `${told.draw}.${told.index}`), el("span", { class: "why" }, ` mean reward ${number(told.reward)} of ${told.samples}`), el("div", {}, told.response));
   return table({ class: "rows answers", label: "Prompts" }, ["prompt", ...sides.map(([run, step]) => `${run.name} ${step}`)],

@@ -8,6 +8,8 @@ const FIRST_METRICS = [
   "perf/trainer_idle_fraction", "time/step",
 ];
 
+const MOST_CHARTS = 50; // the server answers with no more curves at once
+
 const STEP_HEADS = [
   ["rollout/reward", "reward"], ["eval/score", "evaluation"], ["val/sequence_lengths", "length"],
   ["policy/entropy_avg", "entropy"], ["objective/kl", "KL"], ["rollout/staleness_mean", "staleness"],
@@ -87,9 +89,11 @@ Views.curves = {
     const legend = State.runs.length > 1
       ? el("p", { class: "legend" }, State.runs.map((run, k) => el("span", { class: "c" + (k % 8) }, " \u25a0 " + run.name))) : null;
     place.append(el("div", { class: "split" }, metricList(known, chosen, given), el("div", {}, legend, charts)));
-    const curves = await ask("curves", { metric: chosen.slice(0, 50) });
+    const shown = chosen.slice(0, MOST_CHARTS);
+    const curves = await ask("curves", { metric: shown });
     if (!alive()) return;
-    for (const name of chosen) {
+    if (chosen.length > shown.length) charts.append(note(`the first ${shown.length} of ${chosen.length} metrics that are chosen`));
+    for (const name of shown) {
       const lines = State.runs.map((run, colour) => ({ name: run.name, colour, ...curves[name][run.name] })).filter((line) => line.values);
       charts.append(lineChart(name, lines, () => definition(name)));
     }

@@ -153,8 +153,9 @@ function endOf(words) {
 async function fillTexts(run, rows, holder, alive) {
   const byStep = new Map();
   for (const row of rows) byStep.set(row.step, [...(byStep.get(row.step) ?? []), `${row.step}:${row.row}`]);
-  // Texts of many steps are fetched a few steps at a time, so that the first are there at once.
-  const groups = [...byStep.values()];
+  // Texts are fetched for up to 200 samples of a few steps at a time: the first are there at once.
+  const groups = [];
+  for (const at of byStep.values()) for (let k = 0; k < at.length; k += 25) groups.push(at.slice(k, k + 25));
   for (let k = 0; k < groups.length && alive(); k += 8) {
     const found = await ask("texts", { run: run.name, at: groups.slice(k, k + 8).flat() });
     if (!alive()) return;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from urllib.parse import urlencode
 
 import pytest
 from conftest import Reader, reading, serving
+from view_runs import crowded, measured
 
+from rlcore.errors import DataError
+from rlcore.launch.commands.view import view_runs
 from rlcore.runs.rollouts import read_rollouts
 
 NARROW = (390, 800)
@@ -57,6 +61,22 @@ def test_curves_have_definitions(reader: Reader) -> None:
     assert "step" in reader.text(".chart figcaption")
 
 
+def test_more_metrics_than_one_answer_holds(chromium: Any, tmp_path: Path) -> None:
+    """The page draws the first of those that are chosen; an exported one holds all of them."""
+    names = [f"m{k:02d}" for k in range(60)]
+    rows = [{"step": step} | dict.fromkeys(names, step / 2) for step in (1, 2)]
+    run = measured(tmp_path / "run", rows).path
+    with serving(tmp_path / "cache", run) as server, reading(chromium, server.url) as reader:
+        reader.open(f"curves?metrics={','.join(names)}")
+        reader.see(".note:has-text('the first 50 of 60 metrics')")
+        assert reader.page.locator(".chart svg").count() == 50
+    target = tmp_path / "page.html"
+    assert view_runs([run], port=0, follow=False, export=target, step=None) == 0
+    with reading(chromium, target.as_uri()) as reader:
+        reader.open("curves?metrics=m59")
+        reader.see(".chart path.line")
+
+
 def test_samples_sort_filter_and_search(reader: Reader) -> None:
     reader.open("samples?run=single&steps=all")
     assert reader.text("[data-total]") == "64 samples"
@@ -80,6 +100,14 @@ def test_samples_sort_filter_and_search(reader: Reader) -> None:
     found = reader.page.locator("tr[data-row] .prompt").all_inner_texts()
     assert found
     assert all(asked.strip()[-20:] in text for text in found)
+
+
+def test_every_sample_that_a_search_finds_gets_its_text(chromium: Any, tmp_path: Path) -> None:
+    run = crowded(tmp_path / "run", samples=600)
+    with serving(tmp_path / "cache", run) as server, reading(chromium, server.url) as reader:
+        reader.open("samples?text=evil")
+        assert "600 samples" in reader.text("main [role=status]")
+        assert reader.page.locator("tr[data-filled]").count() == 600
 
 
 def reader_run(reader: Reader, name: str) -> Path:
@@ -272,3 +300,51 @@ def test_a_run_that_goes_on_is_followed(single: Path, chromium: Any, tmp_path: P
         (growing / "rollouts" / name).write_bytes((single / "rollouts" / name).read_bytes())
         reader.see("tr[data-row] >> nth=4")
         reader.see("td a[href*='steps=4']")  # indexed too
+
+
+def test_what_changes_while_a_field_is_used_is_drawn_after_it(
+    chromium: Any, tmp_path: Path
+) -> None:
+    rows = [{"step": step, "m": step / 2} for step in range(1, 5)]
+    runs = [measured(tmp_path / name, rows[:2]) for name in ("one", "other")]
+    with (
+        serving(tmp_path / "cache", *(run.path for run in runs), follow=True) as server,
+        reading(chromium, server.url) as reader,
+    ):
+        reader.open("curves?metrics=m")
+        reader.see("aside [type=search]").focus()
+        measured(runs[0].path, rows[:3])
+        for _ in range(2):  # the second one was asked for after the file had grown
+            with reader.page.expect_response(lambda answer: "api/runs" in answer.url):
+                pass
+        assert "step 2" in reader.text("figcaption")
+        reader.press("Escape")
+        reader.see("figcaption:has-text('step 3')")
+        reader.see("#run").focus()  # it keeps the focus after a choice
+        measured(runs[0].path, rows)
+        reader.see("figcaption:has-text('step 4')")
+
+
+def test_a_late_failure_leaves_the_view_at_hand(chromium: Any, tmp_path: Path) -> None:
+    run = measured(tmp_path / "run", [{"step": 1, "m": 1.0}])
+    asked = threading.Event()
+
+    def fail_late(_: object) -> None:
+        asked.wait(60)
+        raise DataError("too late")
+
+    with (
+        serving(tmp_path / "cache", run.path) as server,
+        reading(chromium, server.url) as reader,
+    ):
+        server.api.answers = {**server.api.answers, "timeline": fail_late}
+        reader.open("runs")
+        with reader.page.expect_request(lambda request: "api/timeline" in request.url):
+            reader.press("7")
+        reader.press("2")
+        reader.shown("curves")
+        with reader.page.expect_event("console"):  # which tells of every refusal
+            asked.set()
+        reader.page.wait_for_timeout(300)
+        reader.shown("curves")
+        assert "status of 400" in reader.complaints.pop()

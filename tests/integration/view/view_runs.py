@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from rlcore.data.sample import Sample, TurnSpan, VersionSpan
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import write_rollouts
+from rlcore.runs.sample_index import IndexWriter
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import Reply
 from rollout.workflows.env import Step
@@ -75,6 +77,23 @@ def conversations(workspace: Workspace, folder: Path) -> Run:
     run = workspace.command("train", *TALKS, "run.name=talks", *given, name="talks")
     assert run.code == 0, run.err
     return run
+
+
+def measured(folder: Path, rows: Sequence[Mapping[str, float]]) -> RunDirectory:
+    """Write a run that has metrics alone."""
+    run = RunDirectory(folder)
+    run.rollouts.mkdir(parents=True, exist_ok=True)
+    run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def crowded(folder: Path, samples: int) -> Path:
+    """Write a run whose only step has many samples, all with the same text."""
+    run = measured(folder, [{"step": 1}])
+    path = run.rollouts_path(1)
+    scalars = write_rollouts(path, 1, [_hostile(index) for index in range(samples)])
+    IndexWriter(run.index).append(1, path.stat().st_size, scalars)
+    return run.path
 
 
 def hostile(folder: Path) -> Path:

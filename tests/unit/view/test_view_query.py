@@ -107,6 +107,23 @@ def test_the_same_as_by_hand(
         assert found.places == [place for place, _ in expected][3:23]
 
 
+@pytest.mark.parametrize("piece", [1 << 19, 64])
+@pytest.mark.parametrize("descending", [True, False])
+def test_pages_of_equal_values_show_each_sample_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, descending: bool
+) -> None:
+    monkeypatch.setattr(query, "PIECE", piece)
+    writer, rows = made(tmp_path / "index", 1, 60, np.random.default_rng(0))
+    spans = spans_of([(step, writer.index) for step in range(60, 0, -1)])
+    pages = [
+        select(spans, order="reward", descending=descending, offset=offset, limit=10).places
+        for offset in range(0, len(rows), 10)
+    ]
+    shown = [place for page in pages for place in page]
+    assert len(shown) == len(rows)
+    assert {*shown} == {place for place, _ in rows}
+
+
 def test_a_prompt_is_found_by_its_64_bits(runs: tuple[list[query.Span], list[Row]]) -> None:
     spans, rows = runs
     found = select(spans, [Filter("prompt", "=", prompt_number("1"))], limit=1000)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +22,10 @@ from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import write_rollouts
 from rlcore.runs.sample_index import IndexWriter
 from rlcore.view.api import Api
-from rlcore.view.metrics import ROWS_AT_ONCE, MetricsTable
-from rlcore.view.reader import RecordingReader
+from rlcore.view.evaluations import answers_of, sets_of
+from rlcore.view.export import export_page
+from rlcore.view.metrics import MOST_POINTS, ROWS_AT_ONCE, MetricsTable
+from rlcore.view.reader import Record, RecordingReader
 from rlcore.view.run import RunView
 from rlcore.view.server import ViewServer
 from tests.earlier_recordings import write_earlier
@@ -149,6 +153,7 @@ def test_no_other_file_is_served(server: ViewServer, path: str) -> None:
      "samples?run=run&limit=-1",
      "samples?run=run&filter=[1]", "samples?run=run&filter=[[%22reward%22,%22<%22,NaN]]",
      f"samples?run=run&filter=[[%22reward%22,%22<%22,1{'0' * 400}]]",
+     f"texts?run=run{'&at=1:1' * 501}",
      "draw?run=run&draw=0", "evaluation?run=run&step=9&before=9"],
 )  # fmt: skip
 def test_wrong_requests_are_told_so(server: ViewServer, asked: str) -> None:
@@ -212,8 +217,27 @@ def test_metrics_with_nan_and_a_torn_line(server: ViewServer) -> None:
     found = get(server, "curves?metric=b&metric=a")
     assert found == {
         "b": {"run": {"steps": [1, 2], "values": [2.5, 3.0]}},
-        "a": {"run": {"steps": [], "values": []}},
+        "a": {"run": {"steps": [1], "values": [None]}},  # the line has a gap there
     }
+    [run] = get(server, "runs")["runs"]  # type: ignore[index]
+    assert run["newest"] == {"step": 2.0, "b": 3.0}
+    assert "a" in run["metrics"]
+
+
+def test_values_that_are_not_finite_are_shown_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "a": 1.0 if step < 5000 else math.nan} for step in range(5001)]
+    rows += [{"step": 5001, "a": math.nan, "high": math.inf, "eval/score": -math.inf}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = MetricsTable(lambda: path)
+    assert table.newest() == {
+        "step": 5001, "a": "NaN", "high": "Infinity", "eval/score": "-Infinity"
+    }  # fmt: skip
+    assert table.rows([5000]) == [{"step": 5000, "a": "NaN"}]
+    assert table.last("eval/score") == "-Infinity"
+    curve = table.curve("a")
+    assert len(curve["steps"]) <= MOST_POINTS
+    np.testing.assert_array_equal(np.isnan(curve["values"]), curve["steps"] >= 5000)
 
 
 def test_metrics_that_are_no_numbers_begin_late_or_end(tmp_path: Path) -> None:
@@ -239,6 +263,22 @@ def test_metrics_that_are_no_numbers_begin_late_or_end(tmp_path: Path) -> None:
     assert table.curve("a")["steps"][-2:].tolist() == [ROWS_AT_ONCE - 1, 5001]
 
 
+def test_a_step_without_its_samples_is_compared_by_what_is_left(
+    server: ViewServer, run: RunDirectory
+) -> None:
+    for step in (1, 2):
+        scalars = write_rollouts(run.rollouts_path(step), step, [sample(k) for k in range(6)])
+        IndexWriter(run.index).append(step, run.rollouts_path(step).stat().st_size, scalars)
+    asked = "compare?a=run&a_step=1&b=run&b_step=2"
+    assert len(get(server, asked)["prompts"]) == 3  # type: ignore[index]
+    run.rollouts_path(1).unlink()  # as tracking.keep_rollouts does
+    found = get(server, asked)
+    assert found["prompts"] == []  # type: ignore[index]
+    assert "samples of step 1 are not on the disk" in found["missing"]  # type: ignore[index]
+    assert ["b", 2.5, 3.0] in found["metrics"]  # type: ignore[index]
+    assert [sum(side) for side in found["histograms"]] == [6, 6]  # type: ignore[index]
+
+
 def test_links_out_of_the_run_are_not_followed(
     server: ViewServer, view: RunView, run: RunDirectory
 ) -> None:
@@ -250,6 +290,67 @@ def test_links_out_of_the_run_are_not_followed(
     status, _, content = ask(server, f"/{server.token}/api/sample?run=run&step=1&draw=0&index=0")
     assert status == 400
     assert b"link out of the run" in content
+
+
+def test_what_few_readers_of_json_know_is_shown_and_exported(
+    server: ViewServer, view: RunView, run: RunDirectory, tmp_path: Path
+) -> None:
+    metadata = {"seed": 2**70, "half": "\ud800", "loss": math.nan}
+    write_rollouts(run.rollouts_path(1), 1, [replace(sample(0), metadata=metadata)])
+    view.indexer.index_now(1)
+    shown = get(server, "sample?run=run&step=1&draw=0&index=0")
+    target = tmp_path / "page.html"
+    export_page(server.api, target, step=None)
+    block = target.read_text().partition('id="embedded">')[2].partition("</script>")[0]
+    exported = json.loads(block, parse_constant=pytest.fail)["runs"]["run"]["samples"]["1:0:0"]
+    for page in (shown, exported):
+        assert page["record"]["metadata"] == metadata | {"loss": None}  # type: ignore[index]
+
+
+def test_evaluations_are_read_without_their_tokens(
+    view: RunView, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.evaluations.mkdir()
+    for step in (0, 1):
+        answers = [replace(sample(k), reward=float(k < 2 + step)) for k in range(6)]
+        write_rollouts(run.evaluations_path(step), step, answers)
+    read_all = view.reader.all
+    read: set[str] = set()
+
+    def watched(path: Path, columns: Sequence[str] | None = None) -> Iterator[Record]:
+        for record in read_all(path, columns):
+            read.update(record)
+            yield record
+
+    monkeypatch.setattr(view.reader, "all", watched)
+    newest = sets_of(view)[0]
+    assert [newest[name] for name in ("right", "better", "worse")] == [3, 1, 0]
+    assert not {"tokens", "rollout_logprobs", "response_text"} & read
+    [flipped, *_] = answers_of(view, "", 1, 0)["rows"]
+    assert flipped["flip"] == "better"
+    told = {"response": "answer 2", "length": 2, "finish": "stop", "reward": 1.0}
+    assert {name: flipped["now"][name] for name in told} == told
+    assert "tokens" not in read
+
+
+def test_a_ledger_out_of_the_run_is_not_read(server: ViewServer, run: RunDirectory) -> None:
+    secret = run.path.parent / "secret"
+    secret.write_text(json.dumps({"failed": [0], "kind": "theirs"}) + "\n")
+    run.ledger_path.symlink_to(secret)
+    for asked in ("ledger?run=run", "draw?run=run&draw=0"):
+        status, _, content = ask(server, f"/{server.token}/api/{asked}")
+        assert status == 400
+        assert b"link out of the run" in content
+
+
+def test_requests_that_meet_count_each_line_of_the_ledger_once(
+    view: RunView, run: RunDirectory
+) -> None:
+    failed = "".join(json.dumps({"failed": [draw], "kind": "slow"}) + "\n" for draw in range(9000))
+    run.ledger_path.write_text(failed)
+    with ThreadPoolExecutor(4) as threads:
+        told = [*threads.map(lambda _: view.ledger.untrained()["counts"], range(4))]
+    assert told == [[["failed", "slow", 9000]]] * 4
 
 
 def test_no_more_than_so_much_stays_in_memory(run: RunDirectory) -> None:
