@@ -35,7 +35,7 @@ from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.generation import Completion, Generate, GenerateRequest, Prefix, SamplingParams
 from rlcore.data.sample import Sample, SamplingMasks, VersionSpan, join_experts
 from rlcore.deadlines import CANCEL_S, MAX_RETRY_S, RETRY_S
-from rlcore.errors import RlcoreError, RolloutFailed, UserError
+from rlcore.errors import DataError, RlcoreError, RolloutFailed, UserError
 from rollout.engines.embedded.decoding import StopStrings
 from rollout.plugins import failure_of, place_of, place_of_task
 
@@ -343,6 +343,8 @@ class _Attempt:
         self.clock.stop()
         try:
             found = await self._generate(request)
+        except UserError:  # the request is wrong, and no engine has failed
+            raise
         except RlcoreError as error:
             if not self.ended:
                 self.engine_error = self.engine_error or error
@@ -385,6 +387,8 @@ async def _call(make: Make, generate: Generate) -> Any:
     """
     try:
         return await make(generate)
+    except DataError as error:  # of a tool's result, say, that the tokenizer cannot encode
+        raise failure_of(error) from error
     except (RolloutFailed, UserError):
         raise
     except (Exception, SystemExit, KeyboardInterrupt) as error:

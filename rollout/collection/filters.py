@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, RunFailed
 from rollout.collection.buffer import ROLLED_BACK, STALE
@@ -14,8 +16,8 @@ GroupFilter = Callable[[Sequence[Sample]], bool]
 
 
 def zero_variance(group: Sequence[Sample]) -> bool:
-    """Keep groups whose rewards differ; in others every advantage is 0."""
-    return len({sample.reward for sample in group}) > 1
+    """Keep groups whose rewards, as they are trained on, differ; else every advantage is 0."""
+    return len({np.float32(sample.reward) for sample in group}) > 1
 
 
 def mixed_verdicts(group: Sequence[Sample]) -> bool:

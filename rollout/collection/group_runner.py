@@ -25,7 +25,9 @@ from rollout.collection.attempts import Aborted, Attempts, Failure, GivenUp, Par
 from rollout.collection.stages import Stages, WorkflowKey
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.factories import kind_of
+from rollout.engines.sglang.limits import ANSWER_RESERVE
 from rollout.fleet.dispatcher import Dispatcher, LockstepBatcher
+from rollout.fleet.fleet import Fleet
 from rollout.rewards.scorer import FailureCounts, Scorer
 from rollout.workflows.context import NO_LIMIT, WorkflowContext
 from rollout.workflows.registry import build_workflow
@@ -216,7 +218,7 @@ class GroupRunner:
     async def _scored(self, group: Group) -> Group:
         """The same group with its rewards, from one call of the scorer."""
         if group.samples:
-            counts = await self.scorer.score([*group.samples, *group.greedy])
+            counts = await self.scorer.score(group.samples, group.greedy)
             self.failures.errors += counts.errors
             self.failures.timeouts += counts.timeouts
             self.failures.samples += counts.samples
@@ -309,7 +311,9 @@ class GroupRunner:
         kinds = 1 if self.greedy is None else 2
         if not self.batched:
             calls = sum(len(rollouts) for rollouts in self._rollouts.values())
-            return (self.dispatcher.free_calls - starting) // calls
+            # a group with more calls than there are places begins when all of them are free
+            calls = min(calls, self.dispatcher.most_calls)
+            return (self.dispatcher.free_calls - starting) // calls if calls else 0
         free = 0 if starting else self.dispatcher.free_sequences
         return max(1, free // (samples + kinds - 1)) if free else 0
 
@@ -364,8 +368,9 @@ def training_runner(
         sampling_mask=config.policy.logprobs.keep_sets,
         routed_experts=config.policy.routing_replay == "engine",
     )
-    context = _context(config, sampling, rollout.samples_per_prompt, seed, tokenizer)
-    baseline = _context(config, greedy, 1, seed + BASELINE_SEED, tokenizer)
+    fleet = dispatcher.fleet
+    context = _context(config, sampling, rollout.samples_per_prompt, seed, tokenizer, fleet)
+    baseline = _context(config, greedy, 1, seed + BASELINE_SEED, tokenizer, fleet)
     return GroupRunner(
         config,
         dispatcher,
@@ -392,7 +397,8 @@ def evaluation_runner(
     )
     # by the name: the samples of a set do not depend on which other sets there are
     seed = config.run.seed + EVALUATION_SEED + zlib.crc32(given.name.encode())
-    context = _context(config, sampling, given.samples_per_prompt, seed, tokenizer)
+    samples = given.samples_per_prompt
+    context = _context(config, sampling, samples, seed, tokenizer, dispatcher.fleet)
     return GroupRunner(config, dispatcher, scorer, context, part_of_a_group=True)
 
 
@@ -402,15 +408,24 @@ def _context(
     samples_per_prompt: int,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
+    fleet: Fleet,
 ) -> WorkflowContext:
     limit = context_of(config)
+    # an SGLang server's longest prompt ends so far before its longest answer
+    reserve = ANSWER_RESERVE if config.rollout.engine.kind == "sglang" else 0
+
+    def served() -> int | None:
+        tokens = fleet.max_total_tokens
+        return None if tokens is None else tokens - reserve
+
     return WorkflowContext(
         sampling,
         samples_per_prompt,
         seed,
         tokenizer,
         settings=config.rollout.workflow,
-        context=NO_LIMIT if limit is None else limit[0],
+        context=NO_LIMIT if limit is None else limit[0] - reserve,
+        served=served,
         chat_kwargs=config.data.chat_template_kwargs,
         tool_parser=config.rollout.tool_parser,
     )

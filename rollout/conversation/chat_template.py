@@ -154,8 +154,15 @@ class ChatTemplate:
         self, new: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[int, str]:
         """Return the stop token of the synthetic turn, and the text behind it."""
-        messages = [{"role": "user", "content": "a"}, _turn(new), *new]
-        text = self._render(messages, tools, head=True)
+        asked: Message = {"role": "user", "content": "a"}
+        turn = _turn(new)
+        try:
+            text = self._render([asked, turn, *new], tools, head=True)
+        except UserError:
+            if len(calls := turn.get("tool_calls", ())) < 2:
+                raise
+            turn["tool_calls"] = calls[:1]  # all that Llama 3's takes; results may be more
+            text = self._render([asked, turn, *new], tools, head=True)
         behind = text[text.rindex(_MARKER) + len(_MARKER) :] if _MARKER in text else ""
         found = [(behind.index(t), i) for i, t in self._stops.items() if t and t in behind]
         if not found:

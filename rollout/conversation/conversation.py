@@ -33,6 +33,7 @@ class Rules:
 
     Attributes:
         context: tokens that the engine can hold, prompt and answers together.
+        served: what the engines say to that, which may have room for fewer; None: nothing.
         reads_sent: whether `parse` needs the end of what the model was sent.
         max_tokens: the model's tokens in a rollout, all its branches together; of turns that run
             side by side, each may write what was left when it began.
@@ -51,6 +52,13 @@ class Rules:
     max_tokens: int | None = None
     max_turns: int | None = None
     history: History | None = None
+    served: Callable[[], int | None] = lambda: None
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and answers together may have so many tokens."""
+        served = self.served()
+        return self.context if served is None else min(self.context, served)
 
 
 @dataclass
@@ -334,7 +342,7 @@ class Conversation:
         if turns:
             why = f"all {len(turns)} were discarded"
         elif tree.nodes and not self._budget()[0]:
-            context = self._shared.rules.context
+            context = self._shared.rules.most_tokens
             why = f"{len(self._tokens)} tokens of messages and tools leave no room in {context}"
         else:
             why = "it was never asked"
@@ -386,7 +394,7 @@ class Conversation:
         rules = shared.rules
         if rules.max_turns is not None and shared.tree.turns >= rules.max_turns:
             return 0, "turns"
-        room = max(0, rules.context - len(self._tokens))
+        room = max(0, rules.most_tokens - len(self._tokens))
         if rules.max_tokens is not None:
             left = max(0, rules.max_tokens - shared.made)
             if left < room:

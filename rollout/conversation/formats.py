@@ -56,6 +56,9 @@ _TO = r" to=(?:functions\.)?(?P<name>[^\s<]+)"
 _CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
 _TYPE = r"\s*(?:<\|constrain\|>)?\s*(?:json|code)?\s*"
 
+# some models write the kind in front
+_LLAMA_CALL = r"\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?\"name\"\s*:"
+
 # By name. The first one whose marks are in the chat template is the default.
 FORMATS: Mapping[str, Format] = {
     # Qwen3-Coder, Qwen3.5: <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
@@ -66,7 +69,8 @@ FORMATS: Mapping[str, Format] = {
             close_pattern=r"</function>\s*</tool_call>",
             content="xml-inline",
             content_args={
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+                # of the white space around a value one line break on each side is the template's
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
             },
             transform=NAMED_CALL,
         ),
@@ -168,8 +172,9 @@ FORMATS: Mapping[str, Format] = {
         ('"parameters": ', "ipython"),
         {
             "tool_calls": {
-                "open_pattern": r"(?:\s*<\|python_tag\|>|\A|(?<=\}\s*;))\s*(?=\{\s*\"name\"\s*:)",
-                "close_pattern": r";(?=\s*\{\s*\"name\"\s*:)",
+                "open_pattern": r"(?:\s*<\|python_tag\|>|\A|(?<=\}\s*;)|(?<=\}\s*\n))\s*"
+                rf"(?={_LLAMA_CALL})",
+                "close_pattern": rf"\s*[;\n](?=\s*{_LLAMA_CALL})",
                 "repeats": True,
                 "transform": {"type": "function", "function": "{content}"},
                 **JSON,

@@ -6,7 +6,9 @@ that many models share.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 KEY = "rollout.tool_parser"
 DEFAULT = "hermes"  # for a chat template that shows no calls
+_CALLS = ("tool_calls", *MORE_CALLS)  # fields of a response template
 
 
 class ReplyParser:
@@ -50,8 +53,11 @@ class ReplyParser:
         self.template = load_response_template(self._own or FORMATS[self.format].template)
         _, opening, rest = head.partition(REASONING["open"])
         self._head = opening + rest
+        fields = {n: field for n, field in self.template.fields.items() if n not in _CALLS}
+        self._without_calls = replace(self.template, fields=fields)
         # a template of the tokenizer's own may have what this reader does not know
         self._regions = None if self._own else RegionReader(self.template)
+        self._regions_without_calls = None if self._own else RegionReader(self._without_calls)
 
     @property
     def reads_sent(self) -> bool:
@@ -64,7 +70,8 @@ class ReplyParser:
         Args:
             sent: the end of what the model was sent, for a template of the tokenizer's own.
             text: what it wrote, special tokens included but for the stop token.
-            tools: their schemas tell the types of arguments.
+            tools: their schemas tell the types of arguments. Without any, what looks like a call
+                is text.
 
         Returns:
             A reply without finish reason and budget. What does not parse is text, or a call with a
@@ -72,7 +79,7 @@ class ReplyParser:
         """
         try:
             found = self._fields(sent, text, tools)
-        except ValueError:  # a region that is not what it says: all of it is text
+        except (ValueError, RecursionError):  # a region is not what it says: all of it is text
             found = {"content": text}
         parts = [str(found[name]).strip() for name in ("content", FINAL) if found.get(name)]
         content = "\n".join(part for part in parts if part)
@@ -93,12 +100,19 @@ class ReplyParser:
         return Reply(content, reasoning, calls, "stop", 0, raw=text, message=message)
 
     def _fields(self, sent: str, text: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the fields of the response template. Raises ValueError for a bad region."""
-        if self._regions is not None:
-            return self._regions(self._head + text, tools)
+        """Return the fields of the response template.
+
+        Raises:
+            ValueError: a region is not what it says.
+            RecursionError: one is nested too deep.
+        """
+        regions = self._regions if tools else self._regions_without_calls
+        if regions is not None:
+            return regions(self._head + text, tools)
         from transformers.utils.chat_parsing import ResponseParser
 
-        parser = ResponseParser(self.template, prefix=sent, tools=[*tools] or None)
+        template = self.template if tools else self._without_calls
+        parser = ResponseParser(template, prefix=sent, tools=[*tools] or None)
         # `feed` would look for what later text may still change, and there is none
         parser._buffer += text
         found: dict[str, Any]
@@ -115,9 +129,27 @@ def told_by(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _calls_in(found: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the calls of a parsed response: one by one, or as a list in JSON."""
-    for name in ("tool_calls", *MORE_CALLS):
+    for name in _CALLS:
         if value := found.get(name):
             yield from [value] if isinstance(value, str | dict) else value
+
+
+def as_json(value: Any) -> str:
+    """Return JSON that every program can read.
+
+    Raises:
+        ValueError: half a surrogate pair, or nested too deep.
+    """
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:
+        pass  # whole numbers beyond 64 bits are fine
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        orjson.dumps(json.loads(text, parse_int=float))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    return text
 
 
 def _call(number: int, call: Any) -> ToolCall:
@@ -127,13 +159,17 @@ def _call(number: int, call: Any) -> ToolCall:
     arguments = None
     if isinstance(function, dict):
         arguments = function.get("arguments", function.get("parameters", {}))
-    raw = function if isinstance(function, str) else orjson.dumps(function).decode()
     ident = f"call{number:05d}"
-    if isinstance(arguments, str):  # some models write JSON in a text
-        try:
-            arguments = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            arguments = None
+    raw = ""
+    try:
+        raw = function if isinstance(function, str) else as_json(function)
+        if isinstance(arguments, str):  # some models write JSON in a text
+            orjson.loads(arguments)  # which takes no NaN, but rounds numbers beyond 64 bits
+            arguments = json.loads(arguments)
+            as_json(arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+        name = name if raw else ""  # it may be what cannot be told
     if not isinstance(name, str) or not isinstance(arguments, dict):
         problem = 'a call must be JSON: {"name": text, "arguments": {...}}'
         return ToolCall(ident, name if isinstance(name, str) else "", None, problem, raw)

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
 from rlcore.data.messages import Message
 from rlcore.deadlines import CANCEL_S
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError, DataError, ModelError, UserError
 from rollout.conversation.conversation import Conversation
+from rollout.conversation.parsing import as_json
 from rollout.conversation.reply import Reply
 from rollout.gateway.matching import Matcher, answered
 from rollout.gateway.wire import Answer, ChatRequest, Refused
@@ -131,9 +130,12 @@ class Session:
             raise Refused(400, str(error), param="messages") from error
         except Refused:
             raise
+        except (ConfigError, ModelError) as error:
+            raise self._failed_by(error) from error
+        except UserError as error:  # what no engine takes, as too many stop strings
+            raise Refused(400, str(error)) from error
         except Exception as error:  # the rollout raises it
-            self._fail(error)
-            raise Refused(500, f"the rollout has failed: {error}") from error
+            raise self._failed_by(error) from error
         if reply.finish_reason == "abort":
             self._fail(None)
             raise Refused(500, "an engine has given the turn up, and the rollout with it")
@@ -160,6 +162,11 @@ class Session:
             prompt=tokens[: len(tokens) - size],
             completion=conversation.completion if reply.message else None,
         )
+
+    def _failed_by(self, error: Exception) -> Refused:
+        """End the rollout by this error; returns what its program is told."""
+        self._fail(error)
+        return Refused(500, f"the rollout has failed: {error}")
 
     def _fail(self, error: Exception | None) -> None:
         if self.failed.done():
@@ -191,7 +198,7 @@ class Session:
                     "type": "function",
                     "function": {
                         "name": call.name,
-                        "arguments": orjson.dumps(call.arguments).decode(),
+                        "arguments": as_json(call.arguments),
                     },
                 }
                 for call in calls
@@ -217,7 +224,8 @@ def _first_of(same: list[Call], attempt: int) -> Call | None:
     second is another call.
     """
     if attempt:
-        earlier = [call for call in same if call.attempt < attempt]
+        # who has its answer asks no more: of those that are answered the last is meant
+        earlier = [call for call in reversed(same) if call.attempt < attempt]
         return min(earlier, key=lambda call: (call.delivered, call.waiting), default=None)
     return next((call for call in same if not call.delivered and not call.waiting), None)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -147,17 +147,26 @@ class Scorer:
         """Start all parts."""
         await asyncio.gather(*(part.start() for part in self._parts.values()))
 
-    async def score(self, samples: Sequence[Sample]) -> FailureCounts:
-        """Score `samples` in place; returns how many failed.
+    async def score(
+        self, samples: Sequence[Sample], greedy: Sequence[Sample] = ()
+    ) -> FailureCounts:
+        """Score all samples in place; returns how many failed.
 
         The samples of a conversation are scored once, by the last of them.
+
+        Args:
+            greedy: those of the baseline. Their rollouts have the numbers of others.
         """
-        last = {_scored_with(sample): sample for sample in samples}
-        if len(last) == len(samples):
-            return await self._score_each(samples)
-        counts = await self._score_each([*last.values()])
-        for sample in samples:
-            _copy_score(last[_scored_with(sample)], sample)
+        rollouts: dict[Hashable, list[Sample]] = {}
+        for kind, given in (("training", samples), ("greedy", greedy)):
+            for sample in given:
+                rollouts.setdefault((kind, _scored_with(sample)), []).append(sample)
+        scored = [_one_of(parts) for parts in rollouts.values()]
+        counts = await self._score_each(scored)
+        for one, parts in zip(scored, rollouts.values()):
+            for sample in parts:
+                if sample is not one:
+                    _copy_score(one, sample)
         return counts
 
     async def _score_each(self, samples: Sequence[Sample]) -> FailureCounts:
@@ -291,7 +300,17 @@ def _scored_with(sample: Sample) -> Hashable:
     return sample.rollout_id if sample.turn_spans else id(sample)
 
 
+def _one_of(parts: Sequence[Sample]) -> Sample:
+    """The last sample of a conversation, with what was measured of all of it."""
+    if len(parts) == 1:
+        return parts[0]
+    measured = {name: value for part in parts for name, value in part.measured.items()}
+    return replace(parts[-1], measured=measured, metadata=dict(parts[-1].metadata))
+
+
 def _copy_score(scored: Sample, sample: Sample) -> None:
+    for key in VERDICTS:
+        sample.metadata.pop(key, None)
     sample.reward = scored.reward
     sample.reward_parts = dict(scored.reward_parts)
     sample.metadata |= {key: scored.metadata[key] for key in VERDICTS if key in scored.metadata}

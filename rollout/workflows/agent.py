@@ -6,7 +6,9 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -91,7 +93,8 @@ class AgentWorkflow:
             )
         conversation = self._context.conversation(prompt, draw, index, generate)
         row = {"label": prompt.label} | prompt.row
-        task = Task(row, conversation.messages, [*conversation.tools])
+        # the program may change what it is given, which other rollouts and tries are given too
+        task = deepcopy(Task(row, conversation.messages, [*conversation.tools]))
         session, endpoint = await self._gateway.open(conversation)
         drain = False
         try:
@@ -143,10 +146,11 @@ class AgentWorkflow:
 
     async def _called(self, task: Task, endpoint: Endpoint) -> Any:
         assert self._run is not None
+        options = deepcopy(self._options)
         if inspect.iscoroutinefunction(self._run):
-            return await self._run(task, endpoint, **self._options)
+            return await self._run(task, endpoint, **options)
         # not of a pool, whose threads may all wait for the rollouts that wait for a thread
-        return await in_own_thread(self._run, task, endpoint, **self._options)
+        return await in_own_thread(self._run, task, endpoint, **options)
 
     def _token_text(self, token: int) -> str:
         return self._context.rules.decode(np.array([token], dtype=np.int32))
@@ -209,9 +213,9 @@ def _checked_command(command: Any, options: Mapping[str, Any]) -> list[str]:
 
 def _checked_outcome(found: Any, name: str) -> Outcome:
     """Refuse what is neither a finite number, nor such numbers by name, nor None."""
-    numbers = found if isinstance(found, dict) else {} if found is None else {"reward": found}
+    numbers = found if isinstance(found, Mapping) else {} if found is None else {"reward": found}
     for part, number in numbers.items():
-        if not isinstance(number, int | float) or not math.isfinite(number):
+        if not isinstance(number, Real) or not math.isfinite(number):
             raise RolloutFailed(
                 "result",
                 f"{name} returned {str(found)[:200]!r}, of which {part!r} is no finite number;"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ class WorkflowContext:
     tokenizer: PreTrainedTokenizerBase
     settings: WorkflowConfig = field(default_factory=WorkflowConfig)
     context: int = NO_LIMIT  # tokens of prompt and answers that the engine takes
+    served: Callable[[], int | None] = lambda: None  # ... as the engines say, once they run
     chat_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     tool_parser: str = "auto"
 
@@ -76,6 +77,7 @@ class WorkflowContext:
             max_tokens=self.settings.max_tokens,
             max_turns=self.settings.max_turns,
             history=self.settings.history,
+            served=self.served,
         )
 
     def _decode(self, tokens: NDArray[np.int32]) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
+from numbers import Real
 from typing import Any
 
 from rlcore.data.generation import Generate
@@ -30,6 +33,15 @@ CUT = "\n[cut: the result is longer than max_tool_tokens]"
 MAX_WARNINGS = 5  # failures of close() that are logged
 logger = logging.getLogger(__name__)
 __all__ = ["EnvironmentWorkflow", "Step", "ToolError", "tools_of"]
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "array": list,
+    "boolean": bool,
+    "integer": int,
+    "null": type(None),
+    "number": (int, float),
+    "object": dict,
+    "string": str,
+}  # of JSON schemas
 _OWN = frozenset({"reset", "step", "reward", "close"})  # methods that are no tools
 
 
@@ -104,17 +116,21 @@ class EnvironmentWorkflow:
         generate: Generate,
         remote: Mapping[str, McpSession],
     ) -> list[Sample]:
-        environment = self._class(**self._options)
+        # it may change what it is given, which other rollouts and tries are given too
+        environment = self._class(**deepcopy(self._options))
         try:
             tools = [*self._tools.values(), *(remote[name].schemas[name] for name in remote)]
             conversation = self._context.conversation(prompt, draw, index, generate, tools=tools)
             if hasattr(environment, "reset"):
-                given = await self._call(environment.reset, {"label": prompt.label} | prompt.row)
+                row = deepcopy({"label": prompt.label} | prompt.row)
+                given = await self._call(environment.reset, row)
                 await conversation.append(given or ())
             await self._converse(environment, conversation, remote)
             outcome = None
             if hasattr(environment, "reward"):
-                outcome = await self._call(environment.reward, conversation)
+                outcome = _numbers(
+                    await self._call(environment.reward, conversation), environment.reward
+                )
             return conversation.samples(outcome)
         finally:
             if hasattr(environment, "close"):
@@ -199,6 +215,7 @@ class EnvironmentWorkflow:
         arguments = call.arguments or {}
         try:
             _check_arguments(method, arguments)
+            _check_types(self._tools[call.name]["function"]["parameters"], arguments)
         except TypeError as error:
             raise ToolError(f"{call.name}: {error}") from error
         return str(await self._call(method, **arguments))
@@ -238,6 +255,48 @@ def _check_arguments(method: Callable[..., Any], arguments: Mapping[str, Any]) -
         _signature(method).bind(**arguments)
     else:
         _signature(function).bind(None, **arguments)
+
+
+def _check_types(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError where an argument is not of the type that its tool's schema says."""
+    for name, value in arguments.items():
+        schema = parameters.get("properties", {}).get(name, {})
+        if not _fits(value, schema):
+            got = json.dumps(value, ensure_ascii=False)[:80]
+            raise TypeError(f"{name}: got {got}, expected {_said(schema)}")
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value is of a schema; what lists and maps hold is not looked at."""
+    if value is None and schema.get("nullable"):
+        return True
+    if "anyOf" in schema:
+        return any(_fits(value, one) for one in schema["anyOf"])
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    kinds = _kinds(schema)
+    if isinstance(value, bool):  # an int in Python, and no number in JSON
+        return not kinds or "boolean" in kinds
+    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
+        return True  # as JSON schema has it
+    return not kinds or any(isinstance(value, _KINDS.get(kind, object)) for kind in kinds)
+
+
+def _kinds(schema: Mapping[str, Any]) -> list[str]:
+    """Return the names of types that a schema allows; none: all."""
+    kinds = schema.get("type", [])
+    return [kinds] if isinstance(kinds, str) else kinds
+
+
+def _said(schema: Mapping[str, Any]) -> str:
+    """Say what a schema wants."""
+    if "anyOf" in schema:
+        text = " or ".join(map(_said, schema["anyOf"]))
+    elif "enum" in schema:
+        text = f"one of {json.dumps(schema['enum'])}"
+    else:
+        text = " or ".join(_kinds(schema))
+    return f"{text} or null" if schema.get("nullable") else text
 
 
 @cache  # of functions, which are as many as the tools: inspecting one takes a third of a turn
@@ -295,11 +354,14 @@ def tools_of(environment: type) -> dict[str, dict[str, Any]]:
     )
 
     found = {}
-    for name, method in inspect.getmembers(environment, inspect.isfunction):
+    for name, method in inspect.getmembers(environment, inspect.isroutine):
+        own = inspect.getattr_static(environment, name)
+        if not inspect.isfunction(own) and not isinstance(own, staticmethod | classmethod):
+            continue  # inherited from a class of Python's own, as dict.get
         if name.startswith("_") or name in _OWN:
             continue
         try:
-            found[name] = get_json_schema(_without_self(method))
+            found[name] = get_json_schema(_without_self(method) if method is own else method)
         except (DocstringParsingException, TypeHintParsingException) as error:
             raise ConfigError(
                 f"{KEY}: {environment.__name__}.{name} is a public method, and so a tool, but:"
@@ -311,3 +373,19 @@ def tools_of(environment: type) -> dict[str, dict[str, Any]]:
 def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method as a bound one looks like, without an object."""
     return method.__get__(object())  # type: ignore[no-any-return, attr-defined]
+
+
+def _numbers(outcome: Any, method: Any) -> float | dict[str, float] | None:
+    """What an environment's `reward` returned. Raises RolloutFailed, with its place."""
+    if outcome is None:
+        return None
+    if isinstance(outcome, Real):
+        return float(outcome)
+    if isinstance(outcome, Mapping) and all(isinstance(one, Real) for one in outcome.values()):
+        return {str(name): float(one) for name, one in outcome.items()}
+    raise RolloutFailed(
+        "result",
+        f"reward() returned {type(outcome).__name__} {str(outcome)[:80]!r}, expected a number or"
+        " numbers by name",
+        place_of(method),
+    )

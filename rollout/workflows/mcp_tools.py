@@ -98,16 +98,15 @@ class McpTools:
             McpFailed: a server does not start.
             ConfigError: two servers have a tool of the same name.
         """
-        own: list[McpSession] = []
+        sessions: list[McpSession] = []
         try:
-            sessions = []
             for number, server in enumerate(self._servers):
                 if server.shared:
                     sessions.append(await self._shared_session(number, server))
                 else:
-                    own.append(McpSession(server))
-                    sessions.append(own[-1])
-            await gather_or_cancel(*(session.start() for session in own))
+                    sessions.append(McpSession(server))
+                sessions[-1].users += 1
+            await gather_or_cancel(*(s.start() for s in sessions if not s.shared))
             found: dict[str, McpSession] = {}
             for session in sessions:
                 for name in session.schemas:
@@ -119,7 +118,10 @@ class McpTools:
                     found[name] = session
             yield found
         finally:
-            await gather_or_cancel(*(session.close() for session in own))
+            for session in sessions:
+                session.users -= 1
+            over = [s for s in sessions if not s.users and (s.broken or not s.shared)]
+            await gather_or_cancel(*(session.close() for session in over))
 
     async def _shared_session(self, number: int, server: McpServerConfig) -> McpSession:
         """Return the session that all rollouts use, started (again) where none is there.
@@ -128,7 +130,7 @@ class McpTools:
         """
         async with self._starting:
             session = self._shared.get(number)
-            if session is None or session.ended:
+            if session is None or session.ended or session.broken:
                 session = McpSession(server)
                 await session.start()
                 self._shared[number] = session
@@ -139,7 +141,7 @@ class McpSession:
     """A connection to one server.
 
     It lives in a task of its own, since the package's contexts have to be left by the task that
-    entered them, and cancel that task when the transport breaks.
+    entered them, and may cancel that task when the transport breaks.
     """
 
     def __init__(self, server: McpServerConfig) -> None:
@@ -148,6 +150,11 @@ class McpSession:
         self._leave = asyncio.Event()
         self._client: Any = None
         self._task: asyncio.Task[None] | None = None
+        self.shared = server.shared
+        self.users = 0
+        """Rollouts that have it now."""
+        self.broken = False
+        """A call was not answered: rollouts that begin now get another session."""
         self.schemas: dict[str, dict[str, Any]] = {}
         """The tools as JSON schemas for a chat template, by name."""
 
@@ -183,8 +190,19 @@ class McpSession:
 
         Raises:
             ToolError: the tool says that it failed, or does not take the arguments.
-            McpFailed: no answer came.
+            McpFailed: no answer came; the session is broken then.
         """
+        try:
+            result = await self._result(name, arguments, timeout_s)
+        except McpFailed:
+            self.broken = True
+            raise
+        text = _text(result)
+        if result.is_error:
+            raise ToolError(text or f"{name} failed")
+        return text
+
+    async def _result(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
         assert self._task is not None
         call = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
         try:
@@ -197,15 +215,11 @@ class McpSession:
         finally:
             call.cancel()
         try:
-            result = call.result()
+            return call.result()
         except Exception as error:
             if getattr(error, "code", None) == INVALID_PARAMS:
                 raise ToolError(f"{name}: {error}") from error
             raise McpFailed(f"{self} gave no answer to a call of {name!r}: {error}") from error
-        text = _text(result)
-        if result.is_error:
-            raise ToolError(text or f"{name} failed")
-        return text
 
     async def close(self) -> None:
         """Leave the server; of one that we started, no process is left."""

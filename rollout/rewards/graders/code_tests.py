@@ -13,6 +13,7 @@ tested shares a process with its tests, and could cheat.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -20,6 +21,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from rollout.rewards.graders.places import after_thinking
@@ -27,18 +29,24 @@ from rollout.sandbox.base import Program
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = {"", "py", "python", "python3"}
-# what solutions in the style of LeetCode take for granted
+# What solutions in the style of LeetCode take for granted; last what `math` hides, `pow`.
 _PRELUDE = "\n".join(
     f"from {name} import *"
-    for name in ("typing", "collections", "heapq", "bisect", "itertools", "functools", "math")
+    for name in (
+        *("typing", "collections", "heapq", "bisect", "itertools", "functools", "math"),
+        "builtins",
+    )
 )
 # The token says that the end was reached. The solution is not told: it stood in standard input,
 # which is empty by the time that the solution runs.
-_HARNESS = """import json, os, sys
+# Dataclasses and pickle look for the solution's module by its name.
+_HARNESS = """import json, os, sys, types
 task = json.loads(sys.stdin.read())
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-names = {"__name__": "solution"}
+module = sys.modules["solution"] = types.ModuleType("solution")
+names = module.__dict__
 if task["name"]:
+    sys.setrecursionlimit(100_000)
     exec(task["prelude"], names)
 with open("solution.py", encoding="utf-8") as file:
     exec(compile(file.read(), "solution.py", "exec"), names)
@@ -83,10 +91,9 @@ def read_tests(label: Any) -> list[CodeTest]:
         try:
             value = json.loads(label)
         except ValueError:
-            # MBPP's asserts as one text
-            value = [line for line in label.splitlines() if line.startswith("assert")]
+            value = label
     try:
-        tests = _read(value)
+        tests = _assertions(value) if isinstance(value, str) else _read(value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         problem = f" ({error})"
     else:
@@ -96,6 +103,22 @@ def read_tests(label: Any) -> list[CodeTest]:
             "the label must be tests: {inputs, outputs}, a list of {input, output}, or a list of"
             f" assertions; got {type(label).__name__} {str(label)[:80]!r}{problem}"
         )
+    return tests
+
+
+def _assertions(text: str) -> list[CodeTest]:
+    """The assertions of a text, MBPP's, each behind the other statements before it."""
+    tests = []
+    before: list[str] = []
+    try:
+        body = ast.parse(text).body
+    except SyntaxError as error:
+        raise ValueError(f"no Python: {error}") from error
+    for node in body:
+        if isinstance(node, ast.Assert):
+            tests.append(CodeTest("\n".join([*before, ast.unparse(node)]), statement=True))
+        else:
+            before.append(ast.unparse(node))
     return tests
 
 
@@ -126,10 +149,16 @@ def _pair(given: Any, wanted: Any, name: str | None) -> CodeTest:
         return CodeTest(_text(given), _text(wanted))
     if isinstance(given, str):
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
-    if isinstance(wanted, str):
-        with suppress(ValueError):  # a text without quotes
-            wanted = json.loads(wanted)
+        # the result is JSON, too; else it may be a text that looks like it
+        wanted = _decoded(wanted)
     return CodeTest(list(given), wanted, name)
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):  # a text without quotes
+            return json.loads(value)
+    return value
 
 
 def _text(value: Any) -> str:
@@ -168,8 +197,9 @@ def passed(test: CodeTest, output: str, token: str) -> bool:
         value = json.loads(result)
     except (ValueError, RecursionError):
         return False
-    # APPS wraps results into lists
-    return same_value(value, test.expected) or same_value([value], test.expected)
+    # APPS wraps results into lists; some write a result as its JSON beside arguments that are none
+    results = (test.expected, _decoded(test.expected))
+    return any(same_value(one, result) for one in (value, [value]) for result in results)
 
 
 def same_text(output: str, expected: str) -> bool:
@@ -183,12 +213,12 @@ def same_text(output: str, expected: str) -> bool:
 
 
 def _close(one: str, other: str) -> bool:
-    # whole numbers must be equal in all digits
-    if not any(mark in other for mark in ".eE"):
-        return False
     try:
+        # whole numbers must be equal in all digits, however they are written
+        if not any(mark in other for mark in ".eE"):
+            return Decimal(one) == Decimal(other)
         return math.isclose(float(one), float(other), rel_tol=1e-6, abs_tol=1e-9)
-    except ValueError:
+    except (ValueError, InvalidOperation):
         return False
 
 
@@ -208,4 +238,6 @@ def same_value(value: Any, expected: Any) -> bool:
             and value.keys() == {str(key) for key in expected}
             and all(same_value(value[str(key)], expected[key]) for key in expected)
         )
+    if isinstance(value, bool | int | float) and isinstance(expected, bool | int):
+        return value == expected  # True is 1 and 2.0 is 2, as an assertion would say
     return type(value) is type(expected) and bool(value == expected)

@@ -72,11 +72,16 @@ def _last_of_all(text: str) -> str | None:
 
 
 def parse_label(label: str) -> list[Any]:
-    """The label as mathematics; GSM8K's labels are a solution that ends in `#### 72`."""
-    label = _MIXED.sub(r"(\1+\2/\3)", last_hash(label) or label)
-    gold: list[Any] = parse(
-        label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}", parsing_timeout=None
-    )
+    """The label as mathematics; GSM8K's labels are a solution that ends in `#### 72`.
+
+    A bare one is read as an answer is, and as it stands: what is written alike is right.
+    """
+    text = _DOLLAR.sub("", plain_characters(last_hash(label) or label))
+    bare = "$" not in text and "\\boxed" not in text
+    gold = parse_answer(text) if bare else []
+    text = _MIXED.sub(r"(\1+\2/\3)", text)
+    as_it_is = parse(f"\\boxed{{{text}}}" if bare else text, parsing_timeout=None)
+    gold += [one for one in as_it_is if one not in gold]
     if not gold:
         raise ValueError(f"the label {label!r} cannot be parsed as mathematics")
     return gold

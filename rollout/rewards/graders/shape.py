@@ -35,8 +35,9 @@ def overlong(sample: Sample, buffer: int, max_tokens: int) -> Verdict:
         (L - c - |y|) / c    L - c < |y| <= L
         -1                   L < |y|
 
-    Tokens are those that the policy made, over all turns. The part's `weight` is verl's
-    `penalty_factor`.
+    Tokens are those that the policy made, over all turns, also those that are in other samples of
+    the rollout or in none. The part's `weight` is verl's `penalty_factor`.
     """
-    over = sample.num_trainable - (max_tokens - buffer)
+    made = sample.measured.get("generated_tokens", sample.num_trainable)
+    over = made - (max_tokens - buffer)
     return Verdict(-min(max(over, 0) / buffer, 1.0))

@@ -94,22 +94,33 @@ def picked(response: str, choices: str) -> str | None:
     """The letter that a response picks, or None.
 
     It is looked for in the last `\\boxed{}` or `<answer>`, then behind the last "answer is" or
-    "answer:", then as a line of its own, the last one, and then at the response's start. Two
-    letters ("A or B") pick none.
+    "answer:", then as a line of its own, the last one, then behind the last "option is", and then
+    at the response's start. Two letters ("A or B") pick none.
     """
     text = plain_characters(after_thinking(response))
     for place in (last_boxed(text), find_answer(text, "tagged")):
         if place is not None:
             return _letter(_bare(place), choices)
-    one = rf"[\s*_`($\[]*([{choices}])(?![A-Za-z'])"
-    # "A or B" has two
-    end = rf"(?![\s*_`)$\]]*(?:or|and|/|,|&)[\s*_`($\[]*[{choices}](?![A-Za-z']))"
-    lead = r"(?i:answer|choice|option|答案)(?i:is|:|是|选|为|\s|\*)*"
-    said = re.findall(lead + one + end, text)
+    # "answer: I believe" names none
+    one = (
+        rf"(?:[\s*_`($\[{{]|\\\(|\\text(?:bf)?\b|\\math(?:rm|bf)\b)*"
+        rf"([{choices}])(?![A-Za-z'])(?!(?<=I) [a-z])"
+    )
+    # "A or B" has two; "B, A is wrong" has one
+    end = (
+        rf"(?![\s*_`)$\]]*(?:or|and|/|,|&)[\s*_`($\[]*[{choices}](?![A-Za-z'])"
+        r"(?!\s+(?:is|are|was|would|does|cannot)\b))"
+    )
+    behind = r"(?i:is|:|是|选|为|\s|\*)*"
+    said = re.findall(rf"(?i:answer(?:\s+(?:choice|option|letter))?|答案){behind}{one}{end}", text)
     if said:
         return str(said[-1])
     lines = [_letter(_bare(line), choices) for line in text.splitlines() if line.strip()]
-    return (lines[-1] or lines[0]) if lines else None
+    if lines and lines[-1]:
+        return lines[-1]
+    named = re.findall(rf"(?i:choice|option)\s*(?i:is|:|是|为){behind}{one}{end}", text)
+    named = named or re.findall(rf"(?i:choice|option)\s+{one}[\s*_`)$\].]*\Z", text)
+    return str(named[-1]) if named else (lines[0] if lines else None)
 
 
 def _bare(text: str) -> str:

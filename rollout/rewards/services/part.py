@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from typing import cast
 
 from rlcore.config.sections.reward_services import RewardServiceConfig
 from rlcore.data.sample import Sample
@@ -47,6 +48,12 @@ class ServicePart(RewardPart):
         return list(await asyncio.gather(*futures))
 
     async def _send(self) -> None:
+        try:
+            await self._send_all()
+        finally:  # in this iteration of the loop: `score` starts another one in the next
+            self._senders.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+
+    async def _send_all(self) -> None:
         # groups that finish in this iteration of the loop join the first request
         await asyncio.sleep(0)
         while self._waiting:

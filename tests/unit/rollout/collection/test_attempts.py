@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.generation import Completion, Generate, GenerateRequest, SamplingParams
 from rlcore.data.sample import VersionSpan
-from rlcore.errors import ConfigError, EngineFailed, RolloutFailed
+from rlcore.errors import ConfigError, DataError, EngineFailed, RolloutFailed, UserError
 from rollout.collection import attempts as attempts_module
 from rollout.collection.attempts import Aborted, Attempts, Failure, GivenUp, commonest
 
@@ -207,6 +208,39 @@ def test_a_wrong_configuration_is_none_either() -> None:
 
     with pytest.raises(ConfigError, match="choose"):
         run(make)
+
+
+def test_what_a_tool_says_ends_no_run() -> None:
+    """A web page that the tokenizer cannot encode, say."""
+    tries: list[int] = []
+
+    async def make(generate: Generate) -> None:
+        tries.append(1)
+        raise DataError("rollout.workflow: the tokenizer cannot encode a lone surrogate")
+
+    with pytest.raises(GivenUp, match="cannot encode a lone surrogate"):
+        run(make, retries=1)
+    assert len(tries) == 2
+
+
+def test_a_request_that_no_engine_takes_is_no_failure_of_the_engine() -> None:
+    """A workflow that goes on without the answer may, as the gateway does; else the run ends."""
+    engine = Engine()
+    engine.error = UserError("draw 0: SGLang takes 32 stop strings, got 40")
+    found: list[int] = []
+
+    async def make(generate: Generate) -> list[int]:
+        with suppress(UserError):
+            await generate(request())
+        return found
+
+    assert run(make, engine) is found
+
+    async def gives_it_on(generate: Generate) -> None:
+        await generate(request())
+
+    with pytest.raises(UserError, match="32 stop strings"):
+        run(gives_it_on, engine)
 
 
 def test_what_fails_behind_an_aborted_turn_is_made_again() -> None:

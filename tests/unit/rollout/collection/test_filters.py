@@ -37,6 +37,12 @@ def test_dynamic_sampling_by_reward_and_by_verdict(judged, by_reward, by_verdict
         assert chain.refusal(group(*judged)) == (None if kept else name)
 
 
+def test_rewards_are_compared_as_they_are_trained_on() -> None:
+    chain = FilterChain(["zero_variance"], samples_per_prompt=2)
+    assert chain.refusal(group((0.1 + 0.2, None), (0.3, None))) == "zero_variance"
+    assert chain.refusal(group((0.3 + 1e-6, None), (0.3, None))) is None
+
+
 def test_verdicts_are_needed_where_they_are_asked_for() -> None:
     chain = FilterChain(["mixed_verdicts"], samples_per_prompt=2)
     with pytest.raises(RunFailed, match="no part of the reward says right or wrong; take zero_var"):

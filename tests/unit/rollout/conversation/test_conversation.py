@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from .kit import (
 )
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
 def answers(*texts: str) -> Any:
@@ -37,12 +39,16 @@ def answers(*texts: str) -> Any:
 
 
 def begin(
-    model: ScriptedModel, settings: dict[str, Any] | None = None, **given: Any
+    model: ScriptedModel,
+    settings: dict[str, Any] | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+    **given: Any,
 ) -> Conversation:
     context = make_context(
         model.tokenizer, settings=WorkflowConfig.model_validate(settings or {}), **given
     )
-    return context.conversation(make_prompt(model.tokenizer, "1+2?"), 3, 1, model)
+    prompt = make_prompt(model.tokenizer, "1+2?")
+    return context.conversation(prompt, 3, 1, model, tools=tools)
 
 
 def test_tokens_are_those_of_full_rendering() -> None:
@@ -51,7 +57,7 @@ def test_tokens_are_those_of_full_rendering() -> None:
     model = ScriptedModel(tokenizer, answers(CALL, "It is 3."))
 
     async def talk() -> Conversation:
-        conversation = begin(model)
+        conversation = begin(model, tools=TOOLS)
         reply = await conversation.generate()
         assert [(c.name, c.arguments) for c in reply.calls] == [("add", {"a": 1, "b": 2})]
         await conversation.append(
@@ -62,7 +68,7 @@ def test_tokens_are_those_of_full_rendering() -> None:
 
     conversation = asyncio.run(talk())
     assert [m["role"] for m in conversation.messages] == ["user", "assistant", "tool", "assistant"]
-    rendered = tokenizer.apply_chat_template(conversation.messages, tokenize=False)
+    rendered = tokenizer.apply_chat_template(conversation.messages, tools=TOOLS, tokenize=False)
     (sample,) = conversation.samples(1.0)
     assert tokenizer.decode(sample.tokens.tolist()) == rendered.removesuffix("\n")
     trained = sample.tokens[sample.loss_mask == 1]
@@ -150,6 +156,28 @@ def test_budgets(settings: dict[str, Any], given: dict[str, int], reason: str, m
         assert len(sample.tokens) <= made
     else:
         assert sample.num_trainable == made
+
+
+def test_engines_may_have_room_for_less_than_the_models_context() -> None:
+    """Where their memory holds fewer tokens; it is known once they run."""
+    model = ScriptedModel(make_tokenizer(), lambda *_: "hello")
+    told: list[int | None] = [None]
+
+    async def talk() -> Conversation:
+        conversation = begin(model, context=60, served=lambda: told[0])
+        assert (await conversation.generate()).finish_reason == "stop"
+        left = conversation.tokens_left
+        told[0] = 80
+        assert conversation.tokens_left == left, "the model has no more"
+        told[0] = 60 - left + 4
+        assert conversation.tokens_left == 4
+        await conversation.append([{"role": "user", "content": "x" * 9}])
+        assert (await conversation.generate()).finish_reason == "context"
+        return conversation
+
+    (sample,) = asyncio.run(talk()).samples()
+    assert sample.finish_reason == "context"
+    assert len(model.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -376,7 +404,7 @@ def test_results_of_tools_are_rendered_together() -> None:
     model = ScriptedModel(tokenizer, answers(CALL + CALL, "3 and 3"))
 
     async def talk() -> None:
-        conversation = begin(model)
+        conversation = begin(model, tools=TOOLS)
         reply = await conversation.generate()
         assert [c.id for c in reply.calls] == ["call00000", "call00001"]
         await conversation.append(
@@ -414,7 +442,7 @@ def test_a_call_that_is_no_json_is_told_and_kept_as_it_was() -> None:
     model = ScriptedModel(tokenizer, answers("<tool_call>{add 1 2}</tool_call>", "sorry"))
 
     async def talk() -> Conversation:
-        conversation = begin(model)
+        conversation = begin(model, tools=TOOLS)
         (call,) = (await conversation.generate()).calls
         assert call.arguments is None
         assert "must be JSON" in call.problem

@@ -136,6 +136,12 @@ WRITTEN: list[tuple[str, str, int, str, str]] = [
         f'{{"name": "weather", "parameters": {JSON}}}; {{"name": "weather", "parameters": {JSON}}}',
         2, "", "",
     ),
+    (
+        "llama3",
+        f'{{"type": "function", "name": "weather", "parameters": {JSON}}}\n'
+        f'{{"name": "weather", "parameters": {JSON}}}',
+        2, "", "",
+    ),
     ("llama3", '{"answer": 3}', 0, '{"answer": 3}', ""),
 ]  # fmt: skip
 
@@ -170,9 +176,28 @@ def test_the_calls_that_models_write_are_read(
     assert (reply.text, reply.reasoning) == (said, thought)
 
 
+@pytest.mark.parametrize(("name", "text", "count", "said", "thought"), WRITTEN)
+def test_without_tools_what_looks_like_a_call_is_text(
+    name: str, text: str, count: int, said: str, thought: str
+) -> None:
+    head = "<think>" if "</think>" in text else ""
+    reply = ReplyParser(make_tokenizer(), name, head=head)("", text, ())
+    assert (reply.calls, reply.reasoning, "tool_calls" in reply.message) == ((), thought, False)
+    assert said in reply.text
+    assert (JSON in reply.text) is (count > 0)
+
+
+def test_the_indentation_of_an_argument_is_kept() -> None:
+    """It is a line of Python, say. The template's own line breaks are none of it."""
+    said = "<parameter=code>\n    return x\n\n</parameter>\n<parameter=n>\n1\n</parameter>"
+    text = f"<tool_call>\n<function=insert>\n{said}\n</function>\n</tool_call>"
+    (call,) = ReplyParser(make_tokenizer(), "qwen3_coder")("", text, TOOLS).calls
+    assert call.arguments == {"code": "    return x\n", "n": "1"}
+
+
 def test_a_tool_of_the_model_s_own_is_called_as_in_python() -> None:
     text = '<|python_tag|>brave_search.call(query="rain (today)", lang="de")'
-    (call,) = ReplyParser(make_tokenizer(), "llama3")("", text, ()).calls
+    (call,) = ReplyParser(make_tokenizer(), "llama3")("", text, TOOLS).calls
     assert (call.name, call.arguments) == ("brave_search", {"query": "rain (today)", "lang": "de"})
 
 
@@ -192,6 +217,57 @@ def test_a_call_that_was_cut_is_a_call_with_a_problem(name: str, text: str) -> N
     (call,) = ReplyParser(make_tokenizer(), name)("", text, TOOLS).calls
     assert call.arguments is None
     assert "must be JSON" in call.problem
+
+
+BIG = 123456789012345678901234567890
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": %s}"}</tool_call>'),
+        (
+            "qwen3_coder",
+            "<tool_call><function=f><parameter=a>%s</parameter></function></tool_call>",
+        ),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": %s}}]'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": %s}'),
+        ("deepseekv31", f'{BEGIN}{CALL}f{SEP}{{"a": %s}}{END}{ENDS}'),
+        ("llama3", '{"name": "f", "parameters": {"a": %s}}'),
+        ("gpt-oss", '<|channel|>commentary to=functions.f<|message|>{"a": %s}'),
+    ],
+)
+def test_a_number_beyond_64_bits_is_read_and_deep_nesting_breaks_nothing(
+    name: str, text: str
+) -> None:
+    types = {"a": {"type": ["integer", "array"]}}
+    tools = [{"function": {"name": "f", "parameters": {"properties": types}}}]
+    parser = ReplyParser(make_tokenizer(), name)
+    (call,) = parser("", text % BIG, tools).calls
+    assert (call.arguments, call.problem) == ({"a": BIG}, "")
+    for count in (300, 20_000):
+        deep = parser("", text % ("[" * count + "]" * count), tools)
+        assert all(call.arguments is None for call in deep.calls)
+        assert deep.calls or deep.text
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        '{"name": "f", "arguments": {"a": "\\ud83d"}}',
+        '{"name": "\\ud83d", "arguments": {}}',
+        '{"name": "f", "arguments": "{\\"a\\": \\"\\\\ud83d\\"}"}',
+        '{"name": "f", "arguments": "{\\"a\\": NaN}"}',
+    ],
+)
+def test_what_json_does_not_know_is_a_problem_of_the_call(function: str) -> None:
+    reply = ReplyParser(make_tokenizer())("", f"<tool_call>{function}</tool_call>", TOOLS)
+    (call,) = reply.calls
+    assert (call.arguments, "must be JSON" in call.problem) == (None, True)
+    assert "tool_calls" not in reply.message
+    (call.name + call.raw).encode()
 
 
 def test_the_tokenizer_s_own_template_counts_unless_a_parser_is_named() -> None:
@@ -215,6 +291,7 @@ def test_the_tokenizer_s_own_template_counts_unless_a_parser_is_named() -> None:
     text = 'so CALL weather {"days": 1};'
     reply = ReplyParser(tokenizer)("<|im_start|>assistant\n", text, TOOLS)
     assert [(c.name, c.arguments) for c in reply.calls] == [("weather", {"days": 1})]
+    assert ReplyParser(tokenizer)("<|im_start|>assistant\n", text, ()).text == text
     assert ReplyParser(tokenizer, "hermes")("", text, TOOLS).text == text
 
 

@@ -139,5 +139,15 @@ def test_where_the_past_would_change_the_user_must_choose(name: str) -> None:
     assert asyncio.run(talk("branch")) == (1 if name == "qwen3" else 2)
 
 
+@pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
+def test_results_of_two_calls_follow_where_the_template_writes_one_call_a_turn(name: str) -> None:
+    template = template_of(name)
+    results = [{"role": "tool", "name": "f", "content": f"found {i}"} for i in range(2)]
+    one, two = (template.suffix(results[:n], TOOLS, last_token=None) for n in (1, 2))
+    first, both = (template.tokenizer.decode(tokens.tolist()) for tokens in (one, two))
+    head = template.head
+    assert both == first.removesuffix(head) + first.removeprefix("<|eot_id|>").replace("0", "1")
+
+
 def context_prompt(tokenizer: Any, text: str, messages: list[dict[str, Any]]) -> Prompt:
     return Prompt("rows:1", ids(tokenizer, text), text, messages=messages)

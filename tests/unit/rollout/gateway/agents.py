@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+import aiohttp
 
 from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.generation import GenerateRequest
@@ -123,3 +126,34 @@ def client(endpoint: Any, **given: Any) -> Any:
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, **given)
+
+
+def body(messages: list[Any], **more: Any) -> bytes:
+    return json.dumps({"model": "policy", "messages": messages, "tools": TOOLS, **more}).encode()
+
+
+async def post(endpoint: Any, data: bytes, *, attempt: int | None = None) -> tuple[int, Any]:
+    """Ask as a client that is not OpenAI's. Returns the status and the answer."""
+    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+    if attempt is not None:
+        headers["x-stainless-retry-count"] = str(attempt)
+    url = f"{endpoint.base_url}/chat/completions"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, data=data, headers=headers) as response,
+    ):
+        return response.status, await response.json()
+
+
+def trained(samples: list[Sample], model: ScriptedModel) -> list[str]:
+    """What is trained of each sample, by turn; all that the model wrote is trained once."""
+    found = []
+    numbers: list[float] = []
+    for sample in samples:
+        own = sample.tokens[sample.loss_mask == 1].tolist()
+        found.append(
+            "|".join(model.tokenizer.decode(own[s.start : s.end]) for s in sample.turn_spans)
+        )
+        numbers += (-sample.rollout_logprobs).tolist()
+    assert sorted(numbers) == list(range(model.made))
+    return found

@@ -424,6 +424,37 @@ def test_keys_come_from_the_environment(
     assert got == ["Bearer hush"]
 
 
+def test_a_sample_that_comes_as_the_last_request_ends_is_sent(sample: MakeSample) -> None:
+    """The one sender has ended, and is gone in the same turn of the loop."""
+
+    async def run() -> None:
+        part = ServicePart("x", RewardServiceConfig(url="http://127.0.0.1:9", concurrency=1))
+        answers = asyncio.Event()
+        asked: list[Any] = []
+
+        async def ask(samples: list[Sample]) -> list[Score]:
+            asked.append(samples)
+            await answers.wait()
+            return [Verdict(1.0)] * len(samples)
+
+        part._ask = ask  # type: ignore[method-assign]
+
+        async def another() -> list[Score]:
+            await answers.wait()
+            return await part.score([sample("b")])
+
+        first = asyncio.ensure_future(part.score([sample("a")]))
+        while not asked:
+            await asyncio.sleep(0)
+        second = asyncio.ensure_future(another())
+        await asyncio.sleep(0)
+        answers.set()
+        assert await asyncio.wait_for(asyncio.gather(first, second), 30) == [[Verdict(1.0)]] * 2
+        assert part._senders == set()
+
+    asyncio.run(run())
+
+
 def test_the_scorer_adds_service_and_judge_up(sample: MakeSample) -> None:
     async def both(request: web.Request) -> web.StreamResponse:
         if request.path.endswith("/chat/completions"):

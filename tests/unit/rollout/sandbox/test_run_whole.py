@@ -1,4 +1,4 @@
-"""`python process_tree.py COMMAND...` leaves nothing of a command behind."""
+"""`python process_tree.py COMMAND...` leaves nothing of a command behind; what memory counts."""
 
 from __future__ import annotations
 
@@ -85,3 +85,17 @@ def test_it_ends_when_its_parent_is_killed() -> None:
     with started(sys.executable, "-c", PARENT, *guarded) as (process, left):
         process.kill()
         assert ends(left)
+
+
+def test_files_of_memory_count_once_among_those_who_hold_them() -> None:
+    before = process_tree.memory([os.getpid()])
+    held = [os.memfd_create("held") for _ in range(2)]
+    held.append(os.dup(held[0]))
+    try:
+        for file in held[:2]:
+            os.write(file, bytes(32 << 20))
+        grown = process_tree.memory([os.getpid()]) - before
+    finally:
+        for file in held:
+            os.close(file)
+    assert 60 << 20 < grown < 90 << 20

@@ -9,13 +9,15 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from rlcore.errors import ConfigError, RolloutFailed
-from tests.unit.rollout.conversation.kit import ScriptedModel, make_tokenizer
+from tests.unit.rollout.conversation.kit import ScriptedModel, make_prompt, make_tokenizer
 from tests.unit.rollout.gateway.agents import build, by_turn, client, make_task, play
 
 HERE = __name__
@@ -34,7 +36,7 @@ async def ask(task: Any, endpoint: Any) -> Any:
         return await openai.chat.completions.create(model="policy", messages=task.messages)
 
 
-def failing(outcome: Any) -> Any:
+def giving(outcome: Any) -> Any:
     async def run(task: Any, endpoint: Any) -> Any:
         await ask(task, endpoint)
         if isinstance(outcome, BaseException):
@@ -57,7 +59,15 @@ def failing(outcome: Any) -> Any:
 )
 def test_a_program_that_fails_fails_its_rollout(outcome: Any, said: str) -> None:
     with pytest.raises(RolloutFailed, match=said):
-        play(failing(outcome), by_turn("3"))
+        play(giving(outcome), by_turn("3"))
+
+
+def test_outcomes_may_be_numbers_of_numpy() -> None:
+    outcome = MappingProxyType({"right": np.float32(0.5), "steps": np.int64(2)})
+    (sample,), _ = play(giving(outcome), by_turn("3"))
+    assert sample.outcome == {"right": 0.5, "steps": 2.0}
+    (sample,), _ = play(giving(np.float32(0.5)), by_turn("3"))
+    assert sample.outcome == {"reward": 0.5}
 
 
 def test_so_does_one_in_a_thread() -> None:
@@ -66,6 +76,24 @@ def test_so_does_one_in_a_thread() -> None:
 
     with pytest.raises(RolloutFailed, match="SystemExit: enough"):
         play(run, by_turn("3"))
+
+
+async def spoils(task: Any, endpoint: Any, *, seen: list[int]) -> float:
+    await ask(task, endpoint)
+    seen.append(task.row["level"].pop())
+    task.messages[0]["content"] = "spoiled"
+    return len(seen)
+
+
+def test_a_program_changes_nothing_of_the_rows_and_options_of_others() -> None:
+    tokenizer = make_tokenizer()
+    built = build(None, tokenizer, {"run": f"{HERE}:spoils", "options": {"seen": []}})
+    prompt = make_prompt(tokenizer, "1+2?", {"level": [7]})
+    for index in range(2):
+        model = ScriptedModel(tokenizer, by_turn("3"))
+        (sample,) = asyncio.run(built.rollout(prompt, 0, index, model))
+        assert sample.outcome == {"reward": 1.0}
+        assert sample.messages[0]["content"] == "1+2?"
 
 
 def test_and_one_that_asks_nothing() -> None:
@@ -103,7 +131,7 @@ def test_prompts_that_are_texts_are_refused() -> None:
     from dataclasses import replace
 
     tokenizer = make_tokenizer()
-    built = build(failing(1.0), tokenizer, {})
+    built = build(giving(1.0), tokenizer, {})
     prompt = replace(make_task(tokenizer), messages=None)
     with pytest.raises(ConfigError, match=r"data\.as_chat: true"):
         asyncio.run(built.rollout(prompt, 0, 0, ScriptedModel(tokenizer, by_turn("3"))))

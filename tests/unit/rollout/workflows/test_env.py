@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.errors import ConfigError, RolloutFailed
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import Reply
-from rollout.workflows.env import CUT, Step, ToolError
+from rollout.workflows.env import CUT, Step, ToolError, tools_of
 from rollout.workflows.registry import build_workflow
 from tests.unit.rollout.conversation.kit import (
     ScriptedModel,
@@ -139,6 +140,129 @@ def test_tools_run_together_and_are_answered_in_order() -> None:
     assert closed == ["calculator"]
 
 
+class Typed:
+    def take(
+        self,
+        n: int | str = 0,
+        *,
+        x: float = 0.0,
+        sure: bool = True,
+        way: Literal["up", "down"] = "up",
+        of: list[int] | None = None,
+        what: Any = None,
+        either: list[int] | int = 0,
+    ) -> str:
+        """Take anything.
+
+        Args:
+            n: a number or a name
+            x: a number
+            sure: or not
+            way: where to
+            of: numbers
+            what: anything
+            either: one or many
+        """
+        return "taken"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"n": "a", "x": 1, "sure": False, "way": "down", "of": [1], "either": [2]}, ""),
+        ({"n": 10**30, "x": 0.5, "of": None, "what": {"a": None}, "either": 2}, ""),
+        ({"n": 3.0}, ""),  # a whole number to JSON schema
+        ({"n": True}, "n: got true, expected integer or string"),
+        ({"n": 1.5}, "n: got 1.5, expected integer or string"),
+        ({"x": "two"}, 'x: got "two", expected number'),
+        ({"x": None}, "x: got null, expected number"),
+        ({"sure": 1}, "sure: got 1, expected boolean"),
+        ({"way": "left"}, 'way: got "left", expected one of ["up", "down"]'),
+        ({"of": {"a": 1}}, 'of: got {"a": 1}, expected array or null'),
+        ({"either": "x"}, 'either: got "x", expected array or integer'),
+        ({"other": 1}, "got an unexpected keyword argument 'other'"),
+    ],
+)
+def test_an_argument_of_another_type_is_told_to_the_model(
+    arguments: dict[str, Any], said: str
+) -> None:
+    (sample,), _ = run({0: call("take", **arguments), 1: "done"}, env=f"{HERE}:Typed")
+    expected = f"error: take: {said}" if said else "taken"
+    assert sample.messages[2]["content"] == expected
+
+
+class Loose(dict[str, int]):
+    """Its tools need no object; methods of its base class are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @staticmethod
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: the first
+            b: the second
+        """
+        return a + b
+
+    @classmethod
+    def double(cls, a: int) -> int:
+        """Double.
+
+        Args:
+            a: a number
+        """
+        return cls.add(a, a)
+
+
+def test_methods_without_an_object_are_tools_too() -> None:
+    assert {
+        name: tool["function"]["parameters"]["required"] for name, tool in tools_of(Loose).items()
+    } == {"add": ["a", "b"], "double": ["a"]}
+    turns = {0: call("add", a=1, b=2) + call("double", a=2) + call("add", a=1), 1: "done"}
+    (sample,), _ = run(turns, env=f"{HERE}:Loose")
+    assert [m["content"] for m in sample.messages if m["role"] == "tool"] == [
+        "3",
+        "4",
+        "error: add: missing a required argument: 'b'",
+    ]
+
+
+class Cards:
+    def __init__(self, used: list[int]) -> None:
+        self.used = used
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.cards, self.label = row["cards"], row["label"]
+
+    def draw(self) -> str:
+        """Draw a card."""
+        self.used.append(self.cards.pop())
+        self.label["drawn"] = True
+        return str(self.cards)
+
+    def reward(self, conversation: Conversation) -> dict[str, float]:
+        return {"used": len(self.used), "left": len(self.cards)}
+
+
+def test_rollouts_share_neither_row_nor_options() -> None:
+    tokenizer = make_tokenizer()
+    options = {"env": f"{HERE}:Cards", "options": {"used": []}}
+    settings = WorkflowConfig.model_validate({"name": "env", **options})
+    built: Any = build_workflow(make_context(tokenizer, settings=settings))
+    prompt = make_prompt(tokenizer, "draw", {"cards": [1, 2], "label": {}})
+    model = ScriptedModel(tokenizer, lambda _, request: "no" if request.turn else call("draw"))
+
+    async def play() -> list[list[Any]]:
+        return await asyncio.gather(*(built.rollout(prompt, 0, i, model) for i in range(2)))
+
+    for (sample,) in asyncio.run(play()):
+        assert sample.outcome == {"used": 1.0, "left": 1.0}
+    assert prompt.row == {"cards": [1, 2], "label": {}}
+
+
 def test_step_rewards_turns_until_it_is_done() -> None:
     (sample,), _ = run({0: "5", 1: "7"}, env=f"{HERE}:Guess")
     assert sample.token_rewards.tolist() == [0, -0.5, 0, 1.0]
@@ -250,6 +374,42 @@ def test_a_step_that_is_none_voids_the_rollout() -> None:
         RolloutFailed, match=r"step\(\) returned 'go on', expected a Step \(.*:\d+ in"
     ):
         run({0: "5"}, env=f"{HERE}:NoStep")
+
+
+class Graded(Guess):
+    outcome: Any = None
+
+    def reward(self, conversation: Conversation) -> Any:
+        return self.outcome
+
+
+@pytest.mark.parametrize(
+    ("outcome", "found"),
+    [
+        (1, {"reward": 1.0}),
+        (np.float32(0.5), {"reward": 0.5}),
+        (True, {"reward": 1.0}),
+        ({"a": np.float32(0.5), "b": 1}, {"a": 0.5, "b": 1.0}),
+        (None, {}),
+    ],
+)
+def test_an_environment_rewards_with_numbers(
+    monkeypatch: pytest.MonkeyPatch, outcome: Any, found: dict[str, float]
+) -> None:
+    monkeypatch.setattr(Graded, "outcome", outcome)
+    (sample,) = run({0: "7"}, env=f"{HERE}:Graded")[0]
+    assert sample.outcome == found
+
+
+@pytest.mark.parametrize("outcome", ["good", (1.0, 0.0), {"right": 1.0, "short": "x"}])
+def test_any_other_reward_is_named_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, outcome: Any
+) -> None:
+    monkeypatch.setattr(Graded, "outcome", outcome)
+    kind = type(outcome).__name__
+    said = rf"reward\(\) returned {kind} .* expected a number or .*test_env\.py:\d+ in"
+    with pytest.raises(RolloutFailed, match=said):
+        run({0: "7"}, env=f"{HERE}:Graded")
 
 
 class Untyped:

@@ -1,8 +1,11 @@
-"""Tests of code as labels have them, and what counts as the same answer. No code is run."""
+"""Tests of code as labels have them, and what counts as the same answer."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +60,25 @@ def test_statements(label: object) -> None:
     assert read_tests(label) == [CodeTest("assert f(1) == 2", statement=True)]
 
 
+def test_assertions_of_a_text_have_what_stands_before_them() -> None:
+    text = "import math\nx = 3\nassert math.isclose(f(x), 1)\nassert f(1) == [\n    1,\n    2,\n]\n"
+    first, second = read_tests(text)
+    assert first.given == "import math\nx = 3\nassert math.isclose(f(x), 1)"
+    assert second.given == "import math\nx = 3\nassert f(1) == [1, 2]"
+    with pytest.raises(ValueError, match="the label must be tests"):
+        read_tests("assert f(1) == [")
+    with pytest.raises(ValueError, match="the label must be tests"):
+        read_tests("def check(f): assert f(1)")
+
+
+def test_a_text_that_looks_like_json_is_the_result_as_it_is() -> None:
+    [test] = read_tests({"fn_name": "add", "inputs": [["11", "123"]], "outputs": ["134"]})
+    assert test.expected == "134"
+    for result in ('"134"', "134"):  # the second where the label has JSON
+        assert passed(test, f"\ntoken{result}", "token")
+    assert not passed(test, '\ntoken"135"', "token")
+
+
 @pytest.mark.parametrize(
     ("label", "reason"),
     [
@@ -100,7 +122,9 @@ def test_the_last_block(response: str, code: str | None) -> None:
     [
         ("1 2 \n3\n\n", "1 2\n3", True),
         ("0.3333333333", "0.333333333", True),
-        ("1.0", "1", False),
+        ("1.0", "1", True),
+        ("1e5", "100000", True),
+        ("1.0000001", "1", False),
         ("1", "1.0", True),
         ("1000000000000001", "1000000000000002", False),
         ("1 2 3", "1\n2\n3", False),
@@ -118,8 +142,10 @@ def test_same_text(output: str, expected: str, same: bool) -> None:
     ("value", "expected", "same"),
     [
         ([1, [2.0000000001]], [1, [2.0]], True),
-        (True, 1, False),
-        (1, True, False),
+        (True, 1, True),
+        (2.0, 2, True),
+        (2.0000001, 2, False),
+        (True, "True", False),
         ("1", 1, False),
         ({"1": 2}, {1: 2}, True),
         ([1], [1, 2], False),
@@ -143,3 +169,39 @@ def test_what_is_expected_does_not_enter_the_sandbox() -> None:
     program = program_of(CodeTest([1], "EXPECTED", "f"), "code", "TOKEN")
     assert "EXPECTED" not in str(program)
     assert program.files == {"solution.py": b"code"}
+
+
+CLASS = """
+from __future__ import annotations
+import pickle
+from dataclasses import dataclass
+
+@dataclass
+class Point:
+    x: int
+
+def f(x):
+    return pickle.loads(pickle.dumps(Point(x))).x
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("def f(a): return pow(a, 3, 7)", CodeTest([5], 6, "f")),
+        ("def f(a): return [pow(3, a), gcd(4, 6), sqrt(4)]", CodeTest([40], [3**40, 2, 2], "f")),
+        ("def f(n): return 0 if n == 0 else 1 + f(n - 1)", CodeTest([20_000], 20_000, "f")),
+        (CLASS, CodeTest([3], 3, "f")),
+        (CLASS, CodeTest("assert f(3) == 3", statement=True)),
+    ],
+)
+def test_what_a_right_solution_takes_for_granted(code: str, test: CodeTest, tmp_path: Path) -> None:
+    """The harness alone, without a sandbox."""
+    program = program_of(test, code, "TOKEN")
+    for name, content in program.files.items():
+        (tmp_path / name).write_bytes(content)
+    command = [sys.executable, "-c", program.code]
+    ran = subprocess.run(
+        command, input=program.stdin, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert passed(test, ran.stdout, "TOKEN"), ran.stderr

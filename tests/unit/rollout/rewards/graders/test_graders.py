@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 from hand_checked import ROWS, WRONG
@@ -133,7 +134,18 @@ def test_f1_is_precision_and_recall_of_words(sample, response, label, score, rig
         ("A and C are wrong.\n\nB", "B"),
         ("答案是B。", "B"),
         ("答案：Ｂ", "B"),
+        ("The answer is (B). Option A is too small, and option C is wrong.", "B"),
+        ("The correct answer is B. Option D is incorrect.", "B"),
+        ("Option A: no.\nOption B: yes.\nOption C: no.\nB", "B"),
+        ("The answer choice is B because choice C is wrong", "B"),
+        ("I choose option C.", "C"),
+        ("The correct option is B, and option A is not", "B"),
+        ("The answer is B, A is wrong.", "B"),
+        ("Answer: \\(B\\)", "B"),
+        ("Answer: \\text{B}", "B"),
+        ("The answer is A because it is not in France", "A"),
         ("The answer is A or B", None),
+        ("The answer is A, B or C", None),
         ("\\boxed{A, B}", None),
         ("A man walked in.", None),
         ("The answer is Paris", None),
@@ -144,6 +156,33 @@ def test_f1_is_precision_and_recall_of_words(sample, response, label, score, rig
 )
 def test_the_choice_that_a_response_picks(response, letter):
     assert picked(response, "ABCD") == letter
+
+
+def test_a_pronoun_is_no_choice():
+    assert picked("My answer: I believe it is (B)", "ABCDEFGHIJ") is None
+    assert picked("Answer: I", "ABCDEFGHIJ") == "I"
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        *(
+            "5 dollars",
+            "2 people",
+            "5.",
+            "5°",
+            "1\\,000",
+            "1.5e3",
+            "1e6",
+            "\\$18.90",
+            "\\$32,\\!348",
+        ),
+        *("\\$36", "４２", "1e-05", "1/2", "1 1/2", "x=5", "(1,2)", "\\frac{3}{4}", "18 apples"),
+    ],
+)
+def test_what_is_written_as_the_label_is_right(sample, label):
+    assert math(sample(f"so \\boxed{{{label}}}", label), answer="boxed", strict=True)["correct"]
+    assert not math(sample("so \\boxed{77}", label), answer="boxed", strict=True)["correct"]
 
 
 def test_choice_compares_with_the_labels_letter(sample):
@@ -173,7 +212,12 @@ def test_format_matches_the_whole_response(sample):
 def test_overlong_falls_linearly_over_the_buffer(tokens, penalty):
     class Made:
         num_trainable = tokens
+        measured: ClassVar = {}
 
+    assert overlong(Made(), buffer=20, max_tokens=100).score == pytest.approx(penalty)
+    # of a conversation in several samples
+    Made.num_trainable = 3
+    Made.measured = {"generated_tokens": float(tokens)}
     assert overlong(Made(), buffer=20, max_tokens=100).score == pytest.approx(penalty)
 
 
