@@ -41,6 +41,7 @@ ANSWER_S = 90.0  # of a process that starts, too
 BUCKETS = 8
 BUCKET_BYTES = 1 << 28
 CHANNELS = {"NCCL_MAX_CTAS": "4"}  # NCCL's advice for ranks that share a GPU
+AS_SGLANG = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}  # and the trainer beside it
 URL = "http://127.0.0.1:1"
 MPS = "nvidia-cuda-mps-control"
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
@@ -59,7 +60,7 @@ def lacks_nccl(setting: Setting, found: Found) -> bool:
         )
         found.numbers["not made, for want of"] = f"NCCL {SHARED_SINCE}"
         return True
-    os.environ.update({SHARED_GPU: "1", **CHANNELS})
+    os.environ.update({SHARED_GPU: "1", **CHANNELS, **AS_SGLANG})
     return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,30 +36,49 @@ def _experts(setting: Setting, found: Found) -> None:
     from backends.megatron.cpu.shim import importing_megatron
 
     with importing_megatron():
-        from backends.megatron.model.grouped_experts import GroupedExperts, groups_matmuls
+        import backends.megatron.model.grouped_experts  # noqa: F401
 
-    experts, hidden, width, rows = (
-        (4, 32, 16, 64) if setting.toy else (EXPERTS, HIDDEN, WIDTH, ROWS)
-    )
-    generator = torch.Generator(setting.device).manual_seed(7)
+    layer = _drawn_layer(setting)
+    names = ("output", "dX", "d probabilities", "dW1", "dW2")
+    if setting.cuda:  # the CPU has no grouped product for these stand-ins
+        expected = layer.both_passes(layer.one_by_one, torch.float32)
+        products = layer.both_passes(layer.grouped, torch.bfloat16)
+        for name, got, want in zip(names, products, expected):
+            found.check(f"grouped experts bf16: {name}", relative(got, want), 0.02)
+        del expected
+    rows, hidden = layer.x.shape
+    width = layer.second[0].size(1)
+    flops = 3 * 2 * rows * hidden * width * 3
+    functions = {"grouped": layer.grouped} if setting.cuda else {}
+    for label, function in {**functions, "one by one": layer.one_by_one}.items():
+        seconds = seconds_of(
+            lambda function=function: layer.both_passes(function, torch.bfloat16),
+            setting.size.rounds,
+            cuda=setting.cuda,
+        )
+        found.number(f"experts {label}", seconds, "s", f"{flops / seconds / 1e12:.4g} TFLOP/s")
+    wide = torch.cat([*layer.first[0].chunk(2), layer.second[0].t()]).t().contiguous()
+    plain = 3 * seconds_of(lambda: layer.x @ wide, setting.size.rounds, cuda=setting.cuda)
+    found.number("one dense product of as many FLOPs", plain, "s")
 
-    def drawn(*shape: int) -> Tensor:
-        noise = torch.randn(shape, generator=generator, device=setting.device)
-        return (noise * shape[-1] ** -0.5).bfloat16()
 
-    first = [drawn(2 * width, hidden) for _ in range(experts)]
-    second = [drawn(hidden, width) for _ in range(experts)]
-    share = torch.rand(experts, generator=generator, device=setting.device)
-    share[1] = 0  # an expert without tokens
-    counts = (share / share.sum() * rows).long().cpu()
-    counts[0] += rows - counts.sum()
-    x = drawn(rows, hidden)
-    weight = torch.rand(rows, generator=generator, device=setting.device)
-    grad = drawn(rows, hidden)
+@dataclass
+class _Layer:
+    """E experts and the rows that are routed to them, the first expert's first."""
 
-    def alone(x: Tensor, weight: Tensor, ones: list[Tensor], twos: list[Tensor]) -> Tensor:
+    first: list[Tensor]  # E of bf16 [2 * width, hidden]: gate and up
+    second: list[Tensor]  # E of bf16 [hidden, width]
+    counts: Tensor  # int64 [E] on the host: the rows of each expert
+    x: Tensor  # bf16 [rows, hidden]
+    probabilities: Tensor  # fp32 [rows]
+    grad: Tensor  # bf16 [rows, hidden], of the output
+
+    def one_by_one(
+        self, x: Tensor, weight: Tensor, ones: list[Tensor], twos: list[Tensor]
+    ) -> Tensor:
         """Expert after expert."""
-        parts = zip(x.split(counts.tolist()), weight.split(counts.tolist()), ones, twos)
+        sizes = self.counts.tolist()
+        parts = zip(x.split(sizes), weight.split(sizes), ones, twos)
         return torch.cat(
             [
                 F.linear((_swiglu(F.linear(part, one)) * w[:, None]).to(part.dtype), two)
@@ -66,7 +86,10 @@ def _experts(setting: Setting, found: Found) -> None:
             ]
         )
 
-    def grouped(x: Tensor, weight: Tensor, ones: list[Tensor], twos: list[Tensor]) -> Tensor:
+    def grouped(self, x: Tensor, weight: Tensor, ones: list[Tensor], twos: list[Tensor]) -> Tensor:
+        """All experts in one product a projection."""
+        from backends.megatron.model.grouped_experts import GroupedExperts, groups_matmuls
+
         stand_in: Any = SimpleNamespace(
             local_experts=[
                 SimpleNamespace(
@@ -78,37 +101,44 @@ def _experts(setting: Setting, found: Found) -> None:
             ],
             config=SimpleNamespace(moe_apply_probs_on_input=False),
         )
-        if setting.cuda and not groups_matmuls(stand_in, x):
+        if x.is_cuda and not groups_matmuls(stand_in, x):
             raise RuntimeError("no grouped matmul is chosen here")
-        return GroupedExperts.forward(stand_in, x, counts, weight)[0]
+        return GroupedExperts.forward(stand_in, x, self.counts, weight)[0]
 
-    def both(function: Any, dtype: torch.dtype) -> list[Tensor]:
-        inputs = [t.to(dtype).requires_grad_() for t in (x, weight, *first, *second)]
+    def both_passes(self, function: Any, dtype: torch.dtype) -> list[Tensor]:
+        """Return the output, and the gradients of rows, probabilities and both projections."""
+        experts = len(self.first)
+        leaves = (self.x, self.probabilities, *self.first, *self.second)
+        inputs = [t.to(dtype).requires_grad_() for t in leaves]
         out = function(*inputs[:2], inputs[2 : 2 + experts], inputs[2 + experts :])
-        got = torch.autograd.grad(out, inputs, grad.to(dtype), allow_unused=True)
+        got = torch.autograd.grad(out, inputs, self.grad.to(dtype), allow_unused=True)
         zero = [torch.zeros_like(i) if g is None else g for g, i in zip(got, inputs)]
-        ones, twos = zero[2 : 2 + experts], zero[2 + experts :]
-        return [out.detach(), *zero[:2], torch.stack(ones), torch.stack(twos)]
+        ones = torch.stack(zero[2 : 2 + experts])
+        return [out.detach(), *zero[:2], ones, torch.stack(zero[2 + experts :])]
 
-    names = ("output", "dX", "d probabilities", "dW1", "dW2")
-    if setting.cuda:  # the CPU has no grouped product for these stand-ins
-        expected = both(alone, torch.float32)
-        for name, got, want in zip(names, both(grouped, torch.bfloat16), expected):
-            found.check(f"grouped experts bf16: {name}", relative(got, want), 0.02)
-        del expected
-    flops = 3 * 2 * rows * hidden * width * 3
-    for label, function in (("grouped", grouped), ("one by one", alone)):
-        if label == "grouped" and not setting.cuda:
-            continue
-        seconds = seconds_of(
-            lambda function=function: both(function, torch.bfloat16),
-            setting.size.rounds,
-            cuda=setting.cuda,
-        )
-        found.number(f"experts {label}", seconds, "s", f"{flops / seconds / 1e12:.4g} TFLOP/s")
-    a, b = drawn(rows, hidden), drawn(hidden, 3 * width)
-    plain = 3 * seconds_of(lambda: a @ b, setting.size.rounds, cuda=setting.cuda)
-    found.number("one dense product of as many FLOPs", plain, "s")
+
+def _drawn_layer(setting: Setting) -> _Layer:
+    experts, hidden, width, rows = (
+        (4, 32, 16, 64) if setting.toy else (EXPERTS, HIDDEN, WIDTH, ROWS)
+    )
+    generator = torch.Generator(setting.device).manual_seed(7)
+
+    def drawn(*shape: int) -> Tensor:
+        noise = torch.randn(shape, generator=generator, device=setting.device)
+        return (noise * shape[-1] ** -0.5).bfloat16()
+
+    share = torch.rand(experts, generator=generator, device=setting.device)
+    share[1] = 0  # an expert without tokens
+    counts = (share / share.sum() * rows).long().cpu()
+    counts[0] += rows - counts.sum()
+    return _Layer(
+        first=[drawn(2 * width, hidden) for _ in range(experts)],
+        second=[drawn(hidden, width) for _ in range(experts)],
+        counts=counts,
+        x=drawn(rows, hidden),
+        probabilities=torch.rand(rows, generator=generator, device=setting.device),
+        grad=drawn(rows, hidden),
+    )
 
 
 def _swiglu(rows: Tensor) -> Tensor:

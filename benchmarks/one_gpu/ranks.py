@@ -1,4 +1,4 @@
-"""Whole runs of two ranks and two engines on one GPU, all over NCCL: they repeat themselves.
+"""Whole runs of two or three ranks and two engines on one GPU, all over NCCL: they repeat.
 
 Needs NCCL 2.30, which takes several ranks on one GPU.
 """
@@ -43,6 +43,13 @@ def runs_of_two_ranks(setting: Setting) -> Found:
         "tensor": (runs.train, tensor),
         "again": (runs.train, tensor),
         "one sender": (runs.train, (*tensor, "rollout.engine.senders=1")),
+        "two rails": (runs.train, (*tensor, "rollout.engine.senders=1", "rollout.engine.rails=2")),
+    }
+    three = (*alike, "cluster.processes_per_node=3", "rollout.engine.senders=1")
+    # one rank sends, one helps, and rank 0 helps through its link
+    of_three: Ways = {
+        "three ranks": (runs.train, (*three, "rollout.engine.rails=1")),
+        "three rails": (runs.train, (*three, "rollout.engine.rails=3")),
     }
     others: Ways = {
         "pipeline": (runs.train, (*alike, "policy.parallel.pipeline=2")),
@@ -53,13 +60,15 @@ def runs_of_two_ranks(setting: Setting) -> Found:
         "an engine killed": (partial(_lose_an_engine, runs), tensor),
     }
     with multi_process_service(setting):
-        _make({**same, **others}, found)
+        _make({**same, **others, **of_three}, found)
     os.environ.pop(PIPES, None)  # a process that is killed may take others of its service along
     _make(killed, found)
     for name in [*same, *killed][1:]:
         differs = runs.weights(name) != runs.weights("tensor")
         found.check(f"ranks: weights of {name!r} differ from the first", float(differs), 0.0)
-    for name in ("tensor", *others):
+    differs = runs.weights("three rails") != runs.weights("three ranks")
+    found.check("ranks: weights of 'three rails' differ from 'three ranks'", float(differs), 0.0)
+    for name in ("tensor", *others, *of_three):
         gap = max(row["rollout/train_rollout_logprob_diff"] for row in runs.rows(name))
         found.check(f"ranks: mean log-prob gap of {name!r}", gap, MEAN_GAP)
     restarts = sum(row.get("rollout/engine_restarts", 0) for row in runs.rows("an engine killed"))

@@ -7,11 +7,12 @@ and its links), and the turns that engines give to calls (`BucketTurns`). Simula
     a rank of the trainer   has a bucket when all ranks have sent the one before the last: buckets
                             are assembled over NVLink, and broadcast over the network cards of all
                             nodes, one ahead. It sends a bucket to its engines at once, and the next
-                            one when that has left, as `RankSender` does
+                            one when that has left, as `RankSender` does. Ranks that help it carry
+                            equal parts of each bucket, and wait as it does
     a network card          each rank has one, whose rate its transfers share
-    an engine               has a card too; one with our patches has the GPU load a bucket while it
-                            receives the next, and its process prepares that meanwhile; a stock
-                            server takes a bucket, loads it, and then takes the next
+    an engine               has a card for each GPU; one with our patches has the GPU load a bucket
+                            while it receives the next, and its process prepares that meanwhile; a
+                            stock server takes a bucket, loads it, and then takes the next
     a control call          costs rank 0, whose event loop makes one after the other, and the way
                             to the engine and back
 """
@@ -36,7 +37,8 @@ from rlcore.config import Config
 from rlcore.interfaces import RankPlace
 from rlcore.weights import Bucket
 from rollout.engines.bucket_turns import BucketTurns
-from rollout.weight_sync.groups.link import EngineLink, Link
+from rollout.weight_sync.groups.dealing import Served
+from rollout.weight_sync.groups.link import EngineLink, Link, Order, RemoteLink
 from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.publication import WeightPublication
@@ -52,6 +54,7 @@ class Costs:
 
     card: float = 48e9  # bytes/s through one network card of 400 Gbit/s
     nvlink: float = 300e9  # bytes/s into one rank from its node
+    broadcast: float = 192e9  # bytes/s to all ranks of the trainer: half of a node's cards
     load_s: float = 0.006  # of an engine's process, a bucket, beside the transfer
     stock_load_s: float = 0.016  # of a stock server's
     load_rate: float = 1e12  # bytes/s at which an engine copies a bucket into its weights
@@ -72,10 +75,10 @@ class Published:
 class SimulatedEngine:
     """Implements what `DistributedTransport` and `WeightPublication` ask of an engine."""
 
-    def __init__(self, number: int, world: World, *, queues_buckets: bool) -> None:
+    def __init__(self, number: int, world: World, *, gpus: int, queues_buckets: bool) -> None:
         self.name = f"engine-{number}"
         self.url = f"http://10.0.{number // 250}.{number % 250 + 1}:30000"
-        self.group_ranks = 1
+        self.group_ranks = gpus
         self.in_group: str | None = None
         self.queues_buckets = queues_buckets
         self._world = world
@@ -138,12 +141,17 @@ class SimulatedEngine:
         costs = self._world.costs
         await asyncio.sleep(size / costs.digest_rate + size / costs.load_rate)
 
-    async def take_from(self, rank: int, bucket: Bucket) -> None:
-        """Have the rank broadcast a bucket in the group with this engine."""
+    async def take_from(self, ranks: Sequence[int], bucket: Bucket) -> None:
+        """Have the first of the ranks broadcast a bucket in the group of all with this engine."""
         await self._receives[bucket.index].wait()
-        await self._world.cards[rank].carry(bucket.num_bytes)
-        self._world.sent[rank] += bucket.num_bytes
+        part = bucket.num_bytes / len(ranks)
+        await asyncio.gather(*(self._world.cards[rank].carry(part) for rank in ranks))
+        self._world.sent[ranks[0]] += bucket.num_bytes
         self._received[bucket.index].set()
+
+    async def has(self, bucket: Bucket) -> None:
+        """Wait until a bucket has been received."""
+        await self._received[bucket.index].wait()
 
 
 class _Rank0Link(Link):
@@ -162,17 +170,37 @@ class _Rank0Link(Link):
         world = self.engine._world
 
         async def send(bucket: Bucket) -> None:
-            await self.engine.take_from(0, bucket)
+            await self.engine.take_from([0], bucket)
             left.set_result(None)
 
         world.start(send(world.on_rank0))
         return left
 
 
+class _RemoteLink(RemoteLink):
+    """The link of another rank. Where rank 0 helps it, rank 0 is done when the engine is."""
+
+    async def _meet(self, enter: Any, place: GroupAddress, rank: int) -> None:
+        await self.engine.join_group(place, rank)
+
+    def _start_sending(self, flat: Tensor) -> Future[None] | None:
+        if 0 not in self.served.helpers:
+            return None
+        left: Future[None] = Future()
+        world = self.engine._world
+
+        async def pass_on(bucket: Bucket) -> None:
+            await self.engine.has(bucket)
+            left.set_result(None)
+
+        world.start(pass_on(world.on_rank0))
+        return left
+
+
 class _Transport(DistributedTransport):
-    def _new_link(self, engine: Any, gpu: str | None) -> EngineLink:
-        if self._ranks[engine]:
-            return super()._new_link(engine, gpu)
+    def _new_link(self, engine: Any, gpu: str | None, served: Served) -> EngineLink:
+        if served.sender:
+            return _RemoteLink(engine, "nccl", served, self._device, self._timeout_s)
         return _Rank0Link(engine, "nccl", self._device, self._timeout_s)
 
 
@@ -185,7 +213,8 @@ class World:
 
     Args:
         ranks: of the trainer.
-        senders: of them, at most; None: as a run chooses on GPUs.
+        gpus: of an engine.
+        senders, rails: at most; None: as a run chooses on GPUs.
         calls_ahead: engines are servers with our patches, which take calls of later buckets while
             they take one; else stock ones.
         whole: the buckets as they are assembled, where that rank then rounds them to FP8.
@@ -198,7 +227,9 @@ class World:
         ranks: int,
         engines: int,
         costs: Costs,
+        gpus: int = 1,
         senders: int | None = None,
+        rails: int | None = None,
         calls_ahead: bool = True,
         whole: Sequence[Bucket] | None = None,
     ) -> None:
@@ -210,10 +241,11 @@ class World:
         self.sent: Counter[int] = Counter()
         self.on_rank0 = buckets[0]  # the bucket that rank 0 sends
         self._engines = [
-            SimulatedEngine(i, self, queues_buckets=calls_ahead) for i in range(engines)
+            SimulatedEngine(i, self, gpus=gpus, queues_buckets=calls_ahead) for i in range(engines)
         ]
         self._places = [RankPlace(f"node-{rank // NODE}", f"gpu-{rank}") for rank in range(ranks)]
         self._senders = senders
+        self._rails = rails
         self._tasks: set[asyncio.Task[None]] = set()
         self._made = [asyncio.Event() for _ in buckets]
         self._sent_by = [0] * len(buckets)  # ranks that have sent a bucket
@@ -235,20 +267,24 @@ class World:
             probe_s=10.0,
             digests="none",
             senders=self._senders,
+            rails=self._rails,
         )
         publication._transport = transport
         await publication._prepare(self.buckets, False, (), self._places)
-        orders = {rank: json.loads(order) for rank, order in transport.orders.items()}
+        orders = {
+            rank: [Order(**one) for one in json.loads(said)]
+            for rank, said in transport.orders.items()
+        }
         places = {
-            rank: json.dumps({one["engine"]: asdict(_address(one["engine"])) for one in order})
+            rank: json.dumps({one.engine: asdict(_address(one.engine)) for one in order})
             for rank, order in orders.items()
         }
         assert await transport.meet(places) == {}
-        named = {engine.name: engine for engine in self._engines}
-        served = {rank: [named[one["engine"]] for one in order] for rank, order in orders.items()}
-        ranks = [self._rank(rank, engines) for rank, engines in served.items()]
-        self.start(self._make([0, *served]))
-        await asyncio.gather(self._rank_0(publication, 1 + len(served)), *ranks)
+        sending = [own for order in orders.values() if (own := [o for o in order if not o.rank])]
+        self.start(self._make([*{0, *orders}]))
+        await asyncio.gather(
+            self._rank_0(publication, 1 + len(sending)), *(self._rank(own) for own in sending)
+        )
         await publication._finish(1)
         return Published(asyncio.get_running_loop().time(), dict(self.sent))
 
@@ -264,7 +300,7 @@ class World:
             if len(senders) > 1:
                 await asyncio.sleep(whole / self.costs.nvlink)
                 passing = [self.cards[rank].carry(size / NODE) for rank in senders]
-                await asyncio.gather(asyncio.sleep(size / self.costs.card), *passing)
+                await asyncio.gather(asyncio.sleep(size / self.costs.broadcast), *passing)
             elif len(self._places) > 1:
                 await asyncio.sleep(size / self.costs.card)  # into the card of rank 0
             self._made[index].set()
@@ -277,11 +313,14 @@ class World:
             await publication._send(bucket, NOTHING, None)
             self._leave(bucket)
 
-    async def _rank(self, rank: int, engines: Sequence[SimulatedEngine]) -> None:
-        """What `RankSender` does on a rank beside rank 0."""
+    async def _rank(self, orders: Sequence[Order]) -> None:
+        """What `RankSender` does on a rank beside rank 0 that sends."""
+        named = {engine.name: engine for engine in self._engines}
         for bucket in self.buckets:
             await self._made[bucket.index].wait()
-            await asyncio.gather(*(engine.take_from(rank, bucket) for engine in engines))
+            await asyncio.gather(
+                *(named[order.engine].take_from(order.trainer, bucket) for order in orders)
+            )
             self._leave(bucket)
 
     def _leave(self, bucket: Bucket) -> None:

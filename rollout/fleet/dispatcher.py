@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -140,7 +139,7 @@ class Dispatcher:
         group = f"engine {lease.member.name}"
         slots = self._slots.setdefault(group, Lanes(group, "slot"))
         slot = slots.take()
-        began = now()
+        lease.began = lease.ended = now()  # unless it is lost before its call
         args: dict[str, Any] = {
             "groups": [group_key(request.seed, request.draw) for request in requests],
             "samples": [(request.first_sample, request.n) for request in requests],
@@ -158,7 +157,7 @@ class Dispatcher:
             args["failed"] = type(error).__name__
             raise
         finally:
-            RECORDER.add(slots.track(slot), "request", began, now(), **args)
+            RECORDER.add(slots.track(slot), "request", lease.began, lease.ended, **args)
             slots.give_back(slot)
 
     async def _call(
@@ -186,7 +185,7 @@ class Dispatcher:
                 f"engine {engine.name} failed: {type(error).__name__}: {error}"
             ) from error
         finally:
-            self._end()
+            self._end(lease)
             if lease.alarm is not None:
                 lease.alarm.cancel()
             lease.caller = None
@@ -261,24 +260,31 @@ class Dispatcher:
     def _begin(self, lease: Lease, requests: Sequence[GenerateRequest]) -> None:
         lease.requests = len(requests)
         lease.rids = [request.rid for request in requests]
+        lease.began = now()
         if not self._calls:
-            self._busy_since = time.perf_counter()
+            self._busy_since = lease.began
         self._calls += 1
 
-    def _end(self) -> None:
+    def _end(self, lease: Lease) -> None:
+        lease.ended = now()
         self._calls -= 1
         if not self._calls:
-            self._busy_s += time.perf_counter() - self._busy_since
+            self._busy_s += lease.ended - self._busy_since
 
     @property
     def busy_s(self) -> float:
         """Seconds so far in which any engine had work."""
-        return self._busy_s + (time.perf_counter() - self._busy_since if self._calls else 0.0)
+        return self._busy_s + (now() - self._busy_since if self._calls else 0.0)
 
     @property
     def free_calls(self) -> int:
         """Calls that engines which batch continuously would take at once, less waiting ones."""
         return self.fleet.router.free(self.config.max_in_flight)
+
+    @property
+    def most_calls(self) -> int:
+        """Calls that those engines would take at once, if they had none."""
+        return self.fleet.serving * self.config.max_in_flight
 
     @property
     def free_sequences(self) -> int:

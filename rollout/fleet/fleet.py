@@ -245,6 +245,12 @@ class Fleet:
         return [member.engine for member in self.members]
 
     @property
+    def max_total_tokens(self) -> int | None:
+        """The most tokens of prompt and response that all engines take, as far as they tell."""
+        told = [getattr(engine, "max_total_tokens", None) for engine in self.engines]
+        return min((tokens for tokens in told if tokens is not None), default=None)
+
+    @property
     def serving(self) -> int:
         return len(self._in(State.SERVING))
 
@@ -402,8 +408,9 @@ class Fleet:
             except Exception as error:  # noqa: BLE001 - any other error is a defect of the engine
                 return describe(error)
             else:
-                held = count is None
-                seen = None if held else (count, member.answers)
+                # behind a router an engine never tells, and its requests go on
+                held = count is None and member.health.state is not State.SERVING
+                seen = None if count is None else (count, member.answers)
         now = time.monotonic()
         if held:
             member.held_s += now - clock.looked_at

@@ -81,6 +81,8 @@ class Lease:
     held_before_s: float = 0.0  # `member.held_s` when its time was last looked at
     overdue: bool = False  # its time is up: the call was aborted, which is not the engine's failure
     alarm: asyncio.TimerHandle | None = None  # of its time
+    began: float = 0.0  # its call, by the clock of the timeline
+    ended: float = 0.0
 
     def lose(self, why: str) -> None:
         """Take the lease back, because its engine failed."""

@@ -60,6 +60,8 @@ class Transport(ABC):
         self.trainer_gpus: Sequence[str] = ()
         # where the trainer's ranks are, if others than rank 0 may send
         self.trainer_ranks: Sequence[RankPlace] = ()
+        # whether the next transaction has all engines: another one has left, or is started again
+        self.has_all_engines = False
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
         """Begin a publication to `engines`."""

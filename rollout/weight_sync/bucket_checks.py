@@ -12,6 +12,7 @@ from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, ask
 from rollout.weight_sync.digests import digest, new_order
 
+NOT_LOADED = "not loaded: "  # of SGLang's ranks, in place of a digest, before the reason
 Wanted = Literal["auto", "sha256", "none"]  # of `rollout.engine.bucket_digests`
 
 
@@ -62,6 +63,9 @@ class SentDigests:
         if not wrong:
             return None
         got = received.get(wrong[0], "none")
+        _, not_loaded, why = got.partition(NOT_LOADED)
+        if not_loaded:
+            return f"bucket {wrong[0]} was received, but one of its ranks did not load it: {why}"
         return (
             f"{len(wrong)} of {len(sent)} buckets did not arrive as they were sent, so something"
             f" between trainer and engine changes the weights (bucket {wrong[0]}: {kind} sent"

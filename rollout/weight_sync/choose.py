@@ -34,6 +34,7 @@ def choose_transport(
             probe_s=probe,
             digests=config.rollout.engine.bucket_digests,
             senders=config.rollout.engine.senders,
+            rails=config.rollout.engine.rails,
         )
     if name == "tensor":
         return TensorTransport(timeout_s=limit)

@@ -287,6 +287,9 @@ class DiskTransport(FolderTransport[FullWriter]):
         answers = await ask(
             self._engines, "load_folder", lambda e: e.load_folder(folder), self._timeout_s
         )
+        if self.has_all_engines:
+            names = {engine.name for engine in self._engines}
+            self._loaded = {name: one for name, one in self._loaded.items() if name in names}
         for engine in self._engines:
             if engine in answers.failed:
                 self._loaded.pop(engine.name, None)

@@ -1,8 +1,8 @@
 """Engines in other processes take each bucket over process groups (process_group.py).
 
-Each engine has a group of its own with one rank of the trainer, which sends it every bucket
-(groups/). All links send at once. A hung engine holds up nobody but the rank that serves it, and
-that one no longer than until rank 0 gives the publication up.
+Each engine has a group of its own with one rank of the trainer, which sends it every bucket, and
+with those that help it (groups/dealing.py). All links send at once. A hung engine holds up nobody
+but the rank that serves it, and that one no longer than until rank 0 gives the publication up.
 
 An engine is called for a bucket when the one before it begins to leave, if it queues such calls: it
 goes on to the next bucket without a way to the trainer and back. So a failure comes to light at a
@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -27,8 +25,9 @@ from rlcore.errors import EngineFailed
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
 from rollout.weight_sync.bucket_checks import SentDigests, Wanted, digest_kind
+from rollout.weight_sync.groups.dealing import Dealing, Served
 from rollout.weight_sync.groups.link import EngineLink, Link, RemoteLink
-from rollout.weight_sync.process_group import choose_backend, gpu_identity, is_loopback
+from rollout.weight_sync.process_group import choose_backend, gpu_identity
 
 
 class DistributedTransport(Transport):
@@ -52,8 +51,7 @@ class DistributedTransport(Transport):
     posted ahead has `CALLS_AT_ONCE` times its limit.
 
     Args:
-        senders: the ranks that engines are dealt to; None: on GPUs as many as there are engines,
-            on the CPU rank 0 alone.
+        senders, rails: see `Dealing`.
     """
 
     name = "distributed"
@@ -66,13 +64,13 @@ class DistributedTransport(Transport):
         probe_s: float,
         digests: Wanted = "auto",
         senders: int | None = None,
+        rails: int | None = None,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
         self._device = device
         self._probe_s = probe_s
-        self._senders = senders
         self._links: dict[Engine, EngineLink] = {}
-        self._ranks: dict[Engine, int] = {}  # that serve them, as long as the run lasts
+        self._dealing = Dealing(senders, rails, on_gpu=device.type == "cuda")
         self._digests = digests
         # in the current transaction
         self._sent = SentDigests()
@@ -88,19 +86,21 @@ class DistributedTransport(Transport):
         """
         for engine in [engine for engine, link in self._links.items() if not link.is_whole]:
             self._links.pop(engine).close()
+        if self.has_all_engines:
+            self._dealing.keep_only(engines)
         new = [engine for engine in engines if engine not in self._links]
         answers = await ask(new, "health", lambda e: e.health(), self._probe_s)
         failed = answers.failed
+        # one that joined may be alone in this transaction
+        known = len({*self._dealing.served, *engines})
         for engine in [engine for engine in new if engine in answers.results]:
+            gpu = answers.results[engine]["gpu"]
             try:
-                if engine not in self._ranks:
-                    # one that joined may be alone in this transaction
-                    known = len({*self._ranks, *engines})
-                    self._ranks[engine] = self._choose_rank(engine, known)
+                served = self._dealing.deal(engine, gpu, known, self.trainer_ranks)
             except EngineFailed as error:  # recovery: without this engine, by the caller
                 failed[engine] = f"engine {engine.name} cannot be met: {error}"
                 continue
-            self._links[engine] = self._new_link(engine, answers.results[engine]["gpu"])
+            self._links[engine] = self._new_link(engine, gpu, served)
         self._engines = [engine for engine in engines if engine not in failed]
         self._sent = SentDigests()
         self._buckets = buckets
@@ -111,21 +111,10 @@ class DistributedTransport(Transport):
         self._failed = failed | await self._on_links(lambda link: link.join())
         return self._failed
 
-    def _choose_rank(self, engine: Engine, engines: int) -> int:
-        """The rank with the fewest engines, of those that reach this one."""
-        places = self.trainer_ranks
-        count = self._senders or (engines if self._device.type == "cuda" else 1)
-        ranks = spread(len(places), count) if places else [0]
-        if is_loopback(urlsplit(engine.url).hostname or ""):
-            ranks = [rank for rank in ranks if not rank or places[rank].host == places[0].host]
-        busy = Counter(self._ranks.values())
-        return min(ranks, key=lambda rank: busy[rank])
-
-    def _new_link(self, engine: Engine, gpu: str | None) -> EngineLink:
-        rank = self._ranks[engine]
-        if rank:
-            backend = choose_backend(self.trainer_ranks[rank].gpu, gpu)
-            return RemoteLink(engine, backend, rank, self._timeout_s)
+    def _new_link(self, engine: Engine, gpu: str | None, served: Served) -> EngineLink:
+        if served.sender:
+            backend = choose_backend(self.trainer_ranks[served.sender].gpu, gpu)
+            return RemoteLink(engine, backend, served, self._device, self._timeout_s)
         backend = choose_backend(gpu_identity(self._device), gpu)
         return Link(engine, backend, self._device, self._timeout_s)
 
@@ -133,10 +122,12 @@ class DistributedTransport(Transport):
     def orders(self) -> dict[int, str]:
         """What `RankSender.open` of each rank that serves engines of this transaction is told."""
         remote: dict[int, list[dict[str, Any]]] = {}
-        for engine in self._engines:
-            link = self._links[engine]
+        for link in self._links_now():
             if isinstance(link, RemoteLink) and link.order is not None:
-                remote.setdefault(link.rank, []).append(asdict(link.order))
+                for place, rank in enumerate(link.order.trainer):
+                    if rank:  # what rank 0 does is in its link
+                        own = replace(link.order, rank=place)
+                        remote.setdefault(rank, []).append(asdict(own))
         return {rank: json.dumps(orders) for rank, orders in remote.items()}
 
     async def meet(self, places: Mapping[int, str]) -> Failures:
@@ -145,11 +136,11 @@ class DistributedTransport(Transport):
         Who does not get there is served by rank 0 from then on.
         """
         remote = [link for link in self._links_now() if isinstance(link, RemoteLink)]
-        reasons = await asyncio.gather(*(link.meet(places.get(link.rank, "")) for link in remote))
+        reasons = await asyncio.gather(*(link.meet(places) for link in remote))
         failed = {link.engine: why for link, why in zip(remote, reasons) if why is not None}
         for engine in failed:
-            self._ranks[engine] = 0
-            del self._links[engine]
+            self._dealing.leave_to_rank0(engine)
+            self._links.pop(engine).close()
         self._failed |= failed
         return failed
 
@@ -223,7 +214,11 @@ class DistributedTransport(Transport):
             for engine in self._engines
             if engine in self._links and engine not in self._failed
         ]
-        return await self._on_links(lambda link: link.settle())
+        failed = await self._on_links(lambda link: link.settle())
+        for link in self._links_now():
+            if isinstance(link, RemoteLink):  # the other ranks leave these groups, too
+                link.close()
+        return failed
 
     def _kind(self, engine: Engine) -> str | None:
         return digest_kind(self._digests, engine, self._links[engine].backend)
@@ -241,11 +236,3 @@ class DistributedTransport(Transport):
     async def _on_links(self, step: Callable[[EngineLink], Any]) -> Failures:
         reasons = await asyncio.gather(*map(step, self._links_now()))
         return {engine: why for engine, why in zip(self._engines, reasons) if why is not None}
-
-
-def spread(world_size: int, count: int) -> list[int]:
-    """`count` ranks of a world, or all of them, rank 0 first, as far apart as they can be: on as
-    many machines as there are.
-    """
-    count = min(count, world_size)
-    return [i * world_size // count for i in range(count)]

@@ -1,4 +1,4 @@
-"""A process group of a rank of the trainer and one engine: NCCL between different GPUs, else gloo.
+"""A process group of ranks of the trainer and one engine: NCCL between different GPUs, else gloo.
 
 In one common group, an engine that hangs would hold up the others, and we could not free them:
 neither gloo nor NCCL lets go of a collective whose other ranks are alive, and SGLang sets no
@@ -163,18 +163,32 @@ class WeightGroup:
         except (dist.DistError, RuntimeError) as error:
             raise self._failure("the weight group did not come together", error) from error
         self._store = store
-        self._sending: WorkThread | None = None  # from the first `start_sending` on
+        self._sending: WorkThread | None = None  # from the first `_start` on
 
     def start_sending(self, flat: Tensor) -> Future[None]:
         """Send uint8 [n] when all that came before is sent, in the one thread that this group has.
 
         Raises RunFailed where the group is closed.
         """
+        return self._start(lambda: self.send(flat))
+
+    def start_passing_on(self, num_bytes: int) -> Future[None]:
+        """Take part in rank 0's broadcast of uint8 [num_bytes], as `start_sending` does.
+
+        The bytes are passed on to other ranks, and not kept.
+        """
+        return self._start(
+            lambda: self._broadcast(
+                torch.empty(num_bytes, dtype=torch.uint8, device=self._group_device)
+            )
+        )
+
+    def _start(self, work: Callable[[], None]) -> Future[None]:
         if self._sending is None:
             self._sending = WorkThread(self.device)
         if not self.is_open:  # `close` may not have seen the thread
             self._sending.close()
-        return self._sending.start(lambda: self.send(flat))
+        return self._sending.start(work)
 
     def send(self, flat: Tensor) -> None:
         """Broadcast uint8 [n]; for rank 0."""
@@ -321,17 +335,16 @@ def _without_dumps() -> Iterator[None]:
 
 
 def meeting_place(
-    url: str, ranks: int, backend: Backend, timeout_s: float
+    url: str, others: int, backend: Backend, timeout_s: float
 ) -> tuple[GroupAddress, dist.Store]:
-    """Open a store where an engine at `url` can reach it, for a group of this rank and `ranks` of
-    the engine.
+    """Open a store where an engine at `url` can reach it, for a group of this rank and `others`.
 
     Raises OSError and torch's DistError where there is no way to the engine.
     """
     host = own_address(url)
     store = bound_store(host, timeout_s)
     name = f"weights-{secrets.token_hex(8)}"
-    return GroupAddress(host, store.port, 1 + ranks, backend, timeout_s, name), store
+    return GroupAddress(host, store.port, 1 + others, backend, timeout_s, name), store
 
 
 def choose_backend(trainer: str | None, engine: str | None) -> Backend:

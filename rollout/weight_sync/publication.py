@@ -239,6 +239,7 @@ class WeightPublication:
             self._transport = choose_transport(self._config, self._engines, device=self._device)
         self._transport.trainer_gpus = trainer_gpus
         self._transport.trainer_ranks = trainer_ranks
+        self._transport.has_all_engines = not only_stale
         await self._all_or_again(
             self._transport.open(self._engines, buckets), "the way of the weights was not opened"
         )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from server_kit import Served
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlcore.config import Config
@@ -97,13 +98,26 @@ def flatten(bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> torch.Tensor
     return torch.cat([weights[spec.name].reshape(-1).view(torch.uint8) for spec in bucket.tensors])
 
 
-def publish(sink: WeightPublication, weights: Weights, version: int) -> None:
-    buckets = layout(weights)
-    assert len(buckets) > 1
+def publish(
+    sink: WeightPublication,
+    weights: Weights,
+    version: int,
+    buckets: Sequence[Bucket] | None = None,
+) -> None:
+    """Publish in these buckets; else in several."""
+    if buckets is None:
+        buckets = layout(weights)
+        assert len(buckets) > 1
     sink.prepare(buckets)
     for bucket in buckets:
         sink.send(bucket, flatten(bucket, weights))
     sink.finish(version)
+
+
+def checksums(served: Served, engine: SGLangEngine) -> dict[str, str]:
+    """Checksums of the tensors of a server of one rank."""
+    [rank] = served.call(engine.checksum())
+    return dict(rank["checksums"])
 
 
 def request(prompt: Sequence[int] = PROMPT, *, draw: int = 0, tokens: int = 12) -> GenerateRequest:

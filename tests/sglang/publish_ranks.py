@@ -51,13 +51,14 @@ from rlcore.trainer.weight_publisher import WeightPublisher
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
+from rollout.weight_sync.groups.dealing import Dealing, Served
 from rollout.weight_sync.groups.rank_sender import RankSender
-from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.serialized import SerializedHandles
 
 BUCKET_BYTES = 20_000
 HANDLES = "handles"  # the transport `tensor`, with a handle from each rank
-SENDER = "sender"  # the transport `distributed`, with the last rank as the engine's sender
+# the transport `distributed`, with the last rank as the engine's sender, and all others to help it
+SENDER = "sender"
 
 
 def main() -> None:
@@ -134,7 +135,8 @@ def publish_as_a_run(
         loop, engine = engine_of(payload, model, transport)
         # its first rank is on the last GPU of the trainer
         engine.server.gpus = tuple(f"gpu-{k}" for k in reversed(range(size)))[: engine.group_ranks]
-        DistributedTransport._choose_rank = lambda *_: size - 1  # type: ignore[method-assign]
+        served = Served(size - 1, tuple(range(size - 1)))
+        Dealing.deal = lambda *_: served  # type: ignore[method-assign]
         sink, participants = sink_over(engine_config(payload, model, transport), [engine], loop)
         journal = VersionJournal(Path(payload["runs"]) / f"{kind}.jsonl", newest=version - 1)
     backend = SimpleNamespace(
@@ -150,7 +152,7 @@ def publish_as_a_run(
         senders=senders,
     )
     assert publisher.publish(1) == ""
-    assert bool(sender._groups) == (not by_handle and rank == size - 1)
+    assert bool(sender._groups) == (rank != 0 and not by_handle)
     if rank != 0:
         return {}
     assert sink.handle_gpus == (list(engine.gpus) if by_handle else [])

@@ -7,12 +7,20 @@ something else for this family than transformers, from the folder's own weights 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import server_kit
-from publication_kit import connect, flatten, folder_weights, layout, run_config, sink_over
+from publication_kit import (
+    checksums,
+    connect,
+    folder_weights,
+    layout,
+    publish,
+    run_config,
+    sink_over,
+)
 from server_kit import Served
 
 from rlcore.launch.commands.init_model import ModelSpec, init_model
@@ -58,26 +66,18 @@ def test_parts_that_the_server_fuses_arrive_whatever_the_size_of_buckets(
     first = folder_weights(latent.model)
     second = {name: tensor + 1 for name, tensor in first.items()}
     specs = [spec for bucket in layout(first) for spec in bucket.tensors]
-    version = 0
-
-    def published(buckets: Sequence[Bucket], seed: int) -> dict[str, str]:
-        """Checksums of the server's tensors after a publication."""
-        nonlocal version
-        version += 1
-        sink.prepare(buckets)
-        for bucket in buckets:
-            sink.send(bucket, flatten(bucket, [first, second][seed]))
-        sink.finish(version)
-        [rank] = latent.call(engine.checksum())
-        return dict(rank["checksums"])
-
-    of_first = published(cut_buckets(specs, 1 << 30), 0)
-    of_second = published(cut_buckets(specs, 1 << 30), 1)
+    whole = cut_buckets(specs, 1 << 30)
+    publish(sink, first, 1, whole)
+    of_first = checksums(latent, engine)
+    publish(sink, second, 2, whole)
+    of_second = checksums(latent, engine)
     small = cut_buckets(specs, 1)
     assert len(small) > len(specs) // 2
-    assert published(small, 0) == of_first
+    publish(sink, first, 3, small)
+    assert checksums(latent, engine) == of_first
     # and that is needed: the server drops a part that comes alone, and says nothing
-    apart = published([Bucket(i, (spec,)) for i, spec in enumerate(specs)], 1)
+    publish(sink, second, 4, [Bucket(i, (spec,)) for i, spec in enumerate(specs)])
+    apart = checksums(latent, engine)
     fused = {name for name in apart if "fused_qkv_a_proj_with_mqa" in name}
     assert {name for name in apart if apart[name] != of_second[name]} == fused
     assert len(fused) == 2

@@ -1,12 +1,14 @@
-"""Decodes an answer of /generate into completions.
+"""Decodes answers of a server: completions of /generate, digests of an update.
 
-An answer that does not fit its request is refused: nothing of it may be trained on.
+A completion that does not fit its request is refused: nothing of it may be trained on.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -177,3 +179,22 @@ def _number(name: str, mark: str) -> int:
             " uses the engine"
         )
     return int(name.removesuffix(mark))
+
+
+def read_digests(engine: str, answer: Any, orders: Mapping[int, str]) -> dict[int, str]:
+    """Read what a server told of an update's digests: each bucket's, by index.
+
+    Args:
+        answer: its message has the digests of all ranks, as often as attention is divided.
+        orders: of the buckets, by index.
+    """
+    try:
+        found, *others = map(json.loads, answer["message"].split(" | "))
+        if any(other != found for other in others):
+            raise ValueError(f"different digests from {len(others) + 1} parts of it")
+        return {index: str(found[order]) for index, order in orders.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineFailed(
+            f"engine {engine}: it was asked for the digests of {len(orders)} buckets, and answered"
+            f" with nonsense: {error!r}"
+        ) from error

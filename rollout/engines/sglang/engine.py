@@ -10,26 +10,26 @@ The version is set at the very end, since the server stamps tokens with it from 
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from rlcore.config.checks.engine import server_argument
+from rlcore.config.checks.engine import ATTENTION_PARTS, server_argument
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.deadlines import BROKEN_CONNECTION_S
-from rlcore.errors import ConfigError, EngineFailed, EngineHangs, UserError
+from rlcore.errors import ConfigError, EngineFailed, EngineHangs, RlcoreError, UserError
 from rlcore.weights import Bucket, TensorSpec
-from rollout.asyncio_utils import gather_or_cancel
+from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
-from rollout.engines.sglang.answers import version_name
+from rollout.engines.sglang.answers import read_digests, version_name
 from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
@@ -90,9 +90,10 @@ class SGLangEngine:
         # "cpu" | "cuda"; "auto" | "float32" | "bfloat16" | ...
         self._device = ""
         self._dtype = ""
+        self._attention_parts = 1
         self._mode: PauseMode | None = None  # the pause in force
-        # the name of the process group for weights that the server is in
-        self.in_group: str | None = None
+        self.in_group: str | None = None  # the name of the server's process group for weights
+        self._server_group: str | None = None  # ... even if the connection is another one
         # whether the server tells the digests of what it receives; `rlcore engine`'s and ours do
         self.digests_buckets = False
         # whether it takes calls of several buckets at once, in the buckets' order; the same servers
@@ -135,10 +136,11 @@ class SGLangEngine:
         try:
             self._device = str(info["device"])
             self._dtype = str(info["dtype"])
+            self._attention_parts = int(info.get(ATTENTION_PARTS) or 1)
             states = info.get("internal_states") or [{}]  # a router's answer has none
             self.digests_buckets = bucket_digests.SERVER_INFO in states[0]
             self.queues_buckets = bucket_calls.SERVER_INFO in states[0]
-        except (IndexError, KeyError, TypeError) as error:
+        except (IndexError, KeyError, TypeError, ValueError) as error:
             raise no_sglang(self.name, error) from error
 
     @property
@@ -152,7 +154,10 @@ class SGLangEngine:
         await self.server.kill()
 
     async def close(self) -> None:
-        """Ask the server to end. Calls in flight fail."""
+        """Ask the server to end; one that is the user's leaves its group. Calls in flight fail."""
+        if not self.managed:
+            with suppress(RlcoreError):  # recovery: it has the group's memory until it ends
+                await within(self.config.health_timeout_s, self._leave_group(), lambda: "")
         await self._leave()
         await self.server.stop()
 
@@ -303,9 +308,9 @@ class SGLangEngine:
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
         """See `rollout.weight_sync.links.DistributedTransport`."""
-        if self.in_group is not None:
-            await self._control("/destroy_weights_update_group", {"group_name": self.in_group})
-        self.in_group = address.name
+        with suppress(EngineFailed):  # recovery: it was started again, and is in none
+            await self._leave_group()
+        self.in_group = self._server_group = address.name
         await self._control(
             "/init_weights_update_group",
             {
@@ -317,6 +322,10 @@ class SGLangEngine:
                 "backend": address.backend,
             },
         )
+
+    async def _leave_group(self) -> None:
+        if (name := self._server_group) is not None:
+            await self._control("/destroy_weights_update_group", {"group_name": name})
 
     async def receive_bucket(
         self, index: int, flat: Tensor | None, order: str | None = None
@@ -353,14 +362,7 @@ class SGLangEngine:
         if not self._orders:
             return {}
         answer = await self._receive((), bucket_digests.ALL_DIGESTS)
-        try:
-            found = json.loads(answer["message"])
-            return {index: str(found[order]) for index, order in self._orders.items()}
-        except (ValueError, KeyError, TypeError) as error:
-            raise EngineFailed(
-                f"engine {self.name}: it was asked for the digests of {len(self._orders)} buckets,"
-                f" and answered with nonsense: {error!r}"
-            ) from error
+        return read_digests(self.name, answer, self._orders)
 
     async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:
         """Take bucket `index` in the request's body: one payload for each tensor-parallel rank."""
@@ -411,10 +413,10 @@ class SGLangEngine:
 
     def verifier(self) -> FusedChecksums:
         """Make a verifier. Raises ConfigError for a model whose layout in SGLang is not known."""
-        if server_argument(self.config, "quantization") is not None:
+        if server_argument(self.config, "quantization") is not None or self._attention_parts > 1:
             raise ConfigError(
-                "rollout.engine.verify_every: a quantised engine's weights are not what was sent:"
-                " set it to 0"
+                "rollout.engine.verify_every: it is not known how a quantised engine, or one with"
+                " data-parallel attention, holds what was sent: set it to 0"
             )
         return FusedChecksums.of(
             self.model_path, ranks=self.group_ranks, dtype=self._dtype, device=self._device

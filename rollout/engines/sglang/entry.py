@@ -160,6 +160,8 @@ def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
         meet_at_one_address()
     if args.device == "cpu" and args.quantization == "fp8":  # SGLang has kernels for AMX alone
         importlib.import_module("stand_ins").install_fp8()
+    if args.device == "cpu" and args.attn_dp_size > 1:
+        importlib.import_module("stand_ins").install_data_parallel_attention()
     told = (load_beside("patches/bucket_calls").SERVER_INFO,) if in_turn(args) else ()
     load_beside("patches/receiving_stream").install()
     digests = load_beside("../../weight_sync/digests")

@@ -8,11 +8,17 @@ from pathlib import Path
 import torch
 
 from rlcore.config import Config
+from rlcore.errors import ModelError
+from rollout.engines.checks import folder_config
 from rollout.engines.child_process import Server
 from rollout.engines.factories import EngineNode, EngineSite, Keys, engine_log, engine_name
 from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.external import ExternalServer
 from rollout.engines.sglang.server_process import ManagedServer
+
+# model types whose classes in SGLang have a head of their own, whatever config.json says
+UNTIED = frozenset({"qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"})
 
 
 class SGLangFactory:
@@ -71,7 +77,10 @@ class SGLangFactory:
     def build_clients(
         cls, config: Config, servers: Sequence[Server], *, keys: Keys
     ) -> list[SGLangEngine]:
-        """See `HostedFactory`."""
+        """See `HostedFactory`. Raises ModelError for a model that SGLang would serve with another
+        head.
+        """
+        _check_head(config.model.path)
         engine = config.rollout.engine
         return [
             SGLangEngine(
@@ -98,6 +107,20 @@ class SGLangFactory:
         )
         [engine] = cls.build_clients(config, [server], keys=keys)
         return engine
+
+
+def _check_head(folder: str) -> None:
+    """Refuse a model whose embeddings are its head, where SGLang makes another one, which nothing
+    ever writes.
+    """
+    config = folder_config(folder)
+    family = config.get("model_type")
+    if config.get("tie_word_embeddings") and family in UNTIED:
+        raise ModelError(
+            f"model.path: {folder} says tie_word_embeddings, which SGLang {VERSION} does not read"
+            f" for {family}: its head would be another one, of random numbers. Take a folder with a"
+            " head (`rlcore init-model --no-tied`), or rollout.engine.kind: embedded"
+        )
 
 
 def _managed_server(

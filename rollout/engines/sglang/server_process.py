@@ -15,6 +15,7 @@ import orjson
 import torch
 
 from rlcore.config.checks.engine import FLASH_RL, argument_name, cannot_start, server_argument
+from rlcore.config.derived import in_weight_group
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError
@@ -25,6 +26,7 @@ from rollout.engines.checks import folder_config, folder_vocab_size
 from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineNode, Keys
 from rollout.engines.sglang.entry import MEETING, RENDEZVOUS
+from rollout.engines.sglang.gpu_environment import gpu_environment
 from rollout.engines.sglang.nccl_version import check_nccl
 from rollout.weight_sync.process_group import interface_of, is_loopback, own_address
 
@@ -144,8 +146,8 @@ class ManagedServer(ChildServer):
     @property
     def _takes_nccl(self) -> bool:
         """Whether weights come to this server over NCCL, as far as is known before it runs."""
-        by_group = self.config.transport in ("auto", "distributed") and not self.config.colocated
-        return by_group and self.device == "cuda" and torch.cuda.is_available()
+        on_gpu = self.device == "cuda" and torch.cuda.is_available()
+        return on_gpu and in_weight_group(self.config)
 
     def command_line(self, port: int, nccl_port: int) -> list[str]:
         """Make the arguments of `sglang.launch_server`, which checks names and values itself.
@@ -188,7 +190,9 @@ class ManagedServer(ChildServer):
             ).items()
             if name not in NOT_FOR_ENGINES or name in self.config.environment
         }
-        if not on_gpu:
+        if on_gpu:
+            variables |= gpu_environment(self.config, variables)
+        else:
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
             # by default SGLang gives each rank a NUMA node, and fails if there are too few
             if self.config.tensor_parallel > 1:

@@ -1,9 +1,9 @@
-"""Rank 0's side of the process group that each engine has with one rank of the trainer.
+"""Rank 0's side of the process group that each engine has with ranks of the trainer.
 
 Calls       the calls by which an engine is to take buckets, a fixed number of them ahead
 Link        of rank 0 with an engine
-RemoteLink  of another rank with an engine, which rank 0, who alone talks to engines, asks to
-            receive
+RemoteLink  of another rank, and of those that help it, with an engine, which rank 0, who alone
+            talks to engines, asks to receive
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from rlcore.deadlines import CANCEL_S, ENGINE_GRACE_S, GROUP_JOIN_S
 from rlcore.errors import EngineFailed, RunFailed
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import CALLS_AT_ONCE, Engine, ask, describe
+from rollout.weight_sync.groups.dealing import Served
 from rollout.weight_sync.process_group import (
     Backend,
     GroupAddress,
@@ -158,14 +159,18 @@ class Calls:
 
 
 class EngineLink(ABC):
-    """A process group of one rank of the trainer and one engine, as rank 0 sees it.
+    """A process group of ranks of the trainer and one engine, as rank 0 sees it.
 
     Its coroutines return why the engine failed, or None.
     """
 
-    def __init__(self, engine: Engine, backend: Backend, timeout_s: float) -> None:
+    def __init__(
+        self, engine: Engine, backend: Backend, device: torch.device, timeout_s: float
+    ) -> None:
         self.engine = engine
         self.backend = backend
+        self.group: WeightGroup | None = None  # rank 0's side of it, where it has one
+        self._device = device
         self._timeout_s = timeout_s
         self._calls = Calls(engine, timeout_s)
 
@@ -178,9 +183,39 @@ class EngineLink(ABC):
     async def join(self) -> str | None:
         """Make the group unless it is whole."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Close this rank's side of the group, if there is one."""
+        """Close rank 0's side of the group, if there is one."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+    @property
+    def _both_are_in_it(self) -> bool:
+        return (
+            self.group is not None
+            and self.group.is_open
+            and self.group.address.name == self.engine.in_group
+        )
+
+    async def _meet(
+        self, enter: Callable[[], WeightGroup], place: GroupAddress, rank: int
+    ) -> str | None:
+        """Have the engine enter a group from `rank` on, and rank 0 by `enter`, in a thread."""
+        limit = min(self._timeout_s, GROUP_JOIN_S)
+        meeting = in_thread(enter, self._device)
+        why = await asked(self.engine, "join_group", lambda e: e.join_group(place, rank), limit)
+        if why is not None:
+            meeting.add_done_callback(close_late)
+            return why
+        done, _ = await asyncio.wait({meeting}, timeout=limit)
+        if not done:
+            meeting.add_done_callback(close_late)
+            return f"engine {self.engine.name} was not met by our side within {limit:g} s"
+        try:
+            self.group = meeting.result()
+        except RunFailed as error:  # recovery: without this engine, by the caller
+            return str(error)
+        return None
 
     def begin(self) -> None:
         """Begin a publication."""
@@ -237,27 +272,15 @@ class EngineLink(ABC):
 class Link(EngineLink):
     """The process group of the trainer's rank 0 and one engine."""
 
-    def __init__(
-        self, engine: Engine, backend: Backend, device: torch.device, timeout_s: float
-    ) -> None:
-        super().__init__(engine, backend, timeout_s)
-        self._device = device
-        self.group: WeightGroup | None = None
-
     @property
     def is_whole(self) -> bool:
         """Whether both sides are in it. An engine that was started again is in no group."""
-        return (
-            self.group is not None
-            and self.group.is_open
-            and self.group.address.name == self.engine.in_group
-        )
+        return self._both_are_in_it
 
     async def join(self) -> str | None:
         """Make the group unless it is whole."""
         if self.is_whole:
             return None
-        limit = min(self._timeout_s, GROUP_JOIN_S)
         try:
             url = self.engine.url
             ranks = self.engine.group_ranks
@@ -267,45 +290,31 @@ class Link(EngineLink):
         # recovery: without this engine, by the caller
         except (EngineFailed, OSError, dist.DistError) as error:
             return f"engine {self.engine.name} cannot be met: {error}"
-        meeting = in_thread(
-            lambda: WeightGroup(address, 0, device=self._device, store=store), self._device
+        return await self._meet(
+            lambda: WeightGroup(address, 0, device=self._device, store=store), address, 1
         )
-        why = await asked(self.engine, "join_group", lambda e: e.join_group(address, 1), limit)
-        if why is not None:
-            meeting.add_done_callback(close_late)
-            return why
-        done, _ = await asyncio.wait({meeting}, timeout=limit)
-        if not done:
-            meeting.add_done_callback(close_late)
-            return f"engine {self.engine.name} was not met by our side within {limit:g} s"
-        try:
-            self.group = meeting.result()
-        except RunFailed as error:  # recovery: as above
-            return str(error)
-        return None
 
     def _start_sending(self, flat: Tensor) -> Future[None]:
         assert self.group is not None, "open the transport first"
         return self.group.start_sending(flat)
 
-    def close(self) -> None:
-        """Close the group, if there is one."""
-        if self.group is not None:
-            self.group.close()
-            self.group = None
-
 
 @dataclass(frozen=True)
 class Order:
-    """An engine that another rank is to serve: its name, its address, the ranks of the group that
-    are its own, and the name of the group that it is in.
-    """
+    """An engine that a rank is to serve, as its sender or as a helper of that."""
 
     engine: str
     url: str
-    ranks: int
+    ranks: int  # of the group that are the engine's own
     backend: Backend
-    group: str | None
+    group: str | None  # that the engine is in
+    trainer: Sequence[int]  # the ranks of the trainer in the group, first the one that sends
+    rank: int = 0  # in the group, of the rank that gets this order
+
+    @property
+    def others(self) -> int:
+        """The ranks of the group beside the one that sends."""
+        return len(self.trainer) - 1 + self.ranks
 
 
 @dataclass(frozen=True)
@@ -328,47 +337,88 @@ class Stop:
 
 
 class RemoteLink(EngineLink):
-    """The process group of another rank of the trainer and one engine."""
+    """The process group of another rank of the trainer, and of those that help it, and one engine.
 
-    def __init__(self, engine: Engine, backend: Backend, rank: int, timeout_s: float) -> None:
-        super().__init__(engine, backend, timeout_s)
-        self.rank = rank
-        self.order: Order | None = None  # for the rank, in this publication
+    Where rank 0 is one that helps, it passes a bucket on as part of this.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        backend: Backend,
+        served: Served,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(engine, backend, device, timeout_s)
+        self.served = served
+        self.order: Order | None = None  # for the ranks, in this publication
 
     @property
     def is_whole(self) -> bool:
-        """Whether the engine was not started again. What its rank has is told in `meet`."""
+        """Whether the engine was not started again. What its ranks have is told in `meet`."""
         return self.engine.in_group is not None
 
     async def join(self) -> str | None:
-        """Prepare the order for the rank, which is not there yet."""
+        """Prepare the order for the ranks, which are not there yet."""
         engine = self.engine
+        trainer = (self.served.sender, *self.served.helpers)
         try:
             self.order = Order(
-                engine.name, engine.url, engine.group_ranks, self.backend, engine.in_group
+                engine.name, engine.url, engine.group_ranks, self.backend, engine.in_group, trainer
             )
         except EngineFailed as error:  # recovery: without this engine, by the caller
             return f"engine {engine.name} cannot be met: {error}"
         return None
 
-    async def meet(self, told: str) -> str | None:
-        """Have the engine enter the group that its rank has opened.
+    async def meet(self, told: Mapping[int, str]) -> str | None:
+        """Have the engine enter the group that its sender has opened.
 
         Args:
-            told: what `RankSender.open` returned there: the address of each engine's group; None
-                where the last one is whole; else why there is none.
+            told: what `RankSender.open` returned on each rank.
         """
-        try:
-            place = json.loads(told)[self.engine.name]
-            if place is None:
-                return None
-            if isinstance(place, str):
-                return f"engine {self.engine.name} cannot be met by rank {self.rank}: {place}"
-            address = GroupAddress(**place)
-        except (ValueError, TypeError, KeyError):
-            return f"rank {self.rank} told no place for engine {self.engine.name}: {told[:80]!r}"
+        place = read_place(told, self.served.sender, self.engine.name)
+        if isinstance(place, str):
+            return place
+        helpers = self.served.helpers
+        if place is None:  # the last group is whole, for its sender
+            for rank in helpers:
+                if not self._is_in_it(rank, told):
+                    return f"engine {self.engine.name} is in a group that rank {rank} has left"
+            return None
+        self.close()
+        rank = 1 + len(helpers)
+        if 0 in helpers:
+            own = 1 + helpers.index(0)
+            return await self._meet(
+                lambda: WeightGroup(place, own, device=self._device), place, rank
+            )
         limit = min(self._timeout_s, GROUP_JOIN_S)
-        return await asked(self.engine, "join_group", lambda e: e.join_group(address, 1), limit)
+        return await asked(self.engine, "join_group", lambda e: e.join_group(place, rank), limit)
 
-    def close(self) -> None:
-        """Nothing: the rank closes its own side."""
+    def _is_in_it(self, rank: int, told: Mapping[int, str]) -> bool:
+        if rank:
+            return read_place(told, rank, self.engine.name) is None
+        return self._both_are_in_it
+
+    def _start_sending(self, flat: Tensor) -> Future[None] | None:
+        return None if self.group is None else self.group.start_passing_on(flat.numel())
+
+
+def read_place(told: Mapping[int, str], rank: int, engine: str) -> GroupAddress | str | None:
+    """Read where a rank meets an engine.
+
+    Args:
+        told: what `RankSender.open` returned on each rank.
+
+    Returns None where the rank's last group with it is whole, and a string where it has none, which
+    says why.
+    """
+    said = told.get(rank, "")
+    try:
+        place = json.loads(said)[engine]
+        if isinstance(place, str):
+            return f"engine {engine} cannot be met by rank {rank}: {place}"
+        return None if place is None else GroupAddress(**place)
+    except (ValueError, TypeError, KeyError):
+        return f"rank {rank} told no place for engine {engine}: {said[:80]!r}"

@@ -1,14 +1,18 @@
-"""A rank of the trainer beside rank 0, as it sends weights to engines of its own.
+"""A rank of the trainer beside rank 0, as it sends weights to engines, or helps one that does.
 
 It meets the engines that rank 0 names, and sends. A hung engine holds it up, no longer than until
-rank 0 gives the publication up.
+rank 0 gives the publication up. A rank that helps (dealing.py) is in the group of another one and
+an engine. It waits for each bucket as the sender does: on a GPU, a rank that were ahead of the
+sender would queue the trainer's next broadcast in front of this one, and the sender would wait for
+this one before it joins that.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any
@@ -20,8 +24,9 @@ from torch import Tensor
 from rlcore.deadlines import GROUP_JOIN_S
 from rlcore.errors import RunFailed
 from rlcore.weights import Bucket
-from rollout.weight_sync.groups.link import AHEAD, Order, Stop
+from rollout.weight_sync.groups.link import AHEAD, Order, Stop, read_place
 from rollout.weight_sync.process_group import (
+    GroupAddress,
     WeightGroup,
     close_late,
     gpu_identity,
@@ -46,48 +51,62 @@ class RankSender:
         self._timeout_s = timeout_s
         self._groups: dict[str, WeightGroup] = {}  # by engine
         self._meetings: dict[str, Future[WeightGroup]] = {}
-        self._served: list[str] = []  # in the current publication
+        self._orders: list[Order] = []  # in the current publication
 
     def open(self, order: str) -> str:
         """See `BucketSender.open`."""
-        orders = [Order(**one) for one in json.loads(order)]
-        self._served = [one.engine for one in orders]
+        self._orders = [Order(**one) for one in json.loads(order)]
         self._leave_meetings()  # of a publication that went no further
-        return json.dumps({one.engine: self._open(one) for one in orders})
+        return json.dumps({one.engine: self._open(one) for one in self._orders})
 
     def _open(self, order: Order) -> dict[str, Any] | str | None:
-        """Open a group, and wait for the engine in a thread. Returns what `meet` is told."""
+        """Open a group, unless the last one is whole. Returns what `meet` is told."""
         group = self._groups.get(order.engine)
         if group is not None and group.is_open and group.address.name == order.group:
             return None
         self._drop(order.engine)
+        if order.rank:
+            return "it has no group"  # until `enter`
         try:
             address, store = meeting_place(
-                order.url, order.ranks, order.backend, AHEAD * self._timeout_s
+                order.url, order.others, order.backend, AHEAD * self._timeout_s
             )
         except (OSError, dist.DistError) as error:  # recovery: without this engine, by rank 0
             return str(error)
-        self._meetings[order.engine] = start_thread(
-            lambda: WeightGroup(address, 0, device=self._device, store=store), self._device
-        )
+        self._meet(order, address, store)
         return asdict(address)
+
+    def _meet(self, order: Order, address: GroupAddress, store: dist.Store | None) -> None:
+        """Wait in a thread for the others of a group."""
+        self._meetings[order.engine] = start_thread(
+            lambda: WeightGroup(address, order.rank, device=self._device, store=store),
+            self._device,
+        )
+
+    def enter(self, places: Mapping[int, str]) -> None:
+        """See `BucketSender.enter`."""
+        for order in self._orders:
+            place = read_place(places, order.trainer[0], order.engine)
+            if order.rank and isinstance(place, GroupAddress):
+                self._drop(order.engine)
+                self._meet(order, place, None)
 
     def send(self, bucket: Bucket, flat: Tensor, given_up: Callable[[], str | None]) -> None:
         """See `BucketSender.send`."""
         stop = Stop.of(given_up())
-        served = [engine for engine in self._served if stop.lets(engine, bucket)]
-        if not served:
+        orders = [order for order in self._orders if stop.lets(order.engine, bucket)]
+        if not orders:
             return
         self._end_meetings()
-        sending: dict[str, Future[None]] = {}
-        for engine in served:
-            if engine in self._groups:  # else it failed at an earlier bucket
-                self._start(engine, bucket, flat, sending)
+        began = time.monotonic()
+        sending = self._start(orders, bucket, flat)
         while waiting := {one: done for one, done in sending.items() if not done.done()}:
             wait(waiting.values(), timeout=GIVEN_UP_POLL_S)
             stop = Stop.of(given_up())
+            # one more that hangs: the ranks that serve nobody wait for us in their own broadcast
+            hangs = stop.last is not None and time.monotonic() - began > self._timeout_s
             for engine in waiting:
-                if not stop.lets(engine, bucket):
+                if hangs or not stop.lets(engine, bucket):
                     self._drop(engine)  # what is half sent ends with its group
                     del sending[engine]
         for engine, done in sending.items():
@@ -95,12 +114,23 @@ class RankSender:
                 self._fail(engine, f"bucket {bucket.index} was not sent: {error}")
 
     def _start(
-        self, engine: str, bucket: Bucket, flat: Tensor, sending: dict[str, Future[None]]
-    ) -> None:
-        try:
-            sending[engine] = self._groups[engine].start_sending(flat)
-        except RunFailed as error:
-            self._fail(engine, f"bucket {bucket.index} was not sent: {error}")
+        self, orders: Sequence[Order], bucket: Bucket, flat: Tensor
+    ) -> dict[str, Future[None]]:
+        """Start to send a bucket to engines, or to pass it on."""
+        sending: dict[str, Future[None]] = {}
+        for order in orders:
+            group = self._groups.get(order.engine)
+            if group is None:  # it failed at an earlier bucket
+                continue
+            try:
+                sending[order.engine] = (
+                    group.start_passing_on(flat.numel())
+                    if order.rank
+                    else group.start_sending(flat)
+                )
+            except RunFailed as error:
+                self._fail(order.engine, f"bucket {bucket.index} was not sent: {error}")
+        return sending
 
     def _end_meetings(self) -> None:
         """Take the groups that have come together: rank 0 has heard so from the engines."""
@@ -128,8 +158,9 @@ class RankSender:
 
     def abandon(self) -> None:
         """See `BucketSender.abandon`: NCCL takes a small broadcast that nobody receives."""
-        for engine in self._served:
-            self._drop(engine)
+        for order in self._orders:
+            self._drop(order.engine)
+        self._leave_meetings()
 
     def close(self) -> None:
         """See `BucketSender.close`."""

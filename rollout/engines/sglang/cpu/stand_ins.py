@@ -46,6 +46,16 @@ def install_fp8() -> None:
     fp8.dispatch_w8a8_block_fp8_linear = lambda **_: linear
 
 
+def install_data_parallel_attention() -> None:
+    """Tell SGLang how long the sequences are with which it pads a data-parallel rank's batch.
+
+    Of its kinds of attention torch's own does not.
+    """
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
 class NoCudart:
     """`cudaHostRegister` and its like succeed: SGLang pins the buffer of routed experts without
     asking for the device.

@@ -68,7 +68,11 @@ def install(module: Any, told: Collection[str] = ()) -> None:
         digests.order = request.load_format.removeprefix(ORDERED)
         request.load_format = LOAD_FORMAT
         try:
-            return update(self, request)
+            answer = update(self, request)
+            # SGLang sends rank 0's answer alone: the others' failures would be told to nobody
+            if not answer.success:
+                digests.fail(answer.message)
+            return answer
         finally:
             digests.order = None
             digests.read_earlier()
@@ -102,6 +106,12 @@ class Digests:
             return None
         self._unread[self.order] = self._make(self.order, device)
         return self._unread[self.order]
+
+    def fail(self, why: str) -> None:
+        """Tell why the bucket that is being received was not loaded, in place of its digest."""
+        assert self.order is not None
+        self._unread.pop(self.order, None)
+        self._found[self.order] = f"not loaded: {why}"
 
     def read_earlier(self) -> None:
         """Read all digests but the newest, whose bucket may be on its way."""

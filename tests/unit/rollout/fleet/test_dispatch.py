@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from fake_engine import FakeEngine
 
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed, EngineHangs, NoEngineLeft, RunFailed, UserError
+from rollout.fleet import dispatcher
 
 
 def tokens(answers):
@@ -460,3 +462,22 @@ def test_the_engine_that_is_waited_for_is_named(on_site, request_of):
         assert 0.1 < site.dispatcher.busy_s < 1.0
 
     on_site("ab", use, max_in_flight=2)
+
+
+def test_time_in_which_calls_overlap_counts_once(on_site, request_of, monkeypatch):
+    times = iter((1.0, 2.0, 5.0, 6.5, 10.0, 10.25))
+    monkeypatch.setattr(dispatcher, "now", lambda: next(times))
+    leases = [SimpleNamespace() for _ in range(3)]
+
+    async def use(site):
+        one, two, three = leases
+        site.dispatcher._begin(one, [request_of(0)])
+        site.dispatcher._begin(two, [request_of(1)])
+        site.dispatcher._end(one)
+        site.dispatcher._end(two)
+        site.dispatcher._begin(three, [request_of(2)])
+        site.dispatcher._end(three)
+        assert site.dispatcher.busy_s == 5.5 + 0.25
+        assert [(lease.began, lease.ended) for lease in leases] == [(1, 5), (2, 6.5), (10, 10.25)]
+
+    on_site("ab", use)

@@ -98,15 +98,30 @@ def test_a_pause_counts_for_neither(on_site, request_of, limit):
     async def use(site):
         [a] = site.engines
         a.delay_s = 4 * LIMIT_S
-        a.tokens_made = None  # as an engine says of itself while a pause holds its requests
+        call = asyncio.ensure_future(site.dispatcher.one(request_of(1)))
+        await asyncio.sleep(0.02)
         site.fleet.draining(a)
-        site.fleet.published(a, 2)
-        [completion] = await site.dispatcher.one(request_of(1))
+        a.tokens_made = None  # as an engine says of itself while a pause holds its requests
+        [completion] = await call
         assert completion.finish_reason == "length"
         assert site.fleet.members[0].held_s > 3 * LIMIT_S
         assert (site.fleet.restarts, site.dispatcher.overdue) == (0, 0)
 
     on_site("a", use, **{limit: LIMIT_S})
+
+
+def test_the_time_of_a_request_passes_at_an_engine_that_tells_no_progress(on_site, request_of):
+    """As behind a router, which may lose a request. No engine counts as hung for that."""
+
+    async def use(site):
+        [a] = site.engines
+        a.delay_s = 600
+        a.tokens_made = None
+        [completion] = await site.dispatcher.one(request_of(5))
+        assert completion.finish_reason == "abort"
+        assert (site.dispatcher.overdue, site.fleet.restarts) == (1, 0)
+
+    on_site("a", use, request_timeout_s=2 * LIMIT_S, progress_timeout_s=LIMIT_S)
 
 
 def test_a_request_whose_time_is_up_is_aborted_and_its_engine_goes_on(on_site, request_of):

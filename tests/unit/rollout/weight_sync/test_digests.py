@@ -130,6 +130,11 @@ def test_an_engine_that_received_something_else_is_named() -> None:
         assert set(failed) == {wrong, missing}
         assert "engine-0: 1 of 1 buckets did not arrive as they were sent" in failed[wrong]
         assert "received none" in failed[missing]
+        unloaded = Engine({0: f"{digest(order, flat)},not loaded: CUDA out of memory"})
+        assert await sent.compare({unloaded: "xxh3"}, 5.0) == {
+            unloaded: "engine engine-0: bucket 0 was received, but one of its ranks did not load"
+            " it: CUDA out of memory"
+        }
         assert await sent.compare({wrong: None}, 5.0) == {}
 
     asyncio.run(main())

@@ -69,6 +69,22 @@ def test_what_an_engine_still_has_is_kept(folders: WeightFolders) -> None:
     asyncio.run(run())
 
 
+def test_what_an_engine_had_that_has_left_is_removed(folders: WeightFolders) -> None:
+    """A run that engines join and leave would fill the disk, a model each."""
+    first = Reader("a")
+
+    async def run() -> None:
+        transport = DiskTransport(folders, timeout_s=5)
+        await publish(transport, [first, Reader("guest")], make_weights(0))
+        await publish(transport, [first], make_weights(1))
+        assert names(folders) == ["update_000001", "update_000002"], "the guest may be there still"
+        transport.has_all_engines = True
+        await publish(transport, [first], make_weights(2))
+        assert names(folders) == ["update_000003"]
+
+    asyncio.run(run())
+
+
 def test_nothing_is_seen_of_a_publication_that_is_given_up(folders: WeightFolders) -> None:
     weights = make_weights()
     buckets = layout(weights)

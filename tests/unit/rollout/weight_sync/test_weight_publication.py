@@ -209,8 +209,10 @@ def test_participants_are_told_before_a_pause_and_after_a_whole_version(
         ("pause", "engine-2"),
         *(("published", name, 3, 3) for name in names),
     ]
+    assert publication._transport.has_all_engines
     said.clear()
     publication.prepare(layout(model), only_stale=True)
+    assert not publication._transport.has_all_engines
     publication.cancel()
     assert said == [("draining", "engine-2"), ("pause", "engine-2"), ("missed", "engine-2")]
 

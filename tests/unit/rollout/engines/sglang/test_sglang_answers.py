@@ -13,7 +13,7 @@ from engine_kit import VOCAB, request
 from rlcore.data.generation import Prefix
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed
-from rollout.engines.sglang.answers import decode
+from rollout.engines.sglang.answers import decode, read_digests
 from rollout.engines.sglang.limits import ExpertLayers, Limits
 
 EXPERTS = ExpertLayers(num_layers=3, places=(0, 2), num_experts=8, topk=2)
@@ -231,3 +231,34 @@ def test_missing_routed_experts():
 def test_corrupt_keep_sets(name, value, why):
     with pytest.raises(EngineFailed, match=why):
         read([one(**SETS | {name: value})], request([1, 2], sampling_mask=True, top_k=5))
+
+
+# --- digests --------------------------------------------------------------------------------------
+
+
+ORDERS = {0: "xxh3:a", 2: "xxh3:b"}
+TOLD = '{"xxh3:a": "1", "xxh3:b": "2,3"}'
+
+
+@pytest.mark.parametrize("message", [TOLD, f"{TOLD} | {TOLD}"])
+def test_digests_of_an_update_by_bucket(message):
+    """Each part of a server with data-parallel attention says the digests of all ranks."""
+    assert read_digests("engine-0", {"message": message}, ORDERS) == {0: "1", 2: "2,3"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"message": f"{TOLD} | {TOLD.replace('1', '9')}"},
+        {"message": f"{TOLD} | "},
+        {"message": f"{TOLD} | refused"},
+        {"message": '{"xxh3:a": "1"}'},
+        {"message": "[1]"},
+        {"message": None},
+        {},
+        "no",
+    ],
+)
+def test_digests_that_are_none_or_differ_are_the_engines_fault(answer):
+    with pytest.raises(EngineFailed, match="digests of 2 buckets, and answered with nonsense"):
+        read_digests("engine-0", answer, ORDERS)

@@ -43,6 +43,7 @@ class Manager:
         self.updater = sys.modules[f"sglang.srt.{[*PARTS][3]}"].WeightUpdater()  # type: ignore[attr-defined]
         self.formats: list[str | None] = []
         self.loaded: list[Any] = []
+        self.fails = ""
 
     def begin_weight_update(self, request: Any) -> str:
         return "begun"
@@ -52,6 +53,8 @@ class Manager:
         look = sys.modules[f"sglang.srt.{[*PARTS][3]}"]._unsupported_derived_weight_cache_error  # type: ignore[attr-defined]
         tensors = self.updater._receive_bucketed_weights_from_distributed(flat=request.flat)
         self.loaded.append((look("model"), tensors))
+        if self.fails:
+            return SimpleNamespace(success=False, message=self.fails)
         return SimpleNamespace(success=True, message="loaded")
 
 
@@ -156,6 +159,35 @@ def test_ranks_that_received_different_bytes_are_seen(
     one.update_weights_from_distributed(bucket(0, order))
     own = digest(order, bucket(0, None).flat)
     assert told(one) == {order: ",".join(sorted([own, "none", "other"]))}
+
+
+def test_a_bucket_that_one_rank_did_not_load_is_told_of(
+    looks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang sends the first rank's answer alone, which knows nothing of it."""
+    orders = [new_order("xxh3") for _ in range(2)]
+    of_second: dict[str, str] = {}
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_gather_object",
+        lambda ranks, own, group: ranks.__setitem__(slice(None), [own, of_second or own]),
+    )
+    second = manager()
+    second.begin_weight_update(None)
+    second.update_weights_from_distributed(bucket(0, orders[0]))
+    second.fails = "CUDA out of memory"
+    assert not second.update_weights_from_distributed(bucket(1, orders[1])).success
+    of_second.update(told(second))
+    first = manager()
+    first.begin_weight_update(None)
+    for seed, order in enumerate(orders):
+        assert first.update_weights_from_distributed(bucket(seed, order)).success
+    loaded, half = (digest(order, bucket(seed, order).flat) for seed, order in enumerate(orders))
+    assert told(first) == {
+        orders[0]: loaded,
+        orders[1]: f"{half},not loaded: CUDA out of memory",
+    }
 
 
 def test_only_the_newest_digest_waits(looks: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rlcore.config import Config
 from rlcore.config.checks.engine import OURS, cannot_start
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, ModelError, UserError
@@ -19,6 +21,7 @@ from rlcore.stores import loopback_interface
 from rollout.engines.child_process import members
 from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineNode, Keys
 from rollout.engines.sglang.entry import without_idle
+from rollout.engines.sglang.factory import SGLangFactory
 from rollout.engines.sglang.server_process import (
     ENTRY,
     GLOO_INTERFACE,
@@ -281,6 +284,9 @@ def test_the_engines_environment_is_its_own(
         ]
         == "2,3"
     )
+    shared = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}.items()
+    assert shared <= server(tmp_path, folder, device="cuda", colocated=True)._environment().items()
+    assert not shared <= server(tmp_path, folder, colocated=True)._environment().items()
 
 
 def test_a_server_on_loopback_has_its_groups_there(
@@ -396,3 +402,26 @@ def test_a_second_start_ends_the_first_server(tmp_path: Path, folder: Path) -> N
         assert members(one.pid) == []
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"])
+def test_a_family_whose_head_sglang_never_ties_is_refused_tied(tmp_path: Path, family: str) -> None:
+    """SGLang would generate with a head that nothing writes."""
+    place = tmp_path / "config.json"
+    given = {
+        "run": {"name": "x"},
+        "model": {"path": str(tmp_path)},
+        "data": {"paths": ["d"]},
+        "training": {"steps": 1},
+        "rollout": {"engine": {"kind": "sglang"}},
+    }
+    config = Config.model_validate(given)
+    keys = Keys("k" * 32, "a" * 32)
+    for tied in ({}, {"tie_word_embeddings": False}):
+        place.write_text(json.dumps({"model_type": family, **tied}))
+        assert SGLangFactory.build_clients(config, [], keys=keys) == []
+    place.write_text(json.dumps({"model_type": family, "tie_word_embeddings": True}))
+    with pytest.raises(ModelError, match=f"does not read for {family}: its head would be another"):
+        SGLangFactory.build_clients(config, [], keys=keys)
+    place.write_text(json.dumps({"model_type": "qwen3", "tie_word_embeddings": True}))
+    assert SGLangFactory.build_clients(config, [], keys=keys) == []

@@ -82,6 +82,9 @@ class Known:
     async def kill(self):
         self.killed += 1
 
+    async def stop(self):
+        pass
+
 
 def with_scripted(folder, use, *, info=INFO, **config):
     async def main():
@@ -397,6 +400,39 @@ def test_a_bucket_over_the_group_is_described_and_a_group_left_before_the_next(f
         )
         with pytest.raises(EngineFailed, match="takes buckets over the process group"):
             await engine.receive_bucket(0, flatten(BUCKETS[0], tiny_qwen3()))
+
+    with_scripted(folder, use)
+
+
+def address(name):
+    return GroupAddress("127.0.0.1", 1234, 3, "gloo", 5.0, name)
+
+
+def test_a_server_of_the_user_keeps_no_group_of_an_earlier_connection(folder):
+    """Each would hold memory on its GPU until it ends."""
+
+    async def use(engine, scripted):
+        left = "/destroy_weights_update_group"
+        await engine.join_group(address("first"), 2)
+        await engine.kill()  # as the fleet does, and connects anew
+        await engine.start()
+        assert engine.in_group is None
+        # it was started again in between
+        refusal = {"success": False, "message": "The group to be destroyed does not exist."}
+        scripted.answers[left] = [(400, refusal)]
+        await engine.join_group(address("second"), 2)
+        assert scripted.bodies(left) == [{"group_name": "first"}]
+        assert [body["group_name"] for body in scripted.bodies("/init_weights_update_group")] == [
+            "first",
+            "second",
+        ]
+        await engine.close()
+        assert scripted.bodies(left)[1:] == []
+        await engine.start()
+        engine.managed = False
+        scripted.answers[left] = [(400, refusal)]
+        await engine.close()
+        assert scripted.bodies(left)[1:] == [{"group_name": "second"}]
 
     with_scripted(folder, use)
 

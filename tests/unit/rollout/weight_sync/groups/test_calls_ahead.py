@@ -16,6 +16,7 @@ import torch
 from rlcore.errors import EngineFailed, RunFailed
 from rlcore.weights import Bucket
 from rollout.weight_sync.groups import link as links
+from rollout.weight_sync.groups.dealing import Served
 from rollout.weight_sync.groups.link import EngineLink, Link, RemoteLink
 from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, WorkThread
@@ -94,6 +95,11 @@ def own_link(engine: Engine, timeout_s: float = 5.0) -> tuple[Link, Group]:
     return link, group
 
 
+def remote_link(engine: Any, timeout_s: float) -> RemoteLink:
+    """The link of rank 1 with an engine."""
+    return RemoteLink(engine, "gloo", Served(1), torch.device("cpu"), timeout_s)
+
+
 def test_the_next_call_is_posted_while_the_bytes_leave() -> None:
     async def use() -> None:
         engine = Engine()
@@ -134,7 +140,7 @@ def test_the_next_call_is_posted_while_the_bytes_leave() -> None:
 def test_each_publication_calls_anew() -> None:
     async def use() -> None:
         engine = Engine()
-        link = RemoteLink(engine, "gloo", 1, 5.0)
+        link = remote_link(engine, 5.0)
         for _ in range(2):
             link.begin()
             assert link.last == -1
@@ -153,7 +159,7 @@ def test_each_publication_calls_anew() -> None:
 def test_an_engine_that_queues_no_calls_has_one() -> None:
     async def use() -> None:
         engine = Engine(queues=False)
-        link = RemoteLink(engine, "gloo", 1, 5.0)
+        link = remote_link(engine, 5.0)
         first = start(link, 0)
         await asyncio.sleep(0.01)
         assert not first.done()
@@ -208,7 +214,7 @@ def test_the_time_of_a_call_begins_when_it_is_waited_for(monkeypatch: pytest.Mon
 
     async def use() -> None:
         engine = Engine()
-        link = RemoteLink(engine, "gloo", 1, 0.3)
+        link = remote_link(engine, 0.3)
         await start(link, 2)
         second = start(link, 3)
         await asyncio.sleep(0.2)
@@ -252,7 +258,7 @@ def test_who_has_not_failed_is_brought_to_the_end_of_what_it_was_called_for() ->
             Engine(n, queues=n != "stock") for n in ("bad", "good", "own", "stock")
         )
         link, group = own_link(own)
-        others = [RemoteLink(one, "gloo", 1, 5.0) for one in (bad, good, stock)]
+        others = [remote_link(one, 5.0) for one in (bad, good, stock)]
         transport = transport_of([*others, link])
         assert json.loads(transport.stop_order) == dict.fromkeys(
             ("bad", "good", "own", "stock"), -1
@@ -298,7 +304,7 @@ def test_who_fails_at_what_it_was_called_for_is_told() -> None:
     async def use() -> None:
         bad, own = Engine("bad"), Engine("own")
         link, group = own_link(own)
-        transport = transport_of([RemoteLink(bad, "gloo", 1, 5.0), link])
+        transport = transport_of([remote_link(bad, 5.0), link])
         sending = asyncio.ensure_future(transport.send(BUCKETS[0], FLAT))
         await until(lambda: len(group.sent) == 1)
         group.sent[0].set_result(None)
@@ -323,7 +329,7 @@ def test_who_fails_at_what_it_was_called_for_is_told() -> None:
 def test_a_failure_of_the_last_bucket_is_told_at_the_end() -> None:
     async def use() -> None:
         engine = Engine()
-        transport = transport_of([RemoteLink(engine, "gloo", 1, 5.0)])
+        transport = transport_of([remote_link(engine, 5.0)])
         assert await transport.send(BUCKETS[3], FLAT) == {}
         engine.fails(3)
         assert await transport.complete() == {engine: "engine-0 has no memory"}

@@ -1,0 +1,62 @@
+"""Real servers of the families take every tensor of a publication, however it is cut.
+
+SGLang loads weights call by call, stacks and shards them, and says nothing of what it leaves out.
+DeepSeek-V3, which it does not take tensor by tensor, is in test_latent_attention.py. It cannot run
+Qwen2-MoE on a CPU.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import server_kit
+from publication_kit import (
+    checksums,
+    connect,
+    folder_weights,
+    layout,
+    publish,
+    run_config,
+    sink_over,
+)
+
+from rlcore.launch.commands.init_model import ModelSpec, init_model
+from rlcore.weights import Bucket, cut_buckets
+from tests.checkpoint.hf_folders import write_model
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+NAMES = ("llama", "llama_tied", "qwen2", "qwen3_tied", "qwen3_moe", "mixtral", "glm4_moe")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_changes_and_is_the_same_for_every_size_of_buckets(
+    name: str, tmp_path: Path
+) -> None:
+    model = write_model(name, tmp_path / "model")
+    init_model(tmp_path / "tokenizer", ModelSpec("qwen3"))
+    for file in (tmp_path / "tokenizer").glob("*token*"):
+        shutil.copy(file, model)
+    served = server_kit.launch(server_kit.managed(model, tmp_path / "server.log"))
+    config = run_config(str(model), tmp_path, served.config, verify_every=0)
+    engine = connect(config, served.url, served.keys, served.loop)
+    sink, participants = sink_over(config, [engine], served.loop)
+    first = folder_weights(model)
+    second = {name: tensor + 1 for name, tensor in first.items()}
+    specs = [spec for bucket in layout(first) for spec in bucket.tensors]
+    whole = cut_buckets(specs, 1 << 30)
+    apart = [Bucket(index, (spec,)) for index, spec in enumerate(specs)]
+    try:
+        publish(sink, first, 1, whole)
+        of_first = checksums(served, engine)
+        publish(sink, second, 2, whole)
+        of_second = checksums(served, engine)
+        assert [name for name in of_first if of_first[name] == of_second[name]] == []
+        publish(sink, first, 3, apart)
+        assert checksums(served, engine) == of_first
+        assert not participants.dropped
+        sink.close()
+        served.call(engine.close())
+    finally:
+        server_kit.close(served)
