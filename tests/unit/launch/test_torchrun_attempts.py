@@ -94,7 +94,11 @@ def test_no_rank_joins_an_attempt_whose_rank_0_is_dead(ranks: Ranks) -> None:
 def test_a_rank_that_died_before_all_had_come_is_replaced(ranks: Ranks) -> None:
     joining = [ranks.start(0), ranks.start(1)]
     assert all(is_waiting(one) for one in joining)
+    keys = ranks.of(FIRST)
+    keys.wait([here_key(1)])
+    keys.delete_key(here_key(1))  # seen again once the successor has registered
     successor = ranks.start(1)
+    keys.wait([here_key(1)])
     last = ranks.start(2)
     assert [one.result(LIMIT_S) for one in (joining[0], successor, last)] == [FIRST] * WORLD
 
