@@ -60,8 +60,11 @@ def _run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader has read enough, as in `rlcore metrics | head`
-        sys.stderr.close()
+    except BrokenPipeError:
+        if arguments.command in _LONG:
+            print("rlcore: standard output or another pipe was closed", file=sys.stderr)
+            return FAILED
+        sys.stderr.close()  # the reader has read enough, as in `rlcore metrics | head`
         return 0
 
 
@@ -97,7 +100,9 @@ def validate(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
     from rlcore.config.checks.all_checks import describe_checks
     from rlcore.config.yaml_settings import render_config
+    from rlcore.runs.directory import check_plain_name
 
+    check_plain_name(loaded.config.run.name)
     notes = list(loaded.notes)
     made = describe_checks()
     model = Path(loaded.config.model.path)
@@ -372,6 +377,8 @@ def _print_lines(lines: Iterable[str]) -> int:
     return 0
 
 
+# what they print is not what they are for
+_LONG = frozenset({"train", "eval", "engine", "reward-model"})
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": train,
     "validate": validate,

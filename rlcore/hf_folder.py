@@ -23,6 +23,7 @@ DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16":
 # tokenizers may bring files of any name.
 _COPIED = {".json", ".jinja", ".model", ".tiktoken", ".txt"}  # no code
 _WRITTEN = {"config.json", INDEX, "pytorch_model.bin.index.json"}
+_NAMED_TEMPLATES = "additional_chat_templates"  # transformers keeps them there
 
 
 class ShardWriter:
@@ -144,16 +145,21 @@ def find_tensors(folder: Path) -> dict[str, TensorPlace]:
 
 
 def copy_companions(target: Path, model: Path, tokenizer: Path) -> None:
-    """Copy the tokenizer folder's files, and the generation settings of the model folder."""
-    companions = [model / "generation_config.json"]
-    companions += [
-        path
-        for path in sorted(tokenizer.iterdir())
-        if path.suffix in _COPIED and path.name not in _WRITTEN
+    """Copy the tokenizer folder's files, and the generation settings of the model folder.
+
+    The tokenizer's folder may have such settings of its own; they count where the model's has none.
+    """
+    companions = [
+        path.relative_to(tokenizer)
+        for path in sorted((*tokenizer.iterdir(), *tokenizer.glob(f"{_NAMED_TEMPLATES}/*.jinja")))
+        if path.suffix in _COPIED and path.name not in _WRITTEN and path.is_file()
     ]
-    for path in companions:
-        if path.is_file():
-            shutil.copyfile(path, target / path.name)
+    for name in companions:
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(tokenizer / name, target / name)
+    settings = model / "generation_config.json"
+    if settings.is_file():
+        shutil.copyfile(settings, target / settings.name)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -369,7 +369,7 @@ class WeightSink(Protocol):
 
     @property
     def sender_orders(self) -> Mapping[int, str]:
-        """What `BucketSender.open` of each rank that serves engines beside rank 0 is told."""
+        """What `BucketSender.open` of each rank that serves engines, or helps, is told."""
 
     def meet(self, places: Mapping[int, str]) -> None:
         """Bring engines to ranks that serve them: `places` is what `BucketSender.open` returned."""
@@ -405,19 +405,18 @@ class RankPlace(NamedTuple):
 
 
 class BucketSender(Protocol):
-    """A rank other than rank 0, as it sends weights to engines of its own."""
+    """A rank of the trainer that sends weights to engines of its own, or helps one that does."""
 
     gpu: str | None  # what identifies the rank's own
 
     def open(self, order: str) -> str:
-        """Begin a publication. Returns where engines meet this rank, for `WeightSink.meet`.
+        """Begin a publication, by this rank's `WeightSink.sender_orders`. Returns its places."""
 
-        Args:
-            order: of this rank, from `WeightSink.sender_orders`: the engines that it serves.
-        """
+    def enter(self, places: Mapping[int, str]) -> None:
+        """Meet the ranks that this one helps; `places` is what `open` returned on each rank."""
 
     def send(self, bucket: Bucket, flat: Tensor, given_up: Callable[[], str | None]) -> None:
-        """Send the bytes of one bucket, uint8 [num_bytes], to them, and wait until they have it.
+        """Send the bytes of one bucket, uint8 [num_bytes], to engines; wait until they have it.
 
         An engine that fails is left out from there on; rank 0 hears of it from the engine.
 

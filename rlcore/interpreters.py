@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from rlcore.deadlines import INTERPRETER_S
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+USUAL_TOOLKIT = "/usr/local/cuda"
 
 # What is said of NCCL is that of the library which is loaded: `torch.cuda.nccl.version()` tells the
 # one that torch was compiled with.
@@ -116,3 +119,14 @@ def ask(python: Path | str, packages: list[str], *, kernels: bool = False) -> In
     except (ValueError, TypeError, IndexError):
         said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         return Interpreter(broken=f"exit code {done.returncode}: {said[0]}")
+
+
+def cuda_toolkit(variables: Mapping[str, str]) -> str | None:
+    """The folder of the CUDA toolkit that a process with these variables finds, or None."""
+    given = variables.get("CUDA_HOME") or variables.get("CUDA_PATH")
+    if given:
+        return given
+    compiler = shutil.which("nvcc", path=variables.get("PATH"))
+    if compiler is not None:
+        return str(Path(compiler).parent.parent)
+    return USUAL_TOOLKIT if os.path.exists(USUAL_TOOLKIT) else None

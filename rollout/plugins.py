@@ -9,7 +9,7 @@ import inspect
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -35,12 +35,7 @@ def load_object(name: str, known: Mapping[str, Any], *, key: str) -> Any:
         return known[name]
     module_name, colon, attribute = name.partition(":")
     if not colon:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"{key}: {name!r} is unknown{hint} (known:"
-            f" {', '.join([*sorted(known), 'package.module:name'])})"
-        )
+        raise ConfigError(f"{key}: {unknown(name, known)}")
     try:
         found = import_object(name)
     except NoSuchName as error:
@@ -54,6 +49,13 @@ def load_object(name: str, known: Mapping[str, Any], *, key: str) -> Any:
             f"{key}: {name!r} is a {type(found).__name__}, expected something callable"
         )
     return found
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """Say that a name is none of those known, and which is near."""
+    near = difflib.get_close_matches(name, known := sorted(known), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{name!r} is unknown{hint} (known: {', '.join([*known, 'package.module:name'])})"
 
 
 def place_of(function: Any, error: BaseException | None = None) -> str:

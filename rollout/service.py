@@ -169,16 +169,23 @@ class RolloutService:
 
     def _check_length(self, engine: RolloutEngine) -> None:
         """Refuse prompts that leave no room for a response in an engine that just started."""
-        longest = int(self.prompts.lengths.max())
-        response = self._config.rollout.sampling.max_new_tokens
         total = engine.max_total_tokens if isinstance(engine, BoundedEngine) else None
-        if total is not None and longest + response > total:
-            raise ConfigError(
-                f"engine {engine.name} takes {total} tokens of prompt and response (its context"
-                f" and KV pool), and the longest prompt has {longest} beside"
-                f" rollout.sampling.max_new_tokens ({response}): set data.max_prompt_tokens to"
-                f" {total - response}, or give the engine more memory"
-            )
+        if total is None:
+            return
+        usual = self._config.rollout.sampling.max_new_tokens
+        wanted = {"rollout.sampling": (self.prompts, usual)}
+        for held_out in self._evaluator.sets:
+            own = held_out.given.max_new_tokens
+            wanted[held_out.given.key] = (held_out.prompts, own or usual)
+        for key, (prompts, response) in wanted.items():
+            longest = int(prompts.lengths.max())
+            if longest + response > total:
+                raise ConfigError(
+                    f"engine {engine.name} takes {total} tokens of prompt and response (its context"
+                    f" and KV pool), and the longest prompt has {longest} beside"
+                    f" {key}.max_new_tokens ({response}): set data.max_prompt_tokens to"
+                    f" {total - response}, or give the engine more memory"
+                )
 
     def _call(self, work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:
         return self.thread.call(work, seconds=seconds, what=what)

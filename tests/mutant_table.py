@@ -316,7 +316,7 @@ MUTANTS = [
     ("a group of weights that are not announced counts as of now", "rollout/collection/collector.py", "(now + 1 if publication is None",
      "(now if publication is None", U + "rollout/collection/test_collector.py::test_a_restart_keeps_no_group_of_weights_that_it_forgets"),
     ("failed rewards of an evaluation are always none", "rollout/collection/evaluation.py", "before = replace(rewards)", "before = rewards",
-     U + "rollout/test_service.py::test_failed_rewards_are_those_of_this_evaluation"),
+     U + "rollout/test_service_evaluation.py::test_failed_rewards_are_those_of_this_evaluation"),
     ("a reward call that is given up leaves its answer to the next", "rollout/rewards/pool.py",
      "            # an answer that is not read would be taken for the answer to the next call\n            await self.kill()\n", "",
      U + "rollout/rewards/test_workers.py::test_a_call_that_was_given_up_answers_no_other"),

@@ -32,15 +32,19 @@ arguments = sys.argv[1:]
 if arguments[0].endswith(".py"):
     os.execv({sys.executable!r}, [{sys.executable!r}, *arguments])
 kept = {{name: os.environ.get(name) for name in ("NODE_RANK", "SLURM_PROCID", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *{KEYS!r})}}
-with open(os.path.join(os.environ["RECORDS"], f"{{time.time_ns()}}-{{os.getpid()}}.json"), "w") as file:
-    json.dump({{"arguments": arguments, "environment": kept, "pid": os.getpid()}}, file)
+def put(path, value):
+    # Whole or not at all, as rlcore writes them: others look while this goes on.
+    with open(f"{{path}}.new", "w") as file:
+        json.dump(value, file)
+    os.replace(f"{{path}}.new", path)
+record = f"{{time.time_ns()}}-{{os.getpid()}}.json"
+put(os.path.join(os.environ["RECORDS"], record), {{"arguments": arguments, "environment": kept, "pid": os.getpid()}})
 if "engine" in arguments:
     if "ENGINE_CODE" in os.environ:
         sys.exit(int(os.environ["ENGINE_CODE"]))
     path = arguments[arguments.index("--urls-file") + 1]
     node = os.path.basename(path)[:-5]
-    with open(path, "w") as file:
-        json.dump([f"http://{{node}}:30000"], file)
+    put(path, [f"http://{{node}}:30000"])
     signal.signal(signal.SIGTERM, lambda *_: (os.unlink(path), sys.exit(0)))
     while not (node in os.environ.get("LOST", "").split() and os.path.exists(os.path.join(os.environ["RECORDS"], "training"))):
         time.sleep(0.1)

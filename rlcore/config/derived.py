@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from fractions import Fraction
 from operator import attrgetter
 from typing import Any
 
@@ -27,6 +28,11 @@ PART_WEIGHTS = "reward_weights"
 FP8_MULTIPLE = 16  # an FP8 matmul takes tokens by the sixteen
 
 REFERENCE_FIELDS = frozenset({"kl", "ref_logprobs"})
+
+
+def in_weight_group(engine: EngineConfig) -> bool:
+    """Whether weights may come to engines over a process group: NCCL, where both have GPUs."""
+    return engine.transport in ("auto", "distributed") and not engine.colocated
 
 
 def generates(config: Config) -> bool:
@@ -141,12 +147,18 @@ def total_steps(config: Config, num_prompts: int) -> int:
     if num_prompts < 1:
         raise ValueError(f"training.epochs needs the number of prompts, got {num_prompts}")
     per_step = training.batch_size if config.is_sft else config.rollout.prompts_per_step
-    return max(1, math.ceil(training.epochs * num_prompts / per_step))
+    # as written: in floats 1.1 * 100 is more than 110
+    return max(1, math.ceil(Fraction(str(training.epochs)) * num_prompts / per_step))
 
 
 def updates_per_step(config: Config) -> int:
     """Return the optimizer steps that one batch gets."""
     return config.algorithm.epochs * config.algorithm.minibatches
+
+
+def policy_updates(config: Config, updates: int) -> int:
+    """Return those of a run's optimizer steps, with a critic, that the policy takes too."""
+    return max(1, updates - config.critic.warmup_steps * updates_per_step(config))
 
 
 def other_folders(config: Config) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,8 +73,9 @@ def _tool_call(what: str, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError as error:
+            orjson.loads(arguments or "{}")  # which takes no NaN, but rounds numbers beyond 64 bits
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{what}: the arguments of the call of {function['name']!r} are not JSON ({error}):"
                 f" {shorten(arguments)}"

@@ -6,11 +6,13 @@ A bad row is an error that names its file and line.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import tempfile
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,8 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # Rows of an Arrow batch in the temporary file: a row is read by way of its batch.
 _BATCH_ROWS = 1024
 _BOM = b"\xef\xbb\xbf"
+# what may be a whole number beyond 64 bits; in a text it may stand
+_LONG_NUMBER = re.compile(rb"(?<![\d.eE+])\d{19,}(?![\d.eE])")
 
 
 class RowFile(Protocol):
@@ -98,6 +102,8 @@ class JsonRows:
         line = os.pread(self._file.fileno(), int(self._starts[index + 1]) - start, start)
         line = line.removeprefix(_BOM).rstrip() if index == 0 else line.rstrip()
         where = self.where(index)
+        if _LONG_NUMBER.search(line):
+            _refuse_long_numbers(line, where)
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
@@ -115,6 +121,24 @@ class JsonRows:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))
+
+
+def _refuse_long_numbers(line: bytes, where: str) -> None:
+    """Raise DataError for a whole number beyond 64 bits, which orjson reads as the next float."""
+    found: list[str] = []
+
+    def whole(text: str) -> int:
+        if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+            found.append(text)
+        return 0
+
+    with suppress(ValueError, RecursionError):  # it is no JSON, which is said later
+        json.loads(line, parse_int=whole)
+    if found:
+        raise DataError(
+            f"{where}: {shorten(found[0])} does not fit into 64 bits, and would be rounded: write"
+            " it as text"
+        )
 
 
 class ParquetRows:

@@ -164,7 +164,9 @@ class Heartbeat:
         noticed = 0.0
         while not self._stopped.is_set():
             failure = self._beat(number)
-            if failure is not None:
+            if failure is None:
+                noticed = 0.0  # the store is there again
+            else:
                 noticed = noticed or time.monotonic()
                 limit_s = LEAVE_S if self._cleaning_up.is_set() else NOTICE_S
                 if time.monotonic() - noticed > limit_s:

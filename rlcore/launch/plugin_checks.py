@@ -47,7 +47,8 @@ from rlcore.data.curriculum import build_curriculum
 from rlcore.data.curriculum.plugin import curriculum_keywords
 from rlcore.errors import ConfigError
 from rlcore.tls import check_files
-from rollout.plugins import call_method
+from rollout.collection.filters import FILTERS
+from rollout.plugins import call_method, unknown
 from rollout.rewards.worker import signature_problem
 from rollout.workflows.registry import WORKFLOWS
 
@@ -220,7 +221,12 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
     problems: list[Problem] = []
     problems += _workflow_problems(loaded.config)
     for path, target in named.items():
-        if ":" not in target or loaded.config.is_sft:
+        if loaded.config.is_sft:
+            continue
+        if ":" not in target:
+            known = WORKFLOWS if path in workflows else FILTERS
+            if path not in functions and target not in known:
+                problems.append(Problem(path, unknown(target, known)))
             continue
         try:
             found: Callable[..., Any] = import_plugin(target, "function")

@@ -7,17 +7,21 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from rlcore.config import Config
-from rlcore.deadlines import STORE_S
+from rlcore.config.checks.engine import argument_name
+from rlcore.config.derived import in_weight_group
+from rlcore.deadlines import SAME_SIGNAL_S, STORE_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.launch.environment import (
     STORE_FOLDER,
@@ -103,16 +107,21 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 @contextmanager
-def join(config: Config) -> Iterator[Process]:
-    """Join the trainer's other ranks while open; a run of one process needs no environment."""
+def join(config: Config, *, has_steps: bool = True) -> Iterator[Process]:
+    """Join the trainer's other ranks while open; a run of one process needs no environment.
+
+    Args:
+        has_steps: a first SIGTERM or Ctrl-C lets the step at hand end; else it interrupts.
+    """
     with rank_log(int(os.environ["RANK"]) if is_rank() else 0) as log:
         set_up_torch(config)
         if is_rank():
-            with _among_ranks(config, log) as process:
+            with _among_ranks(config, log, has_steps) as process:
                 yield process
         else:
             timeout_s = config.cluster.collective_timeout_s
-            with _signals(sync := RankSync(dist.HashStore(), 0, 1, timeout_s=timeout_s)):
+            sync = RankSync(dist.HashStore(), 0, 1, timeout_s=timeout_s)
+            with _signals(sync, has_steps):
                 yield Process(0, 1, 0, pick_device(0), sync, log)
 
 
@@ -143,10 +152,20 @@ def cuda_environment(config: Config, torch_version: str) -> dict[str, str]:
     if config.policy.parallel.tensor > 1:
         # Megatron overlaps communication and matmuls by the order in which they were launched.
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    engine = config.rollout.engine
+    if engine.kind == "sglang" and in_weight_group(engine):
+        # Between GPUs of one machine NCCL hands memory over by handles of the kind that this
+        # chooses. SGLang sets it, to this; with another kind the trainer cannot open its handles.
+        symmetric = any(
+            argument_name(name) == "enable_symm_mem" and value
+            for name, value in engine.server.items()
+        )
+        found["NCCL_CUMEM_ENABLE"] = engine.environment.get(
+            "NCCL_CUMEM_ENABLE", "1" if symmetric else "0"
+        )
     if "PYTORCH_ALLOC_CONF" in os.environ:
         return found
     settings = []
-    engine = config.rollout.engine
     # Packs differ in size, and fragment fixed segments. Engines on the same GPU cannot open handles
     # of expandable ones.
     if not engine.colocated and engine.transport != "tensor":
@@ -161,7 +180,7 @@ def cuda_environment(config: Config, torch_version: str) -> dict[str, str]:
 
 
 @contextmanager
-def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
+def _among_ranks(config: Config, log: RankLog, has_steps: bool) -> Iterator[Process]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cluster = config.cluster
     device = pick_device(local_rank)
@@ -185,7 +204,7 @@ def _among_ranks(config: Config, log: RankLog) -> Iterator[Process]:
         rank, world_size, local_rank, device, sync, log, on_failure, heartbeat, attempt
     )
     try:
-        with process.reporting_errors(), _signals(sync):
+        with process.reporting_errors(), _signals(sync, has_steps):
             yield process
     except BaseException as error:
         sync.fail(error)  # `reporting_errors` does not see an interrupt
@@ -294,17 +313,28 @@ STOPPING = b"rlcore: stopping after this step, which may take a while; a second 
 
 
 @contextmanager
-def _signals(sync: RankSync) -> Iterator[None]:
-    """End the run after this step on SIGTERM or Ctrl-C; a second signal interrupts it at once."""
+def _signals(sync: RankSync, has_steps: bool) -> Iterator[None]:
+    """End the run after this step on SIGTERM or Ctrl-C; a second signal interrupts it at once.
+
+    Where there are no steps, the first one does.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def ask(number: int, _frame: object) -> None:
-        sync.interrupt()
-        if first_on_node():  # `print` may not be entered twice, as a handler could
-            os.write(2, STOPPING)
-        signal.signal(number, signal.default_int_handler)
+    asked_at: dict[int, float] = {}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number not in asked_at:
+            asked_at[number] = now
+            if not has_steps:
+                signal.default_int_handler(number, frame)
+            sync.interrupt()
+            if first_on_node():  # `print` may not be entered twice, as a handler could
+                os.write(2, STOPPING)
+        elif now - asked_at[number] > SAME_SIGNAL_S:
+            signal.default_int_handler(number, frame)
 
     with handling_stop_signals(ask):
         yield

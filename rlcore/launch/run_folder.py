@@ -22,7 +22,6 @@ from rlcore.runs.checkpoints import (
     step_name,
 )
 from rlcore.runs.directory import ResultMark, RunDirectory, Status
-from rlcore.runs.files import remove_tree
 from rlcore.runs.lock import lock_holder
 from rlcore.runs.metrics import read_metrics
 from rlcore.runs.versions import VersionJournal
@@ -57,7 +56,10 @@ class OpenRun:
             status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             conclude(directory, status, in_one_line(error))
         elif not directory.resumed and not directory.metrics_path.exists():
-            remove_tree(directory.path.resolve())
+            try:
+                directory.discard()
+            except OSError as second:  # it must not hide the first error
+                logger.warning("%s was not removed: %s", directory.path, second)
 
 
 def conclude(directory: RunDirectory, status: Status, reason: str) -> None:

@@ -38,6 +38,7 @@ BEST = "best.json"
 CHECKSUM_LIMIT = 64 << 20  # bytes; larger files are checked by size alone, to open quickly
 NEARLY_FULL = 16 << 20  # bytes free: torch's error for a full disk does not say that it is full
 _STEP = re.compile(r"step_(\d+)")
+_BEING_WRITTEN = re.compile(r"\.step_(\d+)\.tmp")
 _REPLACED = re.compile(r"\.(step_\d+)\.replaced")
 _DISCARDED = re.compile(r"discarded_step_(\d+)")
 
@@ -247,6 +248,12 @@ def committed_steps(folder: Path) -> list[int]:
     return sorted(
         int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))
     )
+
+
+def unfinished_steps(folder: Path) -> list[int]:
+    """Return the steps whose checkpoints are being written, or were when a run was killed."""
+    found = (_BEING_WRITTEN.fullmatch(path.name) for path in folder.glob(".step_*"))
+    return [int(match[1]) for match in found if match]
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:

@@ -31,8 +31,8 @@ from typing import Any, Literal
 from rlcore.config.secrets import mask_urls, masked
 from rlcore.config.yaml_settings import render_config
 from rlcore.errors import UserError
-from rlcore.runs.checkpoints import committed_steps
-from rlcore.runs.files import write_atomic
+from rlcore.runs.checkpoints import committed_steps, unfinished_steps
+from rlcore.runs.files import remove_tree, write_atomic
 from rlcore.runs.lock import LOCK, OWNER, RunLock
 
 logger = logging.getLogger(__name__)
@@ -106,12 +106,19 @@ class RunDirectory:
         path = Path(root) / name
         path.mkdir(parents=True, exist_ok=True)
         lock = RunLock.take(path)
-        if existing and overwrite:
-            _clear(path)
+        if existing and overwrite and (kept := _clear(path)):
+            logger.warning(
+                "--overwrite left what no run of rlcore writes in %s: %s", path, ", ".join(kept)
+            )
         run = cls(path, resumed=existing and resume, _lock=lock)
         for folder in (run.logs, run.rollouts, run.checkpoints):
             folder.mkdir(exist_ok=True)
         return run
+
+    def discard(self) -> None:
+        """Delete what a run writes, and the folder if it holds nothing else and is no link."""
+        if not _clear(self.path) and not self.path.is_symlink():
+            remove_tree(self.path, ignore_errors=True)
 
     @property
     def name(self) -> str:
@@ -137,7 +144,8 @@ class RunDirectory:
         may be missing is written down first, for `rlcore ledger`.
         """
         through = step - keep
-        spared = {saved + 1 for saved in committed_steps(self.checkpoints)}
+        saved = [*committed_steps(self.checkpoints), *unfinished_steps(self.checkpoints)]
+        spared = {checkpoint + 1 for checkpoint in saved}
         doomed = [old for old in self.recorded_steps() if old <= through and old not in spared]
         if not doomed:
             return
@@ -235,12 +243,7 @@ def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool
     """
     if resume and overwrite:
         raise UserError("--resume and --overwrite contradict each other: keep the run or delete it")
-    is_plain = name and not name.startswith(".") and os.sep not in name and name.isprintable()
-    if not is_plain or len(os.fsencode(name)) > _LONGEST_NAME:
-        raise UserError(
-            f"run.name must be a plain folder name of at most {_LONGEST_NAME} bytes that does not"
-            f" start with a dot, got {name!r}"
-        )
+    check_plain_name(name)
     path = Path(root) / name
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; a run needs a folder there: choose another run.name")
@@ -253,6 +256,16 @@ def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool
     if existing and overwrite:
         _check_is_run(path)
     return existing
+
+
+def check_plain_name(name: str) -> None:
+    """Refuse the name of a run that can be no folder's (UserError)."""
+    is_plain = name and not name.startswith(".") and os.sep not in name and name.isprintable()
+    if not is_plain or len(os.fsencode(name)) > _LONGEST_NAME:
+        raise UserError(
+            f"run.name must be a plain folder name of at most {_LONGEST_NAME} bytes that does not"
+            f" start with a dot, got {name!r}"
+        )
 
 
 def _is_of_use(entry: Path) -> bool:
@@ -282,8 +295,8 @@ def _is_our_config(path: Path) -> bool:
     return text.startswith(HEADER) or (sections >= _SECTIONS and has_origins)
 
 
-def _clear(path: Path) -> None:
-    """Delete what a run writes, the lock apart, and leave everything else.
+def _clear(path: Path) -> list[str]:
+    """Delete what a run writes, the lock apart. Returns the names of everything else, which stays.
 
     It is moved to `.<name>.trash` beside the folder first. config.yaml goes last: by it a folder
     that a kill left half empty is still known for a run.
@@ -291,13 +304,9 @@ def _clear(path: Path) -> None:
     path = path.resolve()  # behind a link
     trash = path.with_name(f".{path.name}.trash")
     shutil.rmtree(trash, ignore_errors=True)
-    trash.mkdir()
+    trash.mkdir(exist_ok=True)
     for name in _OF_A_RUN:
         if os.path.lexists(path / name):
             os.rename(path / name, trash / name)
-    shutil.rmtree(trash)
-    kept = sorted(entry.name for entry in path.iterdir() if entry.name not in (LOCK, OWNER))
-    if kept:
-        logger.warning(
-            "--overwrite left what no run of rlcore writes in %s: %s", path, ", ".join(kept)
-        )
+    shutil.rmtree(trash, ignore_errors=True)  # on NFS open files cannot be deleted
+    return sorted(entry.name for entry in path.iterdir() if entry.name not in (LOCK, OWNER))

@@ -29,11 +29,16 @@ class MetricsFile:
         with open(self.path, "ab") as file:
             file.write(_line(row))
 
-    def rewind(self, step: int) -> None:
-        """Delete every line after `step`, in one rename: the run goes on from there."""
+    def rewind(self, step: int) -> int:
+        """Delete every line after `step`, in one rename: the run goes on from there.
+
+        Returns how many.
+        """
         rows = read_metrics(self.path)
-        if rows and rows[-1]["step"] > step:
-            write_atomic(self.path, b"".join(_line(row) for row in rows if row["step"] <= step))
+        kept = [row for row in rows if row["step"] <= step]
+        if len(kept) < len(rows):
+            write_atomic(self.path, b"".join(map(_line, kept)))
+        return len(rows) - len(kept)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -136,11 +137,17 @@ def message_lines(sample: Sample, *, limit: int = 400) -> list[str]:
         parts[0] = f"({parts[0].strip()})" if parts[0] else ""
         for call in message.get("tool_calls") or ():
             function = call["function"]
-            arguments = orjson.dumps(function.get("arguments", {})).decode()
-            parts.append(f"{function['name']} {arguments}")
+            parts.append(f"{function['name']} {_as_json(function.get('arguments', {}))}")
         text = "\n".join(part for part in parts if part)
         lines.append(f"{mark} [{told}] {_indented(text, limit)}")
     return lines
+
+
+def _as_json(value: object) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:  # integers beyond 64 bits, and halves of surrogate pairs
+        return json.dumps(value)
 
 
 def clipped(text: str, limit: int) -> str:

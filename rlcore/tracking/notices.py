@@ -86,7 +86,8 @@ def _one_step(row: Row, before: Sequence[Row], groups: int) -> str:
 def _entropy(row: Row, before: Sequence[Row], groups: int) -> str:
     entropy = row.get("policy/entropy_avg")
     earlier = _values(before, "policy/entropy_avg")
-    if entropy is None or len(earlier) < LEAST:
+    # supervised fine-tuning, which has no groups, is for that
+    if not groups or entropy is None or len(earlier) < LEAST:
         return ""
     most = max(earlier)
     if entropy >= 0.1 * most and entropy >= 0.005:

@@ -5,6 +5,7 @@ step  12/40 | reward 0.412 | kl 0.0031 | length 3.21 | 1.23k tok/s | 2.1 s/step 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -145,8 +146,13 @@ class Progress(BaseTracker):
             self._withheld = ""
 
     def write(self, line: str) -> None:
-        """Write one line at once."""
-        print(printable(line), file=self.stream, flush=True)
+        """Write one line at once. A reader that has gone, a `tee` say, does not end the run."""
+        try:
+            print(printable(line), file=self.stream, flush=True)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
 
     def _position(self) -> str:
         width = len(str(self.total_steps))

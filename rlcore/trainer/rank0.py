@@ -38,6 +38,7 @@ CONTINUE = "continue"
 READY = "ready"  # the rollouts are there
 CATCH_UP = "catch up"  # an engine that was started again needs the weights first
 FINISHED = ("completed", "early_stopped")  # the ends that count as a success
+NO_CHECKPOINT = "WARNING no checkpoint to resume from (checkpoint.every): the run begins anew"
 
 
 @dataclass(frozen=True)
@@ -406,7 +407,9 @@ class RankZero:
         """
         found = self._resume_from
         # Without a checkpoint the evaluation before training, step 0, comes again too.
-        MetricsFile(self.directory.metrics_path).rewind(-1 if found is None else self.step)
+        lost = MetricsFile(self.directory.metrics_path).rewind(-1 if found is None else self.step)
+        if lost and found is None:
+            self.tracker.note(f"{NO_CHECKPOINT}, and {lost} rows of its log are deleted")
         self.recorder.begin(self.step)
         # After the samples: recorded samples of a draw that the ledger lacks are a contradiction.
         self.source.keep_ledger(self.directory.ledger_path)

@@ -1,4 +1,4 @@
-"""Ranks beside rank 0 that send weights, each to engines of its own.
+"""Ranks beside rank 0 that send weights, each to engines of its own, and ranks that help them.
 
 Rank 0 deals the engines out, talks to them, and judges the publication. The other ranks open the
 groups that it orders, send what it sends, and learn through the store when it has given up.
@@ -36,7 +36,7 @@ class SenderRanks:
         """Begin a publication. Returns the answer of `meet` on every rank, "" without orders.
 
         Args:
-            orders: for the ranks that send beside rank 0, the same on every rank.
+            orders: for the ranks that send or help, the same on every rank.
             meet: run on rank 0, with the answers of those ranks.
         """
         self._opened += 1
@@ -46,12 +46,16 @@ class SenderRanks:
             return ""
         word = "" if own is None else self._sender.open(own)
         words = self._sync.gather("where ranks meet their engines", word, ranks=[*orders])
+        places = dict(zip(orders, words[1:]))  # the first word is rank 0's own
+        told = self._sync.broadcast("the ranks' places", lambda: json.dumps(places))
+        if self.serves:
+            self._sender.enter({int(rank): place for rank, place in json.loads(told).items()})
         return self._sync.broadcast(
-            "meeting the engines", lambda: meet(dict(zip(orders, words[1:]))), timeout_s=timeout_s
+            "meeting the engines", lambda: meet(places), timeout_s=timeout_s
         )
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
-        """Send a bucket to the engines that this rank serves."""
+        """Send a bucket to the engines that this rank serves, or pass it on."""
         self._sender.send(bucket, flat, self._given_up)
 
     def give_up(self, stop_order: str) -> None:

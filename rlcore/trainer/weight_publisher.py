@@ -41,7 +41,7 @@ class WeightPublisher:
 
     Args:
         exchange: brings handles of all ranks' GPUs to rank 0; None on the CPU.
-        senders: the ranks that send beside rank 0; None where there is one rank.
+        senders: the ranks that send beside rank 0, or help; None where there is one rank.
         timeout_s: how long a rank waits for rank 0 to open or close a publication.
         published: called with step, version and incarnation once all engines that are left have
             the version.
@@ -112,17 +112,20 @@ class WeightPublisher:
         if self.senders is not None:
             met = self.senders.open(orders, self._meet, self.timeout_s)
             if met not in ("", OPEN):
+                self.senders.abandon()
                 return met
+        senders = self.senders if self.senders is not None and self.senders.serves else None
         began = now()
         for bucket, flat in self.backend.export_buckets(everywhere=bool(owners or orders)):
             began = self._record(f"gathering bucket {bucket.index}", began)
             handles = self.exchange.collect(bucket, flat) if owners and self.exchange else None
-            if self.sink is not None and flat is not None:
+            if flat is None or (senders is None and self.sink is None):
+                continue
+            if senders is not None:
+                senders.send(bucket, flat)
+            if self.sink is not None:
                 failure = self._send(bucket, flat, handles, failure)
-                began = self._record(f"sending bucket {bucket.index}", began)
-            elif self.senders is not None and self.senders.serves and flat is not None:
-                self.senders.send(bucket, flat)
-                began = self._record(f"sending bucket {bucket.index}", began)
+            began = self._record(f"sending bucket {bucket.index}", began)
         outcome = self.sync.broadcast(
             "closing a publication", lambda: self._close(failure, step), timeout_s=self.timeout_s
         )

@@ -242,7 +242,7 @@ def test_the_number_of_processes_has_a_limit(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_memory_has_a_limit(kind: str, marker: str) -> None:
-    alone, together = run(
+    alone, together, files = run(
         kind,
         Program("len(bytearray(1 << 30))", memory_mb=256, timeout_s=20),
         Program(
@@ -254,10 +254,18 @@ def test_memory_has_a_limit(kind: str, marker: str) -> None:
             memory_mb=256,
             timeout_s=20,
         ),
+        Program(
+            "import os, time\n"
+            "for _ in range(8): os.write(os.memfd_create('held'), bytes(40 << 20))\n"
+            "time.sleep(20)\n",
+            memory_mb=256,
+            timeout_s=20,
+        ),
     )
     assert alone.exit_code == 1
     assert alone.stderr.endswith("MemoryError\n")
-    assert (together.status, together.reason) == ("limit", "used more than 256 MiB of memory")
+    for found in (together, files):
+        assert (found.status, found.reason) == ("limit", "used more than 256 MiB of memory")
 
 
 @pytest.mark.parametrize("kind", ALL)

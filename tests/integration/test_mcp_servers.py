@@ -136,6 +136,29 @@ def test_a_server_that_fails_fails_the_rollout(
         rollouts(script, workflow(server, tool_timeout_s=4))
 
 
+@pytest.mark.parametrize("end", ["die", "hang"])
+def test_a_shared_server_that_does_not_answer_is_started_again_by_the_next_rollout(
+    end: str,
+) -> None:
+    tools = McpTools([{**SERVER, "shared": True}])
+
+    async def ask(name: str, seconds: float = 60) -> str:
+        async with tools.connected() as sessions:
+            return await sessions[name].call(name, {}, seconds)
+
+    async def scenario() -> None:
+        async with tools.connected() as early:
+            assert await ask("count") == "call 1"
+            with pytest.raises(McpFailed, match=f"call of '{end}'"):
+                await ask(end, 2)
+            assert await ask("count") == "call 1"
+            assert not early["count"].ended  # whoever has it may go on
+        assert early["count"].ended
+        assert await ask("count") == "call 2"
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
     with socket.socket() as free:

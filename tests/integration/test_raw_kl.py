@@ -79,7 +79,7 @@ PPO = ("algorithm.estimator.name=ppo", "critic.optimizer.lr=1e-3")
     [
         ("k1", ()),
         ("k2", ("algorithm.minibatches=2", "algorithm.old_logprobs=rollout")),
-        ("k3", ("critic.warmup_steps=1",)),
+        ("k3", ("critic.warmup_steps=1", "policy.optimizer.schedule=linear")),
     ],
 )
 def test_ppo_with_kl_in_the_reward_logs_the_raw_kl(
@@ -99,6 +99,7 @@ def test_ppo_with_kl_in_the_reward_logs_the_raw_kl(
     if "critic.warmup_steps=1" in options:
         assert run.rows[2]["rollout/kl"] == 0.0
         assert "policy/approxkl_avg" not in run.rows[1]
+        assert same(run.rows[3]["lr"], run.rows[2]["lr"] / 2), "two steps train the policy"
         assert same(
             run.rows[3]["rollout/kl"],
             fresh_kl(workspace, run, 3, kind).per_token,

@@ -158,7 +158,8 @@ def test_random_numbers_and_the_initial_policy_outlive_a_kill(
     start = f"policy.checkpoint={runs.path('start')}"
     runs.finish("grpo", start, algorithm="grpo")
     rows = metrics_of(runs.path("grpo"))
-    assert rows[1]["objective/kl"] == 0 < rows[3]["objective/kl"] < rows[STEPS]["objective/kl"]
+    # an estimate from samples: one step's may be below 0
+    assert rows[1]["objective/kl"] == 0 != rows[3]["objective/kl"] < rows[STEPS]["objective/kl"]
 
     for number, kill in enumerate(
         ({"point": "update", "call": 2 * UPDATES + 3}, {"point": "state", "call": 2})

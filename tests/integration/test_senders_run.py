@@ -44,6 +44,17 @@ def test_each_rank_sends_to_one_engine_and_no_bit_changes(
     assert run.orphans == []
 
 
+def test_ranks_that_send_to_one_engine_together_change_no_bit(
+    rank_runs: RankRuns, undisturbed: dict[str, bytes]
+) -> None:
+    """Rank 1 sends to the first engine, rank 0 helps it, and sends to the second alone."""
+    run = rank_runs.train("two rails", *TWO, "rollout.engine.rails=2")
+    assert run.code == 0, run.said
+    assert contents(run.folder / "hf") == undisturbed
+    assert all("engine" not in line for line in run.said.splitlines() if "WARNING" in line)
+    assert run.orphans == []
+
+
 def test_an_engine_that_dies_under_another_rank_changes_no_bit(
     rank_runs: RankRuns, undisturbed: dict[str, bytes]
 ) -> None:

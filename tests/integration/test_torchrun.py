@@ -67,8 +67,8 @@ def test_two_nodes_of_the_multi_node_script(
     assert run.processes() == []
     rows = {row["step"]: row for row in run.rows}
     groups = check_timeline(run.folder, rows, tmp_path / "trace.json", lockstep=True)
-    waits = {span.name for span in groups["rank 1"] if span.name.startswith("waits for rank 0")}
-    assert "waits for rank 0: the rollouts of step 1" in waits
+    # for what rank 1 is not late itself depends on the machine
+    assert any(span.name.startswith("waits for rank 0: ") for span in groups["rank 1"])
     senders = {span.lane for span in groups["publication"]}
     assert senders == {"rank 0", "rank 1", "stages"}
 

@@ -74,7 +74,8 @@ def test_plain_output_of_quick_steps_is_short_and_ends_with_a_report(workspace: 
         int(match[1]) for match in re.finditer(r"^step +(\d+)/150 \| loss ", run.out, re.MULTILINE)
     ]
     assert (shown[0], shown[-1]) == (1, 150)
-    assert len(shown) <= 3 + run.result["seconds"] / 2
+    # one in two seconds, and those with a note below, as of a slow step
+    assert len(shown) <= 15 + run.result["seconds"] / 2
     report = run.out[run.out.index("-----") :]
     for line in (
         r"status +completed",

@@ -20,6 +20,7 @@ from rlcore.launch.ray.calls import NAMESPACE, actor_name
 from tests.integration.workspace import LEARNING, Run, Workspace
 
 REACH_S = 600.0  # a real server takes minutes to start on a busy machine
+ANSWER_S = 120.0  # of an actor whose process starts on a busy machine
 TWO_RANKS = (
     "policy.parallel.tensor=2",
     "cluster.processes_per_node=2",
@@ -60,18 +61,18 @@ class Going:
         return ray.get_actor(actor_name(self.name, part), namespace=NAMESPACE)
 
     def ranks(self) -> list[dict[str, Any]]:
-        facts: dict[str, Any] = ray.get(self.actor("status").read.remote(), timeout=30)
+        facts: dict[str, Any] = ray.get(self.actor("status").read.remote(), timeout=ANSWER_S)
         return list(facts.get("ranks", []))  # none before the first attempt
 
     def rank_pids(self) -> list[int]:
         return [rank["pid"] for rank in self.ranks()]
 
     def service_pid(self) -> int:
-        pid: int = ray.get(self.actor("service").status.remote(), timeout=30)[0]
+        pid: int = ray.get(self.actor("service").status.remote(), timeout=ANSWER_S)[0]
         return pid
 
     def server_pid(self, index: int = 0) -> int:
-        pid: int = ray.get(self.actor(f"engine-{index}").pid.remote(), timeout=30)
+        pid: int = ray.get(self.actor(f"engine-{index}").pid.remote(), timeout=ANSWER_S)
         return pid
 
     def engine_pid(self) -> int:
@@ -83,7 +84,7 @@ class Going:
         try:
             return [
                 row["state"]
-                for row in ray.get(self.actor("service").status.remote(), timeout=30)[1]
+                for row in ray.get(self.actor("service").status.remote(), timeout=ANSWER_S)[1]
             ]
         except (RayError, ValueError):
             return []

@@ -160,6 +160,16 @@ def test_a_restart_without_room_fails_with_the_reason(ray_runs: RayRuns, cluster
     assert run.result["steps"] >= 2
 
 
+def test_a_service_without_room_is_named(ray_runs: RayRuns) -> None:
+    """The ranks, which have room, would wait for it without a reason."""
+    run = ray_runs.train(
+        "no_service", *ONE_RANK, "cluster.ray.service_cpus=64", "cluster.start_timeout_s=45"
+    )
+    assert run.code == 1
+    assert run.lines("rlcore: the Ray cluster has no room for the rollout service within 45 s")
+    assert "asked is [64 CPU]; it lacks" in run.err
+
+
 def test_ctrl_c_while_the_ranks_wait_for_room_again_is_an_interrupt(
     ray_runs: RayRuns, cluster: Any
 ) -> None:

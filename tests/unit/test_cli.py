@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import argparse
+import io
 import re
 import signal
 import subprocess
@@ -158,6 +160,11 @@ def test_validate_prints_a_configuration_that_loads(capsys, tmp_path):
     assert "# notes:\n#   training.target_kl: 0.1 is ignored" in out
     assert "# checks made:" in out
     assert "needs torch" not in out
+
+
+def test_validate_refuses_a_name_that_no_folder_can_have(capsys):
+    assert cli.main(["validate", *GIVEN, "run.name=a/b"]) == 2
+    assert "run.name must be a plain folder name" in capsys.readouterr().err
 
 
 def test_validate_says_what_it_leaves_out_without_torch(capsys, monkeypatch):
@@ -410,3 +417,20 @@ def test_validate_shows_no_secret(capsys, tmp_path):
     assert cli.main(["validate", str(written)]) == 2
     assert "stands for a secret" in capsys.readouterr().err
     assert cli.main(["validate", str(written), secret]) == 0
+
+
+@pytest.mark.parametrize(("command", "code"), [("train", 1), ("metrics", 0)])
+def test_a_broken_pipe_is_no_success_of_a_run(
+    command: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+
+    def breaks(_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setitem(cli.COMMANDS, command, breaks)
+    assert cli._run(argparse.Namespace(command=command)) == code
+    assert said.closed == (code == 0)
+    if code:
+        assert "standard output or another pipe was closed" in said.getvalue()

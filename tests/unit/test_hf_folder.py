@@ -98,3 +98,23 @@ def test_companions_are_the_tokenizers_and_how_to_generate(tmp_path: Path) -> No
         "generation_config.json",
         "tokenizer.json",
     ]
+
+
+def test_named_templates_come_along_and_the_models_way_to_generate_counts(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tokenizer = tmp_path / "tokenizer"
+    named = Path("additional_chat_templates") / "tool_use.jinja"
+    (tokenizer / named).parent.mkdir(parents=True)
+    (tokenizer / named).write_text("with tools")
+    (tokenizer / "generation_config.json").write_text("of the tokenizer's model")
+    model.mkdir()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    copy_companions(alone, model, tokenizer)
+    assert (alone / named).read_text() == "with tools"
+    assert (alone / "generation_config.json").read_text() == "of the tokenizer's model"
+    (model / "generation_config.json").write_text("of the model")
+    both = tmp_path / "both"
+    both.mkdir()
+    copy_companions(both, model, tokenizer)
+    assert (both / "generation_config.json").read_text() == "of the model"

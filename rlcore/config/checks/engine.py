@@ -47,6 +47,7 @@ QUANTISING: dict[str, tuple[Any, ...]] = {
     "quantize_and_serve": (None, False),
 }
 FLASH_RL = "flash_rl"  # the load format of SGLang with which FP8 weights can be loaded again
+ATTENTION_PARTS = "attn_dp_size"  # into which SGLang divides the batch of a server's attention
 OURS: dict[str, str] = {  # arguments of sglang.launch_server -> what to do instead
     "model_path": "set model.path",
     "model": "set model.path",
@@ -67,8 +68,7 @@ OURS: dict[str, str] = {  # arguments of sglang.launch_server -> what to do inst
     "data_parallel_size": f"set rollout.engine.count: {_WEIGHTS}",
     "pp_size": f"set rollout.engine.tensor_parallel: {_WEIGHTS}",
     "pipeline_parallel_size": f"set rollout.engine.tensor_parallel: {_WEIGHTS}",
-    "attn_dp_size": _PARTS,
-    "attention_data_parallel_size": _PARTS,
+    "attention_data_parallel_size": f"write {ATTENTION_PARTS}",
     "attn_cp_size": _PARTS,
     "attention_context_parallel_size": _PARTS,
     "dcp_size": _PARTS,
@@ -215,6 +215,7 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
         if (instead := OURS.get(argument_name(name))) is not None:
             yield Problem(f"rollout.engine.server.{name}", f"not to be given here: {instead}")
     yield from _quantised(engine)
+    yield from _attention_parts(engine)
     if engine.host in ANY_ADDRESS:
         message = (
             f"{engine.host!r} is every address of this machine; give one that others can reach"
@@ -227,6 +228,27 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
             " GPUs"
         )
         yield Problem("rollout.engine.device", message)
+
+
+def _attention_parts(engine: EngineConfig) -> Iterator[Problem]:
+    """Yield what does not go with data-parallel attention."""
+    parts = server_argument(engine, ATTENTION_PARTS)
+    if parts is None:
+        return
+    where = f"{SERVER}.{ATTENTION_PARTS}"
+    if not isinstance(parts, int) or parts < 1 or engine.tensor_parallel % parts:
+        yield Problem(
+            where,
+            f"got {parts!r}, expected a divisor of {ENGINE}.tensor_parallel"
+            f" ({engine.tensor_parallel}), whose ranks are dealt to the parts",
+        )
+    elif parts > 1 and engine.verify_every:
+        yield Problem(
+            f"{ENGINE}.verify_every",
+            f"got {engine.verify_every}, but it is not known how SGLang lays out weights under"
+            f" data-parallel attention: set it to 0 ({ENGINE}.bucket_digests still compares what"
+            f" arrives), or leave {where} out",
+        )
 
 
 def _quantised(engine: EngineConfig) -> Iterator[Problem]:
@@ -268,9 +290,10 @@ def engine_transport(config: Config) -> Iterator[Problem]:
             f"only transports disk and delta write there: set {ENGINE}.transport to one of these"
         )
         yield Problem(f"{ENGINE}.weights_dir", f"{message}, got {engine.transport!r}")
-    if engine.senders is not None and engine.transport not in ("auto", "distributed"):
-        message = f"only transport distributed has senders: leave it out, or {ENGINE}.transport"
-        yield Problem(f"{ENGINE}.senders", f"{message}, got {engine.transport!r}")
+    for key in ("senders", "rails"):
+        if getattr(engine, key) is not None and engine.transport not in ("auto", "distributed"):
+            message = f"only transport distributed has {key}: leave it out, or {ENGINE}.transport"
+            yield Problem(f"{ENGINE}.{key}", f"{message}, got {engine.transport!r}")
     if engine.quantization is not None and engine.transport in ("disk", "delta"):
         message = (
             f"got {engine.transport!r}, but a folder of weights is not quantised: leave it out, or"

@@ -51,7 +51,7 @@ class OptimizerConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps in which the learning rate grows from 0."""
     decay_steps: PositiveInt | None = None
-    """Optimizer steps to the end of the decay; default: those of the run."""
+    """Optimizer steps to the end of the decay; default: those of the run that train the model."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     beta1: Probability = 0.9

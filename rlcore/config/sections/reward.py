@@ -67,7 +67,9 @@ class RewardConfig(Section):
     by: str | None = None
     """Column of the row, dotted (`data_source`), whose value chooses the parts: their `sources`."""
     non_stop_penalty: float | None = None
-    """Score of a response that ended by length, instead of its own; default: its own."""
+    """Score of a response that ended by a limit (length, context, turns or timeout), instead of its
+    own; default: its own.
+    """
     timeout_s: PositiveFloat = 10.0
     """Longest time for one call of a reward function."""
     on_error: float = 0.0

@@ -83,7 +83,8 @@ class EngineConfig(Section):
     max_batch: PositiveInt = 256
     """Embedded: sequences generated together."""
     bucket_bytes: PositiveInt = 256 << 20
-    """Largest flat bucket in which weights are published."""
+    """Largest flat bucket in which weights are published. Each is a call to every engine: with 16
+    or more engines of a large model 1 GiB is quicker."""
     start_timeout_s: PositiveFloat = 300.0
     """Longest start of an engine."""
     request_timeout_s: PositiveFloat | None = None
@@ -125,6 +126,9 @@ class EngineConfig(Section):
     senders: PositiveInt | None = None
     """Transport distributed: ranks of the trainer that engines are dealt to, each of which sends to
     its own; default: on GPUs as many as engines, on the CPU one."""
+    rails: PositiveInt | None = None
+    """Transport distributed: ranks of one machine whose network cards together carry the weights of
+    an engine; default: over NCCL as many as the engine has GPUs, if so many are free, else one."""
     weights_dir: str | None = None
     """Transports disk and delta: folder shared with the engines; default: the run's."""
     bucket_digests: Literal["auto", "sha256", "none"] = "auto"

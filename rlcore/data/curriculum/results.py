@@ -18,25 +18,26 @@ CHUNK = 1024  # results that a snapshot keeps as one word
 
 
 class Outcome(NamedTuple):
-    """How one group of samples went; its text, "3/8", stands in the journal of the ledger."""
+    """How the rollouts of one group went; its text, "3/8", stands in the journal of the ledger."""
 
-    right: int  # samples that pass
-    told: int  # samples of which it is known
+    right: int  # rollouts that pass
+    told: int  # rollouts of which it is known
 
     def __str__(self) -> str:
         return f"{self.right}/{self.told}"
 
     @classmethod
     def of(cls, samples: Sequence[Sample], passes_at: float | None) -> Outcome:
-        """Count the samples of a group.
+        """Count the rollouts of a group. All samples of one have its reward.
 
         Args:
-            passes_at: the reward from which a sample passes. None: one passes that its reward calls
-                right, and is left out if no part of the reward says so or not.
+            passes_at: the reward from which a rollout passes. None: one passes that its reward
+                calls right, and is left out if no part of the reward says so or not.
 
-        A sample whose reward failed is left out: that says nothing about its prompt.
+        A rollout whose reward failed is left out: that says nothing about its prompt.
         """
-        scored = [sample for sample in samples if "reward_error" not in sample.metadata]
+        rollouts = {sample.rollout_id: sample for sample in samples}.values()
+        scored = [sample for sample in rollouts if "reward_error" not in sample.metadata]
         if passes_at is not None:
             said = [sample.reward >= passes_at for sample in scored]
         else:
@@ -49,13 +50,13 @@ class Outcome(NamedTuple):
 class PromptHistory:
     """What a curriculum may look at, of each of N prompts; arrays are read-only.
 
-    `right` and `told` count samples: each new group of a prompt adds its own to `memory` times what
-    was there (`data.curriculum.memory`). So with memory 0 they are those of the newest group.
+    `right` and `told` count rollouts: each new group of a prompt adds its own to `memory` times
+    what was there (`data.curriculum.memory`). So with memory 0 they are those of the newest group.
     """
 
     seen: NDArray[np.int64]  # [N] finished groups
-    right: NDArray[np.float64]  # [N] samples that pass, the recent ones
-    told: NDArray[np.float64]  # [N] samples of which it is known, the recent ones
+    right: NDArray[np.float64]  # [N] rollouts that pass, the recent ones
+    told: NDArray[np.float64]  # [N] rollouts of which it is known, the recent ones
     last: NDArray[np.int64]  # [N] number of the newest result among all results; -1: none yet
     results: int  # finished groups of all prompts
     lengths: NDArray[np.int64]  # [N] tokens of the prompt
@@ -67,7 +68,7 @@ class PromptHistory:
 
     @property
     def pass_rate(self) -> NDArray[np.float64]:
-        """The share of recent samples that pass, [N]; NaN where none is known."""
+        """The share of recent rollouts that pass, [N]; NaN where none is known."""
         known = self.told > 0
         return np.divide(self.right, self.told, out=np.full(len(self), np.nan), where=known)
 

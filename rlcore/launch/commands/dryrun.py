@@ -74,10 +74,15 @@ def dry_run(
                 skew=skew,
                 origins=holders,
                 everywhere=published is not None and published.is_everywhere(layout),
+                passes_on=published is not None and published.passed_on(layout) > 0,
             )
         planned = stage_needs(layout, in_flight, job.trained, job.frozen, stage)
         kept = 0 if published is None else published.buffers(layout, rank0=rank == 0)
-        after = {"publication": kept, "checkpoint": planned.phases["checkpoint"] + kept}
+        passed_on = 0 if published is None else published.passed_on(layout)
+        after = {
+            "publication": kept + passed_on,
+            "checkpoint": planned.phases["checkpoint"] + kept,
+        }
         planned = replace(planned, phases=planned.phases | after)
         yield ""
         yield from _rank_lines(report, planned, layout, in_flight, job)

@@ -18,7 +18,7 @@ from rlcore.config.sections.algorithm import LossConfig
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.data.sample import Sample
 from rlcore.deadlines import STEP_GRACE_S
-from rlcore.errors import RunFailed
+from rlcore.errors import RunFailed, UserError
 from rlcore.interfaces import PolicyBackend
 from rlcore.launch.compose import (
     build_algorithm,
@@ -58,6 +58,8 @@ def evaluate_model(
             under torchrun, it is in one process.
         arguments: the command line after `rlcore`, with which the ranks are started.
     """
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise UserError(f"--output: {output} cannot be written: it needs a folder that is there")
     known = loaded.config.evaluation.sets
     for name in sets:
         if name not in known:
@@ -77,7 +79,7 @@ def evaluate_model(
                 return launch_ranks(config, arguments)
         elif not is_rank():
             config = _in_one_process(config)
-        process = stack.enter_context(join(config))
+        process = stack.enter_context(join(config, has_steps=False))
         with process.reporting_errors():
             scored = _evaluate(config, process, stack)
     if scored is not None:

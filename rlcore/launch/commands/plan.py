@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import cast, get_args
 
 from backends.megatron.checks.layout import check_layout, check_others, layers_of_stages
 from backends.megatron.convert.architecture import Architecture
@@ -25,7 +25,7 @@ from rlcore.errors import ConfigError
 from rlcore.planning.devices import GPUS
 from rlcore.planning.fit import Frozen, Trained
 from rlcore.planning.host import StepArrays
-from rlcore.planning.memory import Layout, Recompute
+from rlcore.planning.memory import Layout, Recompute, RecomputeMethod
 from rlcore.planning.publication import (
     Costs,
     Publication,
@@ -100,13 +100,16 @@ def configured_layout(config: Config, arch: Architecture, gpus: int) -> Layout:
     Raises ConfigError where the layers do not divide into the stages.
     """
     parallel = config.policy.parallel
+    recompute, method, count = _recompute(config)
     uneven = parallel.first_stage_layers is not None or parallel.last_stage_layers is not None
     return Layout(
         **{name: getattr(parallel, name) for name in _SHARED},
         expert_tensor=parallel.expert_tensor or parallel.tensor,
         data=gpus // (parallel.tensor * parallel.pipeline * parallel.context),
         distributed=config.policy.optimizer.distributed,
-        recompute=_recompute(config),
+        recompute=recompute,
+        recompute_method=method,
+        recompute_layers=count,
         stages=tuple(layers_of_stages(arch.num_layers, parallel)) if uneven else (),
     )
 
@@ -135,8 +138,9 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         ("teacher", passes.teacher, config.teacher),
     ):
         if is_scored:
-            other = others.get(f"{name}.path", arch).shape
-            frozen.append(Frozen(name, other, section.offload, swapped_in=other == shape))
+            model = others.get(f"{name}.path", arch)
+            swapped_in = model.computes_like(arch)
+            frozen.append(Frozen(name, model.shape, section.offload, swapped_in))
     prompt = config.data.max_prompt_tokens or min(_PROMPT, policy.max_tokens_per_microbatch // 2)
     response = (
         policy.max_tokens_per_microbatch - prompt
@@ -200,6 +204,9 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
         senders=given.senders or engines,
         kv_groups=arch.shape.groups,
         converted=dtype != config.model.dtype,
+        rails=given.rails or given.tensor_parallel,
+        engine_tensor=given.tensor_parallel,
+        engine_dtype_bytes=_ITEM_BYTES[_DTYPES[dtype]],
     )
 
 
@@ -257,12 +264,19 @@ def _parallel(layout: Layout) -> ParallelConfig:
     )
 
 
-def _recompute(config: Config) -> Recompute:
+def _recompute(config: Config) -> tuple[Recompute, RecomputeMethod, int]:
     given = config.policy.megatron
     if given.get("recompute_granularity") == "full":
-        return "full"
+        method = given.get("recompute_method")
+        count = given.get("recompute_num_layers")
+        if method not in get_args(RecomputeMethod) or not isinstance(count, int) or count < 1:
+            raise ConfigError(
+                f"policy.megatron: recompute_granularity full with recompute_method {method!r} and"
+                f" recompute_num_layers {count!r}: set uniform or block, and a number of layers"
+            )
+        return "full", cast(RecomputeMethod, method), count
     if given.get("recompute_granularity") != "selective":
-        return "none"
+        return "none", "uniform", 1
     modules = given.get("recompute_modules") or ["core_attn"]
     counted = "+".join(module for module in ("core_attn", "mlp", "moe") if module in modules)
-    return cast(Recompute, counted or "none")
+    return cast(Recompute, counted or "none"), "uniform", 1

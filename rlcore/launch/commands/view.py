@@ -17,7 +17,7 @@ from rlcore.launch.signals import handling_stop_signals
 from rlcore.terminal import printable
 from rlcore.view.api import Api
 from rlcore.view.export import export_page
-from rlcore.view.run import RunView
+from rlcore.view.run import RunView, inside
 from rlcore.view.server import ViewServer
 from rollout.accounting.untrained import UntrainedDraws, life_of
 
@@ -25,24 +25,32 @@ MOST_EVENTS = 2000  # that a page lists
 
 
 class RunLedger:
-    """Reads the ledger of a run for the page."""
+    """Reads the ledger of a run for the page, for several requests at a time.
+
+    Args:
+        path: in the resolved folder of the run; a link out of it is refused.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._draws = UntrainedDraws(path)
+        self._lock = threading.Lock()
 
     def untrained(self) -> dict[str, Any]:
         """Return counts by reason, and the newest draws that were given up or given back."""
-        self._draws.refresh()
-        newest = list(self._draws.newest)[-MOST_EVENTS:][::-1]
-        return {
-            "restarts": max(self._draws.restarts - 1, 0),
-            "counts": [[what, why, count] for (what, why), count in self._draws.counts.items()],
-            "events": [event._asdict() for event in newest],
-        }
+        inside(self.path.parent, self.path)
+        with self._lock:
+            self._draws.refresh()
+            newest = list(self._draws.newest)[-MOST_EVENTS:][::-1]
+            return {
+                "restarts": max(self._draws.restarts - 1, 0),
+                "counts": [[what, why, count] for (what, why), count in self._draws.counts.items()],
+                "events": [event._asdict() for event in newest],
+            }
 
     def life(self, draw: int) -> list[dict[str, Any]]:
         """Return what happened to a draw, by line of the journal."""
+        inside(self.path.parent, self.path)
         names = ("line", "what", "detail", "rewound_by")
         return [dict(zip(names, moment)) for moment in life_of(self.path, draw)]
 

@@ -22,10 +22,15 @@ from ray.util.placement_group import PlacementGroup
 from rlcore.config import Config
 from rlcore.errors import RunFailed, UserError
 from rlcore.launch.ray.calls import NAMESPACE, first_line
-from rlcore.launch.ray.discovery import AUTO, clusters_of_others, find_cluster
+from rlcore.launch.ray.discovery import (
+    AUTO,
+    LOCAL,
+    check_reachable,
+    clusters_of_others,
+    find_cluster,
+)
 from rlcore.launch.ray.placement import Placement, Resources, bundles, lacking, place
 
-LOCAL = "local"  # as cluster.ray.address: always a cluster of our own
 NO_TOKEN = (
     "it wants a token (RAY_AUTH_MODE=token) and this process has none: set RAY_AUTH_TOKEN, or"
     " RAY_AUTH_TOKEN_PATH"
@@ -86,14 +91,19 @@ def _connect(address: str | None, config: Config) -> None:
         )
     if joined not in (None, LOCAL):
         try:
+            check_reachable(joined)
             ray.init(address=joined, **options)
             _tell(joined)
             return
         except (ConnectionError, RuntimeError, ValueError) as error:
-            if address is not None:
-                raise UserError(
-                    f"cluster.ray.address: no Ray cluster at {address!r}: {first_line(error)}"
-                ) from error
+            why = first_line(error)
+            if named := address or os.environ.get("RAY_ADDRESS"):
+                where = "cluster.ray.address" if address else "RAY_ADDRESS"
+                raise UserError(f"{where}: no Ray cluster at {named!r}: {why}") from error
+            warn(
+                f"the Ray cluster {joined} on this machine is not joined, and the run starts its"
+                f" own: {why}"
+            )
         except AuthenticationError as error:  # so there is a cluster
             raise UserError(
                 f"cluster.ray.address: the Ray cluster refuses us: {NO_TOKEN}"
@@ -178,11 +188,12 @@ class Reservation:
 
         Raises RunFailed where there is no room within `limit_s` (cluster.start_timeout_s).
         """
-        deadline = time.monotonic() + limit_s
-        while not self.group.wait(timeout_seconds=WAIT_S):
-            tick()
-            if time.monotonic() > deadline:
-                raise RunFailed(_no_room(self.parts, cluster, self.what, limit_s))
+        _wait(
+            lambda: self.group.wait(timeout_seconds=WAIT_S),
+            lambda: _no_room(self.parts, cluster, self.what, limit_s),
+            limit_s,
+            tick,
+        )
         return self.group
 
 
@@ -199,6 +210,43 @@ def reserve(parts: Sequence[Resources], strategy: str, what: str) -> Iterator[Re
     finally:
         if ray.is_initialized():
             remove_placement_group(group)
+
+
+def wait_for_actor(
+    actor: Any,
+    part: Resources,
+    cluster: Cluster,
+    what: str,
+    *,
+    limit_s: float,
+    tick: Callable[[], None],
+) -> None:
+    """Wait until an actor that has no reservation has its process, or has failed.
+
+    Args:
+        part: what it asks for.
+        tick: called all the time meanwhile.
+
+    Raises RunFailed where there is no room within `limit_s` (cluster.start_timeout_s).
+    """
+    up = actor.__ray_ready__.remote()
+    _wait(
+        lambda: bool(ray.wait([up], timeout=WAIT_S)[0]),
+        lambda: _no_room([part], cluster, what, limit_s),
+        limit_s,
+        tick,
+    )
+
+
+def _wait(
+    is_there: Callable[[], bool], lacks: Callable[[], str], limit_s: float, tick: Callable[[], None]
+) -> None:
+    """Wait for what `is_there` waits for a while. Raises RunFailed with what `lacks` says."""
+    deadline = time.monotonic() + limit_s
+    while not is_there():
+        tick()
+        if time.monotonic() > deadline:
+            raise RunFailed(lacks())
 
 
 def _no_room(parts: Sequence[Resources], cluster: Cluster, what: str, limit_s: float) -> str:

@@ -6,13 +6,16 @@ Ray's own search takes the newest cluster of any user, who could then read a run
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 from ray._private.utils import read_ray_address
 
+from rlcore.deadlines import RAY_REACH_S
 from rlcore.errors import UserError
 
 AUTO = "auto"  # Ray's own search
+LOCAL = "local"  # as cluster.ray.address: always a cluster of our own
 _PROCESSES = Path("/proc")
 _OPTION = b"--gcs-address="
 
@@ -29,8 +32,8 @@ def find_cluster(proc: Path = _PROCESSES) -> str | None:
     Raises:
         UserError: this user has several clusters here, and Ray does not say which is the newest.
     """
-    if os.environ.get("RAY_ADDRESS"):
-        return AUTO
+    if given := os.environ.get("RAY_ADDRESS"):
+        return given if given == LOCAL else AUTO
     found = _clusters(proc).get(os.getuid(), set())
     newest = read_ray_address()
     if newest in found or len(found) < 2:
@@ -39,6 +42,22 @@ def find_cluster(proc: Path = _PROCESSES) -> str | None:
         f"cluster.ray.address: this machine has the Ray clusters {', '.join(sorted(found))}: name"
         " one of them, or `local` for one of the run's own"
     )
+
+
+def check_reachable(address: str) -> None:
+    """Raise ConnectionError if nobody listens at HOST:PORT: Ray itself tries for 14 minutes.
+
+    Args:
+        address: as `ray.init` takes it; of `auto` that of `RAY_ADDRESS`. Others pass.
+    """
+    given = os.environ.get("RAY_ADDRESS", "") if address == AUTO else address
+    host, _, port = given.rpartition(":")
+    if not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=RAY_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"nobody answers at {given}: {error}") from error
 
 
 def clusters_of_others(proc: Path = _PROCESSES) -> set[str]:

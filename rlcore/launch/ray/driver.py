@@ -31,7 +31,14 @@ from rlcore.errors import INTERRUPTED, RlcoreError, UserError
 from rlcore.launch.compose import check_input
 from rlcore.launch.ray.actor_env import ActorEnv, LogRelay
 from rlcore.launch.ray.calls import NAMESPACE, HangDetector, actor_name, end_named
-from rlcore.launch.ray.cluster import Cluster, Reservation, connected, reserve, warn
+from rlcore.launch.ray.cluster import (
+    Cluster,
+    Reservation,
+    connected,
+    reserve,
+    wait_for_actor,
+    warn,
+)
 from rlcore.launch.ray.engine_hosts import EngineHost
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.ranks import Ranks
@@ -195,6 +202,7 @@ class Driver:
                 )
             ]
         )
+        self._wait_for_service()
         self._ranks = ranks  # from here on a stop request ends them cleanly
         return ranks.run(resume=resume, overwrite=overwrite, service=self._service)
 
@@ -275,6 +283,17 @@ class Driver:
         self._service = service.remote(self._actor_env, self.config, names, self._keys)
         limit_s = self.config.cluster.heartbeat_timeout_s
         self._hang_detector = HangDetector(self._service, limit_s=limit_s)
+
+    def _wait_for_service(self) -> None:
+        if self._service is not None:
+            wait_for_actor(
+                self._service,
+                self._cluster.placement.service,
+                self._cluster,
+                "the rollout service",
+                limit_s=self.config.cluster.start_timeout_s,
+                tick=self._tick,
+            )
 
     def _end_service(self) -> None:
         """End the service and its engines."""

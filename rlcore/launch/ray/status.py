@@ -17,7 +17,7 @@ from rlcore.deadlines import STATUS_ANSWER_S
 from rlcore.errors import DeadlineExceeded, RlcoreError, UserError
 from rlcore.launch.ray.calls import NAMESPACE, ActorLost, actor_name, first_line, get
 from rlcore.launch.ray.cluster import NO_TOKEN
-from rlcore.launch.ray.discovery import find_cluster
+from rlcore.launch.ray.discovery import LOCAL, check_reachable, find_cluster
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
@@ -71,9 +71,10 @@ def stop(run: str, address: str | None, *, timeout_s: float) -> str:
 @contextmanager
 def _connected(address: str | None) -> Iterator[None]:
     found = address or find_cluster()
-    if found is None:
+    if found in (None, LOCAL):
         raise UserError("no Ray cluster of yours runs on this machine (--address HOST:PORT)")
     try:
+        check_reachable(found)
         ray.init(
             address=found,
             namespace=NAMESPACE,

@@ -55,13 +55,14 @@ class Backend:
 class Trainer:
     """Ranks in threads, over engines in processes."""
 
-    def __init__(self, folder: Path, *, engines: int) -> None:
+    def __init__(self, folder: Path, *, engines: int, **weights: int) -> None:
         torch.set_num_threads(1)
         self.model = tiny_qwen3()
         self.model.config.save_pretrained(folder / "model")
         settings = {
             "device": "cpu", "threads": 1, "verify_every": 1, "senders": RANKS,
             "start_timeout_s": 300.0, "request_timeout_s": 20.0, "update_timeout_s": UPDATE_S,
+            **weights,
         }  # fmt: skip
         self.config = Config.model_validate(
             {
@@ -118,6 +119,16 @@ class Trainer:
         with ThreadPoolExecutor(RANKS) as pool:
             [said] = set(pool.map(lambda publisher: publisher._attempt(step), self.publishers))
         return said
+
+    def published(self, step: int, engines: list[int]) -> None:
+        """Publish, and check that these engines have it."""
+        self.publish(step)
+        for number in engines:
+            assert self.do(self.engines[number].health())["version"] == self.publishers[0].version
+
+    def own_group(self, number: int) -> Any:
+        """The group that rank 0 has with an engine."""
+        return self.sink._transport._links[self.engines[number]].group  # type: ignore[union-attr]
 
     def served(self) -> list[list[str]]:
         """The engines of each rank beside rank 0, whose groups are open."""
@@ -207,6 +218,66 @@ def test_an_engine_that_was_started_again_meets_its_rank_anew(trainer: Trainer) 
     assert trainer.senders[2]._groups["engine-2"] is not before
     assert trainer.do(again.health())["version"] == 2
     assert trainer.participants.dropped == {}
+
+
+TOGETHER = {"engines": 2, "senders": 1, "rails": RANKS}
+
+
+@pytest.mark.parametrize("trainer", [TOGETHER], indirect=True)
+def test_ranks_are_in_the_group_of_one_engine_together(trainer: Trainer) -> None:
+    """Rank 1 sends to it, ranks 2 and 0 pass on; rank 0 sends to the other engine alone."""
+    trainer.publish(1)
+    groups = [dict(sender._groups) for sender in trainer.senders]
+    assert [[*group] for group in groups] == [[], ["engine-0"], ["engine-0"]]
+    members = [groups[1]["engine-0"], groups[2]["engine-0"], trainer.own_group(0)]
+    assert [member.rank for member in members] == [0, 1, 2]
+    assert {member.address.world_size for member in members} == {RANKS + 1}
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(1.0)
+    trainer.published(2, [0, 1])
+    assert [dict(sender._groups) for sender in trainer.senders] == groups
+    assert trainer.own_group(0) is members[2]
+    assert trainer.participants.dropped == {}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("trainer", [TOGETHER], indirect=True)
+def test_an_engine_of_several_ranks_that_dies_or_hangs_is_out_and_the_other_goes_on(
+    trainer: Trainer, how: signal.Signals
+) -> None:
+    trainer.publish(1)
+
+    def at(rank: int, bucket: int) -> None:
+        if rank == 0 and bucket == 1:
+            os.kill(trainer.engines[0].pid, how)
+
+    trainer.at = at
+    assert trainer.attempt(2) == AGAIN
+    trainer.at = lambda rank, bucket: None
+    assert [dict(sender._groups) for sender in trainer.senders] == [{}] * RANKS
+    assert list(trainer.participants.dropped) == ["engine-0"]
+    trainer.published(2, [1])
+
+
+@pytest.mark.parametrize("left", [2, 0])
+@pytest.mark.parametrize("trainer", [TOGETHER], indirect=True)
+def test_a_rank_that_left_the_group_of_an_engine_is_found_out_and_rank_0_goes_on_alone(
+    trainer: Trainer, left: int
+) -> None:
+    trainer.publish(1)
+    group = trainer.senders[2]._groups["engine-0"] if left else trainer.own_group(0)
+    group.close()
+    assert trainer.attempt(2) == AGAIN
+    assert trainer.participants.dropped == {
+        "engine-0": f"engine engine-0 is in a group that rank {left} has left"
+    }
+    again = trainer.engines[0]
+    trainer.do(again.kill())
+    trainer.do(again.start())
+    trainer.participants.engines.append(again)
+    trainer.published(2, [0, 1])
+    assert [dict(sender._groups) for sender in trainer.senders[:2]] == [{}, {}]
 
 
 @pytest.mark.parametrize("trainer", [{"engines": 2}], indirect=True)

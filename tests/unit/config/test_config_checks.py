@@ -13,6 +13,8 @@ PPO = "algorithm.estimator.name=ppo"
 TIS = "algorithm.correction.name=tis"
 SGLANG = "rollout.engine.kind=sglang"
 BY_URL = (SGLANG, "rollout.engine.urls=[http://x:1]")
+TP_2 = (SGLANG, "rollout.engine.tensor_parallel=2")
+PARTS = "rollout.engine.server.attn_dp_size"
 TWO = ("cluster.launcher=torchrun", "cluster.processes_per_node=2")
 
 
@@ -157,6 +159,13 @@ def paths(lines: list[str]) -> list[str]:
         (["rollout.engine.urls=[http://x:1]"], ["rollout.engine.urls"]),
         (["rollout.engine.max_in_flight=8"], ["rollout.engine.max_in_flight"]),
         (["rollout.engine.server={context_length: 9}"], ["rollout.engine.server"]),
+        # data-parallel attention: parts of the server's ranks
+        ([*TP_2, "rollout.engine.server={attn_dp_size: 3}"], [PARTS]),
+        ([*TP_2, "rollout.engine.server={attn-dp-size: two}"], [PARTS]),
+        (
+            [*TP_2, "rollout.engine.server={attn_dp_size: 2}", "rollout.engine.verify_every=5"],
+            ["rollout.engine.verify_every"],
+        ),
         (["rollout.engine.in_process=true", "rollout.engine.count=2"], ["rollout.engine.count"]),
         (
             [SGLANG, "rollout.engine.in_process=false", "rollout.engine.max_batch=8"],
@@ -272,6 +281,7 @@ def test_refused(refusal, overrides, refused):
             "rollout.engine.gpus=[0,1]",
             "rollout.engine.server={context_length: 4096}",
         ],
+        [*TP_2, "rollout.engine.server={attn_dp_size: 2}"],
         [*BY_URL, "rollout.engine.tensor_parallel=2", "rollout.engine.router_url=http://y:1"],
         # they are connected anew as often
         [*BY_URL, "rollout.engine.restart={limit: 1000, max_backoff_s: 600}"],

@@ -117,6 +117,7 @@ def test_what_a_built_in_estimator_takes_is_known_without_torch(load):
         (["training.steps=null", "training.episodes=64"], 0, 2),
         (["training.steps=null", "training.epochs=2"], 10, 5),
         (["training.steps=null", "training.epochs=0.01"], 10, 1),
+        (["training.steps=null", "training.epochs=2.2"], 100, 55),  # 2.2 * 100 > 220
         (["training.steps=null", "training.epochs=2", "algorithm.loss.name=sft"], 10, 4),
     ],
 )
@@ -141,6 +142,13 @@ def test_optimizer_steps_and_sizes(load):
     assert derived.total_steps(config, 0) * derived.updates_per_step(config) == 42
     assert derived.samples_per_step(config) == 32
     assert derived.model_parallel_size(config) == 1
+
+
+@pytest.mark.parametrize(("warmup", "expected"), [(0, 42), (2, 30), (7, 1), (9, 1)])
+def test_the_policy_takes_no_step_while_its_critic_warms_up(load, warmup, expected):
+    updates = ("algorithm.epochs=2", "algorithm.minibatches=3")
+    config = load(f"critic.warmup_steps={warmup}", *updates, "rollout.prompts_per_step=3").config
+    assert derived.policy_updates(config, 42) == expected
 
 
 @pytest.mark.parametrize(

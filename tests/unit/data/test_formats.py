@@ -163,6 +163,9 @@ def test_a_label_that_no_verifier_can_read(write_rows, label, message):
 # --- messages -------------------------------------------------------------------------------------
 
 
+BIG = 123456789012345678901234567890  # beyond 64 bits
+
+
 def test_messages_with_tool_calls_nulls_and_parts(write_rows, tmp_path, tokenizer):
     call = {"id": "c1", "type": "function"}
     messages = [
@@ -173,7 +176,7 @@ def test_messages_with_tool_calls_nulls_and_parts(write_rows, tmp_path, tokenize
         {
             "role": "assistant",
             "content": None,
-            "tool_calls": [{**call, "function": {"name": "add", "arguments": '{"a": 1}'}}],
+            "tool_calls": [{**call, "function": {"name": "add", "arguments": f'{{"a": {BIG}}}'}}],
         },
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
         {"role": "assistant", "content": "", "tool_calls": []},
@@ -181,7 +184,7 @@ def test_messages_with_tool_calls_nulls_and_parts(write_rows, tmp_path, tokenize
     ]
     found = examples(write_rows([{"prompt": messages, "label": "3"}]))[0].prompt
     assert found[0]["content"] == "1+2"
-    assert found[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert found[1]["tool_calls"][0]["function"]["arguments"] == {"a": BIG}
     assert found[1]["content"] is None
     assert found[2] == messages[2]
     assert found[3] == {"role": "assistant", "content": ""}
@@ -210,6 +213,13 @@ def test_messages_with_tool_calls_nulls_and_parts(write_rows, tmp_path, tokenize
         ({"role": "assistant", "content": "", "tool_calls": 1.5}, "tool_calls must be a list; got"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]},
+            "the arguments of the call of 'f' are not JSON",
+        ),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": "[NaN]"}}],
+            },
             "the arguments of the call of 'f' are not JSON",
         ),
     ],

@@ -15,6 +15,7 @@ import pytest
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from rlcore.data.prompts import PromptSet
+from rlcore.data.rows import open_rows
 from rlcore.data.tokenizer import encode, load_tokenizer, stop_token_ids
 from rlcore.errors import ConfigError, DataError, ModelError
 
@@ -105,6 +106,14 @@ def test_bos_is_put_before_text_but_never_eos(write_rows, tokenizer):
     assert prompts[1].tokens.tolist() == [3], "a chat template writes its own BOS"
 
 
+def test_long_numbers_in_a_text_and_64_bits_are_read(write_rows) -> None:
+    label = "12345678901234567890123"
+    text = f'{{"prompt": "1+1=", "label": "{label}", "x": [18446744073709551615, 1.5e300]}}'
+    rows = open_rows(Path(write_rows([text])))
+    assert rows[0]["label"] == label
+    assert rows[0]["x"] == [2**64 - 1, 1.5e300]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -114,6 +123,11 @@ def test_bos_is_put_before_text_but_never_eos(write_rows, tokenizer):
         ({"question": "1+1=", "label": "2"}, "no key 'prompt'.*'question', 'label'"),
         ({"prompt": "1+1="}, "no key 'label'.*data.label_key"),
         ({"prompt": "1+1=", "labels": "2"}, "no key 'label'.*did you mean 'labels'"),
+        (
+            '{"prompt": "1+1=", "label": 12345678901234567890123}',
+            "12345678901234567890123 does not fit into 64 bits.*write it as text",
+        ),
+        ('{"prompt": "1+1=", "label": [18446744073709551616]}', "does not fit into 64 bits"),
         ({"prompt": 7, "label": "2"}, "must be text or a list of chat messages.*got int: 7"),
         ({"prompt": None, "label": "2"}, "got NoneType"),
         ({"prompt": "", "label": "2"}, "not empty"),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rlcore.errors import DataError
+from rlcore.launch import process
 from rlcore.launch.process import Process, _signals
 from rlcore.launch.rank import finish
 from rlcore.launch.torchrun_attempts import FIRST, RunHasEnded, join_attempt
@@ -101,14 +102,33 @@ def test_the_first_error_is_raised_where_no_result_can_be_written(
     assert join_attempt(store, 0, 1, timeout_s=1).number == 1, "a run that failed may go on"
 
 
-def test_a_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """The step goes on for minutes; without a word people send a second signal."""
+def test_a_signal_is_answered_at_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step goes on for minutes; without a word people send a second signal.
+
+    The first may come twice, to the ranks and from their launcher, as where a service is stopped.
+    """
     sync = RankSync(dist.PrefixStore(FIRST.prefix, dist.HashStore()), 0, 1, timeout_s=5.0)
-    with _signals(sync):
+    with _signals(sync, has_steps=True):
         os.kill(os.getpid(), signal.SIGTERM)
         assert sync.interrupt_requested
         assert capfd.readouterr().err == (
             "rlcore: stopping after this step, which may take a while; a second signal ends it\n"
         )
+        os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.setattr(process, "SAME_SIGNAL_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_interrupts_at_once_what_has_no_steps(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """An evaluation would go on to its end, and be killed or end as if nobody had asked."""
+    sync = RankSync(dist.PrefixStore(FIRST.prefix, dist.HashStore()), 0, 1, timeout_s=5.0)
+    with _signals(sync, has_steps=False):
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # the same, from the launcher: the end goes on
+    assert capfd.readouterr().err == ""

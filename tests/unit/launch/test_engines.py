@@ -119,8 +119,10 @@ def test_engines_that_are_processes_are_told_the_model_s_dtype_and_tokenizer(
     ] * 2
 
 
-def test_servers_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = built(SGLANG, "rollout.engine.urls=[http://a:1, http://b:2/]")
+def test_servers_by_url(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    urls = "rollout.engine.urls=[http://a:1, http://b:2/]"
+    made = built(SGLANG, urls, f"model.path={tmp_path}")
     assert all(isinstance(one.server, ExternalServer) and not one.managed for one in made)
     assert [one.server.url for one in made] == ["http://a:1", "http://b:2"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from rlcore.deadlines import STALL_S
 from rlcore.launch import heartbeat as heartbeat
 from rlcore.launch.environment import here_key
 from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor, beat_key
-from rlcore.trainer.rank_sync import RankSync, read_failure
+from rlcore.trainer.rank_sync import Failure, RankSync, read_failure
 
 
 def limits(*, start_s: float) -> ClusterConfig:
@@ -148,3 +150,31 @@ def test_a_monitor_that_was_stopped_starts_to_count_anew(ranks):
 
 def test_a_stall_is_longer_than_the_time_between_two_checks():
     assert STALL_S > 5 * heartbeat.BEAT_S
+
+
+def test_two_short_failures_of_the_store_are_not_one_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process is ended when the run has failed for NOTICE_S, without a beat in between."""
+    clock = [0.0]
+    gone = Failure(0, "the store is gone")
+    said = iter([gone, None, gone, None, gone, None, gone, gone, gone])
+    ended: list[float] = []
+    done = threading.Event()
+
+    def beat(self: Heartbeat, number: int) -> Failure | None:
+        clock[0] += heartbeat.NOTICE_S * 0.6
+        return next(said)
+
+    def end(self: Heartbeat, failure: Failure) -> None:
+        ended.append(clock[0])
+        self._stopped.set()
+        done.set()
+
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.0)
+    monkeypatch.setattr(Heartbeat, "_beat", beat)
+    monkeypatch.setattr(Heartbeat, "_end", end)
+    Heartbeat(None, None, None, ())  # type: ignore[arg-type]
+    assert done.wait(30)
+    assert ended == [pytest.approx(9 * 0.6 * heartbeat.NOTICE_S)]

@@ -181,6 +181,20 @@ def test_workflows_and_filters_that_cannot_be_called_are_refused(
     assert re.match(rf"{key}.*: '{__name__}:{name}' .*{said}", message), message
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("rollout: {workflow: nope}", "rollout.workflow.*: 'nope' is unknown .known: agent, env, "),
+        ("rollout: {filters: [zero_varience]}", "'zero_varience' is unknown; did you mean 'zero_v"),
+    ],
+)
+def test_names_that_nobody_knows_are_refused_by_validate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    (message,) = validate(tmp_path, [line], capsys)
+    assert re.search(said, message), message
+
+
 class Lamp:
     """An environment; `turn` is no tool."""
 

@@ -102,6 +102,31 @@ def test_megatrons_overlap_of_tensor_parallelism_gets_one_connection() -> None:
     assert cuda_environment(split, NEW)[CONNECTIONS] == "1"
 
 
+@pytest.mark.parametrize(
+    ("engine", "chosen"),
+    [
+        ({"kind": "sglang"}, "0"),
+        ({"kind": "sglang", "transport": "distributed"}, "0"),
+        ({"kind": "sglang", "server": {"enable-symm-mem": True}}, "1"),
+        ({"kind": "sglang", "server": {"enable_symm_mem": False}}, "0"),
+        ({"kind": "sglang", "environment": {"NCCL_CUMEM_ENABLE": "1"}}, "1"),
+        ({"kind": "sglang", "transport": "disk"}, None),
+        ({"kind": "sglang", "colocated": True}, None),
+        ({"kind": "embedded"}, None),
+    ],
+)
+def test_the_trainers_nccl_hands_memory_over_as_sglangs_does(
+    engine: dict[str, Any], chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not the allocator is left to the user."""
+    for allocator in (None, "max_split_size_mb:512"):
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        if allocator is not None:
+            monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
+        found = cuda_environment(make_config(rollout={"engine": engine}), NEW)
+        assert found.get("NCCL_CUMEM_ENABLE") == chosen
+
+
 def test_the_allocator_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     segments = "expandable_segments:True"

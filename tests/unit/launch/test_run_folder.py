@@ -43,6 +43,51 @@ def test_damaged_metrics_do_not_hide_what_failed(
     assert "metrics.jsonl:2: not JSON" in caplog.text
 
 
+def refused(directory: RunDirectory) -> None:
+    """Bad input that is found once the run's folder is open."""
+    OpenRun(directory, CheckpointStore(directory.checkpoints), None).end_with(UserError("no"))
+
+
+def test_bad_input_frees_a_new_name(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "a")
+    (directory.logs / "rank_0.log").write_text("x")
+    refused(directory)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_bad_input_leaves_what_no_run_writes(tmp_path: Path) -> None:
+    """Also behind a link, as where runs are on another disk. `--overwrite` promises that."""
+    there = tmp_path / "another disk"
+    there.mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "a").symlink_to(there)
+    directory = RunDirectory.create(tmp_path / "runs", "a")
+    (there / "notes.md").write_text("mine")
+    refused(directory)
+    assert (there / "notes.md").read_text() == "mine"
+    assert not directory.logs.exists()
+    (there / "notes.md").unlink()
+    directory = RunDirectory(directory.path)
+    directory.logs.mkdir()
+    refused(directory)
+    assert directory.path.is_symlink()
+    assert there.is_dir(), "a link without its folder could not be used again"
+    assert not directory.logs.exists()
+
+
+def test_a_folder_that_cannot_be_removed_does_not_hide_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = RunDirectory.create(tmp_path, "a")
+
+    def busy(self: RunDirectory) -> None:
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(RunDirectory, "discard", busy)
+    refused(directory)
+    assert "a was not removed: [Errno 39] Directory not empty" in caplog.text
+
+
 def test_only_a_result_of_this_start_counts(tmp_path: Path) -> None:
     """A killed rank 0 leaves that of an earlier start, on a server with a clock of its own."""
     config = Config.model_validate(

@@ -169,3 +169,8 @@ class FakeEngine:
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
         self.closed = True
+
+
+def addresses(rollouts) -> list[tuple[int, int, str, tuple[int, ...]]]:
+    """Where each sample of a step comes from, and its tokens."""
+    return [(s.draw, s.index, s.prompt_id, tuple(s.tokens.tolist())) for s in rollouts.samples]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -124,3 +125,103 @@ def test_a_group_takes_a_call_for_each_of_its_rollouts(make_service: Any, make_c
         )
         runner.batched = False
         assert runner.room(2) == service._dispatcher.free_calls // calls
+
+
+def test_a_group_with_more_calls_than_engines_have_places_begins_when_all_are_free(
+    make_service: Any, make_config: Any
+) -> None:
+    reward = {"parts": {"env": {"source": "workflow"}}}
+    service = branching(make_service, reward=reward)
+    config = make_config(rollout={"workflow": f"{HERE}:Branches"})
+    dispatcher = service._dispatcher
+    runner = training_runner(config, TOKENIZER, dispatcher, service._scorer, greedy_baseline=False)
+    runner.batched = False
+    dispatcher.config = dispatcher.config.model_copy(update={"max_in_flight": 1})
+    assert runner.room(2) == 1
+    dispatcher.config = dispatcher.config.model_copy(update={"max_in_flight": 3})
+    assert runner.room(2) == 1
+    lease = dispatcher.fleet.router._give(dispatcher.fleet.members[0], ())
+    assert runner.room(2) == 1
+    dispatcher.config = dispatcher.config.model_copy(update={"max_in_flight": 1})
+    assert runner.room(2) == 0
+    dispatcher.fleet.router.release(lease)
+    dispatcher.fleet.draining(dispatcher.fleet.members[0].engine)
+    assert runner.room(2) == 0, "none serves"
+
+
+def test_the_greedy_baseline_of_a_conversation_keeps_its_reward_for_itself(
+    make_service: Any,
+) -> None:
+    """Its only rollout has the number of the first one that is trained on."""
+    reward = {"parts": {"env": {"source": "workflow"}}}
+    workflow = {"name": f"{HERE}:Graded"}
+    service = make_service(
+        engines=[FakeEngine(digits)],
+        options={"greedy_baseline": True},
+        rollout={"workflow": workflow, "prompts_per_step": 2},
+        reward=reward,
+    )
+    samples = service.next_step(1).samples
+    assert [(s.index, s.reward, s.baseline_reward) for s in samples] == [
+        (0, 1.0, 0.25), (1, 2.0, 0.25),
+    ] * 2  # fmt: skip
+
+
+class Graded(Branches):
+    """One turn, with a reward by the rollout's number; a quarter for the greedy one."""
+
+    async def rollout(
+        self, prompt: Prompt, draw: int, index: int, generate: Generate
+    ) -> list[Sample]:
+        conversation = self.context.conversation(prompt, draw, index, generate)
+        await conversation.generate()
+        greedy = self.context.sampling.temperature == 0.0
+        return conversation.samples(0.25 if greedy else 1.0 + index)
+
+
+def test_a_penalty_of_length_sees_all_samples_of_a_rollout(make_service: Any) -> None:
+    """Each branch makes two tokens, behind the two that they share."""
+    parts = {
+        "env": {"source": "workflow"},
+        "long": {"function": "overlong", "args": {"buffer": 4, "max_tokens": 8}},
+    }
+    samples = branching(make_service, reward={"parts": parts}).next_step(1).samples
+    assert {sample.num_trainable for sample in samples} == {4, 2}
+    assert {sample.reward_parts["long"] for sample in samples} == {-0.5}
+    measured = [sample.measured for sample in samples if sample.measured]
+    assert len(measured) == len(samples) / 2, "it counts once"
+
+
+def test_a_column_that_is_called_like_a_verdict_is_none_in_any_sample(
+    make_service: Any, tmp_path: Any
+) -> None:
+    rows = [{"prompt": "1+2=", "label": "3", "correct": "column", "reward_info": "column"}]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    service = branching(
+        make_service,
+        reward={"parts": {"env": {"source": "workflow"}}},
+        data={"paths": [str(tmp_path / "more.jsonl")]},
+    )
+    for sample in service.next_step(1).samples:
+        assert not {"correct", "reward_info"} & set(sample.metadata)
+
+
+def test_a_conversation_ends_where_a_server_takes_no_longer_prompt(
+    make_service: Any, make_config: Any, tmp_path: Any
+) -> None:
+    """SGLang's longest prompt is five tokens shorter than prompt and answer may be together."""
+    model = {"vocab_size": len(TOKENIZER), "max_position_embeddings": 100}
+    service = branching(make_service, reward={"parts": {"env": {"source": "workflow"}}})
+    [member] = service.fleet.members
+    for kind, most, of_pool in (("sglang", 94, 46), ("embedded", 100, 50)):
+        config = make_config(rollout={"workflow": f"{HERE}:Branches", "engine": {"kind": kind}})
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        scorer = service._scorer
+        runner = training_runner(
+            config, TOKENIZER, service._dispatcher, scorer, greedy_baseline=False
+        )
+        rules = runner.workflow.context.rules
+        member.engine.max_total_tokens = None
+        assert rules.most_tokens == most
+        member.engine.max_total_tokens = 50
+        assert rules.most_tokens == of_pool

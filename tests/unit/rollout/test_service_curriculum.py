@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FakeEngine, random_reply
-from test_service import addresses
+from fake_engine import FakeEngine, addresses, random_reply
 from test_service_ahead import Continuous, draws_of, publish, rollout, wait_until
 
 from rlcore.algorithms.metric_table import metric_spec

@@ -42,11 +42,12 @@ def test_numbers_come_back_exactly(path: Path) -> None:
 
 def test_rewind_forgets_later_steps(path: Path) -> None:
     metrics = MetricsFile(path)
-    metrics.rewind(3)
+    before = len(steps(path))
+    assert metrics.rewind(3) == before - 3
     assert steps(path) == [1, 2, 3]
     metrics.append(4, {"x": 1.0})
     assert steps(path) == [1, 2, 3, 4]
-    metrics.rewind(9)
+    assert metrics.rewind(9) == 0
     assert steps(path) == [1, 2, 3, 4]
     metrics.rewind(-1)
     assert steps(path) == []

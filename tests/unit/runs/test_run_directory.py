@@ -319,6 +319,16 @@ def test_the_newest_rollouts_are_kept_and_those_a_checkpoint_goes_on_with(tmp_pa
     assert run.pruned_through() == 5, "what was deleted stays deleted"
 
 
+def test_what_a_checkpoint_goes_on_with_that_is_being_written_is_kept(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    (run.checkpoints / ".step_000002.tmp").mkdir()
+    (run.checkpoints / ".step_000004.trash").mkdir()
+    for step in range(1, 8):
+        run.rollouts_path(step).write_bytes(b"x")
+        run.prune_rollouts(step, keep=1)
+    assert run.recorded_steps() == [3, 7]
+
+
 def test_nothing_is_pruned_that_need_not_be(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a")
     run.rollouts_path(1).write_bytes(b"x")

@@ -54,6 +54,14 @@ def rows_of(path: Path, rows: list[dict[str, float]], *, first: int = 1) -> list
     return [n for step, row in enumerate(rows, first) for n in notices.check(step, row)]
 
 
+def test_supervised_fine_tuning_is_there_to_lower_the_entropy(tmp_path: Path) -> None:
+    falling = [GOOD | {"policy/entropy_avg": 3.5}] * 10 + [{"policy/entropy_avg": 0.01}] * 4
+    for groups, said in ((4, ["the entropy has collapsed"]), (0, [])):
+        notices = Notices(tmp_path / f"{groups}.jsonl", groups=groups)
+        found = [n.notice for step, row in enumerate(falling, 1) for n in notices.check(step, row)]
+        assert [name for name in found if "entropy" in name] == said
+
+
 def test_a_good_run_is_left_in_peace(tmp_path: Path) -> None:
     path = tmp_path / "notices.jsonl"
     assert rows_of(path, [{"eval/score": 0.1}, *[GOOD] * 40, {}], first=0) == []

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 
-from rlcore.data.sample import Sample
+from rlcore.data.sample import Sample, TurnSpan
 from rlcore.tracking.format import clipped, duration, number, sample_lines
 from rlcore.tracking.progress import Progress, TerminalProgress, open_progress
 
@@ -236,3 +237,23 @@ def test_long_texts_keep_both_ends(make_sample: Callable[..., Sample]) -> None:
     assert clipped(text, 100) == "A" * 50 + " [... 500 characters ...] " + "B" * 50
     assert clipped("short", 100) == "short"
     assert len(sample_lines(make_sample(response_text=text), limit=100)[2]) < 140
+
+
+def test_arguments_that_few_readers_of_json_know_are_shown(
+    make_sample: Callable[..., Sample],
+) -> None:
+    call = {"function": {"name": "add", "arguments": {"x": 2**70, "half": "\ud800"}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    sample = make_sample(messages=(message,), turn_spans=(TurnSpan(0, 0, 0, 1),))
+    line = sample_lines(sample)[1]
+    assert line.endswith(f'add {{"x": {2**70}, "half": "\\ud800"}}')
+
+
+def test_a_reader_that_has_gone_does_not_end_the_run() -> None:
+    """`rlcore train | head`, or a `tee` that was killed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        progress = Progress("a", 3, stream)
+        progress.write("one")
+        progress.write("two")

@@ -194,16 +194,19 @@ def test_wandb_offline_keeps_its_run_across_processes(
     state = json.loads(json.dumps(first.state()))
     assert first.url is None
     first.close("interrupted")
+    offline_wandb.teardown()  # each process has a service of its own, which ends with it
 
     by_file = build_trackers(config, directory, total_steps=3, stream=io.StringIO())
     assert by_file.state() == state, "killed before its first checkpoint"
     by_file.show_prompt_lengths(np.array([3, 4, 4, 9]))
     by_file.close("interrupted")
+    offline_wandb.teardown()
     (directory.path / "wandb_run_id").unlink()
     resumed = build_trackers(config, directory, state, total_steps=3, stream=io.StringIO())
     assert resumed.state() == state
     resumed.log(2, {"rollout/reward": 0.5})
     resumed.close("completed")
+    offline_wandb.teardown()  # its service writes the last records when it ends
 
     folders = sorted((directory.path / "wandb").glob("offline-run-*"))
     assert len(folders) == 3

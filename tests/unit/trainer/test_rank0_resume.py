@@ -209,6 +209,7 @@ def test_a_run_that_goes_on_has_no_metrics_of_later_steps(
     )
     assert rank0.begin() == f"4 {CONTINUE}"
     assert [row["step"] for row in read_metrics(directory.metrics_path)] == [*range(5)]
+    assert not any("no checkpoint" in line for line in cast(Notes, rank0.tracker).lines)
     conclude(directory, "failed", "killed before its first step")
     assert (directory.read_result() or {})["steps"] == 4
 
@@ -235,6 +236,14 @@ def test_a_run_that_begins_again_has_none(open_rank0: Open, directory: RunDirect
     rank0.restore()
     assert rank0.begin() == f"0 {CONTINUE}"
     assert read_metrics(directory.metrics_path) == []
+    assert cast(Notes, rank0.tracker).lines == [
+        "WARNING no checkpoint to resume from (checkpoint.every): the run begins anew, and 2 rows"
+        " of its log are deleted"
+    ]
+    again = open_rank0(None)
+    again.restore()
+    again.begin()
+    assert cast(Notes, again.tracker).lines == []
 
 
 def test_the_segments_of_a_rollout_are_one_episode(

@@ -29,6 +29,7 @@ from rollout.weight_sync.groups.rank_sender import RankSender
 
 RANKS = 4
 ORDERS = {1: "serve a", 3: "serve b and c"}  # rank 2 serves nobody
+PLACES = {rank: f"come here to {order}" for rank, order in ORDERS.items()}
 BUCKETS = cut_buckets([TensorSpec(f"w{i}", (16,), "uint8") for i in range(4)], 16)
 FAILS_AT = 2
 
@@ -44,6 +45,9 @@ class Sender:
     def open(self, order: str) -> str:
         self.done.append(order)
         return f"come here to {order}"
+
+    def enter(self, places: Mapping[int, str]) -> None:
+        assert places == PLACES
 
     def send(self, bucket: Bucket, flat: torch.Tensor, given_up: Callable[[], str | None]) -> None:
         self.done.append(f"{bucket.index}: {flat[0]}")
@@ -144,9 +148,7 @@ def test_each_rank_serves_whom_rank_0_says(world: World) -> None:
     for _ in range(2):
         assert world.attempt() == DONE
         assert [place.gpu for place in world.sink.ranks] == [f"GPU-{rank}" for rank in range(RANKS)]
-        assert world.sink.places == {
-            rank: f"come here to {order}" for rank, order in ORDERS.items()
-        }
+        assert world.sink.places == PLACES
         assert [sender.done for sender in world.senders] == [
             [], ["serve a", *SENT], [], ["serve b and c", *SENT],
         ]  # fmt: skip
@@ -163,7 +165,7 @@ def test_a_rank_that_sends_hears_that_rank_0_gave_up(world: World) -> None:
 def test_nothing_is_sent_where_an_engine_did_not_meet_its_rank(world: World) -> None:
     assert world.attempt(fails="meet") == AGAIN
     assert [sender.done for sender in world.senders] == [
-        [], ["serve a"], [], ["serve b and c"],
+        [], ["serve a", "abandon"], [], ["serve b and c", "abandon"],
     ]  # fmt: skip
 
 

@@ -39,9 +39,12 @@ def fixed(*weights: float) -> Any:
     return guard_curriculum(lambda history: np.array(weights))
 
 
+ROLLOUTS = itertools.count()
+
+
 def sample(correct: Any = None, reward: float = 0.0, **metadata: Any) -> Any:
     said = {} if correct is None else {"correct": correct}
-    return SimpleNamespace(metadata={**said, **metadata}, reward=reward)
+    return SimpleNamespace(metadata={**said, **metadata}, reward=reward, rollout_id=next(ROLLOUTS))
 
 
 def step(
@@ -67,6 +70,14 @@ def test_a_sample_passes_by_its_verdict_or_by_its_reward() -> None:
     assert Outcome.of([*group, failed], None) == Outcome(1, 2)
     assert Outcome.of([failed], 0.5) == Outcome(0, 0)
     assert str(Outcome(3, 8)) == "3/8"
+
+
+def test_a_rollout_in_several_samples_counts_once() -> None:
+    """Else the long ones, which are often wrong, would make a prompt harder than it is."""
+    group = [sample(True, 1.0), *(sample(False, 0.0) for _ in range(3))]
+    for one in group[1:]:
+        one.rollout_id = group[1].rollout_id
+    assert Outcome.of(group, None) == Outcome.of(group, 0.5) == Outcome(right=1, told=2)
 
 
 def test_earlier_groups_count_by_memory() -> None:

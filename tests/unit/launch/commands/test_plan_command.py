@@ -160,6 +160,27 @@ def test_a_parked_reference_and_a_critic_are_counted(capsys: pytest.CaptureFixtu
     assert "GiB  critic weights" not in offloaded
 
 
+@pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
+def test_an_offloaded_reference_that_computes_otherwise_has_weights_of_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, field: str
+) -> None:
+    """Its sizes are the policy's. Packs are so small that weights make the largest phase."""
+    small = (
+        "policy.parallel={tensor: 1, sequence: false}",
+        "policy.max_tokens_per_microbatch=1024",
+        "data.max_prompt_tokens=512",
+        "rollout.sampling.max_new_tokens=512",
+    )
+    like = changed(tmp_path / "like")
+    other = changed(tmp_path / "other", **{field: 1e-4})
+    swapped = plan(capsys, "--gpus", "8", *small, f"reference.path={like}")[1]
+    assert "reference pass (the largest phase)" not in swapped
+    beside = plan(capsys, "--gpus", "8", *small, f"reference.path={other}")[1]
+    (line,) = [line for line in beside.splitlines() if "(the largest phase)" in line]
+    assert line.endswith("reference pass (the largest phase)")
+    assert float(line.split()[0]) > 7.6e9 * 2 / 2**30
+
+
 def test_a_critic_with_a_folder_of_its_own_has_its_sizes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -177,24 +198,75 @@ def test_a_critic_with_a_folder_of_its_own_has_its_sizes(
     assert 0.4 < critic_weights(f"critic.path={shallow}") / critic_weights() < 0.65
 
 
-def test_a_colocated_engine_has_the_gpu_but_its_weights_must_fit_beside_the_trainer(
+ALONE = "policy.parallel={tensor: 1, sequence: false}"
+
+
+def colocated(out: str) -> str:
+    """Return the line on a colocated engine."""
+    (line,) = [line.strip() for line in out.splitlines() if "colocated" in line]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dtype", "item"), [(1, "bf16", 2), (4, "bf16", 2), (8, "bf16", 2), (2, "fp32", 4)]
+)
+def test_a_colocated_engine_has_the_gpu_cut_as_the_engine_is(
+    capsys: pytest.CaptureFixture[str], tensor: int, dtype: str, item: int
+) -> None:
+    """7.616e9 parameters; K and V of a token: 28 layers x 4 heads x 128, of a rank at least one."""
+    keys = ("kind=sglang", f"tensor_parallel={tensor}", f"dtype={dtype}")
+    line = colocated(plan(capsys, "--gpus", "8", *(f"rollout.engine.{key}" for key in keys))[1])
+    left = 80 * 0.92 - 7.616e9 * item / tensor / 2**30
+    assert line.startswith(f"{left:.1f} GiB  left for KV of a colocated engine of TP {tensor}: ")
+    per_token = 2 * 28 * max(1, 4 // tensor) * 128 * item
+    assert abs(int(line.split()[-2].replace(",", "")) - left * 2**30 / per_token) < 1e4
+
+
+def test_a_colocated_engines_weights_must_fit_beside_the_trainer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """7.616e9 parameters in bf16; K, V: 28 layers x 4 heads x 128 over TP 4, 14336 B a token."""
-    roomy = plan(capsys, "--gpus", "8")[1]
-    left = 80 * 0.92 - 7.616e9 * 2 / 4 / 2**30
-    (line,) = [line for line in roomy.splitlines() if "colocated" in line]
-    assert line.split()[:2] == [f"{left:.1f}", "GiB"]
-    assert abs(int(line.split()[-2].replace(",", "")) - left * 2**30 / 14336) < 1e4
-    alone = (
-        "policy.parallel.tensor=1",
-        "policy.parallel.sequence=false",
-        "policy.optimizer.distributed=false",
-    )
-    assert (
-        "none  for a colocated engine of TP 1: its weights (14.2 GiB)"
-        in plan(capsys, "--gpus", "4", *alone)[1]
-    )
+    """In FP8 they take little more than half; the embedding and the head stay."""
+    given = ("--gpus", "4", ALONE, "policy.optimizer.distributed=false")
+    none = "none  for a colocated engine of TP 1: its weights ("
+    assert colocated(plan(capsys, *given)[1]).startswith(none + "14.2 GiB)")
+    fp8 = ("rollout.engine.kind=sglang", "rollout.engine.quantization=fp8")
+    assert colocated(plan(capsys, *given, *fp8)[1]).startswith(none + "8.1 GiB)")
+
+
+def test_a_run_without_engines_leaves_no_room_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = plan(capsys, "--gpus", "8", "training.replay=x", "training.debug=train_only")
+    assert (code, err) == (0, "")
+    assert "colocated" not in out
+
+
+def test_recomputation_of_whole_layers_is_counted_as_it_is_configured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A dry run's forward and backward passes differ by 0.1 % from those."""
+    cut = "policy.parallel={tensor: 2, sequence: true}"
+    found = {}
+    for method in ("uniform 1", "uniform 14", "block 1"):
+        name, count = method.split()
+        full = (
+            f"policy.megatron={{recompute_granularity: full, recompute_method: {name},"
+            f" recompute_num_layers: {count}}}"
+        )
+        out = plan(capsys, "--gpus", "8", cut, full)[1]
+        (line,) = [line for line in out.splitlines() if line.startswith("  TP 2 x DP 4")]
+        found[method] = line
+    assert "recompute full: fits, 39.0 GiB" in found["uniform 1"]
+    assert "recompute full (uniform 14): fits, 54.2 GiB" in found["uniform 14"]
+    assert "recompute full (block 1): fits, 70.9 GiB" in found["block 1"]
+
+
+@pytest.mark.parametrize("given", ["block", "uniform, recompute_num_layers: 0"])
+def test_recomputation_of_no_number_of_layers(
+    capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    full = f"policy.megatron={{recompute_granularity: full, recompute_method: {given}}}"
+    code, _, err = plan(capsys, "--gpus", "8", full)
+    assert code == 2
+    assert "set uniform or block, and a number of layers" in err
 
 
 def test_a_critic_of_another_shape_is_laid_out_as_the_policy_is(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from rlcore.config import Config
 from rlcore.errors import UserError
-from rlcore.launch.ray import cluster, discovery
+from rlcore.launch.ray import cluster, discovery, status
 from rlcore.launch.ray.discovery import AUTO, clusters_of_others, find_cluster
 
 
@@ -52,6 +53,8 @@ def test_the_cluster_of_another_user_is_not_joined(
     assert clusters_of_others(proc) == {"10.0.0.1:6379"}
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert find_cluster(proc) == AUTO, "the user says so"
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert find_cluster(proc) == cluster.LOCAL
 
 
 def test_of_several_the_newest_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +69,7 @@ def test_of_several_the_newest_is_taken(tmp_path: Path, monkeypatch: pytest.Monk
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The clusters that Ray is told to join; none is."""
     asked: list[str] = []
+    monkeypatch.setattr(cluster, "check_reachable", lambda address: None)
     monkeypatch.setattr(cluster.ray, "init", lambda *, address, **_: asked.append(address))
     return asked
 
@@ -116,3 +120,51 @@ def test_the_cluster_that_is_named_counts(
     monkeypatch.setattr(cluster, "find_cluster", lambda: found)
     cluster._connect(named, config())
     assert joined == [named]
+
+
+@pytest.fixture
+def dead() -> str:
+    """An address where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture
+def inits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The clusters that Ray is told to join, if they are reached."""
+    asked: list[str] = []
+    monkeypatch.setattr(cluster.ray, "init", lambda *, address, **_: asked.append(address))
+    return asked
+
+
+def test_a_cluster_of_the_user_that_does_not_answer_ends_the_run_at_once(
+    inits: list[str], dead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray tries for 14 minutes, and the run would go on on this machine alone."""
+    monkeypatch.setenv("RAY_ADDRESS", dead)
+    with pytest.raises(UserError, match=f"^RAY_ADDRESS: no Ray cluster at '{dead}': nobody answ"):
+        cluster._connect(None, config())
+    with pytest.raises(UserError, match=f"^cluster\\.ray\\.address: no Ray cluster at '{dead}': "):
+        cluster._connect(dead, config())
+    for address in (None, dead):
+        with pytest.raises(UserError, match=r"no Ray cluster at .* nobody answers at"):
+            next(status.status(address))
+    assert inits == []
+
+
+def test_a_cluster_that_was_found_and_does_not_answer_is_told(
+    inits: list[str], dead: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster, "find_cluster", lambda: dead)
+    cluster._connect(None, config())
+    assert inits == [cluster.LOCAL]
+    assert f"the Ray cluster {dead} on this machine is not joined" in capsys.readouterr().err
+
+
+def test_what_is_no_port_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    for address in (AUTO, "ray://10.0.0.1:10001", "auto"):
+        discovery.check_reachable(address)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        discovery.check_reachable(f"127.0.0.1:{listening.getsockname()[1]}")

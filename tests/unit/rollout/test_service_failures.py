@@ -1,0 +1,281 @@
+"""What fails or hangs in the service is named; bad input is refused before the first step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import time
+
+import pytest
+from fake_engine import FakeEngine, addresses, random_reply
+
+from rlcore.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    EmptyBatch,
+    EngineFailed,
+    ModelError,
+    RunFailed,
+)
+from rollout.collection.attempts import MOST_IN_VAIN
+
+# --- failures and deadlines -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workflow", "message"),
+    [
+        (
+            "user_parts:Broken",
+            r"workflow user_parts:Broken failed on .*sums\.jsonl:\d+ \(draw \d\): KeyError: 'tool'"
+            r" \(.*user_parts\.py:\d+ in __call__\)",
+        ),
+        (
+            "user_parts:Cancelled",
+            (
+                r"workflow user_parts:Cancelled failed on .*sums\.jsonl:\d+ \(draw \d\):"
+                r" it was cancelled from within"
+            ),
+        ),
+        ("user_parts:Empty", "it returned list, expected a list of at least one Sample"),
+    ],
+)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_broken_workflow_is_named(make_service, workflow, message, staleness):
+    service = make_service(
+        rollout={"workflow": workflow, "max_staleness": staleness, "timeout_s": 20.0}
+    )
+    service.published(0, 0, 0)
+    with pytest.raises(RunFailed, match=message):
+        service.next_step(1)
+
+
+def test_no_batch_holds_a_part_of_a_group_that_failed(make_service, monkeypatch):
+    """What its other rollouts asked meanwhile would make batches depend on who failed when."""
+    monkeypatch.setattr("rollout.collection.attempts.RETRY_S", 0.01)
+    engine = FakeEngine(random_reply(31))
+    service = make_service(engines=[engine], rollout={"workflow": "user_parts:FailsOnce"})
+    done = service.next_step(1)
+    assert sorted({sample.draw for sample in done.samples}) == [0, 1, 3, 4]
+    addresses = [[(r.draw, r.first_sample, r.turn) for r in call] for call in engine.calls]
+    everyone = [(draw, sample) for draw in range(4) for sample in range(2)]
+    others = [(draw, sample) for draw, sample in everyone if draw != 2]
+    assert addresses == [
+        [(*rollout, 0) for rollout in everyone],
+        [(*rollout, 1) for rollout in others],
+        [(4, 0, 0), (4, 1, 0)],
+        [(4, 0, 1), (4, 1, 1)],
+    ]
+    assert service.ledger.state(2) == "failed"
+    metrics = done.metrics
+    assert (metrics["rollout/failed_groups"], metrics["rollout/failed_tries"]) == (1.0, 2.0)
+    assert metrics["rollout/failed_tries_error"] == 2.0
+    assert "rollout/failed_tries_error" not in service.next_step(2).metrics
+
+
+@pytest.mark.parametrize(
+    ("policy", "missing"),
+    [
+        (
+            {"logprobs": {"keep_sets": True}},
+            "policy.logprobs.keep_sets is on, but a sample has no sampling_mask",
+        ),
+        (
+            {"routing_replay": "engine"},
+            "policy.routing_replay is on, but a sample has no routed_experts",
+        ),
+    ],
+)
+def test_a_record_that_the_trainer_needs_must_come_with_every_sample(make_service, policy, missing):
+    with pytest.raises(RunFailed, match=missing):
+        make_service(policy=policy).next_step(1)
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        ("negative token", r"token \d+ is -7, expected ids from 0 to \d+, the model's vocabulary"),
+        ("large token", r"token 0 is 2000000000, expected ids"),
+        ("log-prob of nan", r"the log-prob of trainable token 0 is nan, expected a finite number"),
+        ("log-prob above 0", r"the log-prob of trainable token 0 is 5\.0, expected"),
+        ("version", r"tokens of policy version 999, expected versions that its completions have"),
+    ],
+)
+def test_what_no_policy_can_have_made_is_a_failed_rollout(
+    make_service, monkeypatch, caplog, lie, said
+):
+    """It would be trained on without a word, or end the run."""
+    monkeypatch.setattr("rollout.collection.attempts.RETRY_S", 0.01)
+    workflow = {"name": "user_parts:Lies", "lie": lie}
+    done = make_service(rollout={"workflow": workflow}).next_step(1)
+    assert done.metrics["rollout/failed_tries"] == 1.0
+    assert done.metrics["rollout/failed_groups"] == 0.0
+    assert re.search(
+        rf"user_parts:Lies failed on .*sums\.jsonl:\d+ \(draw \d\): .*{said}", caplog.text
+    )
+    assert all((sample.tokens >= 0).all() for sample in done.samples)
+
+
+def test_a_filter_that_exits_is_named(make_service):
+    """Its code 0 would pass for success."""
+    with pytest.raises(RunFailed, match=r"filter leaves failed on .*: SystemExit: 0"):
+        make_service(rollout={"filters": ["user_parts:leaves"]}).next_step(1)
+
+
+def test_an_unknown_workflow_is_refused(make_service):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.workflow: 'single_tern' is unknown; did you mean 'single_turn'",
+    ):
+        make_service(rollout={"workflow": "single_tern"})
+
+
+def test_an_engine_that_hangs_is_named_at_its_deadline(make_service):
+    engine = FakeEngine(random_reply(31), name="engine-7", delay_s=600)
+    service = make_service(
+        engines=[engine],
+        rollout={
+            "engine": {"progress_timeout_s": 0.2, "health_every_s": 0.05, "retries": 0},
+        },
+    )
+    start = time.monotonic()
+    with pytest.raises(
+        EngineFailed,
+        match=r"engine-7 .*no token for 0\.2 s \(rollout\.engine\.progress_timeout_s\)",
+    ):
+        service.next_step(1)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("rollout", "reward", "message"),
+    [
+        (
+            {"workflow": "user_parts:Stuck"},
+            {},
+            "1 of the prompts wait for workflow .*Stuck.*; 3 of .* wait for the gate",
+        ),
+        ({}, {"on_error": 1.0}, "4 of the prompts wait for the reward, the first is .*sums.jsonl"),
+    ],
+)
+def test_a_step_that_hangs_names_who_is_waited_for(
+    make_service, rollout, reward, message, monkeypatch
+):
+    if reward:
+        monkeypatch.setattr("rollout.rewards.scorer.Scorer.score", lambda *_: asyncio.sleep(600))
+    service = make_service(
+        rollout={"prompts_per_step": 4, "timeout_s": 0.3, **rollout}, reward=reward
+    )
+    with pytest.raises(
+        DeadlineExceeded,
+        match=rf"step 1 has no rollouts after 0\.3 s \(rollout\.timeout_s\): {message}",
+    ):
+        service.next_step(1)
+    assert service.ledger.balance()["requeued"] == 4
+
+
+def test_a_blocked_loop_is_no_hang(make_service, engine, monkeypatch):
+    monkeypatch.setattr("rollout.asyncio_utils.LOOP_GRACE_S", 0.2)
+    monkeypatch.setattr("rollout.service.GIVE_UP_S", 0.2)
+    service = make_service(rollout={"timeout_s": 0.2})
+    release = threading.Event()
+    engine.reply = lambda request, sample: release.wait(3) or [1]
+    with pytest.raises(DeadlineExceeded, match="blocks the rollout thread"):
+        service.next_step(1)
+    release.set()
+
+
+def test_an_engine_that_does_not_start_is_named(make_service, engine, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "start", lambda self: asyncio.sleep(600))
+    monkeypatch.setattr("rollout.fleet.fleet.TRANSPORT_GRACE_S", 0.2)
+    with pytest.raises(DeadlineExceeded, match=r"engine fake was not ready after 0\.2 s"):
+        make_service(rollout={"engine": {"start_timeout_s": 0.2}})
+    assert engine.closed
+
+
+def test_aborted_responses_go_on(make_service, engine):
+    whole = make_service().next_step(1)
+    assert (
+        whole.metrics["rollout/resumed_responses"] == whole.metrics["rollout/resumed_tokens"] == 0.0
+    )
+    engine.abort_next = 1
+    service = make_service()
+    rollouts = service.next_step(1)
+    assert addresses(rollouts) == addresses(whole)
+    assert rollouts.metrics["rollout/requeued_prompts"] == 0.0
+    assert rollouts.metrics["rollout/resumed_responses"] == 8.0
+    assert rollouts.metrics["rollout/resumed_tokens"] == sum(
+        s.num_trainable // 2 for s in whole.samples
+    )
+    assert service.next_step(2).metrics["rollout/resumed_responses"] == 0.0
+
+
+def test_groups_that_are_aborted_again_and_again_are_drawn_again(make_service, engine):
+    expected = addresses(make_service().next_step(1))
+    engine.abort_next = MOST_IN_VAIN + 5
+    rollouts = make_service().next_step(1)
+    assert addresses(rollouts) == expected
+    assert rollouts.metrics["rollout/requeued_prompts"] == 4.0
+
+
+def test_nan_rewards_are_counted(make_service):
+    reward = {
+        "parts": {"nan": {"function": "user_parts:nan_for_odd"}},
+        "on_error": -2.0,
+        "workers": 1,
+    }
+    rollouts = make_service(reward=reward).next_step(1)
+    assert [s.reward for s in rollouts.samples] == 4 * [1.0, -2.0]
+    assert (
+        rollouts.samples[1]
+        .metadata["reward_error"]
+        .startswith("nan: returned nan, expected a finite number")
+    )
+    assert rollouts.metrics["rollout/reward_errors"] == 4.0
+    assert rollouts.metrics["rollout/scored_samples"] == 8.0
+
+
+@pytest.mark.parametrize("filters", [[], ["zero_variance"]])
+def test_a_reward_that_fails_on_the_whole_first_step_ends_it(make_service, filters):
+    reward = {"parts": {"nan": {"function": "user_parts:nan"}}, "workers": 1}
+    with pytest.raises(
+        EmptyBatch,
+        match=r"reward\.parts\.nan \(user_parts:nan\) failed on all \d+ samples of step 1.*returned"
+        r" nan.*user_parts\.py:\d+ in nan",
+    ):
+        make_service(reward=reward, rollout={"filters": filters}).next_step(1)
+
+
+def test_a_reward_that_fails_on_the_whole_first_evaluation_ends_it(make_service, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "7+1=", "label": "8"}\n')
+    reward = {"parts": {"nan": {"function": "user_parts:nan"}}, "workers": 1}
+    service = make_service(reward=reward, evaluation={"paths": [str(tmp_path / "held_out.jsonl")]})
+    with pytest.raises(EmptyBatch, match="failed on all 1 samples of the evaluation"):
+        service.evaluate()
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_larger_than_the_policy_names_both_sizes(make_service, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 30}))
+    with pytest.raises(ModelError, match="vocabulary of 30, its tokenizer one of 31"):
+        make_service()
+
+
+def test_a_verifier_needs_labels(make_service, tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward\.parts\.exact_match compares with a label, but data\.label_key is null",
+    ):
+        make_service(data={"paths": [str(tmp_path / "sums.jsonl")], "label_key": None})
+    (tmp_path / "sums.jsonl").write_text(
+        '{"prompt": "1=", "label": "1"}\n{"prompt": "2=", "label": null}\n'
+    )
+    with pytest.raises(
+        DataError, match=r"sums\.jsonl:2: the label must be text or a number.*got null"
+    ):
+        make_service()
