@@ -1,11 +1,28 @@
-"""The loader of import paths `package.module:name`. Standard library alone: every layer uses it."""
+"""Code of users: the loader of import paths `package.module:name`, and the lines that failed.
+
+Standard library alone: every layer uses it.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from types import ModuleType
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
+
+_ROOT = Path(__file__).parents[1]
+_NOT_THE_USERS = (  # files of rlcore, of Python and of packages
+    "<",
+    *(str(_ROOT / name) + os.sep for name in ("rlcore", "rollout", "backends")),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+)
 
 
 class NoSuchName(LookupError):
@@ -29,3 +46,56 @@ def import_object(path: str) -> Any:
         return attrgetter(name)(module)
     except AttributeError as error:
         raise NoSuchName(module, str(error)) from error
+
+
+def place_of(function: Any, error: BaseException | None = None) -> str:
+    """` (file:line in name)` of a function, or of its line that raised; empty where unknown."""
+    code = _code(function)
+    if code is None:
+        return ""
+    line = code.co_firstlineno
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else ()
+    name = code.co_name
+    for frame in frames:
+        if frame.filename == code.co_filename and frame.lineno is not None:
+            line = frame.lineno
+            name = frame.name
+    path = os.path.relpath(code.co_filename)
+    return f" ({code.co_filename if path.startswith('..') else path}:{line} in {name})"
+
+
+def _code(function: Any) -> CodeType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if not hasattr(function, "__code__"):
+        function = getattr(function, "__func__", None) or call_method(type(function))
+    code = getattr(function, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def call_method(found: type) -> Callable[..., Any] | None:
+    """Return the function that runs when an instance of a class is called, if it has one."""
+    # getattr would find the metaclass's for a class without one
+    return next(
+        (vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None
+    )
+
+
+def place_of_error(error: BaseException) -> str:
+    """` (file:line in name)` of the user's line that raised, or of the last line where none did."""
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return shown_place(frames)
+
+
+def shown_place(frames: Sequence[tuple[str, int, str]]) -> str:
+    """Show the innermost frame of the user's code, or the innermost of all."""
+    own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]
+    if not (own or frames):
+        return ""
+    file, line, name = (own or frames)[-1]
+    path = os.path.relpath(file)
+    return f" ({file if path.startswith('..') else path}:{line} in {name})"

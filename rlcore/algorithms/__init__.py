@@ -20,6 +20,7 @@ from rlcore.algorithms.corrections import (
 )
 from rlcore.algorithms.errors import (
     AlgorithmError,
+    CallError,
     DuplicateNameError,
     EstimatorMutationError,
     InputError,
@@ -84,6 +85,7 @@ __all__ = [
     "CorrectionSpec",
     "DuplicateNameError",
     "EstimatorInputs",
+    "CallError",
     "EstimatorMutationError",
     "GroupedReturns",
     "GuardedEstimator",

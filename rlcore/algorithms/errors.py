@@ -34,6 +34,10 @@ class OutputError(AlgorithmError):
     """A result has a wrong shape or dtype, or numbers that are not finite."""
 
 
+class CallError(AlgorithmError):
+    """An algorithm raised an exception of its own; the message names it and its line."""
+
+
 class EstimatorMutationError(AlgorithmError):
     """An algorithm wrote into an input, which is read-only."""
 

@@ -18,8 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.errors import EstimatorMutationError, MissingInputError, OutputError
+from rlcore.algorithms.errors import (
+    AlgorithmError,
+    CallError,
+    EstimatorMutationError,
+    MissingInputError,
+    OutputError,
+)
 from rlcore.algorithms.types import Advantages, EstimatorInputs, PolicyLoss, PolicyLossInputs
+from rlcore.import_paths import place_of
 
 ESTIMATOR_ALWAYS = ("cu_seqlens", "rewards", "group_ids")
 ESTIMATOR_WHERE_GIVEN = ("rollout_ids",)  # not declared either: each estimator must respect them
@@ -80,15 +87,34 @@ class Guarded:
             raise MissingInputError(f"{self.kind} {self.name!r} needs {needs}; {wanted}")
 
     @contextmanager
-    def _naming_assignments(self, inputs: EstimatorInputs | PolicyLossInputs) -> Iterator[None]:
-        """Name the field of `inputs.rewards -= x`, which assigns it too."""
+    def _naming_failures(
+        self, called: object, inputs: EstimatorInputs | PolicyLossInputs
+    ) -> Iterator[None]:
+        """Name the line that raised, or the field of `inputs.rewards -= x`, which assigns it."""
         try:
             yield
-        except FrozenInstanceError as error:
-            for field in fields(inputs):
-                if str(error).endswith(f"field {field.name!r}"):
-                    raise self._written(field.name) from error
+        except (AlgorithmError, torch.OutOfMemoryError):
             raise
+        except Exception as error:  # a plugin may raise anything
+            if isinstance(error, FrozenInstanceError):
+                for field in fields(inputs):
+                    if str(error).endswith(f"field {field.name!r}"):
+                        raise self._written(field.name) from error
+            hint = self._hint_of_none(inputs) if "NoneType" in str(error) else ""
+            raise CallError(
+                f"{self.kind} {self.name!r} raised {type(error).__name__}: {error}"
+                f"{place_of(called, error)}{hint}"
+            ) from error
+
+    def _hint_of_none(self, inputs: EstimatorInputs | PolicyLossInputs) -> str:
+        """Say which fields are None, the usual cause of an operation on None."""
+        absent = ", ".join(f.name for f in fields(inputs) if getattr(inputs, f.name) is None)
+        return (
+            f"; these fields of its inputs are None: {absent}. Declare what it reads, as in"
+            ' needs = {"values"}'
+            if absent
+            else ""
+        )
 
     def _written(self, field: str) -> EstimatorMutationError:
         return EstimatorMutationError(
@@ -124,8 +150,9 @@ class GuardedEstimator(Guarded):
         copies = _copies(given)
         versions = {name: value._version for name, value in copies.items()}
 
-        with self._naming_assignments(inputs):
-            result = self.estimator(_with_fields(inputs, copies))
+        record = _with_fields(inputs, copies)
+        with self._naming_failures(self.estimator, record):
+            result = self.estimator(record)
 
         for name, version in versions.items():
             if copies[name]._version != version or not _same_bits(copies[name], given[name]):
@@ -193,7 +220,9 @@ class GuardedPolicyLoss(Guarded):
         if not self.has_batch_stats:
             return {}
         self._check_inputs(inputs)
-        stats: Mapping[str, Any] = self.loss.batch_stats(inputs)  # type: ignore[attr-defined]
+        of_loss = self.loss.batch_stats  # type: ignore[attr-defined]
+        with self._naming_failures(of_loss, inputs):
+            stats: Mapping[str, Any] = of_loss(inputs)
         for name, value in stats.items():
             if not isinstance(value, Tensor):
                 raise OutputError(
@@ -213,7 +242,7 @@ class GuardedPolicyLoss(Guarded):
         versions = {
             n: t._version for n, t in tensors if isinstance(t, Tensor) and not t.is_inference()
         }
-        with self._naming_assignments(inputs):
+        with self._naming_failures(self.loss, inputs):
             result = self.loss(inputs)
         for name, version in versions.items():
             if getattr(inputs, name)._version != version:

@@ -46,9 +46,10 @@ from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.curriculum import build_curriculum
 from rlcore.data.curriculum.plugin import curriculum_keywords
 from rlcore.errors import ConfigError
+from rlcore.import_paths import call_method
 from rlcore.tls import check_files
 from rollout.collection.filters import FILTERS
-from rollout.plugins import call_method, unknown
+from rollout.plugins import unknown
 from rollout.rewards.worker import signature_problem
 from rollout.workflows.registry import WORKFLOWS
 

@@ -33,7 +33,8 @@ import orjson
 from rlcore.data.sample import Sample
 from rlcore.deadlines import STRAYS_S
 from rlcore.errors import ConfigError
-from rollout.plugins import call_method, load_object, place_of
+from rlcore.import_paths import call_method, place_of
+from rollout.plugins import load_object
 from rollout.rewards.base import RewardFailure, Score, checked
 from rollout.sandbox.process_tree import adopt_orphans, descendants, die_with_parent, kill_below
 

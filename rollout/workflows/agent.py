@@ -19,10 +19,11 @@ from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.deadlines import CANCEL_S
 from rlcore.errors import ConfigError, RolloutFailed
+from rlcore.import_paths import place_of
 from rollout.asyncio_utils import in_own_thread
 from rollout.gateway.server import Endpoint, Gateway
 from rollout.gateway.sessions import Session
-from rollout.plugins import failure_of, load_object, place_of
+from rollout.plugins import failure_of, load_object
 from rollout.workflows.agent_command import run_command
 from rollout.workflows.context import WorkflowContext
 

@@ -19,11 +19,12 @@ from rlcore.data.messages import Message
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DeadlineExceeded, RolloutFailed
+from rlcore.import_paths import place_of
 from rlcore.timeline.recorder import Lanes, of_group
 from rollout.asyncio_utils import gather_or_cancel, in_thread, within
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import ToolCall
-from rollout.plugins import failure_of, load_object, place_of
+from rollout.plugins import failure_of, load_object
 from rollout.workflows.context import WorkflowContext
 from rollout.workflows.mcp_tools import McpSession, McpTools
 from rollout.workflows.tool_errors import ToolError

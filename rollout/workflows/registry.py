@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rlcore.errors import ConfigError
+from rlcore.import_paths import place_of
 from rlcore.interfaces import Workflow
-from rollout.plugins import load_object, place_of
+from rollout.plugins import load_object
 from rollout.workflows.agent import AgentWorkflow
 from rollout.workflows.context import WorkflowContext
 from rollout.workflows.env import EnvironmentWorkflow

@@ -16,12 +16,14 @@ from rlcore.algorithms import (
     build_policy_loss,
     register_policy_loss,
 )
+from rlcore.algorithms.errors import CallError
 from rlcore.algorithms.guard import (
     ESTIMATOR_OPTIONAL,
     ESTIMATOR_WHERE_GIVEN,
     POLICY_LOSS_OPTIONAL,
     SOURCES,
     GuardedEstimator,
+    GuardedPolicyLoss,
 )
 
 Make = Callable[..., EstimatorInputs]
@@ -108,6 +110,48 @@ def test_undeclared_fields_are_not_handed_over(make_inputs: Make) -> None:
         return Advantages(inputs.kl)
 
     guarded(run, "kl")(make_inputs())
+
+
+def test_an_exception_names_the_estimator_and_its_line(make_inputs: Make) -> None:
+    def run(inputs: EstimatorInputs) -> Advantages:
+        return Advantages({}["nothing"])
+
+    with pytest.raises(
+        CallError,
+        match=r"^estimator 'mine' raised KeyError: 'nothing' \(.*test_guard\.py:\d+ in run\)$",
+    ) as caught:
+        guarded(run)(make_inputs())
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_reading_what_was_not_declared_says_what_to_declare(make_inputs: Make) -> None:
+    def run(inputs: EstimatorInputs) -> Advantages:
+        return Advantages(inputs.values * 2)  # type: ignore[operator]
+
+    with pytest.raises(CallError, match=r"raised TypeError: .* are None: .*values") as caught:
+        guarded(run, "kl")(make_inputs())
+    told = str(caught.value).partition("are None: ")[2]
+    assert "kl" not in told.partition(". ")[0].split(", "), "it was declared"
+    assert 'needs = {"values"}' in told
+
+
+def test_a_policy_loss_that_raises_is_named_but_a_full_gpu_is_none_of_its_own() -> None:
+    def failing(error: Exception) -> GuardedPolicyLoss:
+        def run(inputs: PolicyLossInputs) -> PolicyLoss:
+            raise error
+
+        return GuardedPolicyLoss("mine", run, ())
+
+    inputs = PolicyLossInputs(
+        cu_seqlens=torch.tensor([0, 2]),
+        logprobs=torch.zeros(2),
+        old_logprobs=torch.zeros(2),
+        advantages=torch.zeros(2),
+    )
+    with pytest.raises(CallError, match=r"policy loss 'mine' raised IndexError: 7 \("):
+        failing(IndexError(7))(inputs)
+    with pytest.raises(torch.OutOfMemoryError):
+        failing(torch.OutOfMemoryError("full"))(inputs)
 
 
 def test_gradients_stay_outside(make_inputs: Make) -> None:
