@@ -17,10 +17,12 @@ import argparse
 import ctypes
 import gc
 import json
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,6 +42,7 @@ with importing_megatron():
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing.plan import MinibatchPlan
 from rlcore.data.sample import Sample, VersionSpan
+from rlcore.launch.service.frames import encode, receive, send
 from rlcore.runs.recorder import each
 from rlcore.runs.rollouts import write_rollouts
 
@@ -48,7 +51,7 @@ REPEATS = 3
 
 
 def samples_of(count: int, length: int) -> list[Sample]:
-    """Samples as a service hands them over, each with its own arrays."""
+    """Samples as a service has them, each with its own arrays."""
     rng = np.random.default_rng(0)
     made = []
     for row in range(count):
@@ -76,6 +79,23 @@ def samples_of(count: int, length: int) -> list[Sample]:
 def plan_of(count: int, ranks: int) -> list[MinibatchPlan]:
     """A plan that deals the samples out in turn, a micro-batch a sample."""
     return [MinibatchPlan(tuple(tuple((i,) for i in range(d, count, ranks)) for d in range(ranks)))]
+
+
+def handed_over(frame: list[bytes | memoryview]) -> list[Sample]:
+    """Read samples from a socket, as rank 0 reads those of the service's process."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor() as pool:
+        sending = pool.submit(send, theirs, frame)
+        received: list[Sample] = receive(ours)
+        sending.result()
+    return received
+
+
+def batch_of(samples: list[Sample]) -> RolloutBatch:
+    """The batch, as rank 0 makes it."""
+    batch = RolloutBatch.from_samples(samples)
+    batch.lend_arrays(samples)
+    return batch
 
 
 class FakeParallel:
@@ -130,7 +150,7 @@ def a_step(samples: list[Sample], ranks: int, folder: Path) -> Measured:
         mock.patch.multiple(local_batch.dist, **sent),
         mock.patch.object(local_batch, "broadcast_json", lambda value, *_: value),
     ):
-        batch = measured.stage("batch of the samples", lambda: RolloutBatch.from_samples(samples))
+        batch = measured.stage("batch of the samples", lambda: batch_of(samples))
         local = measured.stage(
             "deal it to the ranks",
             lambda: local_batch.LocalBatch(
@@ -170,10 +190,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=32)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    samples = samples_of(given.samples, given.length)
+    frame = encode(samples_of(given.samples, given.length))
     tokens = given.samples * given.length
     with tempfile.TemporaryDirectory() as folder:
-        runs = [a_step(samples, given.ranks, Path(folder)) for _ in range(REPEATS)]
+        runs = [a_step(handed_over(frame), given.ranks, Path(folder)) for _ in range(REPEATS)]
         recorded = (Path(folder) / "step_000001.parquet").stat().st_size
     best = {name: min(run.seconds[name] for run in runs) for name in runs[0].seconds}
     told: dict[str, Any] = {"machine": machine(), "tokens": tokens, "ranks": given.ranks}

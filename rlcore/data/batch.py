@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlcore.algorithms import Moments
@@ -72,6 +74,12 @@ class BatchSamplingMasks:
         torch.cumsum(self.offsets.diff()[rows], 0, out=offsets[1:])
         return BatchSamplingMasks(self.tokens[ragged_index(self.offsets, rows)], offsets)
 
+    def sets_of(self, tokens: slice) -> SamplingMasks:
+        """Return the sets of some tokens that follow one another; their tokens are a view."""
+        offsets = self.offsets[tokens.start : tokens.stop + 1]
+        sets = slice(int(offsets[0]), int(offsets[-1]))
+        return SamplingMasks(_read_only(self.tokens)[sets], offsets.diff().numpy().astype(np.int32))
+
     def to(self, device: torch.device) -> BatchSamplingMasks:
         """Return the same sets with the tokens on `device`."""
         return BatchSamplingMasks(self.tokens.to(device), self.offsets)
@@ -119,13 +127,9 @@ class RolloutBatch:
             )
 
     def _count_trainable(self) -> Tensor:
-        counts = np.zeros(len(self.cu_tokens), dtype=np.int64)
-        filled = (self.lengths > 0).numpy()  # `reduceat` gives an empty part the next one's start
-        if filled.any():
-            starts = self.cu_tokens[:-1].numpy()[filled]
-            mask = self.loss_mask.numpy().view(np.uint8)
-            counts[1:][filled] = np.add.reduceat(mask, starts, dtype=np.int64)
-        return torch.from_numpy(counts.cumsum())
+        mask = self.loss_mask.numpy()
+        counts = [np.count_nonzero(mask[a:b]) for a, b in pairwise(self.cu_tokens.tolist())]
+        return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
 
     def _check(self, name: str, value: Tensor) -> None:
         expected = self.num_sequences if name in PER_SEQUENCE else self.num_trainable
@@ -228,6 +232,26 @@ class RolloutBatch:
             versions=TokenVersions.joined([span for s in samples for span in s.versions]),
         )
 
+    def lend_arrays(self, samples: Sequence[Sample]) -> None:
+        """Make the arrays of `samples`, from which the batch was made, views of its own.
+
+        So each token is held once. The views are read-only, and nothing writes into a batch. An
+        array of which the batch has no copy stays.
+        """
+        models = _array_parts(self.cu_tokens)
+        trainables = _array_parts(self.cu_seqlens)
+        for sample, model, trainable in zip(samples, models, trainables, strict=True):
+            sample.tokens = _read_only(self.tokens)[model]
+            sample.loss_mask = _read_only(self.loss_mask).view(np.uint8)[model]
+            for name in ("rollout_logprobs", "token_rewards"):
+                if name in self.vectors and getattr(sample, name) is not None:
+                    setattr(sample, name, _read_only(self.vectors[name])[trainable])
+            if self.routed_experts is not None and sample.routed_experts is not None:
+                recorded = len(sample.routed_experts)
+                sample.routed_experts = _read_only(self.routed_experts)[model][:recorded]
+            if self.sampling_mask is not None and sample.sampling_mask is not None:
+                sample.sampling_mask = self.sampling_mask.sets_of(trainable)
+
     def select(self, sequences: Tensor | Sequence[int]) -> RolloutBatch:
         """Return the batch of the chosen sequences (int64 [b]), in the order given."""
         rows = torch.as_tensor(sequences, dtype=torch.int64)
@@ -282,6 +306,16 @@ def flat(arrays: list[Any], dtype: Any) -> Tensor:
     if not arrays:
         return torch.zeros(0)
     return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))
+
+
+def _array_parts(offsets: Tensor) -> list[slice]:
+    return [slice(*ends) for ends in pairwise(offsets.tolist())]
+
+
+def _read_only(values: Tensor) -> NDArray[Any]:
+    array: NDArray[Any] = values.numpy()
+    array.flags.writeable = False
+    return array
 
 
 def _sampling_mask(samples: Sequence[Sample]) -> BatchSamplingMasks | None:

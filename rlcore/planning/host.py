@@ -44,14 +44,23 @@ class StepArrays:
         )
 
     @property
+    def held(self) -> int:
+        """Bytes that stay for the step: batch and its vectors. Samples and shares are views of it.
+
+        Supervised samples keep their log-probs, which their batch does not have.
+        """
+        of_samples = 0 if self.sampled else 4 * self.trainable
+        return self.batch + of_samples + 4 * self.vectors * self.trainable
+
+    @property
     def step(self) -> int:
-        """Bytes that stay for the step: samples, batch, its vectors. Shares are views of these."""
-        return self.samples + self.batch + 4 * self.vectors * self.trainable
+        """Bytes that the step takes at most: samples and batch, while it is made, or what stays."""
+        return max(self.samples + self.batch, self.held)
 
     @property
     def waiting(self) -> int:
         """Bytes of the earlier steps that wait for the disk, at most."""
-        return WAITING_STEPS * (self.samples + self.batch + 4 * self.vectors * self.trainable)
+        return WAITING_STEPS * self.held
 
 
 def checkpoint_bytes(

@@ -162,11 +162,7 @@ class RankZero:
     # --- batches ----------------------------------------------------------------------------------
 
     def generate(self, step: int) -> str:
-        """Wait for the samples of `step`.
-
-        Returns:
-            `READY`, `CATCH_UP`, or why no engine can make them.
-        """
+        """Wait for the samples of `step`: `READY`, `CATCH_UP`, or why no engine can make them."""
         try:
             found = self.source.next_step(step)
         except EngineFailed as error:  # recovery: the trainer saves what it has, then stops
@@ -200,6 +196,7 @@ class RankZero:
         batch = RolloutBatch.from_samples(self._rollouts.samples, reward_parts=reward_parts)
         self._version = self._rollouts.recorded_version if version is None else version
         batch.version = self._version
+        batch.lend_arrays(self._rollouts.samples)
         if self.config.is_sft:
             del batch.vectors["rollout_logprobs"]  # no engine made these tokens
             batch.versions = None

@@ -68,6 +68,8 @@ def test_bytes_of_samples_and_batch(*, routed: bool) -> None:
     for name in ("logprobs", "advantages", "weights"):
         batch.set(name, torch.zeros(batch.num_trainable))
     step = replace(planned, vectors=3)
-    assert arrays_of(samples) + num_bytes(batch) == step.step
+    assert num_bytes(batch) == step.held
+    assert planned.step == planned.samples + planned.batch, "before the step has vectors"
+    assert replace(planned, vectors=30).step > planned.step
     assert WAITING_STEPS == MOST_UNWRITTEN
-    assert step.waiting == MOST_UNWRITTEN * step.step
+    assert step.waiting == MOST_UNWRITTEN * step.held

@@ -72,7 +72,7 @@ def test_what_is_beside_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert "14.2 GiB in 86 buckets of at most 1.0 GiB to 8 engines;" in out
     assert "each of 8 ranks sends 14.2 GiB; calculated 0.6 s (48 GB/s a card, 300 in a" in out
     assert "a checkpoint: 99.3 GiB on disk; a rank writes at most 6.2 GiB\n" in out
-    assert "rank 0's host memory: 0.2 GiB for the batch of 8.4 M tokens" in out
+    assert "rank 0's host memory: 0.1 GiB for the batch of 8.4 M tokens" in out
 
     out = plan(capsys, "--gpus", "16", *engines, "rollout.engine.quantization=fp8")[1]
     assert "each of 8 ranks sends 8.1 GiB;" in out
