@@ -165,7 +165,9 @@ def log_folder(run: RunConfig) -> Path:
 def describe_failure(failure: Failure, run: RunConfig, *, lines: int = LAST_LINES) -> str:
     """Tell the user what ended a run: the rank, its error, and the last lines of its log."""
     path = rank_log_path(log_folder(run), failure.rank)
-    tail = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
+    if not path.exists():  # of an evaluation's ranks, which print, or of a rank that just began
+        return f"trainer {failure}"
+    tail = path.read_text(errors="replace").splitlines()[-lines:]
     if not tail:
         return f"trainer {failure}; its log {path} is empty"
     return f"trainer {failure}; the last lines of {path}:" + "".join(f"\n  {line}" for line in tail)

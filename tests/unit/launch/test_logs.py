@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.secrets import MASK
-from rlcore.launch.logs import Terminal, open_log
+from rlcore.config.sections.run import RunConfig
+from rlcore.launch.logs import Terminal, describe_failure, log_folder, open_log, rank_log_path
+from rlcore.trainer.rank_sync import Failure
 
+NAMED = "trainer rank 1 failed: it was killed by SIGKILL"
 URL = "http://user:hidden@10.0.0.7:1"
 
 
@@ -55,3 +58,19 @@ def test_a_signal_writes_the_stack_of_every_thread_into_the_log(tmp_path: Path) 
     text = log.read_text()
     assert "waits_for_nobody" in text
     assert "Current thread" in text
+
+
+def test_a_failure_shows_the_end_of_its_log_and_names_none_that_is_not_there(
+    tmp_path: Path,
+) -> None:
+    run = RunConfig(name="one", dir=str(tmp_path))
+    killed = Failure(1, "it was killed by SIGKILL")
+    assert describe_failure(killed, run) == NAMED
+    path = rank_log_path(log_folder(run), 1)
+    path.parent.mkdir(parents=True)
+    path.write_text("first\nlast\n")
+    told = describe_failure(killed, run, lines=1)
+    assert (
+        told
+        == f"trainer rank 1 failed: it was killed by SIGKILL; the last lines of {path}:\n  last"
+    )
