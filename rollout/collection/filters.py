@@ -8,6 +8,7 @@ import numpy as np
 
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, RunFailed
+from rlcore.import_paths import place_of
 from rollout.collection.buffer import ROLLED_BACK, STALE
 from rollout.plugins import load_object
 
@@ -76,6 +77,7 @@ class FilterChain:
             except (Exception, SystemExit) as error:
                 raise RunFailed(
                     f"filter {name} failed on {group[0].prompt_id}: {type(error).__name__}: {error}"
+                    f"{place_of(keeps, error)}"
                 ) from error
             if not isinstance(verdict, bool):
                 raise RunFailed(

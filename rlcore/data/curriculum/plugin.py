@@ -16,6 +16,7 @@ from rlcore.algorithms.keywords import Keyword, constructor_keywords
 from rlcore.algorithms.plugins import Factory, Registry
 from rlcore.data.curriculum.results import PromptHistory
 from rlcore.errors import RunFailed
+from rlcore.import_paths import place_of
 
 Curriculum = Callable[[PromptHistory], NDArray[np.float64]]
 """Returns the weight of each prompt, [N]: a pure function of the history.
@@ -42,7 +43,8 @@ class GuardedCurriculum:
         try:
             given = self.curriculum(history)
         except (Exception, SystemExit) as error:
-            raise RunFailed(f"{where} failed: {type(error).__name__}: {error}") from error
+            place = place_of(self.curriculum, error)
+            raise RunFailed(f"{where} failed: {type(error).__name__}: {error}{place}") from error
         if not isinstance(given, np.ndarray) or given.shape != (len(history),):
             got = f"shape {given.shape}" if isinstance(given, np.ndarray) else type(given).__name__
             raise RunFailed(

@@ -20,6 +20,7 @@ from typing import Any
 
 from rlcore.config import Config
 from rlcore.errors import RlcoreError, RunFailed
+from rlcore.import_paths import place_of_error
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.engines import build_engines, check_reachable
 from rlcore.launch.logs import EARLY_RECORDS, Terminal, log_folder, open_log
@@ -193,7 +194,8 @@ def _sendable(error: BaseException, part: str) -> BaseException:
             return error
     else:
         logger.error("%s failed", part, exc_info=error)
-    return RunFailed(f"the rollout service: {part}: {type(error).__name__}: {error}")
+    place = place_of_error(error)
+    return RunFailed(f"the rollout service: {part}: {type(error).__name__}: {error}{place}")
 
 
 if __name__ == "__main__":

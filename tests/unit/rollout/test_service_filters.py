@@ -75,7 +75,10 @@ def test_zero_variance_of_single_samples_is_refused(make_service):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("broken_filter", "broken_filter failed on .*no groups"), ("vague_filter", "returned None")],
+    [
+        ("broken_filter", r"broken_filter failed on .*no groups \(.*\.py:\d+ in broken_filter\)"),
+        ("vague_filter", "returned None"),
+    ],
 )
 def test_a_broken_filter_is_named(make_service, name, message):
     with pytest.raises(RunFailed, match=message):

@@ -164,5 +164,8 @@ def test_what_a_curriculum_raises_names_it_in_a_run() -> None:
         raise KeyError("difficulty")
 
     history = next(rules._histories(0))[1]
-    with pytest.raises(RunFailed, match=r"data.curriculum: .*broken' failed: KeyError: 'diffi"):
+    with pytest.raises(
+        RunFailed,
+        match=r"data.curriculum: .*broken' failed: KeyError: 'difficulty' \(.*:\d+ in broken\)",
+    ):
         rules.guard_curriculum(broken)(history)
