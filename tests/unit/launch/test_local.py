@@ -19,7 +19,6 @@ from rlcore.launch import local
 from rlcore.launch.environment import ARGUMENTS, INTERFACE, own_arguments
 from rlcore.stores import loopback_interface
 
-SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
@@ -40,15 +39,31 @@ def ask_to_end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Sleeping(subprocess.Popen[bytes]):
+    """A Python that sleeps; it does by the time that this is made."""
+
+    def __init__(self, before: str = "") -> None:
+        program = f"import signal, time; {before or None}; print(flush=True); time.sleep(60)"
+        command = [sys.executable, "-S", "-c", program]
+        super().__init__(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert self.stdout is not None
+        with self.stdout:
+            self.stdout.readline()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_ranks_start_ends_the_run_as_asked(
     config: Config, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr(
-        local, "_start", lambda *_: subprocess.Popen(SLEEPS, stderr=subprocess.DEVNULL)
-    )
     asking = threading.Timer(0.3, lambda: os.kill(os.getpid(), number))
-    asking.start()
+
+    def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
+        worker = Sleeping()
+        if rank == 1:  # signals are handled by now; before, this one would end the test
+            asking.start()
+        return worker
+
+    monkeypatch.setattr(local, "_start", start)
     assert local.launch_ranks(config, []) == INTERRUPTED
     asking.join()
 
@@ -59,36 +74,40 @@ def test_a_rank_that_was_not_started_yet_gets_the_signal(
     def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
         if rank == 1:
             ask_to_end()
-        return subprocess.Popen(SLEEPS)
+        return Sleeping()
 
     monkeypatch.setattr(local, "_start", start)
     began = time.monotonic()
     assert local.launch_ranks(config, []) == INTERRUPTED
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 def test_a_signal_while_ranks_are_ended_leaves_no_process(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 ignores SIGTERM."""
+    asked: list[float | None] = []
+
+    class Stubborn(Sleeping):
+        def wait(self, timeout: float | None = None) -> int:
+            if not asked:  # it has got its SIGTERM
+                ask_to_end()
+            asked.append(timeout)
+            return super().wait(timeout)
+
     workers: list[subprocess.Popen[bytes]] = []
 
     def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
-        stubborn = (
-            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-        )
-        command = ["false"] if rank == 0 else [sys.executable, "-S", "-c", stubborn]
-        workers.append(subprocess.Popen(command))
+        ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+        workers.append(subprocess.Popen(["false"]) if rank == 0 else Stubborn(ignores))
         return workers[-1]
 
     monkeypatch.setattr(local, "_start", start)
     monkeypatch.setattr(local, "LEAVE_S", 0.0)
-    monkeypatch.setattr(local, "NOTICE_S", 0.5)
+    monkeypatch.setattr(local, "NOTICE_S", 0.0)
     monkeypatch.setattr(local, "END_RANK_S", 2.0)
-    asking = threading.Timer(1.5, ask_to_end)
-    asking.start()
     assert local.launch_ranks(config, []) == 1
-    asking.join()
+    assert len(asked) == 2, "before SIGKILL and after it"
     assert workers[1].returncode == -signal.SIGKILL
 
 
