@@ -48,9 +48,12 @@ def test_a_signal_writes_the_stack_of_every_thread_into_the_log(tmp_path: Path) 
         "import os, signal, sys, threading\n"
         "from pathlib import Path\n"
         "from rlcore.launch.logs import open_log\n"
+        "waits = threading.Event()\n"
         "def waits_for_nobody():\n"
+        "    waits.set()\n"
         "    threading.Event().wait()\n"
         "threading.Thread(target=waits_for_nobody, daemon=True).start()\n"
+        "waits.wait()\n"
         "open_log(Path(sys.argv[1]))\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
     )
