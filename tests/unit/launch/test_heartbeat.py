@@ -98,9 +98,22 @@ def test_a_rank_that_never_came_has_the_longer_limit(ranks):
 def test_a_rank_that_ignores_its_peers_misses_none(
     monkeypatch: pytest.MonkeyPatch, ignores: bool
 ) -> None:
+    clock = Clock()
+    monkeypatch.setattr(heartbeat, "time", clock)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
     monkeypatch.setattr(heartbeat, "NOTICE_S", 600.0)
     store: Any = HashStore()
+
+    def beats() -> int:
+        return int(store.get(beat_key(0)).split()[0])
+
+    def await_a_whole_beat() -> None:
+        limit = time.monotonic() + 60
+        before = beats()
+        while beats() < before + 2:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+
     beating = Heartbeat(
         store,
         RankSync(store, 0, 2, timeout_s=5),
@@ -109,7 +122,9 @@ def test_a_rank_that_ignores_its_peers_misses_none(
     )
     if ignores:
         beating.ignore_peers()
-    time.sleep(1.0)
+    await_a_whole_beat()  # one that had begun before may still look at the peers
+    clock.now += 1.0
+    await_a_whole_beat()
     beating.stop(clean=True)
     assert (read_failure(store) is None) == ignores
 
