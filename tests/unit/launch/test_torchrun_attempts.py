@@ -52,11 +52,15 @@ def test_the_first_attempt_resumes_nothing(ranks: Ranks) -> None:
 
 
 def test_a_waiting_rank_says_so_where_a_monitor_looks(ranks: Ranks) -> None:
-    for rank in (0, 2):
-        with pytest.raises(DeadlineExceeded):
-            ranks.start(rank, timeout_s=0.3).result()
+    with pytest.raises(DeadlineExceeded):
+        ranks.start(0, timeout_s=0.3).result()
+    waiting = ranks.start(2)
     store = dist.PrefixStore(store_prefix(), ranks.store)
+    store.wait([here_key(2)])
     assert [store.check([here_key(rank)]) for rank in range(WORLD)] == [True, False, True]
+    mark_ended(store, 0)  # else it goes on waiting
+    with pytest.raises(RunHasEnded):
+        waiting.result(LIMIT_S)
 
 
 def test_a_later_attempt_resumes_a_run_that_an_earlier_one_has_opened(ranks: Ranks) -> None:
