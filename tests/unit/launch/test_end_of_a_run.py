@@ -110,6 +110,7 @@ def test_a_signal_is_answered_at_once(
     The first may come twice, to the ranks and from their launcher, as where a service is stopped.
     """
     sync = RankSync(dist.PrefixStore(FIRST.prefix, dist.HashStore()), 0, 1, timeout_s=5.0)
+    monkeypatch.setattr(process, "SAME_SIGNAL_S", 600.0)
     with _signals(sync, has_steps=True):
         os.kill(os.getpid(), signal.SIGTERM)
         assert sync.interrupt_requested
@@ -123,10 +124,11 @@ def test_a_signal_is_answered_at_once(
 
 
 def test_a_signal_interrupts_at_once_what_has_no_steps(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An evaluation would go on to its end, and be killed or end as if nobody had asked."""
     sync = RankSync(dist.PrefixStore(FIRST.prefix, dist.HashStore()), 0, 1, timeout_s=5.0)
+    monkeypatch.setattr(process, "SAME_SIGNAL_S", 600.0)
     with _signals(sync, has_steps=False):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
