@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,13 +47,14 @@ class FakeServer:
         self.ended: asyncio.Future[int] | None = None
         self.cancelled = self.stopped = False
         self.ports: list[int] = []  # of its starts
-        self.on_start: Callable[[], None] = lambda: None
+        self.on_start: Callable[[], None] = lambda: None  # also of a start that never ends
 
     async def start(self, port: int = 0) -> str:
         self.ports.append(port)
         if self.fails:
             raise RunFailed(self.fails)
         if self.never:
+            self.on_start()
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -82,7 +84,7 @@ def run(servers: list[FakeServer], then, restart: RestartConfig = QUICK) -> list
         announced.extend(urls)
         then()
 
-    asyncio.run(asyncio.wait_for(run_servers(servers, announce, restart=restart), 10))
+    asyncio.run(asyncio.wait_for(run_servers(servers, announce, restart=restart), 60))
     return announced
 
 
@@ -118,12 +120,17 @@ def test_a_dead_server_is_restarted_at_the_same_url(capsys: pytest.CaptureFixtur
 def test_a_server_out_of_restarts_is_left_alone_and_the_others_go_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    servers = [FakeServer("a"), FakeServer("b")]
+    class OutOfMemory(FakeServer):
+        async def start(self, port: int = 0) -> str:
+            if len(self.ports) == 2:  # the last start; the other server goes on behind it
+                asyncio.get_running_loop().call_later(0.2, interrupt)
+            return await super().start(port)
+
+    servers = [FakeServer("a"), OutOfMemory("b")]
 
     def die() -> None:
         servers[1].fails = "no memory for b"
         servers[1].die()
-        asyncio.get_running_loop().call_later(0.3, interrupt)
 
     run(servers, die)
     assert servers[1].ports == [0, 4000, 4000]
@@ -137,6 +144,12 @@ class Weak(FakeServer):
     """The second and third start fail; the others live a moment, the fourth for `life_s`."""
 
     life_s = 0.5
+    clock_s = 0.0  # what `run_servers` takes for the time
+
+    def die(self) -> None:
+        if len(self.starts) == 4:
+            self.clock_s += self.life_s
+        super().die()
 
     async def start(self, port: int = 0) -> str:
         self.starts = [*getattr(self, "starts", []), time.monotonic()]
@@ -144,14 +157,15 @@ class Weak(FakeServer):
         url = await super().start(port)
         if len(self.starts) == 5:
             interrupt()
-        asyncio.get_running_loop().call_later(
-            self.life_s if len(self.starts) == 4 else 0.0, self.die
-        )
+        asyncio.get_running_loop().call_soon(self.die)
         return url
 
 
-def test_the_pause_grows_until_a_life_was_long(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pause_grows_until_a_life_was_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = Weak("a")
+    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: server.clock_s))
     run([server], lambda: None, RestartConfig(limit=9, backoff_s=0.02, max_backoff_s=0.3))
     said = re.findall(r"started again in (\S+) s", capsys.readouterr().err)
     assert said[:4] == ["0.02", "0.04", "0.08", "0.02"]
@@ -192,8 +206,8 @@ def test_a_signal_while_one_is_started_again_ends_that_start() -> None:
 
     def die() -> None:
         server.never = True
+        server.on_start = interrupt
         server.die()
-        asyncio.get_running_loop().call_later(0.2, interrupt)
 
     run([server], die)
     assert server.cancelled
@@ -210,14 +224,8 @@ def test_a_server_that_does_not_start_ends_the_start_of_the_others() -> None:
 
 def test_a_signal_while_they_start_ends_the_start() -> None:
     server = FakeServer("a", never=True)
-
-    async def interrupted() -> None:
-        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(
-            run_servers([server], lambda urls: pytest.fail("nothing started"), restart=QUICK), 10
-        )
-
-    asyncio.run(interrupted())
+    server.on_start = interrupt
+    run([server], lambda: pytest.fail("nothing started"))
     assert server.cancelled
     assert server.stopped
 
@@ -335,7 +343,7 @@ def test_the_follower_knows_the_urls_and_ends_with_the_servers() -> None:
             told.append("ended before them" if not servers[0].stopped else "ended behind them")
 
     servers = [FakeServer("a")]
-    asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, [follow], restart=QUICK), 10))
+    asyncio.run(asyncio.wait_for(run_servers(servers, lambda _: None, [follow], restart=QUICK), 60))
     assert told == ["http://a:4000", "ended before them"]
     assert servers[0].stopped
 
@@ -347,7 +355,7 @@ def test_servers_do_not_go_on_without_what_runs_beside_them() -> None:
     servers = [FakeServer("a")]
     with pytest.raises(RunFailed, match="the shared folder is gone"):
         asyncio.run(
-            asyncio.wait_for(run_servers(servers, lambda _: None, [follow], restart=QUICK), 10)
+            asyncio.wait_for(run_servers(servers, lambda _: None, [follow], restart=QUICK), 60)
         )
     assert servers[0].stopped
 
@@ -420,9 +428,9 @@ def test_engines_of_the_delta_transport_follow_a_folder(tmp_path) -> None:
 
     async def run() -> None:
         following = asyncio.ensure_future(follow(["http://a"]))
-        await asyncio.sleep(0.2)
-        assert (tmp_path / "followers").is_dir()
+        while not (tmp_path / "followers").is_dir():
+            await asyncio.sleep(0.01)
         following.cancel()
         await asyncio.wait({following})
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
