@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.slurm_stubs import job, write_stubs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,15 +39,17 @@ def put(path, value):
     with open(f"{{path}}.new", "w") as file:
         json.dump(value, file)
     os.replace(f"{{path}}.new", path)
+if "engine" in arguments:
+    path = arguments[arguments.index("--urls-file") + 1]
+    # Before anybody can know that this engine is there.
+    signal.signal(signal.SIGTERM, lambda *_: (os.path.exists(path) and os.unlink(path), sys.exit(0)))
 record = f"{{time.time_ns()}}-{{os.getpid()}}.json"
 put(os.path.join(os.environ["RECORDS"], record), {{"arguments": arguments, "environment": kept, "pid": os.getpid()}})
 if "engine" in arguments:
     if "ENGINE_CODE" in os.environ:
         sys.exit(int(os.environ["ENGINE_CODE"]))
-    path = arguments[arguments.index("--urls-file") + 1]
     node = os.path.basename(path)[:-5]
     put(path, [f"http://{{node}}:30000"])
-    signal.signal(signal.SIGTERM, lambda *_: (os.unlink(path), sys.exit(0)))
     while not (node in os.environ.get("LOST", "").split() and os.path.exists(os.path.join(os.environ["RECORDS"], "training"))):
         time.sleep(0.1)
     sys.exit(5)
@@ -141,6 +145,11 @@ class Stage:
             cwd=self.folder / "checkout",
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+
+    def wait_until_it_waits(self, process: subprocess.Popen[bytes]) -> None:
+        """Until a script that has started its last program waits for it, its traps set."""
+        script = psutil.Process(process.pid)
+        self.wait_for(lambda: script.status() == psutil.STATUS_SLEEPING, "the script works on")
 
     def wait_for(self, seen: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_S

@@ -21,7 +21,8 @@ while [[ $1 == --* ]]; do
     shift
 done
 pids=() code=0
-trap 'kill "${pids[@]}" 2> /dev/null; wait; exit 143' TERM
+# The signal may come between the start of a process and the note of its id.
+trap 'kill $(jobs -p) 2> /dev/null; wait; exit 143' TERM
 for ((i = 0; i < count; i++)); do SLURM_PROCID=$i HOST_ADDRESS=${nodes[i]:-10.0.0.$i} "$@" & pids+=($!); done
 for _ in "${pids[@]}"; do
     wait -n || {

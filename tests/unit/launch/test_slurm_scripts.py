@@ -187,6 +187,7 @@ def test_sigterm_to_the_job_s_own_script_ends_its_steps(stage: Stage) -> None:
     given = {**job(2), "ENGINE_NODES": "1", "TRAINER_S": "50"}
     process = stage.start("slurm/torchrun.sbatch", "run.yaml", **given)
     stage.wait_for((stage.records / "training").exists, "nobody trains")
+    stage.wait_until_it_waits(process)
     process.terminate()
     assert process.wait(20) != 0
     for call in (*stage.calls("rlcore.launch.torchrun"), *stage.calls("engine")):

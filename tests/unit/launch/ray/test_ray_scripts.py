@@ -86,6 +86,7 @@ def test_a_signal_to_another_node_ends_what_it_lent(stage: Stage, how: str) -> N
     stage.wait_for(
         lambda: said.exists() and "start --block" in said.read_text(), "the node has not joined"
     )
+    stage.wait_until_it_waits(process)
     send(process, how)
     assert process.wait(20) == 128 + signal.SIGTERM, "as the stub ends"
 
@@ -119,6 +120,7 @@ def test_a_signal_to_the_first_node_is_the_run_s_to_answer(stage: Stage, how: st
     (stage.folder / "python").write_text(DRIVER)
     process = stage.start("ray_multinode.sh", "run.yaml", NODE_RANK="0", MASTER_ADDR="10.0.0.1")
     stage.wait_for((stage.records / "running").exists, "the run has not begun")
+    stage.wait_until_it_waits(process)
     send(process, how)
     assert process.wait(20) == 130
     assert not (stage.records / "head").exists()
