@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from rlcore.runs.lock import OWNER, RunLock, wait_until_free
 
 BEAT_S = 0.05
 LOST_S = 0.6
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def used(root: Path) -> None:
@@ -91,6 +91,30 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "POLL_S", BEAT_S / 5)
 
 
+class Clock:
+    """Stands in for `time` where the lock looks at it: time passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.beat: Callable[[], None] = lambda: None  # once in BEAT_S, of another machine
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        before = self.now // BEAT_S
+        self.now += seconds
+        if self.now // BEAT_S > before:
+            self.beat()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(lock, "time", clock)
+    return clock
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not holds():
@@ -108,8 +132,9 @@ def elsewhere(folder: Path, beats: int = 0) -> None:
 
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_an_owner_file_beats_and_there_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(lock, "OWNER_LOST_S", LIMIT_S)  # of its thread, which may be held up
     held = RunLock.take(tmp_path)
     assert "has no locks" in caplog.text
     owner = tmp_path / OWNER
@@ -123,26 +148,16 @@ def test_without_locks_an_owner_file_beats_and_there_is_a_warning(
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_an_owner_of_another_machine_that_beats_is_not_replaced(tmp_path: Path) -> None:
+def test_an_owner_of_another_machine_that_beats_is_not_replaced(
+    tmp_path: Path, clock: Clock
+) -> None:
     elsewhere(tmp_path)
-    done = threading.Event()
-
-    def beat() -> None:
-        beats = 0
-        while not done.wait(BEAT_S):
-            beats += 1
-            elsewhere(tmp_path, beats)
-
-    beating = threading.Thread(target=beat)
-    beating.start()
-    try:
-        with pytest.raises(UserError, match="in use by pid 7 on node9"):
-            RunLock.take(tmp_path)
-        with pytest.raises(DeadlineExceeded, match="still in use by pid 7 on node9"):
-            wait_until_free(tmp_path, limit_s=2 * LOST_S, key="a.key")
-    finally:
-        done.set()
-        beating.join()
+    beats = itertools.count(1)
+    clock.beat = lambda: elsewhere(tmp_path, next(beats))
+    with pytest.raises(UserError, match="in use by pid 7 on node9"):
+        RunLock.take(tmp_path)
+    with pytest.raises(DeadlineExceeded, match="still in use by pid 7 on node9"):
+        wait_until_free(tmp_path, limit_s=2 * LOST_S, key="a.key")
     assert "theirs" in (tmp_path / OWNER).read_text()
 
 
@@ -175,25 +190,22 @@ def test_an_owner_that_is_replaced_says_so_and_leaves_the_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     held = RunLock.take(tmp_path)
-    elsewhere(tmp_path)
-    wait_until(lambda: "another one has taken the run over" in caplog.text)
+
+    def says_so() -> bool:
+        elsewhere(tmp_path)  # again, where a beat that had begun has put its file over the other
+        return "another one has taken the run over" in caplog.text
+
+    wait_until(says_so)
     held.release()
     assert "theirs" in (tmp_path / OWNER).read_text()
 
 
-def test_an_owner_file_counts_where_this_mount_has_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_owner_file_counts_where_this_mount_has_locks(tmp_path: Path, clock: Clock) -> None:
     """Its writer's mount may have none."""
-    monkeypatch.setattr(lock, "POLL_S", BEAT_S)
     elsewhere(tmp_path)
-    changing = threading.Timer(4 * BEAT_S, elsewhere, (tmp_path, 1))
-    changing.start()
-    try:
-        with pytest.raises(UserError, match="in use by pid 7 on node9"):
-            RunLock.take(tmp_path)
-    finally:
-        changing.join()
+    clock.beat = lambda: elsewhere(tmp_path, 1)
+    with pytest.raises(UserError, match="in use by pid 7 on node9"):
+        RunLock.take(tmp_path)
 
 
 def test_with_locks_there_is_no_owner_file(tmp_path: Path) -> None:
