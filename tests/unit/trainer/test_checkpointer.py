@@ -24,6 +24,9 @@ with importing_megatron():
     from backends.megatron.checkpoint.shards import PendingCheckpoint
 
 
+LIMIT_S = 60.0
+
+
 class Writing:
     """A backend that writes until it is told to have written."""
 
@@ -62,13 +65,17 @@ class RecordingRankZero:
         self.committed.append(step)
 
 
-@pytest.fixture
-def parts() -> tuple[Checkpointer, Writing, RecordingRankZero]:
+def make_parts(*, timeout_s: float) -> tuple[Checkpointer, Writing, RecordingRankZero]:
     backend = Writing()
     rank0 = RecordingRankZero()
-    sync = RankSync(HashStore(), 0, 1, timeout_s=0.2)
+    sync = RankSync(HashStore(), 0, 1, timeout_s=timeout_s)
     checkpointer = Checkpointer(sync, cast(PolicyBackend, backend), cast(RankZero, rank0), Path())
     return checkpointer, backend, rank0
+
+
+@pytest.fixture
+def parts() -> tuple[Checkpointer, Writing, RecordingRankZero]:
+    return make_parts(timeout_s=LIMIT_S)
 
 
 def test_it_is_committed_at_the_end_of_the_step_in_which_it_was_written(
@@ -95,7 +102,7 @@ def test_it_took_as_long_as_the_slowest_rank() -> None:
         backend = Writing()
         backend.seconds = slowness[rank]
         checkpointer = Checkpointer(
-            RankSync(store, rank, len(slowness), timeout_s=20),
+            RankSync(store, rank, len(slowness), timeout_s=LIMIT_S),
             cast(PolicyBackend, backend),
             cast(RankZero, RecordingRankZero()) if rank == 0 else None,
             Path(),
@@ -117,8 +124,8 @@ def test_a_second_save_waits_for_the_first(
     assert (rank0.begun, rank0.committed) == ([3, 4], [3])
 
 
-def test_but_not_for_ever(parts: tuple[Checkpointer, Writing, RecordingRankZero]) -> None:
-    checkpointer, _, rank0 = parts
+def test_but_not_for_ever() -> None:
+    checkpointer, _, rank0 = make_parts(timeout_s=0.2)
     checkpointer.save(3, in_background=True)
     with pytest.raises(
         DeadlineExceeded,
@@ -189,19 +196,19 @@ class Endless:
     """A part of a checkpoint that is written until it is cancelled."""
 
     def write(self, cancelled: threading.Event) -> None:
-        if not cancelled.wait(10):
+        if not cancelled.wait(LIMIT_S):
             raise AssertionError("nobody cancelled")
         raise RunFailed("given up")
 
 
 def test_a_run_that_ends_leaves_no_thread_behind() -> None:
-    before = threading.active_count()
+    before = threading.enumerate()
     pending = PendingCheckpoint(Path("folder"), cast(Any, [Endless()]), lambda: None)
     assert pending.written() is None
     began = time.monotonic()
     pending.cancel()
-    assert time.monotonic() - began < 5
-    assert threading.active_count() == before
+    assert time.monotonic() - began < LIMIT_S / 2
+    assert set(threading.enumerate()) <= set(before), "of which some may have ended"
     with pytest.raises(RunFailed, match="given up"):
         pending.written()
 

@@ -16,6 +16,7 @@ from rlcore.trainer.gpu_sharing import GpuPhase, GpuSharing
 from rlcore.trainer.rank_sync import RankSync
 
 ALL = {"kv_cache", "cuda_graph", "weights"}
+LIMIT_S = 60.0
 
 
 class Device:
@@ -95,9 +96,11 @@ class Backend:
 
 
 def make(device: Device, rank: int = 0, ranks: int = 1, store: Any = None) -> GpuSharing:
-    sync = RankSync(store or HashStore(), rank, ranks, timeout_s=5)
+    sync = RankSync(store or HashStore(), rank, ranks, timeout_s=LIMIT_S)
     memory = Memory(device) if rank == 0 else None
-    sharing = GpuSharing(sync, cast(PolicyBackend, Backend(device, rank)), memory, timeout_s=5)
+    sharing = GpuSharing(
+        sync, cast(PolicyBackend, Backend(device, rank)), memory, timeout_s=LIMIT_S
+    )
     assert device.moves.pop() == "offload"
     return sharing
 
@@ -214,7 +217,7 @@ def test_every_rank_is_out_before_an_engine_takes_memory() -> None:
                 GpuPhase.GENERATING,
             ):
                 sharing.switch_to(phase)
-                passes.wait(5)
+                passes.wait(LIMIT_S)
         except BaseException as error:  # noqa: BLE001  shown by the test
             errors.append(error)
 
@@ -222,7 +225,7 @@ def test_every_rank_is_out_before_an_engine_takes_memory() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(2 * LIMIT_S)
     assert errors == []
     assert (device.engines, device.trainers) == (ALL, set())
     assert device.moves.count("offload") == device.moves.count("onload") == 4
