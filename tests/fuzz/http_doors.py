@@ -29,7 +29,7 @@ from tests.fuzz.oracle import need
 from tests.unit.rollout.conversation.kit import ScriptedModel, make_context, make_tokenizer
 from tests.unit.rollout.gateway.agents import TOOLS, USER, make_task
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 PATIENCE_S = 0.2  # with a server that waits for the rest of a broken request
 ENDLESS = 0.01  # of the answers never end
 ENDLESS_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n["

@@ -231,7 +231,7 @@ class OfWorker(RewardPart):
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         """See `RewardPart`."""
-        return [await self.worker.call("a", sample, 5.0) for sample in samples]
+        return [await self.worker.call("a", sample, 60.0) for sample in samples]
 
 
 VERDICT = {"score": 0.5, "correct": True, "parts": {"form": 1.0}, "info": {"why": "good"}}
