@@ -1,4 +1,4 @@
-"""A fleet of fake engines on an event loop of its own."""
+"""A fleet of fake engines on an event loop of its own, with that loop's time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_engine import FakeEngine, random_reply
+from patient_loop import LOOP_TIME, run_patiently
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import GenerateRequest, SamplingParams
 from rlcore.deadlines import REQUEST_S
+from rollout.fleet import admission, dispatcher, fleet
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 
@@ -69,10 +71,13 @@ Use = Callable[[Site], Awaitable[None]]
 
 
 @pytest.fixture
-def on_site() -> Callable[..., None]:
+def on_site(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`on_site("ab", use, retries=2)`: start a fleet of two, publish version 1, `await use(site)`,
-    close it.
+    close it. Time passes while all of them wait.
     """
+    for module in (fleet, admission):
+        monkeypatch.setattr(module, "time", LOOP_TIME)
+    monkeypatch.setattr(dispatcher, "now", LOOP_TIME.monotonic)
 
     def run(
         names: str, use: Use, *, publish: bool = True, again: bool = False, **config: Any
@@ -87,7 +92,7 @@ def on_site() -> Callable[..., None]:
             finally:
                 await site.fleet.close()
 
-        asyncio.run(asyncio.wait_for(main(), 20))
+        run_patiently(asyncio.wait_for(main(), 60))
 
     return run
 

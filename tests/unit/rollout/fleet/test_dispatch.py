@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -305,10 +304,10 @@ def test_a_request_waits_for_an_engine_that_comes_back(on_site, request_of):
     async def use(site):
         catching_up = asyncio.ensure_future(site.catch_up_forever())
         await site.fleet.failed(site.engines[0], "killed")
-        began = time.monotonic()
+        began = asyncio.get_running_loop().time()
         [completion] = await site.dispatcher.one(request_of(1))
         assert completion.versions[0].version == 1
-        assert time.monotonic() - began >= 0.1
+        assert asyncio.get_running_loop().time() - began >= 0.1
         assert site.fleet.restarts == 1
         catching_up.cancel()
 

@@ -8,6 +8,7 @@ import os
 import stat
 
 import pytest
+from patient_loop import run_patiently
 
 from rlcore.errors import RunFailed, UserError
 from rollout.engines.factories import Keys
@@ -95,8 +96,8 @@ def test_an_answer_to_an_earlier_one_of_that_name_counts_for_nothing(folder, mem
     assert folder.answer_to(the_announcement(folder)) is None
 
 
-def run(work, seconds=5.0):
-    return asyncio.run(asyncio.wait_for(work, seconds))
+def run(work):
+    return run_patiently(asyncio.wait_for(work, 60))
 
 
 def test_what_the_run_answers_is_told_once(folder, member, said, tmp_path):
