@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from dataclasses import asdict, replace
+from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from rollout.weight_sync.process_group import GroupAddress
 
 def sender_to(rank: int = 0, **groups: Any) -> RankSender:
     """A rank with these groups, in each of which it is `rank`."""
-    sender = RankSender(CPU, 5.0)
+    sender = RankSender(CPU, 60.0)
     sender._groups = groups
     sender._orders = [order_for(engine, rank) for engine in groups]
     return sender
@@ -83,7 +84,7 @@ def test_who_fails_while_its_rank_sends_is_left_and_the_others_get_the_bucket() 
     sent: list[str] = []
     hung = threading.Event()
     sender = sender_to(a=group(lambda: hung.wait(30), hung.set), b=group(lambda: sent.append("b")))
-    answers = iter([None, stopped(b=4)])
+    answers = chain([None], repeat(stopped(b=4)))
     sender.send(FOURTH, FLAT, lambda: next(answers))
     assert sent == ["b"]
     assert hung.is_set()
@@ -172,7 +173,7 @@ def test_a_second_engine_that_hangs_is_left_at_its_limit_once_rank_0_has_given_u
 def test_a_rank_enters_the_group_of_the_one_that_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_sender, "WeightGroup", Group)
     monkeypatch.setattr(Group, "made", [])
-    helper = RankSender(CPU, 5.0)
+    helper = RankSender(CPU, 60.0)
     orders = [order_for("engine-0", 1), order_for("engine-1", 0)]
     helper.open(json.dumps([asdict(orders[0])]))
     helper.enter({1: "nothing of the kind"})

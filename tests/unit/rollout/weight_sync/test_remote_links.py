@@ -30,7 +30,7 @@ from rollout.weight_sync.process_group import GroupAddress
 )
 def test_what_is_no_place_takes_the_engine_out(told: str, why: str) -> None:
     engine = Engine()
-    got = asyncio.run(RemoteLink(engine, "gloo", Served(3), CPU, 5.0).meet({3: told}))
+    got = asyncio.run(RemoteLink(engine, "gloo", Served(3), CPU, 60.0).meet({3: told}))
     assert got is not None
     assert why in got
     assert engine.joined == []
@@ -38,7 +38,7 @@ def test_what_is_no_place_takes_the_engine_out(told: str, why: str) -> None:
 
 def test_the_engine_enters_the_group_of_its_rank_behind_it() -> None:
     engine = Engine()
-    link = RemoteLink(engine, "gloo", Served(3), CPU, 5.0)
+    link = RemoteLink(engine, "gloo", Served(3), CPU, 60.0)
     assert not link.is_whole
     assert asyncio.run(link.meet({3: json.dumps({"engine-0": ADDRESS})})) is None
     assert engine.joined == [(GroupAddress(**ADDRESS), 1)]  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def test_the_engine_comes_behind_the_ranks_that_help(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(link_module, "WeightGroup", Group)
     monkeypatch.setattr(Group, "made", [])
     engine = Engine()
-    link = RemoteLink(engine, "gloo", Served(3, (4, 0)), CPU, 5.0)
+    link = RemoteLink(engine, "gloo", Served(3, (4, 0)), CPU, 60.0)
     place = json.dumps({"engine-0": ADDRESS})
     none_yet = json.dumps({"engine-0": "it has no group"})
     assert asyncio.run(link.meet({3: place, 4: none_yet})) is None
@@ -90,19 +90,19 @@ def test_rank_0_goes_on_when_it_has_passed_a_bucket_on(monkeypatch: pytest.Monke
 
     async def scenario() -> str | None:
         engine = Queueing()
-        link = RemoteLink(engine, "gloo", Served(3, (0,)), CPU, 5.0)
+        link = RemoteLink(engine, "gloo", Served(3, (0,)), CPU, 60.0)
         assert await link.meet({3: json.dumps({"engine-0": ADDRESS})}) is None
         link.begin()
         sending = asyncio.ensure_future(link.send({0: None, 1: None}, FLAT))
         await asyncio.sleep(0.05)
         assert not sending.done(), "two calls may be unanswered, but the bucket has not left"
         Group.made[0].passed_on[0].set_result(None)
-        assert await asyncio.wait_for(sending, 5) is None
+        assert await asyncio.wait_for(sending, 60) is None
         await link._calls.drop()
         sending = asyncio.ensure_future(link.send_called(FLAT))
         await asyncio.sleep(0)
         Group.made[0].passed_on[1].set_exception(RunFailed("connection reset"))
-        why = await asyncio.wait_for(sending, 5)
+        why = await asyncio.wait_for(sending, 60)
         assert link.group is None
         return why
 

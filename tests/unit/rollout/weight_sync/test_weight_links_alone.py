@@ -135,11 +135,11 @@ def test_an_engine_that_dies_before_its_first_bucket_holds_nobody_up(
         aborted = threading.Event()
 
         def broadcast(self, flat: torch.Tensor, root: int) -> None:
-            self.given_up.wait(20)  # torch does at its own limit
+            self.given_up.wait(60)  # torch does at its own limit
             raise RuntimeError("NCCL timeout in communicator initialization.")
 
         def abort(self) -> None:
-            assert self.given_up.wait(20)
+            assert self.given_up.wait(60)
             self.aborted.set()
 
     class Dies(Gone):
@@ -164,13 +164,13 @@ def test_an_engine_that_dies_before_its_first_bucket_holds_nobody_up(
         began = time.monotonic()
         flat = torch.zeros(4, dtype=torch.uint8)
         assert await link.send({0: None}, flat) == "engine engine-0 died"
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 12, "by far less than the limit"
         assert not link.is_whole
 
     asyncio.run(publish())
     assert not made.aborted.is_set()
     made.given_up.set()
-    assert made.aborted.wait(10)
+    assert made.aborted.wait(60)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_the_weights_go_to_the_engines_that_answer(monkeypatch: pytest.MonkeyPat
 
 def test_whatever_a_thread_meets_is_told_to_who_waits() -> None:
     async def wait() -> None:
-        await asyncio.wait_for(in_thread(lambda: [][0], torch.device("cpu")), 5)
+        await asyncio.wait_for(in_thread(lambda: [][0], torch.device("cpu")), 60)
 
     with pytest.raises(IndexError):
         asyncio.run(wait())
