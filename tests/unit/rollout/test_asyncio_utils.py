@@ -12,6 +12,7 @@ import pytest
 
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rollout import asyncio_utils as deadlines
+from rollout import daemon_threads
 from rollout.asyncio_utils import LoopThread, call_on, gather_or_cancel, in_thread, within
 
 
@@ -105,7 +106,7 @@ def test_work_that_resists_is_not_waited_for_long(
         began = time.monotonic()
         with pytest.raises((ValueError, DeadlineExceeded), match="the error"):
             await wait(over)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         over.set()
         await asyncio.sleep(0)
 
@@ -135,9 +136,11 @@ def test_the_message_tells_of_the_moment_before_anything_is_cancelled() -> None:
 
 def test_a_call_from_another_thread_ends_at_its_deadline_and_its_work_with_it() -> None:
     thread = LoopThread("under test")
+    began = threading.Event()
     ended = threading.Event()
 
     async def work() -> None:
+        began.set()
         try:
             await asyncio.sleep(10)
         finally:
@@ -146,7 +149,9 @@ def test_a_call_from_another_thread_ends_at_its_deadline_and_its_work_with_it() 
     try:
         with pytest.raises(DeadlineExceeded, match="too late"):
             call_on(thread.loop, work(), 0.05, "too late")
-        assert ended.wait(5)
+        # on a busy machine the loop may come to it too late, and it never begins
+        thread.call(asyncio.sleep(0), seconds=60, what="all that came before")
+        assert not began.is_set() or ended.wait(60)
     finally:
         thread.close()
     assert thread.loop.is_closed()
@@ -172,7 +177,9 @@ def test_a_task_that_calls_exit_ends_itself_and_not_the_loop() -> None:
     thread.close()
 
 
-def test_a_thread_that_hangs_holds_up_neither_the_loop_nor_its_end() -> None:
+def test_a_thread_that_hangs_holds_up_neither_the_loop_nor_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     thread = LoopThread("under test")
     over = threading.Event()
 
@@ -185,10 +192,11 @@ def test_a_thread_that_hangs_holds_up_neither_the_loop_nor_its_end() -> None:
         await asyncio.wait(hanging)
         return await in_thread(str, 7) + await asyncio.to_thread(str, 8)
 
-    assert thread.call(main(), seconds=5, what="calls that hang") == "78"
+    monkeypatch.setattr(daemon_threads, "CANCEL_S", 600.0)
+    assert thread.call(main(), seconds=60, what="calls that hang") == "78"
     began = time.monotonic()
     thread.close()
-    assert time.monotonic() - began < deadlines.CANCEL_S, "what was given up is not waited for"
+    assert time.monotonic() - began < 15, "what was given up is not waited for"
     over.set()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 
@@ -45,13 +46,18 @@ def test_calls_wait_for_a_thread_unless_one_is_given_up(over: threading.Event) -
 
 
 def test_threads_are_used_again_and_end_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon_threads, "IDLE_THREAD_S", 0.05)
     threads = DaemonExecutor(8, "idle ones")
+    used = set()
     for _ in range(100):
-        threads.submit(str).result(LIMIT_S)
-    mine = [t for t in threading.enumerate() if t.name == "idle ones"]
-    assert len(mine) <= 2, "a call may come before the thread of the last one is idle"
-    for thread in mine:
+        used.add(threads.submit(threading.get_ident).result(LIMIT_S))
+        end = time.monotonic() + LIMIT_S
+        while not threads._idle:  # else the next call would start another thread
+            assert time.monotonic() < end
+            time.sleep(0)
+    assert len(used) == 1
+    monkeypatch.setattr(daemon_threads, "IDLE_THREAD_S", 0.05)
+    threads.submit(str).result(LIMIT_S)
+    for thread in [t for t in threading.enumerate() if t.name == "idle ones"]:
         thread.join(LIMIT_S)
         assert not thread.is_alive()
     assert threads.submit(str, 1).result(LIMIT_S) == "1"
