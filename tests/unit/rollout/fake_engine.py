@@ -54,6 +54,7 @@ class FakeEngine:
     probe_error: Exception | None = None  # raised by `health`
     tokens_made: int | None = 0  # what `progress` returns
     deaf: bool = False  # it ignores `abort`
+    held: bool = False  # it answers no call as long as this is set
     aborted: list[str] = field(default_factory=list)  # the ids that `abort` was given
     starts: int = 0
     released: set[MemoryTag] = field(default_factory=set)
@@ -84,13 +85,15 @@ class FakeEngine:
         ]
 
     async def _wait(self, rids: Sequence[str]) -> bool:
-        """Wait for `delay_s`, or an abort; returns whether that came."""
+        """Wait for `delay_s`, and while it is held, or for an abort; whether that came."""
         until = asyncio.get_running_loop().time() + self.delay_s
         await asyncio.sleep(0)
         while (left := until - asyncio.get_running_loop().time()) > 0:
             if not self.deaf and not set(rids).isdisjoint(self.aborted):
                 return True
             await asyncio.sleep(min(left, 0.01))
+        while self.held:
+            await asyncio.sleep(0.002)
         return False
 
     def _complete(self, request: GenerateRequest, place: int, aborted: bool) -> Completion:

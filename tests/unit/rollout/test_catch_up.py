@@ -33,6 +33,12 @@ def ask_again_and_again(service):
         time.sleep(0.02)
 
 
+def hold(service, held):
+    """Whether no engine answers, so that no step ends."""
+    for engine in service.fleet.engines:
+        engine.held = held
+
+
 def two():
     return [FakeEngine(random_reply(31), name=name, delay_s=0.2) for name in "ab"]
 
@@ -40,11 +46,13 @@ def two():
 def test_a_step_goes_on_and_is_counted_once(make_service):
     expected = addresses(make_service(engines=two()).next_step(1))
     service = make_service(engines=two(), rollout={"engine": RESTART})
+    hold(service, True)  # until the other engine has come back
     on_loop(service, service.fleet.failed(service.fleet.engines[0], "killed between steps"))
     calls = 0
     while (rollouts := service.next_step(1)) is None:
         calls += 1
         on_loop(service, catch_up(service))
+        hold(service, False)
     assert calls == 1, "one engine came back"
     assert addresses(rollouts) == expected
     assert service.ledger.balance()["consumed"] == 4
@@ -70,10 +78,12 @@ def test_a_batch_that_the_trainer_never_got_is_in_no_checkpoint(make_service, st
     before = service.snapshot()
     for engine in service.fleet.engines:
         engine.version = 1
+    hold(service, True)
     service.published(1, 1, 0)
     on_loop(service, service.fleet.failed(service.fleet.engines[0], "killed between steps"))
     assert service.next_step(done + 1) is None
-    deadline = time.monotonic() + 10
+    hold(service, False)
+    deadline = time.monotonic() + 60
     while service.ledger.last_step == done:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -88,13 +98,15 @@ def test_a_batch_that_the_trainer_never_got_is_in_no_checkpoint(make_service, st
 
 
 def test_the_only_engine_comes_back_in_the_middle_of_a_step(make_service):
-    engine = FakeEngine(random_reply(31), name="a", delay_s=0.3)
+    class WellAgain(FakeEngine):
+        async def start(self):
+            self.failure = None
+            await super().start()
+
+    engine = WellAgain(random_reply(31), name="a", delay_s=0.3)
     expected = addresses(make_service(engines=[FakeEngine(random_reply(31))]).next_step(1))
     service = make_service(engines=[engine], rollout={"engine": RESTART})
     engine.failure = EngineFailed("engine a: 500")
-    service.loop.call_soon_threadsafe(
-        service.loop.call_later, 0.4, setattr, engine, "failure", None
-    )
     while (rollouts := service.next_step(1)) is None:
         on_loop(service, catch_up(service))
     assert addresses(rollouts) == expected
@@ -106,11 +118,13 @@ def test_an_evaluation_goes_on_too(make_service, tmp_path):
     evaluation = {"paths": [str(tmp_path / "sums.jsonl")], "max_prompts": 6}
     _, expected = make_service(engines=two(), evaluation=evaluation).evaluate()
     service = make_service(engines=two(), evaluation=evaluation, rollout={"engine": RESTART})
+    hold(service, True)  # until the other engine has come back
     on_loop(service, service.fleet.failed(service.fleet.engines[1], "killed"))
     calls = 0
     while (scored := service.evaluate()) is None:
         calls += 1
         on_loop(service, catch_up(service))
+        hold(service, False)
     assert calls == 1
     assert [s.tokens.tolist() for s in scored[1]] == [s.tokens.tolist() for s in expected]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -86,7 +87,14 @@ def test_the_batch_goes_to_engines_in_calls_of_max_batch(make_service):
 
 
 def test_continuous_engines_get_each_request_at_once(make_service):
-    engines = [FakeEngine(random_reply(31), name=name, delay_s=0.01) for name in "ab"]
+    async def until_all_are_there(rids):
+        while sum(len(engine.calls) for engine in engines) < 4:
+            await asyncio.sleep(0.001)
+        return False
+
+    engines = [FakeEngine(random_reply(31), name=name) for name in "ab"]
+    for engine in engines:
+        engine._wait = until_all_are_there
     service = make_service(
         engines=engines,
         rollout={
@@ -213,7 +221,7 @@ def test_close_leaves_no_thread_and_no_process(make_service, engine):
     assert psutil.Process().children() == []
     left = [thread for thread in threading.enumerate() if thread.ident not in before]
     for thread in left:
-        thread.join(10)  # one that ends may still be there
+        thread.join(60)  # one that ends may still be there
     assert not [thread.name for thread in left if thread.is_alive()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psutil
 import pytest
+from deadlines_kit import once_it_says
 from fake_engine import FakeEngine, addresses, random_reply
 
 from rlcore.algorithms.metric_table import METRICS, metric_spec
@@ -138,7 +139,8 @@ def test_a_set_may_have_a_reward_of_its_own(make_service, tmp_path):
     assert psutil.Process().children() == []
 
 
-def test_an_evaluation_that_hangs_names_the_set(make_service, engine, tmp_path):
+def test_an_evaluation_that_hangs_names_the_set(make_service, engine, tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout.service.within", once_it_says("set easy: .*set hard: "))
     service = make_service(evaluation=named_sets(tmp_path), rollout={"timeout_s": 0.5})
     engine.delay_s = 30
     with pytest.raises(

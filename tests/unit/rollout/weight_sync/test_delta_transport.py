@@ -7,15 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
+from deadlines_kit import once_it_says
 from shared_folders import Reader, layout, make_weights, model_folder, nudge, publish, read, same
 
 from rlcore.errors import RunFailed
-from rollout.asyncio_utils import within
 from rollout.weight_sync import delta
 from rollout.weight_sync.delta import DeltaTransport
 from rollout.weight_sync.delta_files import CHANGES, Manifest
@@ -268,16 +266,8 @@ def test_what_stopped_a_follower_reaches_the_trainer(
     def fail(follower: Follower, number: int) -> Path:
         raise refuse
 
-    async def until_it_is_known(
-        seconds: float, work: Coroutine[Any, Any, Path], late: Callable[[], str]
-    ) -> Path:
-        waiting = asyncio.ensure_future(work)
-        while str(refuse) not in late():
-            await asyncio.sleep(0.01)
-        return await within(0.0, waiting, late)
-
     monkeypatch.setattr(Follower, "follow", fail)
-    monkeypatch.setattr(delta, "within", until_it_is_known)  # else its time may be up before
+    monkeypatch.setattr(delta, "within", once_it_says(str(refuse)))
 
     async def run() -> str:
         following = asyncio.create_task(keep_following(folders.root, [engine.url]))
