@@ -62,7 +62,7 @@ class Runner:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
         await asyncio.sleep(0)

@@ -27,7 +27,7 @@ def test_a_failure_to_begin_is_raised_to_the_trainer_at_once(make, monkeypatch, 
         collector, queue, _ = make(Runner())
         monkeypatch.setattr(queue, "take", take)
         collector.published(0)
-        await asyncio.wait_for(collector.collect(1), 1)
+        await asyncio.wait_for(collector.collect(1), 60)
 
     with pytest.raises(type(error), match=str(error)):
         asyncio.run(main())
@@ -45,9 +45,9 @@ def test_a_group_whose_end_cannot_be_written_down_is_made_again(make, monkeypatc
         monkeypatch.setattr(queue.ledger, "finish", full_disk)
         collector.published(0)
         with pytest.raises(OSError, match="no space left"):
-            await asyncio.wait_for(collector.collect(1), 1)
+            await asyncio.wait_for(collector.collect(1), 60)
         for step in (1, 2):
-            await asyncio.wait_for(collector.collect(step), 1)
+            await asyncio.wait_for(collector.collect(step), 60)
         assert queue.ledger.balance()["consumed"] == 2
 
     asyncio.run(main())
@@ -69,7 +69,7 @@ def test_a_failure_to_give_a_draw_back_is_raised_to_the_trainer(make, monkeypatc
         await collector.collect(1)
         monkeypatch.setattr(queue, "give_back", give_back)
         await collector.collect(2)  # two groups are given up
-        await asyncio.wait_for(collector.collect(3), 1)
+        await asyncio.wait_for(collector.collect(3), 60)
 
     with pytest.raises(RunFailed, match="another service writes the ledger"):
         asyncio.run(main())
