@@ -20,6 +20,7 @@ from tests.unit.rollout.conversation.kit import (
     make_prompt,
     make_tokenizer,
 )
+from tests.unit.rollout.patient_loop import run_steadily
 
 TOOLS = [
     {
@@ -84,7 +85,7 @@ def play(
                 await after()
         return samples
 
-    return asyncio.run(rollout()), scripted
+    return run_steadily(rollout()), scripted
 
 
 def play_many(

@@ -61,16 +61,19 @@ def test_a_rollout_that_lost_a_call_ends_with_the_engines_error() -> None:
 
 
 def test_an_abandoned_turn_that_is_lost_voids_the_rollout() -> None:
+    abandoned = asyncio.Event()
+
     async def run(task: Any, endpoint: Any) -> float:
         await post(endpoint, body(task.messages))
         call = asyncio.ensure_future(post(endpoint, body([*task.messages, USER])))
-        await asyncio.wait({call}, timeout=0.2)
+        await abandoned.wait()
         call.cancel()
         return 1.0
 
     def broken(model: ScriptedModel) -> Any:
         async def generate(request: GenerateRequest) -> list[Completion]:
             if request.turn:
+                abandoned.set()
                 await asyncio.sleep(0.5)
                 raise EngineFailed("engine-0 died")
             return await model(request)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from patient_loop import run_steadily
 from pydantic import ValidationError
 
 from rlcore.config.sections.reward import RewardConfig
@@ -67,7 +68,7 @@ def ask(handler: Handler, samples: list[Sample], **config: Any) -> list[Score]:
             given = RewardServiceConfig(url=url + "/rm", **config)
             return await scores_of(ServicePart("rm", given), samples)
 
-    return asyncio.run(run())
+    return run_steadily(run())
 
 
 def judge(handler: Handler, samples: list[Sample], **config: Any) -> list[Score]:
@@ -76,7 +77,7 @@ def judge(handler: Handler, samples: list[Sample], **config: Any) -> list[Score]
             given = JudgeConfig(url=url + "/v1", model="judge", **config)
             return await scores_of(JudgePart("j", given), samples)
 
-    return asyncio.run(run())
+    return run_steadily(run())
 
 
 def said(text: str) -> Handler:
@@ -133,7 +134,7 @@ def test_openrlhf_in_batches_across_groups(sample: MakeSample) -> None:
             finally:
                 await part.close()
 
-    first, second = asyncio.run(run())
+    first, second = run_steadily(run())
     assert [*first, *second] == [Verdict(4.0 + size) for size in range(1, 8)]
     assert sorted(len(body["query"]) for body in seen) == [3, 4]
     assert seen[0]["prompts"][0] == "1+1="
@@ -213,7 +214,7 @@ def test_an_answer_that_drips_is_a_timeout(sample: MakeSample) -> None:
 
 def test_a_server_that_is_down(sample: MakeSample) -> None:
     config = RewardServiceConfig(url="http://127.0.0.1:9", retries=1)
-    [got] = asyncio.run(scores_of(ServicePart("rm", config), [sample("x")]))
+    [got] = run_steadily(scores_of(ServicePart("rm", config), [sample("x")]))
     assert isinstance(got, RewardFailure)
     assert "http://127.0.0.1:9 cannot be asked: ClientConnectorError" in got.reason
 
@@ -312,7 +313,7 @@ def test_concurrency_is_bounded_and_servers_take_turns(sample: MakeSample) -> No
             samples = [sample("x", index=k) for k in range(12)]
             return await scores_of(ServicePart("rm", config), samples)
 
-    assert asyncio.run(run()) == [Verdict(1.0)] * 12
+    assert run_steadily(run()) == [Verdict(1.0)] * 12
     assert most == 3
     assert routes.count("/a") == routes.count("/b") == 6
 
@@ -331,7 +332,7 @@ def test_closing_ends_calls_in_flight(sample: MakeSample) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await call
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    run_steadily(asyncio.wait_for(run(), 30))
 
 
 # --- judges ---------------------------------------------------------------------------------------
@@ -452,7 +453,7 @@ def test_a_sample_that_comes_as_the_last_request_ends_is_sent(sample: MakeSample
         assert await asyncio.wait_for(asyncio.gather(first, second), 30) == [[Verdict(1.0)]] * 2
         assert part._senders == set()
 
-    asyncio.run(run())
+    run_steadily(run())
 
 
 def test_the_scorer_adds_service_and_judge_up(sample: MakeSample) -> None:
@@ -477,7 +478,7 @@ def test_the_scorer_adds_service_and_judge_up(sample: MakeSample) -> None:
             assert (counts.errors, counts.timeouts) == (0, 0)
             return scored
 
-    scored = asyncio.run(run())
+    scored = run_steadily(run())
     assert scored.reward == 2.0
     assert scored.reward_parts == {"rm": 1.0, "judge": 0.5}
     assert scored.metadata["correct"] is True

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from patient_loop import run_steadily
 
 import rollout.sandbox.fusion as fusion
 from rlcore.config.sections.sandbox import SandboxConfig
@@ -78,7 +79,7 @@ def ask(
             await sandbox.close()
             await runner.cleanup()
 
-    return asyncio.run(asyncio.wait_for(scenario(), 60)), requests
+    return run_steadily(asyncio.wait_for(scenario(), 60)), requests
 
 
 def says(value: Any) -> Handler:
@@ -200,7 +201,7 @@ def test_a_slow_server_is_given_up() -> None:
     begin = time.monotonic()
     (found,), _ = ask(handle, Program("x", timeout_s=0.1), retries=1)
     assert (found.status, "no answer in 0.5 s" in found.reason) == ("error", True)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 25
 
 
 def test_a_huge_answer_is_not_read_to_its_end() -> None:

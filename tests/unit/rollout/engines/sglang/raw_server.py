@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
+from patient_loop import run_steadily
+
 from rlcore.config.sections.rollout import EngineConfig
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.http import ServerClient
@@ -68,7 +70,7 @@ def against(script, use, *, host="127.0.0.1", tls=None, scheme="http"):
             finally:
                 await client.close()
 
-    return asyncio.run(asyncio.wait_for(main(), 30))
+    return run_steadily(asyncio.wait_for(main(), 30))
 
 
 @asynccontextmanager

@@ -113,7 +113,7 @@ def test_a_server_that_hangs_fails_at_the_deadline():
         EngineHangs, match=rf"engine engine-3 did not answer /generate within 0\.2 s \({KEY}\)"
     ):
         with_client(handler, lambda client: post(client, timeout_s=0.1, times=2))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_a_server_that_trickles_fails_at_the_deadline():
