@@ -126,7 +126,10 @@ def test_what_a_process_leaves_behind_when_it_ends_by_itself_is_ended(child: Chi
     asyncio.run(scenario())
 
 
-def test_it_is_asked_to_end_by_its_own_signal(tmp_path: Path) -> None:
+def test_it_is_asked_to_end_by_its_own_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.engines.child_process.TERMINATE_S", 60.0)
     child = ChildServer("e", tmp_path / "log")
     child.stop_signal = signal.SIGINT
     # A shell starts what runs in its background deaf to SIGINT, and so everything below it.

@@ -3,16 +3,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rlcore.data.sample import FinishReason, Sample
+from rollout.rewards import pool
 
 
 @pytest.fixture(autouse=True)
 def users_module_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+
+
+@pytest.fixture
+def only_what_hangs_is_late(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Called with a response: all other samples have a minute, on a machine that is busy."""
+    call = pool.Worker.call
+
+    def keep(response: str) -> None:
+        def patient(worker: pool.Worker, part: str, one: Sample, seconds: float) -> Any:
+            return call(worker, part, one, seconds if one.response_text == response else 60.0)
+
+        monkeypatch.setattr(pool.Worker, "call", patient)
+
+    return keep
 
 
 @pytest.fixture

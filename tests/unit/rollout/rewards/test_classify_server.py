@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,13 +45,16 @@ class Scoring:
         self.go = threading.Event()
         self.go.set()
         self.score: Callable[[Tokens], float] = total
+        self._stands = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            self.go.wait()
+            if not self.go.is_set():
+                self._stands.set()
+                self.go.wait()
             taken = self.server.take(LONGEST, timeout_s=0.02)
             if taken:
                 self.batches.append(len(taken))
@@ -60,8 +62,9 @@ class Scoring:
 
     def pause(self) -> None:
         """Let the thread stand still, after its wait for texts."""
+        self._stands.clear()
         self.go.clear()
-        time.sleep(0.1)
+        assert self._stands.wait(60)
 
     def end(self) -> None:
         self._ended.set()
@@ -194,6 +197,7 @@ def test_a_score_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
         made.pause()
         status, answer = ask(made, {"text": ["a"]})
         assert (status, answer["error"]["message"]) == (504, "no score within 0.3 s")
+        monkeypatch.setattr(classify_server, "SCORE_S", 60.0)
         made.go.set()
         assert ask(made, {"text": ["b"]})[1][0]["embedding"] == [1.0]
 

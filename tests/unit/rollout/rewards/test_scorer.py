@@ -26,17 +26,17 @@ def score(config: dict, *batches, off_thread: bool = False):
     async def scenario():
         scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=31)
         try:
-            await asyncio.wait_for(scorer.start(), 30)
-            return [await asyncio.wait_for(scorer.score(batch), 30) for batch in batches]
+            await asyncio.wait_for(scorer.start(), 120)
+            return [await asyncio.wait_for(scorer.score(batch), 120) for batch in batches]
         finally:
-            await asyncio.wait_for(scorer.close(), 30)
+            await asyncio.wait_for(scorer.close(), 120)
 
     if not off_thread:
         return asyncio.run(scenario())
     results = []
     thread = threading.Thread(target=lambda: results.append(asyncio.run(scenario())))
     thread.start()
-    thread.join(60)
+    thread.join(240)
     return results[0]
 
 
@@ -95,7 +95,10 @@ def test_non_stop_penalty_replaces_the_score(sample):
         ("die", "its worker process died with exit code 3"),
     ],
 )
-def test_a_failing_reward_has_a_defined_score_and_is_named(sample, caplog, response, reason):
+def test_a_failing_reward_has_a_defined_score_and_is_named(
+    sample, caplog, response, reason, monkeypatch
+):
+    monkeypatch.setattr("rollout.rewards.pool.WORKER_ENDS_S", 60.0)
     batch = [sample("fine", index=0), sample(response, index=1), sample("fine", index=2)]
     with caplog.at_level(logging.WARNING):
         first, second = score(
@@ -110,14 +113,15 @@ def test_a_failing_reward_has_a_defined_score_and_is_named(sample, caplog, respo
     assert reason in caplog.text
 
 
-def test_a_hanging_reward_is_killed_at_its_deadline_and_replaced(sample):
+def test_a_hanging_reward_is_killed_at_its_deadline_and_replaced(sample, only_what_hangs_is_late):
+    only_what_hangs_is_late("hang")
     batch = [sample("hang"), sample("fine"), sample("fine"), sample("bool")]
     start = time.monotonic()
     (counts,) = score(
         {**parts(f="reward_functions:fickle"), "on_error": -1.0, "timeout_s": 0.5, "workers": 1},
         batch,
     )
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 120
     assert [s.reward for s in batch] == [-1.0, 1.0, 1.0, 1.0]
     assert (counts.errors, counts.timeouts) == (0, 1)
     assert "reward.timeout_s" in batch[0].metadata["reward_error"]
@@ -181,7 +185,8 @@ def test_math_scores_are_right_off_the_main_thread(sample):
     assert [s.metadata["correct"] for s in batch] == [expected > 0 for *_, expected in MATH]
 
 
-def test_math_that_never_ends_times_out(sample):
+def test_math_that_never_ends_times_out(sample, only_what_hangs_is_late):
+    only_what_hangs_is_late("$9^{9^{9^{9}}}!$")
     batch = [sample("$9^{9^{9^{9}}}!$", "2"), sample("2", "2")]
     score({**parts(math="math"), "workers": 1, "timeout_s": 2.0}, batch)
     assert [s.reward for s in batch] == [0.0, 1.0]
@@ -220,5 +225,5 @@ def test_workers_die_with_a_killed_parent():
         assert parent.stdout.readline() == b"hanging\n"
         (worker,) = psutil.Process(parent.pid).children()
         parent.kill()
-    _, alive = psutil.wait_procs([worker], timeout=10)
+    _, alive = psutil.wait_procs([worker], timeout=60)
     assert alive == []

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from rlcore.config.sections.reward import RewardConfig
+from rollout.asyncio_utils import within
 from rollout.rewards.base import RewardFailure, Score, Verdict
 from rollout.rewards.pool import RewardPool, Worker, WorkerLimits
 
@@ -102,11 +103,22 @@ def test_what_a_call_leaves_ends_with_it(sample, tmp_path):
         assert not [pid for pid in verdict(score).info["pids"] if psutil.pid_exists(pid)]
 
 
-def test_a_timeout_ends_the_whole_tree(sample, tmp_path):
+def test_a_timeout_ends_the_whole_tree(sample, tmp_path, monkeypatch):
+    pids_file = tmp_path / "pids"
+
+    async def once_it_hangs(seconds, work, describe):
+        """Its time is up when it has told what it started."""
+        task = asyncio.ensure_future(work)
+        while not task.done() and not (pids_file.exists() and pids_file.read_text().endswith("]")):
+            await asyncio.sleep(0.01)
+        return await within(0.0, task, describe)
+
+    monkeypatch.setattr("rollout.rewards.pool.within", once_it_hangs)
+    monkeypatch.setattr("rollout.rewards.pool.STRAYS_S", 60.0)
     (found,) = scores("hangs_with_children", sample("x", folder=str(tmp_path)), timeout_s=5)
     assert failure(found).kind == "timeout"
-    pids = json.loads((tmp_path / "pids").read_text())
-    deadline = time.monotonic() + 5
+    pids = json.loads(pids_file.read_text())
+    deadline = time.monotonic() + 60
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)  # init takes the orphan away
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
@@ -200,7 +212,8 @@ def test_a_socket_that_outlives_the_worker_is_no_wait(sample, tmp_path: Path):
     assert time.monotonic() - start < TIMEOUT_S
 
 
-def test_what_a_dying_worker_leaves_ends_with_it(sample, tmp_path: Path):
+def test_what_a_dying_worker_leaves_ends_with_it(sample, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("rollout.rewards.pool.WORKER_ENDS_S", 60.0)
     (found,) = scores("dies_and_leaves_a_child", sample("x", folder=str(tmp_path)))
     assert failure(found).reason == "its worker process died with exit code 9"
     child = int((tmp_path / "child").read_text())

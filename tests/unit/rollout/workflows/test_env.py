@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.errors import ConfigError, RolloutFailed
+from rollout.asyncio_utils import within
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import Reply
 from rollout.workflows.env import CUT, Step, ToolError, tools_of
@@ -304,6 +306,15 @@ class Hostile(Calculator):
         raise ConnectionError("sandbox down")
 
 
+def only_these_are_late(monkeypatch: pytest.MonkeyPatch, *methods: str) -> None:
+    """Give every other call of an environment a minute, on a machine that is busy."""
+
+    def patient(seconds: float, work: Any, late: Callable[[], str]) -> Any:
+        return within(seconds if late().startswith(methods) else 60.0, work, late)
+
+    monkeypatch.setattr("rollout.workflows.env.within", patient)
+
+
 @pytest.mark.parametrize(
     ("tool", "error", "message"),
     [
@@ -319,9 +330,10 @@ class Hostile(Calculator):
     ],
 )
 def test_what_is_no_tool_error_voids_the_rollout(
-    tool: str, error: type[Exception], message: str
+    tool: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the environment is closed."""
+    only_these_are_late(monkeypatch, "Hostile.hangs", "Hostile.waits")
     both = call("add", a=0, b=1) + call(tool)
     with pytest.raises(error, match=message):
         run({0: both}, env=f"{HERE}:Hostile", tool_timeout_s=0.05)
@@ -347,8 +359,9 @@ class HangsAtItsEnd(Guess):
     [("ClosesBadly", "failed: gone"), ("HangsAtItsEnd", "HangsAtItsEnd.close took more than")],
 )
 def test_a_close_that_fails_is_a_warning(
-    name: str, said: str, caplog: pytest.LogCaptureFixture
+    name: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    only_these_are_late(monkeypatch, "HangsAtItsEnd.close")
     (sample,), _ = run({0: "5", 1: "7"}, env=f"{HERE}:{name}", tool_timeout_s=0.05)
     assert sample.finish_reason == "stop"
     assert said in caplog.text

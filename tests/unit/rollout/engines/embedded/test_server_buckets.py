@@ -197,6 +197,7 @@ def test_memory_is_released_when_nothing_writes_there_any_more() -> None:
         closed = threading.Event()
 
         def receive(self, num_bytes: int, into: torch.Tensor | None) -> torch.Tensor:
+            began.set()
             assert self.closed.wait(20)
             time.sleep(0.05)
             order.append("received")
@@ -205,6 +206,7 @@ def test_memory_is_released_when_nothing_writes_there_any_more() -> None:
         def close(self) -> None:
             self.closed.set()
 
+    began = threading.Event()
     order: list[str] = []
 
     async def run() -> None:
@@ -212,7 +214,9 @@ def test_memory_is_released_when_nothing_writes_there_any_more() -> None:
         await begin(server)
         server._group = Silent()  # type: ignore[assignment]
         receiving = asyncio.ensure_future(server.verbs["receive_bucket"]({"index": 0}))
-        await asyncio.sleep(0.05)  # the trainer gave this update up
+        while not began.is_set():
+            await asyncio.sleep(0.005)
+        # the trainer gave this update up
         await asyncio.wait_for(server.verbs["release_memory"]({"tags": ["weights"]}), 20)
         order.append("released")
         assert engine.released == ["weights"]
