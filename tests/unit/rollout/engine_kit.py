@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from aiohttp import web
+from patient_loop import run_steadily
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlcore.config.sections.rollout import EngineConfig
@@ -17,7 +21,8 @@ from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import GenerateRequest, SamplingParams
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.engines.embedded.client import RemoteEngine
-from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.engines.embedded.decoding import Decoding
+from rollout.engines.embedded.engine import EmbeddedEngine, PauseGate
 from rollout.engines.embedded.factory import EmbeddedServer
 from rollout.engines.embedded.model_weights import as_published
 from rollout.engines.embedded.server import ServerConfig
@@ -99,6 +104,57 @@ def request(
     return GenerateRequest(np.array(prompt, dtype=np.int32), settings, draw, n, first_sample)
 
 
+class Steps:
+    """Holds decoding threads between two tokens, behind so many: a test meets them in the middle
+    of a response, however late it comes.
+
+    A pause or an abort lets them go on, as it would without this.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: float, *, once: bool) -> None:
+        """Hold them behind `most` steps; `once`: and no more when they have been let go."""
+        self.made = 0
+        self.most = most
+        self._once = once
+        self._changed = threading.Condition()
+        self._step = Decoding.step
+        self._pass_through = PauseGate.pass_through
+        count, hold = self._count, self._hold
+        monkeypatch.setattr(Decoding, "step", lambda made, version: count(made, version))
+        monkeypatch.setattr(PauseGate, "pass_through", lambda gate, *given: hold(gate, *given))
+
+    def let(self, more: float = math.inf) -> None:
+        """Let them make so many more steps."""
+        with self._changed:
+            self.most = self.made + more
+            self._changed.notify_all()
+
+    async def are_made(self) -> None:
+        """Wait until they have made all that they may."""
+
+        def wait() -> bool:
+            with self._changed:
+                return self._changed.wait_for(lambda: self.made >= self.most, 60)
+
+        assert await asyncio.to_thread(wait)
+
+    def _count(self, decoding: Decoding, version: int) -> None:
+        self._step(decoding, version)
+        with self._changed:
+            self.made += 1
+            self._changed.notify_all()
+
+    def _hold(self, gate: PauseGate, ticket: int, on_retract: Callable[[], None]) -> None:
+        with self._changed:
+            while held := self.made >= self.most:
+                if gate.mode is not None or gate.closed or gate.aborted(ticket):
+                    break
+                self._changed.wait(0.002)
+            if held and self._once:
+                self.most = math.inf
+        self._pass_through(gate, ticket, on_retract)
+
+
 def with_engine(
     folder: Path,
     model: torch.nn.Module | None,
@@ -148,4 +204,4 @@ def with_client(
             await client.close()
             await runner.cleanup()
 
-    return asyncio.run(asyncio.wait_for(main(), 30))
+    return run_steadily(asyncio.wait_for(main(), 30))

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from engine_kit import flatten, layout, load, publish, request, tiny_qwen3, with_engine
+from engine_kit import Steps, flatten, layout, load, publish, request, tiny_qwen3, with_engine
 
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import RunFailed
@@ -26,23 +26,23 @@ def most_made():
 
 
 @pytest.fixture
-def in_the_middle(monkeypatch, most_made):
-    """An awaitable: returns once a batch has made 20 tokens."""
-    reached = threading.Event()
+def steps(monkeypatch, most_made):
     step = Decoding.step
 
     def watched(self, version):
         step(self, version)
         most_made[0] = max(most_made[0], self.made)
-        if self.made == 20:
-            reached.set()
 
     monkeypatch.setattr(Decoding, "step", watched)
+    return Steps(monkeypatch, 20, once=True)
 
-    async def wait():
-        assert await asyncio.to_thread(reached.wait, 20)
 
-    return wait
+@pytest.fixture
+def in_the_middle(steps):
+    """An awaitable: returns once a batch has made 20 tokens, behind which it is held until it is
+    told something.
+    """
+    return steps.are_made
 
 
 def requests_of(length=LONG):
@@ -244,10 +244,11 @@ def test_calls_are_aborted_by_the_ids_of_their_requests(model, folder, in_the_mi
     assert len(calls[1][0][0].tokens) == 0
 
 
-def test_the_event_loop_stays_responsive_while_it_generates(model, folder, in_the_middle):
+def test_the_event_loop_stays_responsive_while_it_generates(model, folder, in_the_middle, steps):
     async def use(engine):
         running = asyncio.create_task(engine.generate(requests_of()))
         await in_the_middle()
+        steps.let()
         turns = 0
         while not running.done():
             await asyncio.sleep(0.002)

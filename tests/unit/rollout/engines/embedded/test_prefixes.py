@@ -5,19 +5,17 @@ go.
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import numpy as np
 import pytest
 import torch
-from engine_kit import publish, request, tiny_qwen3, with_engine
+from engine_kit import Steps, publish, request, tiny_qwen3, with_engine
 
 from rlcore.data.generation import GenerateRequest, Prefix
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import UserError
 from rollout.collection.attempts import PartialRollouts
 from rollout.engines.embedded.client import decode_request, encode_request
-from rollout.engines.embedded.decoding import Decoding
 
 SETTINGS = {
     "max_new_tokens": 24,
@@ -152,28 +150,9 @@ def test_going_on_is_to_the_bit_what_a_retraction_does(model, folder):
 
 
 @pytest.fixture
-def reaches(monkeypatch):
-    """Awaitable: returns once so many more steps were made by whatever engine runs."""
-    steps = [0]
-    changed = threading.Condition()
-    step = Decoding.step
-
-    def watched(self, version):
-        step(self, version)
-        with changed:
-            steps[0] += 1
-            changed.notify_all()
-
-    monkeypatch.setattr(Decoding, "step", watched)
-
-    async def wait(more):
-        def until(goal):
-            with changed:
-                return changed.wait_for(lambda: steps[0] >= goal, 20)
-
-        assert await asyncio.to_thread(until, steps[0] + more)
-
-    return wait
+def steps(monkeypatch):
+    """Of whatever engine runs: it makes as many as it is let."""
+    return Steps(monkeypatch, 0, once=False)
 
 
 def logprobs_under(model, prompt, completion):
@@ -183,7 +162,7 @@ def logprobs_under(model, prompt, completion):
     return full.gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
-def test_responses_go_on_through_two_publications_that_abort(model, folder, reaches):
+def test_responses_go_on_through_two_publications_that_abort(model, folder, steps):
     """Each token has the log-prob that transformers gives it with the weights of its version."""
     versions = {1: model, 2: tiny_qwen3(seed=1), 3: tiny_qwen3(seed=2)}
     long = 300
@@ -200,8 +179,10 @@ def test_responses_go_on_through_two_publications_that_abort(model, folder, reac
             for i, prompt in enumerate(PROMPTS)
         ]
         for version in (2, 3):
-            await reaches(20)
+            steps.let(20)
+            await steps.are_made()
             await publish(engine, versions[version], version, "abort")
+        steps.let()
         return await asyncio.gather(*running)
 
     answers = with_engine(folder, model, use)
@@ -229,7 +210,7 @@ def test_responses_go_on_through_two_publications_that_abort(model, folder, reac
     assert partial.resumed_tokens > 0
 
 
-def test_an_abort_under_the_same_weights_changes_no_token(model, folder, reaches):
+def test_an_abort_under_the_same_weights_changes_no_token(model, folder, steps):
     settings = {
         "max_new_tokens": 200,
         "temperature": 0.9,
@@ -249,12 +230,15 @@ def test_an_abort_under_the_same_weights_changes_no_token(model, folder, reaches
             for i, prompt in enumerate(prompts)
         ]
         for _ in range(cuts):
-            await reaches(9)
+            steps.let(9)
+            await steps.are_made()
             await engine.abort()
+        steps.let()
         return await asyncio.gather(*running)
 
     calm = with_engine(folder, model, lambda engine: use(engine, 0))
     assert partial.resumed_responses == 0
+    steps.let(0)
     cut = with_engine(folder, model, lambda engine: use(engine, 3))
     assert partial.resumed_responses > 0
     for one, other in zip(
