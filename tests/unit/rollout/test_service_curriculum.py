@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ahead_kit import Continuous, draws_of, publish, rollout, wait_until
 from fake_engine import FakeEngine, addresses, random_reply
-from test_service_ahead import Continuous, draws_of, publish, rollout, wait_until
 
 from rlcore.algorithms.metric_table import metric_spec
 from rlcore.data.curriculum import PromptHistory
