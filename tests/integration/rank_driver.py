@@ -42,8 +42,8 @@ PRELOADED = (
     "rollout.engines.embedded.client",
     "rollout.weight_sync.publication",
 )
-LIMIT_S = 100.0  # for one job
-ORPHANS_S = 20.0  # in which everything that a job started must be gone
+LIMIT_S = 300.0  # for one job, on a busy machine
+ORPHANS_S = 60.0  # in which everything that a job started must be gone
 POLL_S = 0.02
 PR_SET_CHILD_SUBREAPER = 36
 

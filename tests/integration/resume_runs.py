@@ -19,7 +19,7 @@ from rlcore.runs.metrics import read_metrics
 from rlcore.runs.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[2]
-ANSWER_S = 240.0
+ANSWER_S = 400.0  # above the limits of the driver
 STEPS = 5
 UPDATES = 4  # optimizer steps a step
 NOT_COMPARED = ("time/", "perf/")

@@ -66,7 +66,7 @@ def test_an_engine_that_dies_under_another_rank_changes_no_bit(
         assert len(engines) == 2
         max(engines, key=lambda process: process.create_time()).send_signal(signal.SIGKILL)
 
-    run = rank_runs.train("an engine lost", *DEALT, act=kill, after_steps=1)
+    run = rank_runs.train("an engine lost", *DEALT, act=kill, after_steps=1, held_after=1)
     assert run.code == 0, run.said
     assert contents(run.folder / "hf") == undisturbed
     assert sum(row.get("rollout/engine_restarts", 0) for row in run.rows) == 1
