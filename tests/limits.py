@@ -1,10 +1,13 @@
-"""Limits of the system, set for a few lines of a test."""
+"""Limits of the system and duties of this process, set for a few lines of a test."""
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def forbid_large_files(num_bytes: int) -> None:
@@ -23,3 +26,14 @@ def no_large_files(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """While open, what loses its parent below this process becomes its child."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 from workspace import Run, Workspace
 
+from rlcore.data.sample import Sample
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
+from rollout.rewards.base import Score
+from rollout.rewards.pool import Worker
 
 TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64}
 ROW = '{"prompt": "1+1=", "label": "2"}\n'
@@ -318,7 +321,16 @@ def test_an_empty_batch_after_filters(scene: Scene) -> None:
     assert "drops_all dropped 32" in run.result["reason"]
 
 
-def test_a_reward_that_fails_has_a_defined_score_and_is_counted(scene: Scene) -> None:
+def test_a_reward_that_fails_has_a_defined_score_and_is_counted(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = Worker.call
+
+    async def patient(worker: Worker, part: str, sample: Sample, timeout_s: float) -> Score:
+        hangs = sample.index == 5  # on a busy machine any other may take as long
+        return await call(worker, part, sample, timeout_s if hangs else 60.0)
+
+    monkeypatch.setattr(Worker, "call", patient)
     run = scene.workspace.train(
         "reward", "reward.parts={mine: {function: 'failing_rewards:one_way_each'}}",
         "reward.on_error=-0.5", "reward.timeout_s=0.7", "training.steps=1",

@@ -89,7 +89,9 @@ def undisturbed(workspace: Workspace) -> bytes:
 def test_a_retry_in_the_middle_of_a_conversation_changes_no_bit(
     workspace: Workspace, undisturbed: bytes, how: str, kind: str
 ) -> None:
-    run = workspace.train(f"again {how}", *SHORT, workflow("Faulty", how=how, timeout_s=1.0))
+    limit_s = 1.0 if how.startswith("hangs") else 60.0  # a busy machine is no hang
+    faulty = workflow("Faulty", how=how, timeout_s=limit_s, retries=8)
+    run = workspace.train(f"again {how}", *SHORT, faulty)
     check(run)
     assert failed(run) == failed(run, f"rollout/failed_tries_{kind}") > 5
     assert failed(run, "rollout/failed_groups") == 0.0

@@ -122,18 +122,18 @@ def test_a_server_is_of_one_rollout_or_of_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "server", "message"),
+    ("script", "server", "limit_s", "message"),
     [
-        ({0: call("die")}, SERVER, r"the MCP server .* a call of 'die'"),
-        ({0: call("hang")}, SERVER, r"of 'hang': 4 s \(tool_timeout_s\)"),
-        ({}, {**SERVER, "tools": ["sub"]}, "has no tool 'sub'; it has add, fail"),
+        ({0: call("die")}, SERVER, 60, r"the MCP server .* a call of 'die'"),
+        ({0: call("hang")}, SERVER, 4, r"of 'hang': 4 s \(tool_timeout_s\)"),
+        ({}, {**SERVER, "tools": ["sub"]}, 60, "has no tool 'sub'; it has add, fail"),
     ],
 )
 def test_a_server_that_fails_fails_the_rollout(
-    script: dict[int, str], server: dict[str, Any], message: str
+    script: dict[int, str], server: dict[str, Any], limit_s: int, message: str
 ) -> None:
     with pytest.raises(McpFailed, match=message):
-        rollouts(script, workflow(server, tool_timeout_s=4))
+        rollouts(script, workflow(server, tool_timeout_s=limit_s))
 
 
 @pytest.mark.parametrize("end", ["die", "hang"])
