@@ -52,9 +52,11 @@ def assert_ended_as(run: Launched, other: Ended) -> None:
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_undisturbed(
     launcher: Launcher, undisturbed: Ended
 ) -> None:
-    run = launcher.two_nodes("rank-comes-back", *SETTINGS, restarts=1)
+    until = launcher.held("rank-comes-back", after=7)
+    run = launcher.two_nodes("rank-comes-back", *SETTINGS, until, restarts=1)
     run.reach(5)
     run.rank(1).kill()
+    run.go_on()
     assert run.wait() == [0, 0], run.said
     assert "rank 0 lost a peer in a collective" in run.said
     assert_ended_as(run, undisturbed)
@@ -65,9 +67,11 @@ def test_a_lost_node_that_comes_back_joins_the_next_attempt(
     launcher: Launcher, undisturbed: Ended
 ) -> None:
     """Its new agent counts restarts from 0, the other node's goes on counting."""
-    run = launcher.two_nodes("node-comes-back", *SETTINGS, restarts=2)
+    until = launcher.held("node-comes-back", after=6)
+    run = launcher.two_nodes("node-comes-back", *SETTINGS, until, restarts=2)
     run.reach(4)
     run.lose(1)
+    run.go_on()
     run.bring_back(1)
     assert run.wait() == [0, 0], run.said
     assert_ended_as(run, undisturbed)
@@ -95,9 +99,11 @@ def test_a_run_ahead_of_its_trainer_loses_nothing_when_it_is_started_again(
         "rollout.on_update=retract",
         "algorithm.correction={name: tis}",
     )
-    run = launcher.two_nodes("async-comes-back", *SETTINGS, *asynchronous, restarts=1)
+    until = launcher.held("async-comes-back", after=7)
+    run = launcher.two_nodes("async-comes-back", *SETTINGS, until, *asynchronous, restarts=1)
     run.reach(5)
     run.rank(1).kill()
+    run.go_on()
     assert run.wait() == [0, 0], run.said
     assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
     assert accounting_faults(run.folder, steps=STEPS, max_staleness=2) == []
@@ -111,8 +117,10 @@ def test_overwriting_is_done_once(
     assert rank_runs.train("overwritten", *SETTINGS, "training.steps=1").code == 0
     # rank 1 may wait for a word of rank 0 when that dies, in no collective
     noticed = "cluster.heartbeat_timeout_s=20"
-    run = launcher.two_nodes("overwritten", *SETTINGS, "--overwrite", noticed, restarts=1)
+    until = launcher.held("overwritten", after=7)
+    run = launcher.two_nodes("overwritten", *SETTINGS, until, "--overwrite", noticed, restarts=1)
     run.reach(5)
     run.rank(0).kill()
+    run.go_on()
     assert run.wait() == [0, 0], run.said
     assert_ended_as(run, undisturbed)

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.held_estimator import held
 from tests.integration.workspace import LEARNING, Run, Workspace
 
 STEPS = 12
@@ -53,9 +54,17 @@ def service_of(parent: int) -> psutil.Process:
     [service] = [
         child
         for child in psutil.Process(parent).children()
-        if psutil.pid_exists(child.pid) and "rlcore.launch.service.child" in child.cmdline()
+        if "rlcore.launch.service.child" in command_of(child)
     ]
     return service
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty where it has ended."""
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []
 
 
 def at_step(folder: Path, step: int, act: Callable[[], None]) -> threading.Thread:
@@ -84,23 +93,27 @@ def test_a_run_with_the_service_beside_it_is_the_same(workspace: Workspace, insi
     assert (run.folder / "timeline" / "service.spans").exists()
     assert not [
         child for child in psutil.Process().children(recursive=True)
-        if "rlcore" in " ".join(child.cmdline())
+        if "rlcore" in " ".join(command_of(child))
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_service_that_dies_or_hangs_is_made_anew(
-    workspace: Workspace, inside: Run, how: signal.Signals
+    workspace: Workspace, inside: Run, how: signal.Signals, tmp_path: Path
 ) -> None:
+    folder = workspace.folder / "runs" / how.name
+    acted = tmp_path / "acted"
     struck: list[int] = []
 
     def strike() -> None:
         service = service_of(os.getpid())
         struck.append(service.pid)
         service.send_signal(how)
+        acted.touch()
 
-    at_step(workspace.folder / "runs" / how.name, 3, strike)
-    run = workspace.train(how.name, *SERVERS, f"cluster.heartbeat_timeout_s={SILENCE_S}")
+    at_step(folder, 3, strike)
+    silence = f"cluster.heartbeat_timeout_s={SILENCE_S}"
+    run = workspace.train(how.name, *SERVERS, silence, held(folder, {acted: 6}))
     assert run.code == 0, run.err
     assert struck
     assert not psutil.pid_exists(struck[0])

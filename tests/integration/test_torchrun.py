@@ -48,10 +48,10 @@ def assert_same_metrics(rows: Sequence[dict[str, Any]], expected: Sequence[dict[
 def test_two_nodes_of_the_multi_node_script(
     launcher: Launcher, supervised: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    run = launcher.two_nodes("two-nodes", *TWO_RANKS)
+    run = launcher.two_nodes("two-nodes", *TWO_RANKS, launcher.held("two-nodes", after=1))
     run.reach(1)
-    with run.paused():
-        found = programs(*(agent.pid for agent in run.agents))
+    found = programs(*(agent.pid for agent in run.agents))
+    run.go_on()
     assert found["torchrun agent"] == {"127.0.0.1"}  # MASTER_ADDR
     assert found.pop("trainer rank") <= {"127.0.0.1", socket.gethostbyname(socket.gethostname())}
     assert list(found) == ["torchrun agent"]

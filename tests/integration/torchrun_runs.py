@@ -7,17 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from tests.integration.held_estimator import held
 from tests.integration.rank_runs import InFolder
 from tests.integration.workspace import ROOT, Workspace
 from tests.ports import free_port
 
-LIMIT_S = 150.0
+LIMIT_S = 400.0  # for a run to end, on a busy machine
 # for a run to get to where something is done to it; agents import everything twice
 REACH_S = 300.0
 
@@ -31,6 +32,7 @@ class Launched(InFolder):
         self.folder = folder
         self.logs = [logs / f"{folder.name}-{node}.log" for node in range(len(commands))]
         self._commands = commands
+        self.acted = acted_on(logs, folder)
         self.agents = [self._start(node) for node in range(len(commands))]
 
     def _start(self, node: int) -> subprocess.Popen[bytes]:
@@ -71,15 +73,9 @@ class Launched(InFolder):
         return next(p for agent in self.agents for p in psutil.Process(agent.pid).children()
                     if p.environ().get("RANK") == str(rank))  # fmt: skip
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Hold the run at its step, however long it takes to look at it."""
-        stopped = self.rank(1)
-        stopped.suspend()
-        try:
-            yield
-        finally:
-            stopped.resume()
+    def go_on(self) -> None:
+        """Let a run go on that is held."""
+        self.acted.touch()
 
     def processes(self) -> list[str]:
         """Everything that still runs for this run, agents not counted."""
@@ -98,6 +94,11 @@ class Launched(InFolder):
                 os.killpg(agent.pid, signal.SIGKILL)
 
 
+def acted_on(logs: Path, folder: Path) -> Path:
+    """The file for which a run in `folder` waits."""
+    return logs / f"{folder.name}.acted"
+
+
 class Launcher:
     def __init__(self, workspace: Workspace, folder: Path) -> None:
         self.workspace = workspace
@@ -108,6 +109,11 @@ class Launcher:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
                    "--master-port", str(free_port()), "-m", "rlcore", "train"]  # fmt: skip
         return self._start(name, [(command, {})], arguments)
+
+    def held(self, name: str, *, after: int) -> str:
+        """The setting of a run that goes on after so many steps once it is told to, by `go_on`."""
+        folder = self.workspace.folder / "runs" / name
+        return held(folder, {acted_on(self.folder, folder): after})
 
     def two_nodes(self, name: str, *arguments: str, restarts: int = 0) -> Launched:
         """By the real script."""
