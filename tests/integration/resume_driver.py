@@ -1,9 +1,10 @@
 """Runs `rlcore train` as `python resume_driver.py`, a job a line, without importing again for each.
 
 Each job is forked from a process that has imported everything and started no thread. A job may name
-a point and a call of it at which its processes are killed with SIGKILL, or a file after whose
-growth, and some seconds, they are. The answer is a line too: how the job ended, and which processes
-it left behind. A file beside its log gets how often it passed each point.
+a point and a call of it at which its processes are killed with SIGKILL, several such points for
+what two threads do, or a file after whose growth, and some seconds, they are. The answer is a line
+too: how the job ended, and which processes it left behind. A file beside its log gets how often it
+passed each point.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -26,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from rlcore.errors import RlcoreError
 from tests.limits import forbid_large_files
 from tests.ports import free_port
 
@@ -62,7 +65,7 @@ LIMIT_S = 300.0  # for one job, on a busy machine
 ORPHANS_S = 60.0  # in which everything that a job started must be gone
 POLL_S = 0.01
 FILE_LIMIT = 60_000  # bytes: less than the model has, more than any log
-STALL_S = 3.0  # longer than a step
+HOLD_S = 100.0  # for one thread to come to where another waits for it
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -81,30 +84,56 @@ def disk_full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def stall() -> None:
-    time.sleep(STALL_S)
+def hold() -> None:
+    """Wait until another thread has done its part, where it is told to do so `while_held`."""
+    held.set()
+    released.wait(HOLD_S)
 
 
-ACTIONS = {
-    "kill": kill_all, "terminate": terminate, "disk full": disk_full, "stall": stall,
-    "file limit": lambda: forbid_large_files(FILE_LIMIT),
+def wait_for_the_write(backend: Any) -> None:
+    """Wait until the checkpoint in the background is written, or has failed."""
+    deadline = time.monotonic() + HOLD_S
+    with suppress(RlcoreError):
+        while backend.save_seconds() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+held = threading.Event()
+released = threading.Event()
+ACTIONS: dict[str, Callable[..., object]] = {
+    "kill": kill_all, "terminate": terminate, "disk full": disk_full, "hold": hold,
+    "nothing": lambda: None, "file limit": lambda: forbid_large_files(FILE_LIMIT),
 }  # fmt: skip
 
 
-def watch(passed: Counter[str], spec: dict[str, Any]) -> None:
+def do(spec: dict[str, Any], *args: Any) -> None:
+    """Do what `action` says, at the point that was called with `args`."""
+    if spec.get("while_held"):
+        held.wait(HOLD_S)
+    action = spec.get("action", "kill")
+    if action == "wait for the write":
+        wait_for_the_write(args[0])
+    else:
+        ACTIONS[action]()
+    if spec.get("while_held"):
+        released.set()
+
+
+def watch(passed: Counter[str], specs: list[dict[str, Any]]) -> None:
     """Count every point. At call number `call` (from 1) of `point`, do what `action` says."""
-    act = ACTIONS[spec.get("action", "kill")]
 
     def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)
         def counted(*args: Any, **kwargs: Any) -> Any:
             passed[name] += 1
-            here = name == spec.get("point") and passed[name] == spec["call"]
-            if here and not spec.get("after"):
-                act()
+            here = [s for s in specs if s.get("point") == name and s["call"] == passed[name]]
+            for spec in here:
+                if not spec.get("after"):
+                    do(spec, *args)
             result = real(*args, **kwargs)
-            if here and spec.get("after"):
-                act()
+            for spec in here:
+                if spec.get("after"):
+                    do(spec, *args)
             return result
 
         return counted
@@ -161,15 +190,16 @@ def run_rank(job: dict[str, Any]) -> int:
         os.execv(sys.executable, [sys.executable, "-m", *job["module"], *job["arguments"]])
     sys.argv = ["rlcore", *job["arguments"]]
     passed: Counter[str] = Counter()
-    spec = job.get("at", {})
-    if spec.get("rank", 0) != int(os.environ.get("RANK", "0")):
-        spec = {}
-    if spec.get("point") == "torn line":
-        tear_line(passed, spec["call"])
-    elif spec.get("point") == "torn ledger":
-        tear_ledger(passed, spec["call"])
+    given = job.get("at", [])
+    rank = int(os.environ.get("RANK", "0"))
+    specs = [s for s in (given if isinstance(given, list) else [given]) if s.get("rank", 0) == rank]
+    point = specs[0].get("point") if specs else None
+    if point == "torn line":
+        tear_line(passed, specs[0]["call"])
+    elif point == "torn ledger":
+        tear_ledger(passed, specs[0]["call"])
     else:
-        watch(passed, spec)
+        watch(passed, specs)
     code = main(job["arguments"])
     if os.environ.get("RANK", "0") == "0":
         Path(job["log"] + ".passed").write_text(json.dumps(passed))
@@ -233,7 +263,8 @@ def lines_in(path: str) -> int:
 def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
     """Wait for the processes and return their exit codes.
 
-    `outside`: `who` gets `signal` so many `seconds` after `file` has so many `lines`.
+    `outside`: `who` gets `signal` so many `seconds` after `file` has so many `lines`; `struck` is
+    made then.
     """
     began = time.monotonic()
     ended = dict[int, int]()
@@ -254,6 +285,8 @@ def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
             strike(
                 pids, outside.get("who", "all"), signal.Signals[outside.get("signal", "SIGKILL")]
             )
+            if "struck" in outside:
+                Path(outside["struck"]).touch()
             outside = None
         if time.monotonic() - began > LIMIT_S:
             os.killpg(pids[0], signal.SIGKILL)

@@ -17,8 +17,10 @@ def share_of_digits(sample: Sample) -> float:
 
 
 def stalling_share_of_digits(sample: Sample) -> float:
-    """Return the same, but stall for minutes once STALL_FILE has STALL_LINES lines."""
+    """Return the same, but once STALL_FILE has STALL_LINES lines stall until STALL_UNTIL exists."""
     watched = Path(os.environ["STALL_FILE"])
     if watched.exists() and watched.read_bytes().count(b"\n") >= int(os.environ["STALL_LINES"]):
-        time.sleep(300)
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and not Path(os.environ["STALL_UNTIL"]).exists():
+            time.sleep(0.01)
     return share_of_digits(sample)

@@ -10,8 +10,8 @@ import pytest
 
 from rlcore.runs.checkpoints import committed_steps
 from rlcore.runs.metrics import read_metrics
-from tests.integration.resume_driver import STALL_S
 from tests.integration.resume_runs import (
+    UPDATES,
     Ended,
     Runs,
     assert_close_run,
@@ -27,6 +27,8 @@ ASYNC = "checkpoint.async_save=true"
 # moments, and there are two.
 IN_STEP_2 = 20
 IN_STEP_4 = 200
+# The write of step 2 goes on until another thread has done something.
+STALLED = {"point": "write shard", "call": IN_STEP_2, "action": "hold"}
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +49,13 @@ def committed(runs: Runs, name: str) -> list[int]:
 
 def test_training_goes_on_meanwhile(runs: Runs, reference: Path) -> None:
     """Step 2 is committed late, as its write stalls, with the weights and moments of step 2."""
-    ended = runs.train(
-        "stalled", ASYNC, KEEP, at={"point": "write shard", "call": IN_STEP_2, "action": "stall"}
-    )
+    until_step_3 = {"point": "metrics", "call": 4, "after": True, "action": "nothing"}  # from row 0
+    ended = runs.train("stalled", ASYNC, KEEP, at=[STALLED, {**until_step_3, "while_held": True}])
     assert ended.codes == [0], ended.output
     rows = {row["step"]: row for row in read_metrics(runs.path("stalled") / "metrics.jsonl")}
     assert "time/checkpoint_write" not in rows[3]
     late = next(row for row in rows.values() if "time/checkpoint_write" in row)
-    assert late["time/checkpoint_write"] >= STALL_S
-    assert rows[3]["time/checkpoint"] < STALL_S
+    assert rows[3]["time/checkpoint"] < late["time/checkpoint_write"]
     assert_same_run(runs.path("stalled"), reference)
     for step in committed(runs, "stalled"):
         assert shards(runs.path("stalled"), step) == shards(reference, step)
@@ -90,8 +90,8 @@ def test_killed_in_a_write(
 
 def test_asked_to_end_in_a_write(runs: Runs, reference: Path) -> None:
     """It ends after the step at hand, whose checkpoint waits for the one on its way."""
-    ask = {"point": "write shard", "call": IN_STEP_2, "action": "terminate"}
-    ended = runs.train("asked", ASYNC, KEEP, at=ask)
+    ask = {"point": "update", "call": 2 * UPDATES + 1, "action": "terminate"}
+    ended = runs.train("asked", ASYNC, KEEP, at=[STALLED, {**ask, "while_held": True}])
     assert ended.codes == [130], ended.output
     assert committed(runs, "asked") == [2, 3]
     assert result_of(runs.path("asked"))["status"] == "interrupted"
@@ -108,9 +108,9 @@ def test_asked_to_end_in_a_write(runs: Runs, reference: Path) -> None:
 def test_a_disk_that_is_full(runs: Runs, reference: Path, action: str, reason: str) -> None:
     """Injected, and by the system: the run ends after the next step; the earlier one is intact."""
     name = action.replace(" ", "_")
-    ended = runs.train(
-        name, ASYNC, KEEP, at={"point": "write shard", "call": IN_STEP_4, "action": action}
-    )
+    fail = {"point": "write shard", "call": IN_STEP_4, "action": action}
+    next_step = {"point": "update", "call": 4 * UPDATES + 1, "action": "wait for the write"}
+    ended = runs.train(name, ASYNC, KEEP, at=[fail, next_step])
     assert_failed(
         ended,
         f"the checkpoint of step 4 could not be written: rank 0: writing {runs.path(name)}",
