@@ -84,6 +84,8 @@ class FaultInjector:
     hit_s: float = HIT_S  # 0: before the generation begins, however fast it is
     done: list[Fault] = field(default_factory=list)
     proxies: dict[str, Proxy] = field(default_factory=dict)  # by engine, of its present process
+    hits: list[threading.Timer] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)  # steps
 
     def install(
         self, patch: pytest.MonkeyPatch, servers: type[RemoteEngine] | type[ManagedServer]
@@ -99,6 +101,10 @@ class FaultInjector:
             return str(server.url)
 
         def next_step(service: RolloutService, step: int) -> Any:
+            if step not in self.asked:  # a fault hits the step that it was planned for
+                self.asked.add(step)
+                for hit in self.hits:
+                    hit.join()
             if (step in self.plan or step == self.settle) and not self._all_serve(service):
                 return None  # bring them the weights first
             if step in self.plan:
@@ -124,6 +130,7 @@ class FaultInjector:
             pid = getattr(engine, "server", engine).pid
             hit = threading.Timer(self.hit_s, signal_all, (pid, signal.Signals[fault]))
             hit.start()
+            self.hits.append(hit)
             if not self.hit_s:
                 hit.join()
         else:

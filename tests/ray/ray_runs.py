@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import psutil
@@ -17,6 +20,7 @@ import ray
 from ray.exceptions import RayError
 
 from rlcore.launch.ray.calls import NAMESPACE, actor_name
+from tests.integration.held_estimator import held
 from tests.integration.workspace import LEARNING, Run, Workspace
 
 REACH_S = 600.0  # a real server takes minutes to start on a busy machine
@@ -165,24 +169,40 @@ class RayRuns:
         )
 
     def train(
-        self, name: str, *arguments: str, acts: Sequence[tuple[int, Callable[[Going], object]]] = ()
+        self,
+        name: str,
+        *arguments: str,
+        acts: Sequence[tuple[int, Callable[[Going], object]]] = (),
+        held_after: int = 2,
     ) -> Run:
-        """Run to the end; once step `acts[i][0]` is in the log, do `acts[i][1]`."""
+        """Run to the end; once step `acts[i][0]` is in the log, do `acts[i][1]`.
+
+        So many steps later the run waits for it, however late the machine lets it come.
+        """
         going = self.going(name)
         failed: list[BaseException] = []
+        folder = Path(mkdtemp(prefix="acts"))
+        acted = [folder / f"{number}" for number in range(len(acts))]
+        if acts:
+            holds = {path: step + held_after for path, (step, _) in zip(acted, acts, strict=True)}
+            arguments = (*arguments, held(going.run.folder, holds))
 
         def act() -> None:
             try:
-                for step, do in acts:
+                for path, (step, do) in zip(acted, acts, strict=True):
                     going.reach(step)
                     do(going)
+                    path.touch()
             except BaseException as error:  # noqa: BLE001  for the test, which raises it
                 failed.append(error)
+                for path in acted:
+                    path.touch()
 
         thread = threading.Thread(target=act, daemon=True)
         thread.start()
         run = self.workspace.train(name, *self._settings, *arguments)
-        thread.join(timeout=10)
+        thread.join(timeout=60)
+        shutil.rmtree(folder)
         if failed:
             raise AssertionError(f"{failed[0]!r}; the run said: {run.out}{run.err}") from failed[0]
         return run

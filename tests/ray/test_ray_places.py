@@ -73,6 +73,7 @@ def placed(runs: RayRuns, name: str, *arguments: str, engines: int) -> dict[str,
         "training.steps=2",
         *arguments,
         acts=[(1, lambda going: seen.update(look(going, engines)))],
+        held_after=0,
     )
     assert run.code == 0, run.err
     return seen

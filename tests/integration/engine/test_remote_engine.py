@@ -31,10 +31,11 @@ LIMITS = {
     "threads": 1,
     "start_timeout_s": 300.0,
     "request_timeout_s": 20.0,
-    "update_timeout_s": 5.0,
+    "update_timeout_s": 60.0,
 }
 
 LONG = 2000  # tokens: seconds, of which the tests wait for tenths
+TRIES = 5  # of what may come too late on a machine that stands still
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,15 @@ def loop():
 
 def run(loop, coroutine, seconds=90):
     return asyncio.run_coroutine_threadsafe(coroutine, loop).result(seconds)
+
+
+def with_limit(config, update_timeout_s):
+    """The configuration with another limit of publications."""
+    changed = config.model_copy(deep=True)
+    changed.rollout.engine = config.rollout.engine.model_copy(
+        update={"update_timeout_s": update_timeout_s}
+    )
+    return changed
 
 
 def remote(config, name, log, **changes):
@@ -116,6 +126,17 @@ def send_all(sink, buckets, model):
         sink.send(bucket, flatten(bucket, model))
 
 
+def begun(loop, engine):
+    """A long generation that has made tokens."""
+    before = run(loop, engine.progress())
+    running = asyncio.run_coroutine_threadsafe(
+        engine.generate([request([1, 2], max_new_tokens=LONG)]), loop
+    )
+    while run(loop, engine.progress()) in (None, before) and not running.done():
+        time.sleep(0.01)
+    return running
+
+
 def requests():
     prompts = [[3, 4, 5], [6], [7, 8, 9, 10]]
     return [
@@ -155,13 +176,13 @@ def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, confi
 
 def test_an_update_in_the_middle_of_a_generation(model, config, loop, pair):
     sink = WeightPublication(config, StaticParticipants(pair[:1]), loop)
-    publish(sink, model, 5)
-    long = [request([1, 2], max_new_tokens=LONG)]
-    running = asyncio.run_coroutine_threadsafe(pair[0].generate(long), loop)
-    time.sleep(0.3)
-    assert not running.done()
-    publish(sink, tiny_qwen3(seed=1), 6)
-    [[completion]] = running.result(60)
+    for _ in range(TRIES):
+        publish(sink, model, 5)
+        running = begun(loop, pair[0])
+        publish(sink, tiny_qwen3(seed=1), 6)
+        [[completion]] = running.result(60)
+        if len(completion.versions) > 1:
+            break
     assert [span.version for span in completion.versions] == [5, 6]
     assert completion.versions[-1].end == len(completion.tokens) == LONG
     sink.close()
@@ -170,12 +191,12 @@ def test_an_update_in_the_middle_of_a_generation(model, config, loop, pair):
 def test_abort_over_the_wire(model, config, loop, pair):
     sink = WeightPublication(config, StaticParticipants(pair[:1]), loop)
     publish(sink, model, 7)
-    running = asyncio.run_coroutine_threadsafe(
-        pair[0].generate([request([1], max_new_tokens=LONG)]), loop
-    )
-    time.sleep(0.2)
-    run(loop, pair[0].abort())
-    [[completion]] = running.result(10)
+    for _ in range(TRIES):
+        running = begun(loop, pair[0])
+        run(loop, pair[0].abort())
+        [[completion]] = running.result(60)
+        if len(completion.tokens) < LONG:
+            break
     assert completion.finish_reason == "abort"
     assert len(completion.tokens) < LONG
     sink.close()
@@ -213,21 +234,23 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
     """Of three engines one dies in a request, one hangs in a publication, the third goes on."""
     monkeypatch.setattr("rollout.engines.embedded.client.ENGINE_GRACE_S", 1.0)
     doomed = remote(config, "doomed", tmp_path)
-    frozen = remote(config, "frozen", tmp_path, health_timeout_s=2.0)
+    frozen = remote(config, "frozen", tmp_path, health_timeout_s=2.0, update_timeout_s=10.0)
     run(loop, start_all([doomed, frozen]))
     participants = StaticParticipants([doomed, frozen, pair[0]])
-    sink = WeightPublication(config, participants, loop)
+    sink = WeightPublication(with_limit(config, 10.0), participants, loop)
     publish(sink, model, 11)
 
-    running = asyncio.run_coroutine_threadsafe(
-        doomed.generate([request([1], max_new_tokens=LONG)]), loop
-    )
-    time.sleep(0.1)
+    for _ in range(TRIES):
+        running = begun(loop, doomed)
+        os.kill(doomed.pid, signal.SIGSTOP)  # so that it does not end before it is killed
+        if not running.done():
+            break
+        os.kill(doomed.pid, signal.SIGCONT)
     os.kill(doomed.pid, signal.SIGKILL)
     with pytest.raises(
         RunFailed, match=r"engine doomed \(pid \d+\) died during /generate: killed by SIGKILL"
     ):
-        running.result(3)
+        running.result(60)
 
     os.kill(frozen.pid, signal.SIGSTOP)
     began = time.monotonic()
@@ -236,7 +259,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
         match=r"engine frozen \(pid \d+\) did not answer /progress within 2 s \(rollout",
     ):
         run(loop, frozen.progress())
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 18  # less than `request_timeout_s`
     os.kill(frozen.pid, signal.SIGCONT)
 
     buckets = layout(model)
@@ -247,7 +270,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
     began = time.monotonic()
     with pytest.raises(PublicationFailed, match=r"engine frozen .*did not answer"):
         send_all(sink, buckets[1:], model)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     for bucket in buckets[1:]:  # the other one was called for the third already
         sink.send_called(bucket, flatten(bucket, model))
     sink.cancel()
@@ -318,7 +341,7 @@ def test_an_engine_ends_with_its_parent(config, tmp_path):
     assert alive(pid)
     parent.kill()
     parent.wait(10)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(pid)

@@ -21,11 +21,12 @@ from tests.certificates import Authority
 from tests.listeners import addresses
 from tests.man_in_the_middle import ManInTheMiddle
 
-LIMIT_S = 4.0
+LIMIT_S = 60.0  # on a busy machine, where nobody is waited for in vain
+HANGS_S = 10.0  # where somebody is
 
 
-def make_transport():
-    return DistributedTransport(device=torch.device("cpu"), timeout_s=LIMIT_S, probe_s=2.0)
+def make_transport(limit_s=LIMIT_S):
+    return DistributedTransport(device=torch.device("cpu"), timeout_s=limit_s, probe_s=10.0)
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def with_engines(folder, tmp_path, use, *, count=3, tls=None):
+def with_engines(folder, tmp_path, use, *, count=3, tls=None, limit_s=LIMIT_S):
     """Call `use(engines, buckets, model)` with paused engines that wait for the buckets."""
     torch.set_num_threads(1)
 
@@ -42,7 +43,7 @@ def with_engines(folder, tmp_path, use, *, count=3, tls=None):
         config = EngineConfig(
             device="cpu",
             threads=1,
-            update_timeout_s=LIMIT_S,
+            update_timeout_s=limit_s,
             request_timeout_s=20.0,
             health_timeout_s=5.0,
             start_timeout_s=300.0,
@@ -70,7 +71,7 @@ def with_engines(folder, tmp_path, use, *, count=3, tls=None):
 @pytest.mark.full
 def test_who_hangs_is_named_and_the_others_have_the_bucket(folder, tmp_path):
     async def use(engines, buckets, model):
-        transport = make_transport()
+        transport = make_transport(HANGS_S)
         frozen = engines[1]
         assert await transport.open(engines, buckets) == {}
         kept = {
@@ -85,8 +86,8 @@ def test_who_hangs_is_named_and_the_others_have_the_bucket(folder, tmp_path):
             bucket = next(left)
             failed = await transport.send(bucket, flatten(bucket, model))
         assert list(failed) == [frozen]
-        assert re.search(r"engine-1 did not answer receive_bucket within 4 s", failed[frozen])
-        assert time.monotonic() - began < LIMIT_S + 15.0
+        assert re.search(r"engine-1 did not answer receive_bucket within 10 s", failed[frozen])
+        assert time.monotonic() - began < HANGS_S + 30.0
         for bucket in left:  # they were called for the next one already
             assert await transport.send_called(bucket, flatten(bucket, model)) == {}
         assert await transport.give_up() == {}
@@ -105,7 +106,7 @@ def test_who_hangs_is_named_and_the_others_have_the_bucket(folder, tmp_path):
             assert verifier.mismatch(await engine.checksum()) is None
         await transport.close()
 
-    with_engines(folder, tmp_path, use)
+    with_engines(folder, tmp_path, use, limit_s=HANGS_S)
 
 
 @pytest.mark.full
