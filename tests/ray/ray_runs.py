@@ -173,17 +173,20 @@ class RayRuns:
         name: str,
         *arguments: str,
         acts: Sequence[tuple[int, Callable[[Going], object]]] = (),
-        held_after: int = 2,
+        held_after: int | None = None,
     ) -> Run:
         """Run to the end; once step `acts[i][0]` is in the log, do `acts[i][1]`.
 
-        So many steps later the run waits for it, however late the machine lets it come.
+        `held_after` steps later the run waits for it, however late the machine lets it come; by
+        default a run of COMMON alone does.
         """
+        if held_after is None and f"training.steps={STEPS}" in arguments:
+            held_after = 2
         going = self.going(name)
         failed: list[BaseException] = []
         folder = Path(mkdtemp(prefix="acts"))
         acted = [folder / f"{number}" for number in range(len(acts))]
-        if acts:
+        if acts and held_after is not None:
             holds = {path: step + held_after for path, (step, _) in zip(acted, acts, strict=True)}
             arguments = (*arguments, held(going.run.folder, holds))
 

@@ -29,7 +29,8 @@ from rollout.weight_sync.publication import WeightPublication
 from tests.static_participants import StaticParticipants
 
 RANKS = 3
-UPDATE_S = 6.0
+UPDATE_S = 60.0  # on a busy machine, where nobody is waited for in vain
+HANGS_S = 10.0  # where somebody is
 
 
 class Backend:
@@ -55,13 +56,15 @@ class Backend:
 class Trainer:
     """Ranks in threads, over engines in processes."""
 
-    def __init__(self, folder: Path, *, engines: int, **weights: int) -> None:
+    def __init__(
+        self, folder: Path, *, engines: int, update_s: float = UPDATE_S, **weights: int
+    ) -> None:
         torch.set_num_threads(1)
         self.model = tiny_qwen3()
         self.model.config.save_pretrained(folder / "model")
         settings = {
             "device": "cpu", "threads": 1, "verify_every": 1, "senders": RANKS,
-            "start_timeout_s": 300.0, "request_timeout_s": 20.0, "update_timeout_s": UPDATE_S,
+            "start_timeout_s": 300.0, "request_timeout_s": 20.0, "update_timeout_s": update_s,
             **weights,
         }  # fmt: skip
         self.config = Config.model_validate(
@@ -87,7 +90,7 @@ class Trainer:
         self.participants = StaticParticipants(self.engines)
         self.sink = WeightPublication(self.config, self.participants, self.loop)
         self.at: Callable[[int, int], None] = lambda rank, bucket: None
-        self.senders = [RankSender(torch.device("cpu"), UPDATE_S) for _ in range(RANKS)]
+        self.senders = [RankSender(torch.device("cpu"), update_s) for _ in range(RANKS)]
         store = HashStore()
         syncs = [RankSync(store, rank, RANKS, timeout_s=60.0) for rank in range(RANKS)]
         with ThreadPoolExecutor(RANKS) as pool:
@@ -181,8 +184,14 @@ def test_engines_are_dealt_out_and_keep_their_groups(
         assert trainer.do(engine.health())["version"] == 2
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("trainer", [{"engines": 5}], indirect=True)
+@pytest.mark.parametrize(
+    ("trainer", "how"),
+    [
+        ({"engines": 5}, signal.SIGKILL),
+        ({"engines": 5, "update_s": HANGS_S}, signal.SIGSTOP),
+    ],
+    indirect=["trainer"],
+)
 def test_an_engine_of_another_rank_that_dies_or_hangs_is_out_and_the_others_go_on(
     trainer: Trainer, how: signal.Signals
 ) -> None:
@@ -241,8 +250,14 @@ def test_ranks_are_in_the_group_of_one_engine_together(trainer: Trainer) -> None
     assert trainer.participants.dropped == {}
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("trainer", [TOGETHER], indirect=True)
+@pytest.mark.parametrize(
+    ("trainer", "how"),
+    [
+        (TOGETHER, signal.SIGKILL),
+        ({**TOGETHER, "update_s": HANGS_S}, signal.SIGSTOP),
+    ],
+    indirect=["trainer"],
+)
 def test_an_engine_of_several_ranks_that_dies_or_hangs_is_out_and_the_other_goes_on(
     trainer: Trainer, how: signal.Signals
 ) -> None:
