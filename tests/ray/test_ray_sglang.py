@@ -68,6 +68,7 @@ def test_three_nodes_share_a_run(ray_runs: RayRuns, staleness: int) -> None:
         f"rollout.max_staleness={staleness}",
         "rollout.on_update=retract",
         acts=[(2, lambda going: seen.append(nodes_of(going)))],
+        held_after=0,
     )
     assert run.code == 0, run.err
     assert {len(raylets) for raylets in seen[0].values()} == {1}
