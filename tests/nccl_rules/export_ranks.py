@@ -36,7 +36,8 @@ from tests.parity.rank_main import main
 
 T = TypeVar("T")
 R = TypeVar("R")
-HOLD_S = 2.0  # rank 0 keeps the first bucket for so long
+HOLD_S = 2.0  # rank 0 keeps the first bucket for so long, and until another has begun one
+BEGIN_S = 60.0
 
 
 def exporter_of(
@@ -82,10 +83,19 @@ def publish(exporter: WeightExporter) -> tuple[dict[str, torch.Tensor], list[int
             continue
         weights |= {name: tensor.clone() for name, tensor in bucket.views(flat)}
         if bucket.index == 0:
-            time.sleep(HOLD_S)
-            keys = [f"enqueued/{count}/{peer}" for peer in range(1, dist.get_world_size())]
-            enqueued = [store.add(key, 0) for key in keys]
+            enqueued = counted_meanwhile(f"enqueued/{count}")
     return weights, enqueued
+
+
+def counted_meanwhile(name: str) -> list[int]:
+    """What the other ranks count while this one waits."""
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"{name}/{peer}" for peer in range(1, dist.get_world_size())]
+    time.sleep(HOLD_S)
+    end = time.monotonic() + BEGIN_S
+    while not any(found := [store.add(key, 0) for key in keys]) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
 
 
 def share(exporter: WeightExporter) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -144,9 +154,7 @@ def begun_ahead(exporter: WeightExporter) -> list[int]:
     begun: list[int] = []
     for bucket, _ in exporter.export_buckets(everywhere=True):
         if rank == 0 and bucket.index == 0:
-            time.sleep(HOLD_S)
-            keys = [f"begun/{count}/{peer}" for peer in range(1, dist.get_world_size())]
-            begun = [store.add(key, 0) for key in keys]
+            begun = counted_meanwhile(f"begun/{count}")
     return begun
 
 

@@ -94,7 +94,7 @@ def test_a_limit_counts_from_the_enqueueing(ended: list[dict[str, Any]]) -> None
     assert re.search(r"Stuck: rank 0: all_reduce .* after it was enqueued", found["stuck"])
     assert re.search(r"Aborted: .*batch_isend_irecv.* queued behind: .*all_reduce", found["behind"])
     # the second has had half of its limit
-    assert found["seconds"] < 3 + 3  # and what asking the peers takes
+    assert found["seconds"] < 8 + 8  # and what asking the peers takes
     assert ended[1]["stuck_and_queued_behind"] == {}, "the other group lives"
 
 

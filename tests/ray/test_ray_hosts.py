@@ -27,7 +27,7 @@ fd = int(sys.stdin.read())
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
 os.write(fd, b'{"port": %d}\\n' % os.getpid())
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -47,7 +47,7 @@ class Loading(ChildServer):
         if self.ends_slowly:
             await asyncio.sleep(0.1)
         command = [sys.executable, "-c", LOADS, str(self.may_be_ready)]
-        port = await self.launch(command, self._told, timeout_s=30, environment=os.environ)
+        port = await self.launch(command, self._told, timeout_s=60, environment=os.environ)
         return f"http://here:{port}"
 
     def _told(self, ready_fd: int) -> bytes:
@@ -73,7 +73,7 @@ async def until(reached: Callable[[], bool]) -> None:
         while not reached():
             await asyncio.sleep(0.01)
 
-    await asyncio.wait_for(poll(), 20)
+    await asyncio.wait_for(poll(), 60)
 
 
 def on_host(use: Callable[[EngineHost], Awaitable[None]]) -> None:
@@ -101,7 +101,7 @@ def test_a_start_during_a_start_waits_for_it(server: Loading, ends_slowly: bool)
         await asyncio.sleep(0.3)
         assert not coming.done(), "it does not answer yet"
         server.may_be_ready.touch()
-        url = await asyncio.wait_for(coming, 20)
+        url = await asyncio.wait_for(coming, 60)
         assert [url] == [f"http://here:{pid}" for pid in server.pids], (
             "one server, and it is that one's address"
         )
@@ -135,7 +135,7 @@ def test_a_start_that_is_given_up_leaves_no_server(
         await until(lambda: ends_slowly or bool(server.pids))
         await asyncio.sleep(0.01)
         await getattr(host, how)()
-        await asyncio.wait({starting}, timeout=0.3)
+        await asyncio.wait({starting}, timeout=20)
         assert starting.done()
         assert server.left == []
         server.may_be_ready.touch()

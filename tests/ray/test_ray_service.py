@@ -39,7 +39,7 @@ async def until(reached: Callable[[], bool]) -> None:
         while not reached():
             await asyncio.sleep(0.01)
 
-    await asyncio.wait_for(poll(), 20)
+    await asyncio.wait_for(poll(), 60)
 
 
 class Prompts:
@@ -64,7 +64,7 @@ class Rollouts:
 
     def start(self, *, again: bool) -> None:
         self.started.append(again)
-        assert self.may_start.wait(5)
+        assert self.may_start.wait(60)
 
     def abandon(self) -> None: ...
 
@@ -75,7 +75,7 @@ class Rollouts:
         return step
 
     def snapshot(self) -> dict[str, Any]:
-        return {"encoded": self.may_encode.wait(5)}
+        return {"encoded": self.may_encode.wait(60)}
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_rank_0_that_comes_while_the_prompts_are_read_gets_the_same_service(
 
     def build(actor: ServiceActor, greedy_baseline: bool) -> Rollouts:
         built.append(greedy_baseline)
-        assert may_build.wait(5)
+        assert may_build.wait(60)
         return rollouts
 
     monkeypatch.setattr(ServiceActor, "_build", build)

@@ -115,7 +115,7 @@ def close(served: Served) -> None:
     served.loop.close()
 
 
-def gone(group: int, seconds: float = 10.0) -> bool:
+def gone(group: int, seconds: float = 60.0) -> bool:
     """Whether all processes of a server end soon."""
     deadline = time.monotonic() + seconds
     while members(group) and time.monotonic() < deadline:

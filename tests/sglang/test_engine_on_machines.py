@@ -21,6 +21,7 @@ import server_kit
 
 from rollout.engines.child_process import members
 from rollout.engines.factories import ADMIN_KEY, API_KEY
+from tests.integration.held_estimator import held
 from tests.integration.resume_driver import free_port
 from tests.integration.workspace import LEARNING, ROOT, Workspace
 
@@ -94,12 +95,15 @@ def test_an_engine_on_two_machines_trains_and_outlives_the_loss_of_one(
     servers = [nodes.server(rank).pid for rank in range(2)]
     for name, key in KEYS.items():
         monkeypatch.setenv(name, key)
-    log = workspace.folder / "runs" / "spanning" / "metrics.jsonl"
+    folder = workspace.folder / "runs" / "spanning"
+    log = folder / "metrics.jsonl"
+    acted = workspace.folder / "acted"
 
     def lose_the_second() -> None:
         while not log.exists() or log.read_bytes().count(b"\n") < 2:
             time.sleep(0.05)
         os.kill(servers[1], signal.SIGKILL)
+        acted.touch()
 
     threading.Thread(target=lose_the_second, daemon=True).start()
     run = workspace.train(
@@ -107,6 +111,7 @@ def test_an_engine_on_two_machines_trains_and_outlives_the_loss_of_one(
         "rollout.engine.tensor_parallel=2", "rollout.engine.verify_every=1",
         f"training.steps={STEPS}", f"rollout.engine.start_timeout_s={server_kit.START_S}",
         "rollout.engine.restart.limit=20", "rollout.engine.restart.backoff_s=2",
+        held(folder, {acted: 2}),
     )  # fmt: skip
     assert run.code == 0, run.err[-3000:] + nodes.said
     rows = [row for step, row in run.rows.items() if step > 0]
