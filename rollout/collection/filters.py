@@ -24,9 +24,11 @@ def zero_variance(group: Sequence[Sample]) -> bool:
 def mixed_verdicts(group: Sequence[Sample]) -> bool:
     """Keep groups with right and with wrong samples: DAPO's dynamic sampling, arXiv:2503.14476.
 
-    Unlike `zero_variance` it drops a group of wrong samples whose penalties of length differ.
+    Unlike `zero_variance` it drops a group of wrong samples whose penalties of length differ. A
+    sample whose reward failed says nothing.
     """
-    verdicts = {sample.metadata.get("correct") for sample in group}
+    scored = [sample for sample in group if "reward_error" not in sample.metadata]
+    verdicts = {sample.metadata.get("correct") for sample in scored}
     if verdicts == {None}:
         raise ValueError(
             "no part of the reward says right or wrong; take zero_variance, or return `correct`"
@@ -79,7 +81,7 @@ class FilterChain:
                     f"filter {name} failed on {group[0].prompt_id}: {type(error).__name__}: {error}"
                     f"{place_of(keeps, error)}"
                 ) from error
-            if not isinstance(verdict, bool):
+            if not isinstance(verdict, bool | np.bool_):
                 raise RunFailed(
                     f"filter {name} returned {verdict!r} for {group[0].prompt_id}, expected True"
                     " (keep) or False"

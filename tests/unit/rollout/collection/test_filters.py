@@ -49,6 +49,31 @@ def test_verdicts_are_needed_where_they_are_asked_for() -> None:
         chain.refusal(group((1.0, None), (0.0, None)))
 
 
+def test_a_failed_reward_is_no_verdict_and_ends_no_run() -> None:
+    """All rewards of one prompt may time out; those that failed are scored 0 and are not wrong."""
+    chain = FilterChain(["mixed_verdicts"], samples_per_prompt=2)
+    for failed, by_others, kept in (
+        (group((0.0, None), (0.0, None)), [], False),  # of a user's function
+        (group((0.0, False), (0.0, False)), [], False),  # of a built-in grader
+        (group((0.0, False)), group((1.0, True)), False),
+        (group((0.0, None)), group((1.0, True), (0.0, False)), True),
+    ):
+        for sample in failed:
+            sample.metadata["reward_error"] = "answer: raised RuntimeError: 503"
+        assert chain.refusal([*failed, *by_others]) == (None if kept else "mixed_verdicts")
+
+
+def keep_spread(samples: list[Sample]) -> object:
+    """As a user writes it: numpy's own bool."""
+    return np.std([sample.reward for sample in samples]) > 0.1
+
+
+def test_a_filter_may_return_numpys_bool() -> None:
+    chain = FilterChain([f"{__name__}:keep_spread"], samples_per_prompt=2)
+    assert chain.refusal(group((1.0, None), (0.0, None))) is None
+    assert chain.refusal(group((1.0, None), (1.0, None))) == "keep_spread"
+
+
 @pytest.mark.parametrize("name", ["zero_variance", "mixed_verdicts"])
 def test_groups_of_one_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} drops every group"):
