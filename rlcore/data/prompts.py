@@ -406,7 +406,10 @@ class PromptStream:
         """Note the result of a draw's group."""
 
     def settled(self, draw: int) -> None:
-        """Note that a draw was consumed or dropped, or failed, and so will not come again."""
+        """Note that a draw was consumed or dropped, and so will not come again."""
+
+    def failed(self, draw: int) -> None:
+        """Note that the group of a draw was given up for good; the draw will not come again."""
 
     def handed_over(self) -> None:
         """Note that a step has its batch."""

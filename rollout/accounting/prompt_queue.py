@@ -241,7 +241,7 @@ class PromptQueue:
     def fail(self, draw: int, kind: str) -> None:
         """Note that the group of a draw in flight is given up for good: another takes its place."""
         self.ledger.fail(draw, kind)
-        self.stream.settled(draw)
+        self.stream.failed(draw)
 
     def give_back(self, draw: int, reason: str = "") -> None:
         """Requeue a draw in flight or finished, so that it is the next to be drawn again.

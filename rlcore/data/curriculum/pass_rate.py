@@ -18,6 +18,7 @@ class PassRate:
     p is the recent pass rate of the prompt, t the target. With a target of 1/2 that is 4 p (1 - p),
     four times the variance of a sample's verdict: a prompt that is always or never solved has
     groups of equal rewards, which teach nothing. A prompt of which nothing is known has weight 1.
+    One whose newest group failed has the weight of the floor: it may fail every time.
 
     Args:
         target: the pass rate that is preferred most; below 1/2 for harder prompts.
@@ -38,4 +39,5 @@ class PassRate:
         rate = np.where(np.isnan(rate), self.target, rate)
         hits = (rate / self.target) ** (2 * self.target)
         misses = ((1 - rate) / (1 - self.target)) ** (2 * (1 - self.target))
-        return self.floor + (1 - self.floor) * hits * misses
+        weights = self.floor + (1 - self.floor) * hits * misses
+        return np.where(history.failed > 0, self.floor, weights)

@@ -58,6 +58,7 @@ class PromptHistory:
     right: NDArray[np.float64]  # [N] rollouts that pass, the recent ones
     told: NDArray[np.float64]  # [N] rollouts of which it is known, the recent ones
     last: NDArray[np.int64]  # [N] number of the newest result among all results; -1: none yet
+    failed: NDArray[np.int64]  # [N] groups that failed since the newest one that finished
     results: int  # finished groups of all prompts
     lengths: NDArray[np.int64]  # [N] tokens of the prompt
     sources: NDArray[np.int64]  # [N] index into `source_names`; 0 without sources
@@ -76,7 +77,8 @@ class PromptHistory:
 class Results:
     """All results of a run, in order, and the sums that a `PromptHistory` shows.
 
-    The log is the state: chunks of it are compressed, each once, and sums follow from it.
+    The log is the state: chunks of it are compressed, each once, and sums follow from it. Failures,
+    which are few and no results, stand beside it.
     """
 
     def __init__(self, size: int, memory: float) -> None:
@@ -89,6 +91,7 @@ class Results:
         self.right = np.zeros(self._size)
         self.told = np.zeros(self._size)
         self.last = np.full(self._size, -1, dtype=np.int64)
+        self.failed = np.zeros(self._size, dtype=np.int64)
         self.count = 0
         self.num_told = 0  # results of which anything is known
         self._chunks: list[str] = []
@@ -102,7 +105,12 @@ class Results:
             self._chunks.append(_packed(self._tail))
             self._tail = []
 
+    def add_failure(self, row: int) -> None:
+        """Note that a group of prompt `row` was given up, and so has no result."""
+        self.failed[row] += 1
+
     def _sum(self, row: int, outcome: Outcome) -> None:
+        self.failed[row] = 0
         self.seen[row] += 1
         self.last[row] = self.count
         self.count += 1
@@ -123,6 +131,7 @@ class Results:
             right=_frozen(self.right),
             told=_frozen(self.told),
             last=_frozen(self.last),
+            failed=_frozen(self.failed),
             results=self.count,
             lengths=_frozen(lengths),
             sources=_frozen(sources),
@@ -130,8 +139,10 @@ class Results:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the log, JSON-able."""
-        return {"chunks": list(self._chunks), "tail": [list(one) for one in self._tail]}
+        """Return the log and the prompts whose newest groups failed, JSON-able."""
+        failed = [[row, int(self.failed[row])] for row in np.flatnonzero(self.failed).tolist()]
+        tail = [list(one) for one in self._tail]
+        return {"chunks": list(self._chunks), "tail": tail, "failed": failed}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go back to a snapshot, by summing its log up again."""
@@ -141,6 +152,8 @@ class Results:
             self._chunks.append(chunk)
         self._replay(state["tail"])
         self._tail = [list(one) for one in state["tail"]]
+        for row, count in state.get("failed", ()):  # earlier checkpoints have none
+            self.failed[row] = count
 
     def _replay(self, results: Iterable[Sequence[int]]) -> None:
         for row, right, told in results:

@@ -151,7 +151,12 @@ class CurriculumStream(PromptStream):
         self._results.add(self.row(draw), outcome)
 
     def settled(self, draw: int) -> None:
-        """Note that a draw was consumed or dropped, or failed, and so will not come again."""
+        """Note that a draw was consumed or dropped, and so will not come again."""
+        self._open.discard(draw)
+
+    def failed(self, draw: int) -> None:
+        """Note that the group of a draw was given up. It counts from the next hand-over on."""
+        self._results.add_failure(self.row(draw))
         self._open.discard(draw)
 
     def handed_over(self) -> None:

@@ -6,7 +6,7 @@ print(check_curriculum("my_package.prompts:MyCurriculum", target=0.3))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
@@ -148,6 +148,7 @@ def _histories(seed: int) -> Iterator[tuple[str, PromptHistory]]:
     yield "every prompt solved", _history(5, all_right)
     yield "no prompt solved", _history(5, [(row, Outcome(0, 4)) for row, _ in all_right])
     yield "groups that tell nothing", _history(5, [(row, Outcome(0, 0)) for row, _ in all_right])
+    yield "groups that failed", _history(5, all_right[:3], failed=[0, 0, 4])
     yield "one prompt of which much is known", _history(1, [(0, Outcome(1, 2))] * 50)
     for size, count in ((7, 5), (7, 40), (200, 1000)):
         told = random.integers(0, 9, count)
@@ -157,10 +158,14 @@ def _histories(seed: int) -> Iterator[tuple[str, PromptHistory]]:
         yield f"{count} random results", _history(size, results)
 
 
-def _history(size: int, results: list[tuple[int, Outcome]]) -> PromptHistory:
+def _history(
+    size: int, results: list[tuple[int, Outcome]], failed: Sequence[int] = ()
+) -> PromptHistory:
     folded = Results(size, memory=0.5)
     for row, outcome in results:
         folded.add(row, outcome)
+    for row in failed:
+        folded.add_failure(row)
     lengths = 10 + np.arange(size) * 37 % 11
     sources = np.arange(size) % 2
     for array in (lengths, sources):

@@ -101,6 +101,17 @@ def curriculum_metrics(rollouts) -> dict[str, float]:
     return {k: v for k, v in rollouts.metrics.items() if k.startswith("curriculum/")}
 
 
+def test_a_failure_is_told_to_the_curriculum(make_service):
+    section = {**SECTION, "workflow": {"name": "user_parts:FailsOnce", "retries": 0}}
+    at_any = {"curriculum": {"name": "pass_rate", "passes_at": 0.0}}
+    engine = FakeEngine(random_reply(31))
+    service = make_service(engines=[engine], rollout=section, data=at_any)
+    told = service.next_step(1).snapshot["stream"]["curriculum"]
+    assert service.ledger.state(2) == "failed"
+    assert told["results"]["failed"] == [[service._queue.stream.row(2), 1]]
+    assert told["rows"] == [], "it does not come again"
+
+
 def test_one_of_a_user_chooses(make_service):
     service = make_service(rollout=SECTION, data={"curriculum": {"name": f"{__name__}:InOrder"}})
     for step in range(1, 7):

@@ -111,6 +111,56 @@ def test_weights_of_pass_rates_by_hand() -> None:
     np.testing.assert_allclose(hard, [0.2, middle, 0.2, 1.0, 1.0])
 
 
+def test_a_prompt_whose_newest_group_failed_has_the_weight_of_the_floor() -> None:
+    """Else one that can never work would keep the largest weight, and all draws would fail soon."""
+    results = Results(3, memory=1.0)
+    results.add(0, Outcome(4, 8))
+    for row in (0, 0, 1):
+        results.add_failure(row)
+    again = Results(3, memory=1.0)
+    again.restore(json.loads(json.dumps(results.snapshot())))
+    for one in (results, again):
+        history = one.history(np.zeros(3, np.int64), np.zeros(3, np.int64))
+        assert history.failed.tolist() == [2, 1, 0]
+        assert (history.seen.tolist(), history.results) == ([1, 0, 0], 1), "failures are no results"
+        np.testing.assert_allclose(build_curriculum("pass_rate")(history), [0.1, 0.1, 1.0])
+        one.add(0, Outcome(4, 8))
+        after = one.history(np.zeros(3, np.int64), np.zeros(3, np.int64))
+        assert after.failed.tolist() == [0, 1, 0], "it works again"
+    state = results.snapshot()
+    del state["failed"]  # of an earlier version
+    again.restore(state)
+    assert not again.failed.any()
+
+
+def test_prompts_that_never_work_do_not_crowd_out_the_others() -> None:
+    """3 of 60 prompts fail, the others are solved by and by."""
+    stream = stream_of(60)
+    undisturbed: list[int] = []
+    drawn: Counter[bool] = Counter()
+    for number in range(60):
+        if number == 30:  # a resume
+            state = json.loads(json.dumps(stream.snapshot()))
+            resumed = stream_of(60)
+            resumed.restore(state)
+            undisturbed = [stream.row(draw) for draw in stream.take(6)]
+            stream = resumed
+        draws = stream.take(6)
+        if undisturbed:
+            assert [stream.row(draw) for draw in draws] == undisturbed
+            undisturbed = []
+        for draw in draws:
+            broken = stream.row(draw) < 3
+            drawn[broken] += number >= 30
+            if broken:
+                stream.failed(draw)
+            else:
+                stream.finished(draw, Outcome(7 + (number > 10), 8))
+                stream.settled(draw)
+        stream.handed_over()
+    assert drawn[True] < 0.1 * drawn.total(), "rollout.max_failed"
+
+
 def test_the_log_is_packed_and_summed_up_again() -> None:
     random = np.random.default_rng(0)
     results = Results(50, memory=0.7)
