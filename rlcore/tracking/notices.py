@@ -115,6 +115,16 @@ def _apart(row: Row, before: Sequence[Row], groups: int) -> str:
     )
 
 
+def _dropped(row: Row, before: Sequence[Row], groups: int) -> str:
+    stale = row.get("correction/stale_fraction", 0.0)
+    masked = row.get("correction/masked_fraction", 0.0)
+    if max(stale, masked) <= 0.5:
+        return ""
+    if stale >= masked:
+        return f"{stale:.0%} of the tokens are older than algorithm.correction.max_staleness"
+    return f"algorithm.correction masks the policy loss of {masked:.0%} of the tokens"
+
+
 def _rewards(row: Row, before: Sequence[Row], groups: int) -> str:
     scored = row.get("rollout/scored_samples", 0.0)
     failed = row.get("rollout/reward_errors", 0.0) + row.get("rollout/reward_timeouts", 0.0)
@@ -193,6 +203,15 @@ RULES = (
         " tokens weigh nothing in a correction",
         "rollout/train_rollout_logprob_diff_max, rollout/staleness_mean, algorithm.correction;"
         " rollout.engine.verify_every: 1 shows weights that did not arrive",
+        patience=2,
+    ),
+    Rule(
+        "most tokens are not trained on",
+        _dropped,
+        "they were made in vain; where none is left a step trains nothing, and the optimizer's"
+        " momentum moves the weights all the same",
+        "rollout/staleness_mean against algorithm.correction.max_staleness and"
+        " rollout.max_staleness; bounds and level of algorithm.correction",
         patience=2,
     ),
     Rule(

@@ -9,6 +9,7 @@ from rlcore.config.derived import (
     COEFFICIENTS,
     PART_WEIGHTS,
     coefficients,
+    generates,
     takes_coefficients,
     updates_per_step,
 )
@@ -199,5 +200,13 @@ def algorithm_notes(config: Config) -> Iterator[Problem]:
     if limit is not None and limit >= oldest and config.training.debug != "train_only":
         message = (
             f"masks nothing: rollout.max_staleness is {oldest}, so no token is older than that"
+        )
+        yield Problem("algorithm.correction.max_staleness", message)
+    elif limit is not None and config.rollout.on_update == "drain" and generates(config):
+        message = (
+            f"{limit} is below rollout.max_staleness ({oldest}), and with rollout.on_update: drain"
+            " all tokens of a response are equally old: whole responses are masked, or whole steps."
+            f" Lower rollout.max_staleness to {limit}, or let on_update be in_place, retract or"
+            " abort"
         )
         yield Problem("algorithm.correction.max_staleness", message)

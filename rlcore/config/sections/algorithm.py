@@ -85,7 +85,7 @@ class CorrectionConfig(Plugin):
     veto: float | None = Field(default=None, gt=0, lt=1)
     """A token whose ratio is below this drops its sequence."""
     max_staleness: NonNegativeInt | None = None
-    """Do not train on tokens older than this many versions; default: no limit."""
+    """Do not train on tokens older than this many training steps; default: no limit."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -391,6 +391,18 @@ def test_all_problems_are_reported_together(refusal):
             ["algorithm.correction.max_staleness"],
         ),
         (
+            ["rollout.max_staleness=1", "algorithm.correction.max_staleness=0"],
+            ["algorithm.correction.max_staleness"],
+        ),
+        (
+            [
+                "rollout.max_staleness=1",
+                "algorithm.correction.max_staleness=0",
+                "rollout.on_update=in_place",
+            ],
+            [],
+        ),
+        (
             [
                 "algorithm.correction.max_staleness=1",
                 "training.debug=train_only",

@@ -33,6 +33,7 @@ BAD: dict[str, dict[str, float]] = {
     "the entropy has collapsed": {"policy/entropy_avg": 0.07},
     "no group has a variance": {"rollout/zero_std_groups": 4.0},
     "engines and trainer are apart": {"rollout/ess": 0.4},
+    "most tokens are not trained on": {"correction/stale_fraction": 1.0},
     "the reward fails": {"rollout/reward_errors": 2.0, "rollout/reward_timeouts": 3.0},
     "a number is not finite": {"train/grad_norm": math.nan},
     "the run has become slow": {"perf/tokens_per_second": 1500.0},
@@ -83,6 +84,20 @@ def test_each_rule_is_said_once_until_it_is_over(rule: Any, tmp_path: Path) -> N
     assert str(raised).startswith(f"NOTICE of step {raised.step}: {rule.name}: ")
     assert rule.why
     assert read_notices(path) == found
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"correction/stale_fraction": 1.0}, "100% of the tokens are older than"),
+        ({"correction/masked_fraction": 0.8}, "masks the policy loss of 80% of the tokens"),
+        ({"correction/stale_fraction": 0.5, "correction/masked_fraction": 0.5}, ""),
+    ],
+)
+def test_what_no_token_is_left_of_is_said(row: dict[str, float], said: str, tmp_path: Path) -> None:
+    """Bounds that are too narrow mask a step, though engine and trainer hardly differ."""
+    found = rows_of(tmp_path / "n", [GOOD | row] * 3)
+    assert [said in notice.text for notice in found] == [True] * bool(said)
 
 
 def test_what_is_bad_for_a_moment_is_not_said(tmp_path: Path) -> None:
