@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlcore.config.built_in import built_in_estimators
-from rlcore.config.derived import updates_per_step
+from rlcore.config.derived import generates, updates_per_step
 from rlcore.config.messages import Problem
 from rlcore.config.sections.algorithm import EstimatorConfig
 from rlcore.config.sections.data import DataConfig
@@ -164,6 +164,14 @@ def training_notes(config: Config) -> Iterator[Problem]:
             "training.target_kl",
             f"{training.target_kl:g} is ignored: training.early_stopping is off",
         )
+    ahead = config.rollout.max_staleness if generates(config) else 0
+    if training.early_stopping and ahead and config.algorithm.kl.reward_kind == "k1":
+        message = (
+            f"with rollout.max_staleness {ahead} tokens come from older weights, and for these the"
+            " k1 estimate falls below 0 as the policy moves away, so the run may go on far beyond"
+            " target_kl: set algorithm.kl.reward_kind to k2, which is never negative"
+        )
+        yield Problem("training.early_stopping", message)
     if training.max_update_kl is not None and updates_per_step(config) == 1:
         message = (
             "is ignored: a batch gets one optimizer step (algorithm.epochs x minibatches), nothing"

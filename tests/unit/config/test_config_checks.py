@@ -14,6 +14,7 @@ TIS = "algorithm.correction.name=tis"
 SGLANG = "rollout.engine.kind=sglang"
 BY_URL = (SGLANG, "rollout.engine.urls=[http://x:1]")
 TP_2 = (SGLANG, "rollout.engine.tensor_parallel=2")
+ARMED = ("training.early_stopping=on", "training.target_kl=1")
 PARTS = "rollout.engine.server.attn_dp_size"
 TWO = ("cluster.launcher=torchrun", "cluster.processes_per_node=2")
 
@@ -369,6 +370,9 @@ def test_all_problems_are_reported_together(refusal):
     ("overrides", "noted"),
     [
         (["training.target_kl=0.1"], ["training.target_kl"]),
+        ([*ARMED, "rollout.max_staleness=1"], ["training.early_stopping"]),
+        ([*ARMED, "rollout.max_staleness=1", "algorithm.kl.reward_kind=k2"], []),
+        (ARMED, []),
         (["rollout.on_update=in_place"], ["rollout.on_update"]),
         (["rollout.max_staleness=1", "rollout.on_update=retract"], []),
         (["rollout.max_staleness=2"], ["algorithm.correction.name"]),
