@@ -43,6 +43,7 @@ class Objective:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.loss = build_policy_loss(config.loss.name, **config.loss.options)
+        self.is_sft = config.loss.name == "sft"
         self.correction = (
             None
             if config.correction.name == "none"
@@ -57,8 +58,8 @@ class Objective:
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
         """Compute the objective.
 
-        The metrics are those of loss and correction, and the policy's distances to reference and
-        engine.
+        The metrics are those of loss and correction, and the policy's distances to itself before
+        the step, to reference and engine.
 
         Raises:
             RunFailed: the loss broke a rule: it wrote into its inputs, or returned a wrong shape.
@@ -68,6 +69,8 @@ class Objective:
         policy = out.per_token
         others = self._regularisers(inputs)
         metrics = {**out.metrics, **self._distances(inputs)}
+        if not self.is_sft and "approxkl" not in metrics:  # training.max_update_kl limits it
+            metrics["approxkl"] = approx_kl(inputs.logprobs.detach(), inputs.old_logprobs, "k2")
         if self.correction is not None:
             found = self.correction(
                 inputs.old_logprobs, _present(inputs, "rollout_logprobs"), inputs.cu_seqlens

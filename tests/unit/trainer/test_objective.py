@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.algorithms import Correction, PolicyLossInputs, approx_kl, build_policy_loss, loss_kl
+from rlcore.algorithms import (
+    Correction,
+    PolicyLoss,
+    PolicyLossInputs,
+    approx_kl,
+    build_policy_loss,
+    loss_kl,
+)
 from rlcore.algorithms.moments import REDUCTIONS
 from rlcore.config.sections.algorithm import AlgorithmConfig
 from rlcore.trainer.objective import Objective
@@ -157,3 +164,26 @@ def test_every_metric_of_the_objective_is_one_that_is_published() -> None:
     assert out.metrics.keys() <= REDUCTIONS.keys()
     assert {"rollout/kl", "engine_gap", "engine_ratio", "correction_weight"} <= out.metrics.keys()
     assert not any(value.requires_grad for value in out.metrics.values())
+
+
+class Silent:
+    """A user's loss that reports nothing."""
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
+        return PolicyLoss(-inputs.advantages * inputs.logprobs, {})
+
+
+class OwnKL:
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
+        return PolicyLoss(-inputs.logprobs, {"approxkl": torch.full((9,), 7.0)})
+
+
+def test_how_far_the_policy_moved_is_known_whatever_the_loss_reports() -> None:
+    """`training.max_update_kl` compares it; without it the limit would end nothing."""
+    inputs = make_inputs()
+    own = objective(loss={"name": "reinforce"})(inputs).metrics["approxkl"]
+    metrics = objective(loss={"name": f"{__name__}:Silent"})(inputs).metrics
+    torch.testing.assert_close(metrics["approxkl"], own)
+    assert metrics["approxkl"].max() > 0
+    assert objective(loss={"name": f"{__name__}:OwnKL"})(inputs).metrics["approxkl"][0] == 7.0
+    assert "approxkl" not in objective(loss={"name": "sft"})(inputs).metrics, "labels have none"
