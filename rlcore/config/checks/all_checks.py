@@ -61,6 +61,7 @@ NOTES: tuple[Check, ...] = (
     engine.engine_notes,
     engine.colocated_notes,
     rollout.staleness_notes,
+    rollout.filter_notes,
     ray.ray_notes,
     training.optimizer_notes,
     evaluation.evaluation_notes,

@@ -29,11 +29,38 @@ def staleness_notes(config: Config) -> Iterator[Problem]:
     steps = config.rollout.max_staleness
     algorithm = config.algorithm
     compares = algorithm.correction.name != "none" or algorithm.loss.name == "decoupled_ppo"
-    if steps > 1 and generates(config) and not compares and algorithm.old_logprobs != "rollout":
+    has_ratio = algorithm.loss.name != "reinforce"
+    if steps <= 1 or not generates(config) or compares:
+        return
+    if not has_ratio or algorithm.old_logprobs != "rollout":
+        other = (
+            ", or algorithm.old_logprobs: rollout"
+            if has_ratio
+            else " (loss 'reinforce' has no ratio, for which algorithm.old_logprobs would matter)"
+        )
         yield Problem(
             "algorithm.correction.name",
             f"'none' with {_MAX_STALENESS} {steps}: tokens count as if the weights before their"
-            " step had made them: consider tis, or algorithm.old_logprobs: rollout",
+            f" step had made them: consider tis{other}",
+        )
+
+
+def filter_notes(config: Config) -> Iterator[Problem]:
+    """Yield groups that are made in vain, and epochs that have more passes than they say."""
+    rollout = config.rollout
+    if not generates(config):
+        return
+    if rollout.oversample > 1 and not rollout.filters:
+        yield Problem(
+            "rollout.oversample",
+            f"{rollout.oversample:g} without rollout.filters, so nothing is dropped: groups beyond"
+            " rollout.prompts_per_step are made in vain, and drawn again",
+        )
+    if rollout.filters and config.training.epochs is not None:
+        yield Problem(
+            "training.epochs",
+            "counts steps as if rollout.filters dropped nothing: dropped groups are replaced, so"
+            " the run makes more passes over the prompts than that (`epoch` in the log has them)",
         )
 
 

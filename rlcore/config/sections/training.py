@@ -23,7 +23,7 @@ class TrainingConfig(Section):
     episodes: PositiveInt | None = None
     """Length of the run in samples."""
     epochs: PositiveFloat | None = None
-    """Length of the run in passes over the prompts."""
+    """Length of the run in passes over the prompts, if no filter drops any."""
     batch_size: PositiveInt = 256
     """Supervised fine-tuning: sequences a step."""
     early_stopping: bool = False

@@ -377,6 +377,22 @@ def test_all_problems_are_reported_together(refusal):
         (["rollout.max_staleness=1", "rollout.on_update=retract"], []),
         (["rollout.max_staleness=2"], ["algorithm.correction.name"]),
         (["rollout.max_staleness=2", TIS], []),
+        (
+            [
+                "rollout.max_staleness=2",
+                "algorithm.old_logprobs=rollout",
+                "algorithm.loss.name=reinforce",
+            ],
+            ["algorithm.correction.name"],
+        ),
+        (["rollout.max_staleness=2", "algorithm.loss.name=reinforce", TIS], []),
+        (["rollout.oversample=1.5"], ["rollout.oversample"]),
+        (["rollout.oversample=1.5", "rollout.filters=[zero_variance]"], []),
+        (
+            ["training.steps=null", "training.epochs=2", "rollout.filters=[zero_variance]"],
+            ["training.epochs"],
+        ),
+        (["training.steps=null", "training.epochs=2"], []),
         (["rollout.max_staleness=2", "algorithm.old_logprobs=rollout"], []),
         (["rollout.max_staleness=2", "algorithm.loss.name=decoupled_ppo"], []),
         ([SGLANG, "run.deterministic=true"], ["run.deterministic"]),
