@@ -43,6 +43,22 @@ class RaisesInStep2(Zero):
         return super().__call__(inputs)
 
 
+class OtherMetricsOnRank1:
+    """A loss that reports one metric on rank 0 and others on rank 1, as it may by its tokens."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, *, more: bool) -> None:
+        self.more = more
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
+        zeros = torch.zeros_like(inputs.advantages)
+        metrics = {"zero": zeros}
+        if os.environ.get("RANK") == "1":
+            metrics = {"one": zeros + 1} | ({"two": zeros + 2} if self.more else {})
+        return PolicyLoss(-inputs.advantages * inputs.logprobs, metrics)
+
+
 class _Rank1FailsAtUpdate3:
     """A loss like any other, but for what `fail` does on rank 1."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rank_runs import RankRuns
 from workspace import LEARNING, ROOT, Run, Workspace
 
 from rlcore.data.sample import Sample
@@ -201,3 +202,18 @@ def test_the_readmes_task_works_as_printed(tmp_path: Path) -> None:
     assert rows[-1]["step"] == 2
     assert rows[-1]["rollout/reward_errors"] == 0
     assert (tmp_path / "runs" / "repeat" / "hf" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_a_loss_may_report_other_metrics_on_each_rank(rank_runs: RankRuns, more: bool) -> None:
+    """Each is averaged over the tokens that it was reported for, under its own name."""
+    run = rank_runs.train(
+        f"other metrics {more}",
+        "algorithm.loss.name=failing_plugins:OtherMetricsOnRank1",
+        f"algorithm.loss.more={str(more).lower()}",
+        "training.steps=1",
+        "checkpoint.export_hf=false",
+    )
+    assert run.code == 0, run.said
+    own = {name: run.rows[0].get(f"policy/{name}_avg") for name in ("zero", "one", "two")}
+    assert own == {"zero": 0.0, "one": 1.0, "two": 2.0 if more else None}

@@ -22,7 +22,7 @@ from backends.megatron.convert.layout import named_weights
 from backends.megatron.model.head import HeadOptions, Targets
 from backends.megatron.model.moe import clear_losses, padding_mask
 from backends.megatron.model.routing_replay import Routing, own_routing, replaying, start_step
-from backends.megatron.parallel.agreement import broadcast_json
+from backends.megatron.parallel.agreement import broadcast_json, union_of_names
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.offload import OffloadedTensors, Retention
 from backends.megatron.training.optimizer import ScheduledOptimizer, StepReport
@@ -333,9 +333,14 @@ def critic_loss(config: CriticConfig, batch: LocalBatch, moments: Moments) -> Lo
 
 
 def shared_moments(moments: Moments, parallel: ParallelState) -> Moments:
-    """Merge the moments of all replicas and send them to every pipeline stage. Collective."""
+    """Merge the moments of all replicas and send them to every pipeline stage. Collective.
+
+    A loss may report a metric for some micro-batches alone, so that replicas differ in names.
+    """
     names = moments.names
     if parallel.is_last_stage and parallel.dp_size > 1:
+        device = moments.pack(names)[0].device
+        names = union_of_names(names, parallel.dp_group, device)
         sums, maxima = moments.pack(names)
         dist.all_reduce(sums, group=parallel.dp_group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_group)
