@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlcore.config.secrets import mask_arguments
 from rlcore.config.sections.training import WandbConfig
 from rlcore.data.sample import Sample
 from rlcore.deadlines import UPLOAD_S
@@ -52,19 +55,20 @@ class WandbTracker(BaseTracker):
         if "finish_timeout" in wandb.Settings.model_fields:
             options["finish_timeout"] = UPLOAD_S
         try:
-            self.run = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                name=name,
-                id=self.id,
-                # Offline there is no server to ask; `wandb sync` joins runs of one id.
-                resume=None if self._offline else "allow",
-                mode=config.mode,
-                tags=config.tags or None,
-                dir=str(folder),
-                config=dict(settings),
-                settings=wandb.Settings(**options),
-            )
+            with _masked_command_line():  # wandb records it
+                self.run = wandb.init(
+                    project=config.project,
+                    entity=config.entity,
+                    name=name,
+                    id=self.id,
+                    # Offline there is no server to ask; `wandb sync` joins runs of one id.
+                    resume=None if self._offline else "allow",
+                    mode=config.mode,
+                    tags=config.tags or None,
+                    dir=str(folder),
+                    config=dict(settings),
+                    settings=wandb.Settings(**options),
+                )
         except wandb.Error as error:
             raise UserError(
                 f"wandb could not start the run: {error}; log in with `wandb login`, "
@@ -113,6 +117,17 @@ class WandbTracker(BaseTracker):
         """End the wandb run with the status."""
         self.run.summary["status"] = status
         self.run.finish(exit_code=0 if status in ("completed", "early_stopped") else 1)
+
+
+@contextmanager
+def _masked_command_line() -> Iterator[None]:
+    """Inside, the arguments of this process are shown without the overrides that hold secrets."""
+    given = sys.argv
+    sys.argv = [*given[:1], *mask_arguments(given[1:])]
+    try:
+        yield
+    finally:
+        sys.argv = given
 
 
 def _import_wandb() -> Any:

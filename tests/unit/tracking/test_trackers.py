@@ -245,6 +245,26 @@ def test_wandb_offline_keeps_its_run_across_processes(
     ]
 
 
+def test_wandb_records_the_command_line_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: Any
+) -> None:
+    """It sends the arguments of the process to its server with the first record of a run."""
+    secret = "cluster.ray.runtime_env.env_vars.HF_TOKEN=hidden"
+    given = ["rlcore", "train", "grpo.yaml", "training.steps=3", secret]
+    monkeypatch.setattr(sys, "argv", given)
+    config = configured(wandb={"enabled": True, "mode": "offline"})
+    directory = RunDirectory.create(tmp_path, "a")
+    trackers = build_trackers(config, directory, total_steps=3, stream=io.StringIO())
+    trackers.close("completed")
+    offline_wandb.teardown()
+    (record,) = (directory.path / "wandb").glob("offline-run-*/*.wandb")
+    content = record.read_bytes()
+    assert b"training.steps=3" in content
+    assert b"env_vars.HF_TOKEN=(masked)" in content
+    assert b"hidden" not in content
+    assert sys.argv is given
+
+
 def test_the_page_of_an_online_run_is_told() -> None:
     tracker = object.__new__(WandbTracker)
     tracker.run = SimpleNamespace(url="https://wandb.ai/team/a")
