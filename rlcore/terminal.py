@@ -1,8 +1,14 @@
-"""Text for a terminal: what a model or another process wrote must not steer it."""
+"""Text for a terminal: what a model wrote must not steer it, and its end is not that of a run."""
 
 from __future__ import annotations
 
+import io
+import logging
+import os
 import re
+from typing import TextIO
+
+logger = logging.getLogger(__name__)
 
 # Control characters but tab and line end, marks of direction, and halves of characters, which no
 # stream can encode.
@@ -14,3 +20,56 @@ _STEERS = re.compile(
 def printable(text: str) -> str:
     r"""Return `text` with what could steer a terminal spelled out: `\x1b` for an escape."""
     return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class LastingStream(io.TextIOBase):
+    """A stream to people that no text and no end of its reader makes fail.
+
+    A reader is a terminal that is closed, or a `tee` that is killed. What comes after its end is
+    dropped. Characters that the stream's encoding lacks are spelled out.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._ended = False
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The encoding of the stream."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return not self._ended and self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the stream."""
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        """Write the text, unless the reader has gone."""
+        if not self._ended:
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                known = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+                self._stream.write(known)
+            except OSError as error:
+                self._end(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, unless the reader has gone."""
+        if not self._ended:
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        """Send what the stream still holds nowhere: it is flushed when the process ends."""
+        self._ended = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        logger.warning("nothing is shown from here on, since the output was closed: %s", error)

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TextIO
@@ -120,9 +120,10 @@ class Terminal(logging.Handler):
         return record.levelno >= logging.WARNING and record.name.partition(".")[0] in OURS
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the level and the message."""
+        """Print the level and the message; a terminal that has gone does not end the run."""
         message = printable(mask_urls(record.getMessage()))
-        print(f"{record.levelname.lower()}: {message}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(f"{record.levelname.lower()}: {message}", file=sys.stderr, flush=True)
 
 
 @contextmanager

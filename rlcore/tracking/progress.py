@@ -5,12 +5,11 @@ step  12/40 | reward 0.412 | kl 0.0031 | length 3.21 | 1.23k tok/s | 2.1 s/step 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -18,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlcore.data.sample import Sample
-from rlcore.terminal import printable
+from rlcore.terminal import LastingStream, printable
 from rlcore.tracking.base import BaseTracker
 from rlcore.tracking.format import (
     KL,
@@ -67,7 +66,7 @@ class Progress(BaseTracker):
     ) -> None:
         self.name = name
         self.total_steps = total_steps
-        self.stream = stream
+        self.stream = cast(TextIO, LastingStream(stream))
         self._clock = clock
         self._began = clock()
         self._last = self._began
@@ -146,13 +145,8 @@ class Progress(BaseTracker):
             self._withheld = ""
 
     def write(self, line: str) -> None:
-        """Write one line at once. A reader that has gone, a `tee` say, does not end the run."""
-        try:
-            print(printable(line), file=self.stream, flush=True)
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
-            os.close(nowhere)
+        """Write one line at once."""
+        print(printable(line), file=self.stream, flush=True)
 
     def _position(self) -> str:
         width = len(str(self.total_steps))
@@ -187,7 +181,7 @@ class TerminalProgress(Progress):
         self, name: str, total_steps: int, stream: TextIO, *, clock: Clock = time.monotonic
     ) -> None:
         super().__init__(name, total_steps, stream, clock=clock)
-        self.console = Console(file=stream, highlight=False)
+        self.console = Console(file=self.stream, highlight=False)
         bars = BARS if self.console.encoding.startswith("utf") else PLAIN_BARS
         self.screen = Screen(name, total_steps, bars=bars, clock=clock)
         self._renewing = threading.Lock()  # the display asks from a thread of its own

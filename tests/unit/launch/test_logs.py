@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +79,16 @@ def test_a_failure_shows_the_end_of_its_log_and_names_none_that_is_not_there(
         told
         == f"trainer rank 1 failed: it was killed by SIGKILL; the last lines of {path}:\n  last"
     )
+
+
+def test_a_warning_to_a_terminal_that_has_gone_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = pty.openpty()
+    os.close(ours)
+    with os.fdopen(theirs, "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        Terminal().handle(record("all is well"))
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # what is left is flushed when the stream is closed
+        os.close(nowhere)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -257,3 +258,32 @@ def test_a_reader_that_has_gone_does_not_end_the_run() -> None:
         progress = Progress("a", 3, stream)
         progress.write("one")
         progress.write("two")
+
+
+@pytest.mark.parametrize("kind", [Progress, TerminalProgress])
+def test_a_terminal_that_is_closed_does_not_end_the_run(
+    kind: type[Progress], make_sample: Callable[..., Sample], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that is lost while the run goes on, `rlcore train & disown` before a logout."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stream:
+        progress = kind("a", 3, stream)
+        progress.start({"layout": "TP 1"})
+        os.close(ours)
+        progress.log(1, METRICS)
+        progress.show_samples(1, [make_sample()])
+        progress.note("WARNING of step 1")
+        progress.close("completed")
+    (told,) = [record.message for record in caplog.records]
+    assert "nothing is shown from here on, since the output was closed" in told
+
+
+@pytest.mark.parametrize("kind", [Progress, TerminalProgress])
+def test_characters_that_the_terminal_lacks_are_spelled_out(
+    kind: type[Progress], make_sample: Callable[..., Sample]
+) -> None:
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="latin-1")
+    progress = kind("a", 9, stream)
+    progress.show_samples(1, [make_sample(response_text="caf\u00e9 \u6771")])
+    assert "caf\u00e9 \\u6771" in written.getvalue().decode("latin-1")
