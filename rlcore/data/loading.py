@@ -91,13 +91,19 @@ def check_context(config: Config) -> None:
 
 
 def prompt_notes(config: Config, prompts: int) -> list[str]:
-    """Return a note where a step draws more prompts than there are."""
+    """Return a note where a step draws more prompts, or labelled rows, than there are."""
+    key = "rollout.prompts_per_step"
     drawn = config.rollout.prompts_per_step
-    if not generates(config) or drawn <= prompts:
+    what = "prompts"
+    if config.is_sft:
+        key = "training.batch_size"
+        drawn = config.training.batch_size
+        what = "rows"
+    if drawn <= prompts or config.training.replay is not None:
         return []
     return [
-        f"rollout.prompts_per_step: {drawn} is more than the {prompts} prompts there are: a step"
-        " has some of them several times"
+        f"{key}: {drawn} is more than the {prompts} {what} there are: a step has some of them"
+        " several times"
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from rlcore.config.derived import generates
 from rlcore.config.evaluation_sets import EvaluationSet, evaluation_sets, set_of
 from rlcore.config.messages import Problem
 from rlcore.config.sections.root import Config
@@ -46,6 +47,9 @@ def best_checkpoint(config: Config) -> Iterator[Problem]:
     if best is None:
         return
     path = "checkpoint.best.metric"
+    if not generates(config):
+        yield Problem(path, f"got {best.metric}, but {_why_unscored(config)}: set best to null")
+        return
     sets = {one.name: one for one in evaluation_sets(config)}
     chosen = sets.get(set_of(best.metric)) if best.metric.startswith("eval/") else None
     if chosen is None:
@@ -90,10 +94,13 @@ def evaluation_notes(config: Config) -> Iterator[Problem]:
             "0: evaluated before the first step and after the last alone (at_start, at_end);"
             " evaluation=null switches all of it off",
         )
-    if sets and (config.is_sft or config.training.debug == "train_only"):
-        why = "supervised fine-tuning" if config.is_sft else "train_only"
+    if sets and not generates(config):
         yield Problem(
             "evaluation",
-            f"is ignored: {why} has no engine to generate with; score the result with `rlcore"
-            " eval`",
+            f"is ignored: {_why_unscored(config)}; score the result with `rlcore eval`",
         )
+
+
+def _why_unscored(config: Config) -> str:
+    what = "supervised fine-tuning" if config.is_sft else "train_only"
+    return f"{what} has no engine to generate with"

@@ -172,7 +172,11 @@ def training_notes(config: Config) -> Iterator[Problem]:
             " target_kl: set algorithm.kl.reward_kind to k2, which is never negative"
         )
         yield Problem("training.early_stopping", message)
-    if training.max_update_kl is not None and updates_per_step(config) == 1:
+    if training.max_update_kl is not None and config.is_sft:
+        yield Problem(
+            "training.max_update_kl", "is ignored: the sft loss measures no policy/approxkl_avg"
+        )
+    elif training.max_update_kl is not None and updates_per_step(config) == 1:
         message = (
             "is ignored: a batch gets one optimizer step (algorithm.epochs x minibatches), nothing"
             " is left to end"
@@ -192,7 +196,7 @@ def optimizer_notes(config: Config) -> Iterator[Problem]:
 
 
 def sft_notes(config: Config) -> Iterator[Problem]:
-    """Yield sections that supervised fine-tuning does not read."""
+    """Yield keys that supervised fine-tuning does not read."""
     if not config.is_sft:
         return
     for path, differs in (
@@ -203,6 +207,8 @@ def sft_notes(config: Config) -> Iterator[Problem]:
         ("teacher", config.teacher != TeacherConfig()),
         ("algorithm.estimator", config.algorithm.estimator != EstimatorConfig()),
         ("algorithm.normalize_advantages", config.algorithm.normalize_advantages is not None),
+        ("algorithm.kl.monitor", config.algorithm.kl.monitor),
+        ("algorithm.old_logprobs", config.algorithm.old_logprobs != "auto"),
     ):
         if differs:
             yield Problem(path, "is ignored: supervised fine-tuning trains on the labels alone")

@@ -431,6 +431,13 @@ def test_all_problems_are_reported_together(refusal):
             [],
         ),
         ([SFT, "algorithm.normalize_advantages=batch"], ["algorithm.normalize_advantages"]),
+        ([SFT, "algorithm.kl.monitor=true"], ["algorithm.kl.monitor"]),
+        ([SFT, "algorithm.old_logprobs=recompute"], ["algorithm.old_logprobs"]),
+        ([SFT, "training.max_update_kl=0.1"], ["training.max_update_kl"]),
+        (
+            [SFT, "training.max_update_kl=0.1", "algorithm.minibatches=2"],
+            ["training.max_update_kl"],
+        ),
         (["policy.optimizer.decay_steps=3"], ["policy.optimizer.decay_steps"]),
         (["policy.optimizer.decay_steps=3", "policy.optimizer.schedule=cosine"], []),
         (

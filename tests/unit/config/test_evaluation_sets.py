@@ -126,6 +126,14 @@ BEST = "checkpoint.best.metric=eval/aime24/pass@1"
             [AIME, BEST, "evaluation.sets.aime24.every=0", "evaluation.sets.aime24.at_end=off"],
             "checkpoint.best.metric: evaluation.sets.aime24 is never evaluated after a step",
         ),
+        (
+            [AIME, BEST, "algorithm.loss.name=sft"],
+            "got eval/aime24/pass@1, but supervised fine-tuning has no engine to generate with:",
+        ),
+        (
+            [AIME, BEST, "training.debug=train_only", "training.replay=x"],
+            "got eval/aime24/pass@1, but train_only has no engine to generate with:",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(refusal, overrides, line):

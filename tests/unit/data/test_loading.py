@@ -82,6 +82,11 @@ def test_steps_of_more_prompts_than_there_are_get_a_note(make_run):
     [note] = prompt_notes(run, 3000)
     assert note.startswith("rollout.prompts_per_step: 5000 is more than the 3000 prompts")
     assert prompt_notes(run, 5000) == []
+    run.algorithm.loss.name = "sft"
+    run.training.batch_size = 256
+    [note] = prompt_notes(run, 100)
+    assert note.startswith("training.batch_size: 256 is more than the 100 rows")
+    assert prompt_notes(run, 256) == []
 
 
 def test_a_resume_with_other_files_names_them(tmp_path, tokenizer, make_run):
