@@ -81,7 +81,8 @@ _ROWS: tuple[tuple[str, Statistic, str, str, str, str], ...] = (
      "optimizer steps", "1"),
     # - the policy, and the policy against the one before the step
     ("approxkl", mean, "policy/approxkl_avg", "half the squared log-ratio of the policy to the one "
-     "before the step", "tokens", "nats"),
+     "before the step; with algorithm.old_logprobs: rollout, to the engine's, of older weights too",
+     "tokens", "nats"),
     ("clipfrac", mean, "policy/clipfrac_avg", "1 where the clip changes the policy loss", "tokens",
      "share"),
     ("clipfrac_high", mean, "policy/clipfrac_high_avg", "1 where the upper limit does", "tokens",
@@ -91,8 +92,8 @@ _ROWS: tuple[tuple[str, Statistic, str, str, str, str], ...] = (
     ("dual_clipfrac", mean, "policy/dual_clipfrac_avg", "1 where dual clip caps the policy loss",
      "tokens", "share"),
     ("entropy", mean, "policy/entropy_avg", "entropy of the policy", "tokens", "nats"),
-    ("ratio", mean, "val/ratio", "probability ratio of the policy to the one before the step",
-     "tokens", "1"),
+    ("ratio", mean, "val/ratio", "probability ratio of the policy to the one before the step; with "
+     "algorithm.old_logprobs: rollout, to the engine's, of older weights too", "tokens", "1"),
     ("ratio", variance, "val/ratio_var", "variance of that ratio", "tokens - 1", "1"),
     ("ratio", maximum, "val/ratio_max", "largest such ratio", "-", "1"),
     ("value_clipfrac", mean, "val/clipfrac_avg", "1 where the clip raises the value loss", "tokens",

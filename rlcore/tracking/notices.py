@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,6 +24,7 @@ WINDOW = 20  # rows before the newest that it is compared with
 LEAST = 5  # of them, for a comparison
 RAISED: Literal["raised"] = "raised"
 CLEARED: Literal["cleared"] = "cleared"
+ONE_STEP = "one step moves the policy far"
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ RULES = (
         patience=2,
     ),
     Rule(
-        "one step moves the policy far",
+        ONE_STEP,
         _one_step,
         "PPO's usual target is 0.01 to 0.02; at five times that its clipping holds nothing",
         "policy/clipfrac_avg, policy.optimizer.lr, algorithm.epochs, training.max_update_kl",
@@ -263,16 +264,23 @@ class Notices:
         path: notices.jsonl of the run.
         groups: that a step trains on; 0 if there are none.
         earlier: rows that the run has written before this process.
+        without: names of rules that say nothing of this run.
     """
 
     def __init__(
-        self, path: Path, *, groups: int = 0, earlier: Callable[[], Sequence[Row]] = lambda: ()
+        self,
+        path: Path,
+        *,
+        groups: int = 0,
+        earlier: Callable[[], Sequence[Row]] = lambda: (),
+        without: Collection[str] = (),
     ) -> None:
         self.path = path
         self._groups = groups
         self._earlier = earlier
         self._rows: deque[Row] = deque(maxlen=WINDOW)
-        self._streaks = {rule.name: _Streak() for rule in RULES}
+        self._rules = [rule for rule in RULES if rule.name not in without]
+        self._streaks = {rule.name: _Streak() for rule in self._rules}
         self._begun = False
 
     @property
@@ -284,7 +292,7 @@ class Notices:
         """Return what is new with the row of `step`, and write it to the file."""
         if not self._begun:
             self._go_on(step)
-        found = [notice for rule in RULES if (notice := self._check(rule, step, row))]
+        found = [notice for rule in self._rules if (notice := self._check(rule, step, row))]
         if step > 0:  # the evaluation before training is no step to compare with
             self._rows.append(row)
         if found:

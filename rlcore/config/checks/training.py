@@ -157,7 +157,7 @@ def debugging(config: Config) -> Iterator[Problem]:
 
 
 def training_notes(config: Config) -> Iterator[Problem]:
-    """Yield limits that stop nothing."""
+    """Yield limits that stop nothing, or too much."""
     training = config.training
     if training.target_kl and not training.early_stopping:
         yield Problem(
@@ -172,16 +172,25 @@ def training_notes(config: Config) -> Iterator[Problem]:
             " target_kl: set algorithm.kl.reward_kind to k2, which is never negative"
         )
         yield Problem("training.early_stopping", message)
-    if training.max_update_kl is not None and config.is_sft:
-        yield Problem(
-            "training.max_update_kl", "is ignored: the sft loss measures no policy/approxkl_avg"
-        )
-    elif training.max_update_kl is not None and updates_per_step(config) == 1:
-        message = (
+    if training.max_update_kl is not None and (message := _update_kl(config)):
+        yield Problem("training.max_update_kl", message)
+
+
+def _update_kl(config: Config) -> str:
+    """Return what `training.max_update_kl` does not do in this run; "" if it does what it says."""
+    if config.is_sft:
+        return "is ignored: the sft loss measures no policy/approxkl_avg"
+    if updates_per_step(config) == 1:
+        return (
             "is ignored: a batch gets one optimizer step (algorithm.epochs x minibatches), nothing"
             " is left to end"
         )
-        yield Problem("training.max_update_kl", message)
+    if config.algorithm.old_logprobs == "rollout":
+        return (
+            "counts from the engine's log-probs (algorithm.old_logprobs: rollout): tokens of older"
+            " weights may exceed it before the policy has moved, which leaves one optimizer step"
+        )
+    return ""
 
 
 def optimizer_notes(config: Config) -> Iterator[Problem]:

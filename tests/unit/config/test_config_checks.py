@@ -399,6 +399,10 @@ def test_all_problems_are_reported_together(refusal):
         (["training.target_kl=0"], []),
         (["training.max_update_kl=0.1"], ["training.max_update_kl"]),
         (["training.max_update_kl=0.1", "algorithm.epochs=2"], []),
+        (
+            ["training.max_update_kl=0.1", "algorithm.epochs=2", "algorithm.old_logprobs=rollout"],
+            ["training.max_update_kl"],
+        ),
         (["algorithm.loss.name=kl_cov"], ["algorithm.loss.name"]),
         (["algorithm.loss.name=kl_cov", "algorithm.epochs=2"], []),
         (["algorithm.loss.name=kl_cov", "algorithm.old_logprobs=rollout"], []),

@@ -50,6 +50,20 @@ def test_always_metrics_and_progress_and_nothing_heavy(tmp_path: Path) -> None:
     assert trackers.url is None
 
 
+@pytest.mark.parametrize(("old_logprobs", "said"), [("auto", True), ("rollout", False)])
+def test_a_policy_that_is_far_from_older_weights_has_not_moved_in_one_step(
+    tmp_path: Path, old_logprobs: str, said: bool
+) -> None:
+    config = configured()
+    config.algorithm.old_logprobs = old_logprobs  # type: ignore[assignment]
+    stream = io.StringIO()
+    directory = RunDirectory.create(tmp_path, "a")
+    trackers = build_trackers(config, directory, total_steps=3, stream=stream)
+    for step in (1, 2, 3):
+        trackers.log(step, {"policy/approxkl_avg": 0.3})
+    assert ("one step moves the policy far" in stream.getvalue()) == said
+
+
 def test_importing_the_trackers_loads_neither_torch_nor_services() -> None:
     code = (
         "import sys, rlcore.tracking, rlcore.tracking.wandb, rlcore.tracking.tensorboard,"
