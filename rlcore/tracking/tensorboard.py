@@ -45,7 +45,10 @@ class TensorboardTracker(BaseTracker):
             for s in samples
         ]
         name = "samples" if label == TRAINING else label.replace(" ", "_")
-        self._open(step).add_text(name, "\n\n---\n\n".join(blocks), step)
+        text = "\n\n---\n\n".join(blocks)
+        # half a surrogate pair, which a workflow may return, is no UTF-8: it is spelled out
+        text = text.encode(errors="backslashreplace").decode()
+        self._open(step).add_text(name, text, step)
 
     def close(self, status: str) -> None:
         """Write the status and close the file."""

@@ -150,7 +150,8 @@ def test_tensorboard_files_read_back(tmp_path: Path, make_sample: MakeSample) ->
     for step in (4, 5, 6):
         resumed.log(step, {"rollout/reward": step / 100, "eval/aime24/pass@8": 0.75})
     resumed.show_samples(6, [make_sample(response_text="forty-six")])
-    resumed.show_samples(6, [make_sample(response_text="sixty")], "held-out sample (aime24)")
+    half = make_sample(response_text="sixty \ud83d")
+    resumed.show_samples(6, [half], "held-out sample (aime24)")
     resumed.close("completed")
 
     events = EventAccumulator(str(tmp_path))
@@ -163,6 +164,7 @@ def test_tensorboard_files_read_back(tmp_path: Path, make_sample: MakeSample) ->
     }
     assert "forty-six" in texts["samples/text_summary"]
     assert "sixty" in texts["held-out_sample_(aime24)/text_summary"]
+    assert r"\ud83d" in texts["held-out_sample_(aime24)/text_summary"]
     assert "eval/aime24/pass@8" in events.Tags()["scalars"]
     assert '"name": "a"' in texts["config/text_summary"]
     assert texts["status/text_summary"] == "completed"
