@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.prompts import PromptStream, permutation
+from rlcore.data.order import permutation
+from rlcore.data.prompts import PromptStream
 
 _BLOCK = 4096  # draws whose sources are found at once
 _WORDS = 1 << 64
@@ -58,6 +60,11 @@ class MixtureStream(PromptStream):
         self._sources = lru_cache(maxsize=2)(self._sources_of_block)
         # counts[b, s]: draws of source s in the blocks before b; it grows with the draws
         self._counts: list[NDArray[np.int64]] = [np.zeros(len(shares), dtype=np.int64)]
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """See `PromptStream.order`; the seed chooses the sources too."""
+        return {"data.shuffle": self.shuffle, "run.seed": self.seed}
 
     def source(self, draw: int) -> int:
         """Return the index of the source of a draw."""

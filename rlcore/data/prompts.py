@@ -7,7 +7,6 @@ import logging
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from rlcore.config.sections.data import AUTO, DataConfig
 from rlcore.data.examples import Example, Examples, Part, open_examples
 from rlcore.data.messages import Message
+from rlcore.data.order import check_order, permutation
 from rlcore.data.ragged_file import RaggedArray, RaggedWriter
 from rlcore.data.tokenizer import ENCODE_CHUNK, encode, leading_bos, render_chat
 from rlcore.errors import ConfigError, DataError
@@ -332,19 +332,6 @@ def _changed_files(before: Mapping[str, int], now: Mapping[str, int]) -> str:
     return "".join(f"; {one}" for one in said)
 
 
-@lru_cache(maxsize=2)
-def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the order of pass `epoch`, int64 [size]: a pure function of the arguments.
-
-    Philox words are sorted instead of calling numpy's `permutation`, whose algorithm may change
-    between versions.
-    """
-    words = np.random.Philox(key=np.array([seed & (2**64 - 1), epoch], dtype=np.uint64)).random_raw(
-        size
-    )
-    return np.argsort(words, kind="stable")
-
-
 class PromptStream:
     """Endless draws from `size` rows: draw d is row `d mod size` of the order of pass `d // size`.
 
@@ -424,6 +411,11 @@ class PromptStream:
     # --- state ------------------------------------------------------------------------------------
 
     @property
+    def order(self) -> dict[str, Any]:
+        """What the row of a draw follows from, by its key: no other order goes on where it was."""
+        return {"data.shuffle": self.shuffle} | ({"run.seed": self.seed} if self.shuffle else {})
+
+    @property
     def epoch(self) -> float:
         """The number of passes over the rows so far."""
         return (self.cursor - len(self._requeued)) / self.size
@@ -436,13 +428,14 @@ class PromptStream:
             "size": self.size,
             "fingerprint": self.fingerprint,
             "files": dict(self.files),
+            "order": self.order,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue where `snapshot` was taken.
 
         Raises:
-            DataError: the prompts are not those of the snapshot.
+            DataError: the prompts are not those of the snapshot, or come in another order.
         """
         self._check_kind(state)
         if (state["size"], state["fingerprint"]) != (self.size, self.fingerprint):
@@ -452,6 +445,8 @@ class PromptStream:
                 f"{_changed_files(state.get('files', {}), self.files)};"
                 " resume with the same data, or start a new run from its weights"
             )
+        if state["cursor"]:
+            check_order(state.get("order", self.order), self.order)
         self.cursor = int(state["cursor"])
         self._requeued = sorted(state["requeued"])
 

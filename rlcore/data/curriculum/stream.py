@@ -194,6 +194,11 @@ class CurriculumStream(PromptStream):
 
     # --- state ------------------------------------------------------------------------------------
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """The curriculum's own: nothing but its results, and chance, says which row comes next."""
+        return {}
+
     def snapshot(self) -> dict[str, Any]:
         """Return the state, JSON-able: the rows of draws that are not settled, and all results."""
         rows = [[draw, self.row(draw)] for draw in sorted(self._open)]

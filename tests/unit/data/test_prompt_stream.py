@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.data.prompts import PromptStream, permutation
+from rlcore.data.order import permutation
+from rlcore.data.prompts import PromptStream
 from rlcore.errors import DataError
 
 
@@ -88,3 +89,40 @@ def test_other_prompts_are_refused_on_restore():
         PromptStream(11, seed=1, fingerprint="aa").restore(state)
     with pytest.raises(DataError, match=r"fingerprint aa.*bb"):
         PromptStream(10, seed=1, fingerprint="bb").restore(state)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"seed": 2}, "run.seed: 1, and"),
+        ({"seed": 1, "shuffle": False}, "data.shuffle: true, and"),
+    ],
+)
+def test_another_order_is_refused_on_restore(given, named):
+    """In the middle of a pass some rows would come twice, and others never."""
+    stream = PromptStream(10, seed=1)
+    before = stream.snapshot()
+    stream.take(3)
+    other = PromptStream(10, **given)
+    with pytest.raises(DataError, match=f"the run was saved with {named}"):
+        other.restore(json.loads(json.dumps(stream.snapshot())))
+    other.restore(before)  # of a run that has drawn nothing
+
+
+def test_a_seed_that_orders_nothing_may_change():
+    stream = PromptStream(10, seed=1, shuffle=False)
+    stream.take(3)
+    other = PromptStream(10, seed=2, shuffle=False)
+    other.restore(stream.snapshot())
+    assert rows(other, 2) == [3, 4]
+
+
+def test_a_checkpoint_that_does_not_tell_its_order_is_restored():
+    """Those of 0.1.0."""
+    stream = PromptStream(10, seed=1)
+    stream.take(3)
+    state = stream.snapshot()
+    del state["order"]
+    other = PromptStream(10, seed=1)
+    other.restore(state)
+    assert other.cursor == 3
