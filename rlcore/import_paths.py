@@ -60,8 +60,7 @@ def place_of(function: Any, error: BaseException | None = None) -> str:
         if frame.filename == code.co_filename and frame.lineno is not None:
             line = frame.lineno
             name = frame.name
-    path = os.path.relpath(code.co_filename)
-    return f" ({code.co_filename if path.startswith('..') else path}:{line} in {name})"
+    return _place(code.co_filename, line, name)
 
 
 def _code(function: Any) -> CodeType | None:
@@ -96,6 +95,9 @@ def shown_place(frames: Sequence[tuple[str, int, str]]) -> str:
     own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]
     if not (own or frames):
         return ""
-    file, line, name = (own or frames)[-1]
+    return _place(*(own or frames)[-1])
+
+
+def _place(file: str, line: int, name: str) -> str:
     path = os.path.relpath(file)
     return f" ({file if path.startswith('..') else path}:{line} in {name})"

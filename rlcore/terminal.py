@@ -49,10 +49,8 @@ class LastingStream(io.TextIOBase):
     def write(self, text: str) -> int:
         """Write the text, unless the reader has gone."""
         if not self._ended:
+            known = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
             try:
-                self._stream.write(text)
-            except UnicodeEncodeError:
-                known = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
                 self._stream.write(known)
             except OSError as error:
                 self._end(error)

@@ -128,7 +128,7 @@ class RolloutBatch:
 
     def _count_trainable(self) -> Tensor:
         mask = self.loss_mask.numpy()
-        counts = [np.count_nonzero(mask[a:b]) for a, b in pairwise(self.cu_tokens.tolist())]
+        counts = [np.count_nonzero(mask[part]) for part in _array_parts(self.cu_tokens)]
         return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
 
     def _check(self, name: str, value: Tensor) -> None:

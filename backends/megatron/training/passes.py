@@ -339,8 +339,7 @@ def shared_moments(moments: Moments, parallel: ParallelState) -> Moments:
     """
     names = moments.names
     if parallel.is_last_stage and parallel.dp_size > 1:
-        device = moments.pack(names)[0].device
-        names = union_of_names(names, parallel.dp_group, device)
+        names = union_of_names(names, parallel.dp_group, moments.pack([])[0].device)
         sums, maxima = moments.pack(names)
         dist.all_reduce(sums, group=parallel.dp_group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.dp_group)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from rlcore.data.sample import Sample, TurnSpan
+from rlcore.terminal import LastingStream
 from rlcore.tracking.format import clipped, duration, number, sample_lines
 from rlcore.tracking.progress import Progress, TerminalProgress, open_progress
 
@@ -276,6 +277,15 @@ def test_a_terminal_that_is_closed_does_not_end_the_run(
         progress.close("completed")
     (told,) = [record.message for record in caplog.records]
     assert "nothing is shown from here on, since the output was closed" in told
+
+
+def test_a_closed_terminal_that_lacks_a_character_does_not_end_the_run() -> None:
+    ours, theirs = pty.openpty()
+    os.close(ours)
+    with os.fdopen(theirs, "w", buffering=1, encoding="latin-1") as stream:
+        lasting = LastingStream(stream)
+        lasting.write("\u6771\n")
+        assert not lasting.isatty()
 
 
 @pytest.mark.parametrize("kind", [Progress, TerminalProgress])

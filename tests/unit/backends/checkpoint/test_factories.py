@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from backends.megatron.cpu.shim import importing_megatron, megatron_device
+from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -19,15 +17,8 @@ with importing_megatron():
 
     from backends.megatron.checkpoint.shards import read_sharded, write_sharded
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 SAVED = torch.arange(24.0).view(6, 4)
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with megatron_device(torch.device("cpu")):
-        yield
-    dist.destroy_process_group()
 
 
 def in_halves(parameter: Tensor, merged: list[Tensor], *, copied: bool) -> dict[str, Any]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from backends.megatron.cpu.shim import importing_megatron
 
@@ -26,8 +24,9 @@ with importing_megatron():
         write_sharded,
     )
     from backends.megatron.checkpoint.to_hf import _Parameters
-    from backends.megatron.cpu.shim import megatron_device
 from rlcore.errors import ModelError
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Planted:
@@ -38,14 +37,6 @@ class Planted:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return os.mkdir, (str(self.path),)
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with megatron_device(torch.device("cpu")):
-        yield
-    dist.destroy_process_group()
 
 
 def state(held: object) -> dict[str, Any]:
