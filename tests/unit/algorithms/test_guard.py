@@ -135,25 +135,6 @@ def test_reading_what_was_not_declared_says_what_to_declare(make_inputs: Make) -
     assert 'needs = {"values"}' in told
 
 
-def test_a_policy_loss_that_raises_is_named_but_a_full_gpu_is_none_of_its_own() -> None:
-    def failing(error: Exception) -> GuardedPolicyLoss:
-        def run(inputs: PolicyLossInputs) -> PolicyLoss:
-            raise error
-
-        return GuardedPolicyLoss("mine", run, ())
-
-    inputs = PolicyLossInputs(
-        cu_seqlens=torch.tensor([0, 2]),
-        logprobs=torch.zeros(2),
-        old_logprobs=torch.zeros(2),
-        advantages=torch.zeros(2),
-    )
-    with pytest.raises(CallError, match=r"policy loss 'mine' raised IndexError: 7 \("):
-        failing(IndexError(7))(inputs)
-    with pytest.raises(torch.OutOfMemoryError):
-        failing(torch.OutOfMemoryError("full"))(inputs)
-
-
 def test_gradients_stay_outside(make_inputs: Make) -> None:
     def run(inputs: EstimatorInputs) -> Advantages:
         assert inputs.values is not None
@@ -235,6 +216,32 @@ def test_every_field_has_a_source() -> None:
 def loss_inputs(**changes: object) -> PolicyLossInputs:
     fields = {name: torch.zeros(3) for name in ("logprobs", "old_logprobs", "advantages")}
     return PolicyLossInputs(cu_seqlens=torch.tensor([0, 2, 3]), **{**fields, **changes})  # type: ignore[arg-type]
+
+
+class Failing:
+    """A policy loss whose parts raise."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def batch_stats(self, inputs: PolicyLossInputs) -> dict[str, torch.Tensor]:
+        raise self.error
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
+        raise self.error
+
+
+def test_a_policy_loss_that_raises_is_named_but_a_full_gpu_is_none_of_its_own() -> None:
+    def failing(error: Exception) -> GuardedPolicyLoss:
+        return GuardedPolicyLoss("mine", Failing(error), ())
+
+    inputs = loss_inputs(batch_stats={})
+    with pytest.raises(CallError, match=r"policy loss 'mine' raised IndexError: 7 \(.*__call__"):
+        failing(IndexError(7))(inputs)
+    with pytest.raises(CallError, match=r"policy loss 'mine' raised KeyError: 7 \(.*batch_stats"):
+        failing(KeyError(7)).batch_stats(inputs)
+    with pytest.raises(torch.OutOfMemoryError):
+        failing(torch.OutOfMemoryError("full"))(inputs)
 
 
 @pytest.mark.usefixtures("clean_registry")

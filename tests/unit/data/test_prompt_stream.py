@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.data.mixture import MixtureStream, Share
 from rlcore.data.order import permutation
 from rlcore.data.prompts import PromptStream
 from rlcore.errors import DataError
@@ -115,6 +116,14 @@ def test_a_seed_that_orders_nothing_may_change():
     other = PromptStream(10, seed=2, shuffle=False)
     other.restore(stream.snapshot())
     assert rows(other, 2) == [3, 4]
+
+
+def test_a_seed_that_chooses_the_sources_may_not_change():
+    shares = [Share("a", 0, 4, 0.5), Share("b", 4, 6, 0.5)]
+    stream = MixtureStream(shares, seed=1, shuffle=False)
+    stream.take(3)
+    with pytest.raises(DataError, match=r"the run was saved with run\.seed: 1"):
+        MixtureStream(shares, seed=2, shuffle=False).restore(stream.snapshot())
 
 
 def test_a_checkpoint_that_does_not_tell_its_order_is_restored():

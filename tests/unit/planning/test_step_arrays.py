@@ -73,3 +73,20 @@ def test_bytes_of_samples_and_batch(*, routed: bool) -> None:
     assert replace(planned, vectors=30).step > planned.step
     assert WAITING_STEPS == MOST_UNWRITTEN
     assert step.waiting == MOST_UNWRITTEN * step.held
+
+
+def test_supervised_samples_keep_their_logprobs() -> None:
+    samples = [make_sample(k, length, routed=False) for k, length in enumerate(LENGTHS)]
+    planned = StepArrays(
+        sequences=len(LENGTHS),
+        tokens=sum(LENGTHS),
+        trainable=sum(LENGTHS) - PROMPT * len(LENGTHS),
+        vectors=0,
+        sampled=False,
+    )
+    batch = RolloutBatch.from_samples(samples)
+    batch.lend_arrays(samples)
+    del batch.vectors["rollout_logprobs"]
+    batch.versions = None
+    own = sum(sample.rollout_logprobs.nbytes for sample in samples)
+    assert num_bytes(batch) + own == planned.held

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -269,6 +270,14 @@ def test_optimizer_steps_are_even_in_rollouts(
     rank0.generate(1)
     groups = rank0.build_batch(1, 6).vectors["group_ids"]
     assert [len(set(groups[rows].tolist())) for rows in rank0.minibatches] == [2, 2]
+
+
+def test_samples_and_their_batch_hold_each_token_once(open_rank0: Open) -> None:
+    rank0 = open_rank0(None)
+    rank0.generate(1)
+    batch = rank0.build_batch(1, 6)
+    (sample,) = cast(Source, rank0.source).samples
+    assert np.shares_memory(sample.tokens, batch.tokens.numpy())
 
 
 # --- the best checkpoint --------------------------------------------------------------------------

@@ -59,6 +59,14 @@ def step(
     return [stream.row(draw) for draw in draws]
 
 
+def test_another_seed_may_go_on_with_the_results() -> None:
+    stream = stream_of(seed=3)
+    step(stream, 4)
+    other = stream_of(seed=4)
+    other.restore(stream.snapshot())
+    assert other.snapshot()["curriculum"] == stream.snapshot()["curriculum"]
+
+
 # --- results and weights --------------------------------------------------------------------------
 
 
