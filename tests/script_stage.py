@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ class Stage:
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         write_stubs(self.folder)
@@ -138,13 +140,22 @@ class Stage:
 
     def start(self, script: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """In a process group of its own, which Ctrl-C reaches wherever the tests are run."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [self.script(script), *arguments],
             env={**self.environment, **environment},
             start_new_session=True,
             cwd=self.folder / "checkout",
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+        self._started.append(process)
+        return process
+
+    def end(self) -> None:
+        """End what was started and goes on, as behind a test that failed."""
+        for process in self._started:
+            with suppress(ProcessLookupError):  # its group is gone
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def wait_until_it_waits(self, process: subprocess.Popen[bytes]) -> None:
         """Until a script that has started its last program waits for it, its traps set."""

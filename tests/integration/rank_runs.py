@@ -19,6 +19,7 @@ import psutil
 
 from rlcore.runs.metrics import read_metrics
 from tests.integration.held_estimator import held
+from tests.process_facts import command_of
 
 HERE = Path(__file__).resolve().parent
 REACH_S = 300.0  # for a run to get to where something is done to it, on a busy machine
@@ -67,7 +68,9 @@ class Going:
     def child(self, word: str) -> psutil.Process:
         """Return the process below rank 0 with `word` in its command line."""
         below = psutil.Process(self.ranks[0]).children(recursive=True)
-        return next(process for process in below if any(word in part for part in process.cmdline()))
+        return next(
+            process for process in below if any(word in part for part in command_of(process))
+        )
 
 
 Act = Callable[[Going], object]

@@ -31,6 +31,7 @@ import psutil
 from rlcore.errors import RlcoreError
 from tests.limits import forbid_large_files
 from tests.ports import free_port
+from tests.process_facts import command_of, variable_of
 
 # Every stage that a kill could leave half done: name -> (module, function in it).
 POINTS = {
@@ -252,7 +253,7 @@ def strike(pids: list[int], who: str, number: int) -> None:
         rank = who.removeprefix("rank ")
         below = psutil.Process(pids[0]).children(recursive=True)
         next(
-            p for p in below if p.environ().get("RANK") == rank and "rlcore" in p.cmdline()
+            p for p in below if variable_of(p, "RANK") == rank and "rlcore" in command_of(p)
         ).send_signal(number)
 
 
@@ -305,7 +306,7 @@ def orphans() -> list[str]:
         if not left:
             return []
         time.sleep(POLL_S)
-    described = [" ".join(process.cmdline()) for process in left]
+    described = [" ".join(command_of(process)) for process in left]
     for process in left:
         process.kill()
     return described

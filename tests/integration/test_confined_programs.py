@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,6 +25,7 @@ from rlcore.errors import ConfigError
 from rollout.sandbox.base import Outcome, Program
 from rollout.sandbox.build import build_sandbox
 from tests.limits import adopting_orphans
+from tests.process_facts import command_of
 
 NAMESPACES = ["unshare", *(["bubblewrap"] if shutil.which("bwrap") else [])]
 ALL = [*NAMESPACES, "rlimits"]
@@ -389,9 +389,7 @@ def test_a_run_that_is_cancelled_at_any_moment_leaves_nothing() -> None:
 
 def is_of_a_sandbox(process: psutil.Process) -> bool:
     """Whether it is the first process in a sandbox, or what started one."""
-    with suppress(psutil.NoSuchProcess):  # a zombie counts as such
-        return any("The first process inside a sandbox" in word for word in process.cmdline())
-    return False
+    return any("The first process inside a sandbox" in word for word in command_of(process))
 
 
 KILLED = """

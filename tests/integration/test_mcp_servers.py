@@ -26,6 +26,7 @@ from rlcore.runs.rollouts import read_rollouts
 from rollout.conversation.conversation import Conversation
 from rollout.workflows.mcp_tools import McpFailed, McpTools
 from rollout.workflows.registry import build_workflow
+from tests.process_facts import command_of
 from tests.unit.rollout.conversation.kit import (
     ScriptedModel,
     make_context,
@@ -228,7 +229,7 @@ def test_a_run_calls_a_shared_server_and_leaves_none_behind(workspace: Workspace
     samples = [sample for step in (1, 2) for sample in read_rollouts(run.rollouts(step))]
     told = [text for sample in samples for text in results(SimpleNamespace(**sample))]
     assert any(text.isdigit() for text in told), "the warm-up was too short for calls"
-    left = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    left = [command_of(child) for child in psutil.Process().children(recursive=True)]
     assert not [command for command in left if "mcp_server.py" in " ".join(command)]
 
 

@@ -11,6 +11,7 @@ from rank_runs import Going, RankRuns
 from resume_runs import contents
 from workspace import LEARNING
 
+from tests.process_facts import command_of
 from tests.timeline_checks import check_timeline
 
 TWO = (
@@ -62,7 +63,7 @@ def test_an_engine_that_dies_under_another_rank_changes_no_bit(
 
     def kill(going: Going) -> None:
         below = psutil.Process(going.ranks[0]).children(recursive=True)
-        engines = [process for process in below if ENGINE in process.cmdline()]
+        engines = [process for process in below if ENGINE in command_of(process)]
         assert len(engines) == 2
         max(engines, key=lambda process: process.create_time()).send_signal(signal.SIGKILL)
 

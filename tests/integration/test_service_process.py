@@ -16,6 +16,7 @@ import pytest
 
 from tests.integration.held_estimator import held
 from tests.integration.workspace import LEARNING, Run, Workspace
+from tests.process_facts import command_of
 
 STEPS = 12
 SERVERS = ("rollout.engine.in_process=false", *LEARNING, f"training.steps={STEPS}")
@@ -57,14 +58,6 @@ def service_of(parent: int) -> psutil.Process:
         if "rlcore.launch.service.child" in command_of(child)
     ]
     return service
-
-
-def command_of(process: psutil.Process) -> list[str]:
-    """Its command line; empty where it has ended."""
-    try:
-        return list(process.cmdline())
-    except psutil.NoSuchProcess:
-        return []
 
 
 def at_step(folder: Path, step: int, act: Callable[[], None]) -> threading.Thread:

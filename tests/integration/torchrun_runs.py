@@ -17,6 +17,7 @@ from tests.integration.held_estimator import held
 from tests.integration.rank_runs import InFolder
 from tests.integration.workspace import ROOT, Workspace
 from tests.ports import free_port
+from tests.process_facts import command_of, variable_of
 
 LIMIT_S = 400.0  # for a run to end, on a busy machine
 # for a run to get to where something is done to it; agents import everything twice
@@ -71,7 +72,7 @@ class Launched(InFolder):
 
     def rank(self, rank: int) -> psutil.Process:
         return next(p for agent in self.agents for p in psutil.Process(agent.pid).children()
-                    if p.environ().get("RANK") == str(rank))  # fmt: skip
+                    if variable_of(p, "RANK") == str(rank))  # fmt: skip
 
     def go_on(self) -> None:
         """Let a run go on that is held."""
@@ -82,10 +83,9 @@ class Launched(InFolder):
         agents = {agent.pid for agent in self.agents}
         found = []
         for process in psutil.process_iter():
-            with suppress(psutil.NoSuchProcess):  # a zombie counts as such
-                command = " ".join(process.cmdline())
-                if process.pid not in agents and f"run.name={self.folder.name}" in command:
-                    found.append(command)
+            command = " ".join(command_of(process))
+            if process.pid not in agents and f"run.name={self.folder.name}" in command:
+                found.append(command)
         return found
 
     def kill(self) -> None:

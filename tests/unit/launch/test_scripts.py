@@ -21,16 +21,12 @@ from rlcore.config.engine_registry import KINDS
 from rlcore.config.load import load_config, split_arguments
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.config.sections.rollout import EngineConfig
+from tests.process_facts import command_of
 from tests.script_stage import KEYS, ROOT, Stage, value_of
 
 SCRIPTS = sorted([
     *ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/slurm/*.s*"), *ROOT.glob("benchmarks/*.sh")
 ])  # fmt: skip
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[str(path.relative_to(ROOT)) for path in SCRIPTS])
@@ -151,7 +147,7 @@ def test_the_wait_for_engines_ends_with_its_script(stage: Stage) -> None:
 
     def waiting() -> list[psutil.Process]:
         children = psutil.Process(process.pid).children()
-        return [child for child in children if "engine_urls" in " ".join(child.cmdline())]
+        return [child for child in children if "engine_urls" in " ".join(command_of(child))]
 
     stage.wait_for(lambda: bool(waiting()), "nobody waits for engines")
     there = waiting()

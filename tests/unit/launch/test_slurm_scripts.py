@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -11,11 +10,6 @@ from tests.script_stage import KEYS, Stage, value_of
 from tests.slurm_stubs import job
 
 pytestmark = pytest.mark.rest
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path)
 
 
 def test_slurm_nodes_are_split_into_trainers_and_engines(stage: Stage) -> None:

@@ -6,16 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.script_stage import Stage
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path)
 
 
 def test_the_first_node_is_the_head_and_runs_the_driver(stage: Stage) -> None:
