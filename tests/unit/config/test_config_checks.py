@@ -22,9 +22,6 @@ def paths(lines: list[str]) -> list[str]:
     return [line.split(" ")[0].rstrip(":") for line in lines]
 
 
-# --- refused --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("overrides", "refused"),
     [
