@@ -20,13 +20,13 @@ from rlcore.algorithms.corrections import (
 )
 from rlcore.algorithms.errors import (
     AlgorithmError,
-    CallError,
     DuplicateNameError,
     EstimatorMutationError,
     InputError,
     KeywordError,
     MissingInputError,
     OutputError,
+    UndeclaredInputError,
     UnknownNameError,
 )
 from rlcore.algorithms.estimators.groups import GroupedReturns
@@ -78,7 +78,6 @@ __all__ = [
     "AggregationMode",
     "AlgorithmError",
     "CORRECTIONS",
-    "CallError",
     "Correction",
     "CorrectionLevel",
     "CorrectionName",
@@ -102,6 +101,7 @@ __all__ = [
     "OutputError",
     "PolicyLoss",
     "PolicyLossInputs",
+    "UndeclaredInputError",
     "UnknownNameError",
     "approx_kl",
     "build_estimator",

@@ -30,12 +30,12 @@ class MissingInputError(AlgorithmError):
     """The batch lacks a field that the algorithm declared in `needs`."""
 
 
+class UndeclaredInputError(AlgorithmError):
+    """An algorithm worked on a field that is None, as it did not declare it; names its line."""
+
+
 class OutputError(AlgorithmError):
     """A result has a wrong shape or dtype, or numbers that are not finite."""
-
-
-class CallError(AlgorithmError):
-    """An algorithm raised an exception of its own; the message names it and its line."""
 
 
 class EstimatorMutationError(AlgorithmError):

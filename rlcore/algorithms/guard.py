@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from rlcore.algorithms.errors import (
-    AlgorithmError,
-    CallError,
     EstimatorMutationError,
     MissingInputError,
     OutputError,
+    UndeclaredInputError,
 )
 from rlcore.algorithms.types import Advantages, EstimatorInputs, PolicyLoss, PolicyLossInputs
 from rlcore.import_paths import place_of
@@ -90,31 +89,26 @@ class Guarded:
     def _naming_failures(
         self, called: object, inputs: EstimatorInputs | PolicyLossInputs
     ) -> Iterator[None]:
-        """Name the line that raised, or the field of `inputs.rewards -= x`, which assigns it."""
+        """Name the field of `inputs.rewards -= x`, which assigns it, and those that are None.
+
+        Another exception is a bug of the algorithm, and comes with its traceback.
+        """
         try:
             yield
-        except (AlgorithmError, torch.OutOfMemoryError):
+        except FrozenInstanceError as error:
+            for field in fields(inputs):
+                if str(error).endswith(f"field {field.name!r}"):
+                    raise self._written(field.name) from error
             raise
-        except Exception as error:  # a plugin may raise anything
-            if isinstance(error, FrozenInstanceError):
-                for field in fields(inputs):
-                    if str(error).endswith(f"field {field.name!r}"):
-                        raise self._written(field.name) from error
-            hint = self._hint_of_none(inputs) if "NoneType" in str(error) else ""
-            raise CallError(
+        except (AttributeError, TypeError) as error:
+            absent = ", ".join(f.name for f in fields(inputs) if getattr(inputs, f.name) is None)
+            if "NoneType" not in str(error) or not absent:
+                raise
+            raise UndeclaredInputError(
                 f"{self.kind} {self.name!r} raised {type(error).__name__}: {error}"
-                f"{place_of(called, error)}{hint}"
+                f"{place_of(called, error)}; these fields of its inputs are None: {absent}."
+                ' Declare what it reads, as in needs = {"values"}'
             ) from error
-
-    def _hint_of_none(self, inputs: EstimatorInputs | PolicyLossInputs) -> str:
-        """Say which fields are None, the usual cause of an operation on None."""
-        absent = ", ".join(f.name for f in fields(inputs) if getattr(inputs, f.name) is None)
-        return (
-            f"; these fields of its inputs are None: {absent}. Declare what it reads, as in"
-            ' needs = {"values"}'
-            if absent
-            else ""
-        )
 
     def _written(self, field: str) -> EstimatorMutationError:
         return EstimatorMutationError(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, NoReturn
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.errors import CallError, EstimatorMutationError
+from rlcore.algorithms.errors import EstimatorMutationError, UndeclaredInputError
 from rlcore.algorithms.guard import Guarded
 from rlcore.algorithms.testing.batches import (
     Layout,
@@ -101,7 +101,7 @@ class Trial(Generic[Record]):
             return (call or self.subject.call)(batch)
         except EstimatorMutationError as error:
             replace(self, rule=READ_ONLY).fail(batch, change, str(error), error)
-        except CallError as error:
+        except UndeclaredInputError as error:
             self.fail(batch, change, str(error), error.__cause__)
         except Exception as error:  # noqa: BLE001  (anything at all that a plugin raises breaks the rule)
             self.fail(batch, change, f"{type(error).__name__}: {error}", error)
