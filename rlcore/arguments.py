@@ -28,10 +28,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and (any(argument.startswith("-") for argument in rest) or "settings" not in arguments):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_key(arguments, rest)}")
     if rest:
         arguments.settings += rest
     return arguments
+
+
+def _as_key(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
+    """Say that keys are no flags, which they are in other trainers."""
+    if "settings" not in arguments:
+        return ""
+    from rlcore.config.key_suggestions import suggest
+
+    flag = next(argument for argument in rest if argument.startswith("-"))
+    key = suggest(tuple(flag.partition("=")[0].lstrip("-").split(".")))
+    return f" (a key of the configuration is given as {key or 'KEY'}=VALUE, without dashes)"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,6 +19,13 @@ from rlcore.algorithms.keywords import REQUIRED, Keyword, check_keywords, constr
 from rlcore.algorithms.ragged import NormalizationMode
 from rlcore.import_paths import NoSuchName, import_object
 
+# Names of other projects for what is several settings here.
+METHODS = {
+    "dapo": "algorithm.loss.clip_high=0.28, algorithm.loss.aggregation=token-mean and"
+    " rollout.filters=[mixed_verdicts]",
+    "gae": "algorithm.estimator.name=ppo",
+}
+
 Needs = Collection[str] | Callable[[Any], Collection[str]]
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
@@ -105,10 +112,12 @@ class Registry:
         if plugin is None and objects:
             plugin = self._enter(name, objects[0], {})
         if plugin is None:
+            elsewhere = self._elsewhere(name)
+            near = known_names("" if elsewhere else name, self.names())
             raise UnknownNameError(
-                f"unknown {self.kind} {name!r}{self._elsewhere(name)}; "
-                f"{known_names(name, self.names())}; one of your own is named by its import path, "
-                f"'{name.replace('.', ':') if name.count('.') == 1 else 'package.module:Name'}'"
+                f"unknown {self.kind} {name!r}{elsewhere}; {near};"
+                " one of your own is named by its import path,"
+                f" '{name.replace('.', ':') if name.count('.') == 1 else 'package.module:Name'}'"
             )
         for point, found in zip(points, objects):
             if found is not plugin.factory:
@@ -181,6 +190,8 @@ class Registry:
 
     def _elsewhere(self, name: str) -> str:
         """Say that a name is of another kind: GSPO, say, is an estimator in verl and slime."""
+        if name.lower() in METHODS:
+            return f": {name} is {METHODS[name.lower()]}"
         found = next((other for other in self.others if name in other.names()), None)
         return "" if found is None else f": it is a {found.kind} here, set {found.key}={name}"
 

@@ -66,7 +66,7 @@ def _problem(details: ErrorDetails, tree: Tree) -> Problem:
     path = tuple(str(key) for key in details["loc"])
     dotted = ".".join(path)
     if details["type"] == "extra_forbidden":
-        return Problem(dotted, unknown_key(path))
+        return Problem(dotted, unknown_key(path, details["input"]))
     expected = expected_by(details)
     if details["type"] == "missing":
         return Problem(dotted, f"missing: give it in a file or as {dotted}=VALUE")

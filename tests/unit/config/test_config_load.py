@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config.key_suggestions import ALIASES, suggest
+from rlcore.config.key_suggestions import suggest
 from rlcore.config.load import load_config, split_arguments
-from rlcore.config.schema import known_keys
 from rlcore.errors import ConfigError
 
 BASE = """\
@@ -248,10 +247,6 @@ def test_nearest_key(key, nearest):
 
 def test_no_suggestion_where_nothing_is_near():
     assert suggest(("zzz", "qqqqqq")) is None
-
-
-def test_names_from_other_trainers_point_at_keys_that_exist():
-    assert set(ALIASES.values()) <= set(known_keys())
 
 
 def test_several_errors_are_one_a_line(write, refusal):
