@@ -79,7 +79,12 @@ def _add_configured(commands: Commands) -> None:
         "--overwrite", action="store_true", help="delete what an earlier run of this name left"
     )
     text = "check a configuration and print it with the origin of each value"
-    _configured(commands, "validate", text)
+    sub = _configured(commands, "validate", text)
+    sub.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="the run will be on other machines: leave the model's folder and the files unchecked",
+    )
     text = "print rows as the model will see them, what the reward says, and how long they are"
     sub = _configured(commands, "data", text)
     sub.add_argument("--rows", type=_positive, default=3, metavar="N", help="how many rows (3)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import signal
 import sys
@@ -79,7 +78,7 @@ def train(arguments: argparse.Namespace) -> int:
         launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
         loaded = _load([*launcher, *arguments.settings])
         from rlcore.launch import launchers
-        from rlcore.launch.plugin_checks import check_plugins
+        from rlcore.launch.input_checks import check_plugins
 
         found = check_plugins(loaded)
         if first_on_node():
@@ -96,45 +95,34 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """Print the configuration, and which checks were made and which left out."""
+    """Print the configuration, which checks were made and left out, and the notes."""
     loaded = _load(arguments.settings)
     from rlcore.config.checks.all_checks import describe_checks
     from rlcore.config.yaml_settings import render_config
+    from rlcore.import_paths import import_torch_lazily
     from rlcore.runs.directory import check_plain_name
 
     check_plain_name(loaded.config.run.name)
     notes = list(loaded.notes)
     made = describe_checks()
-    model = Path(loaded.config.model.path)
-    left_out = ["Files and folders exist and can be read: seen when the run starts"]
-    if importlib.util.find_spec("torch") is None:
-        left_out += [
-            f"{what}: needs torch, which is not installed here"
-            for what in (
-                "Estimator, loss and functions take their keywords",
-                "The layout and policy.megatron fit the model",
-            )
-        ]
-    else:
-        from rlcore.launch import plugin_checks
+    left_out = []
+    if import_torch_lazily():
+        from rlcore.config.derived import world_size
+        from rlcore.launch import input_checks
 
-        notes += plugin_checks.check_plugins(loaded)
-        made += plugin_checks.MADE
-        if model.is_dir():
-            from rlcore.config.derived import world_size
-            from rlcore.data.loading import check_context
-            from rlcore.launch.compose import check_model
-
-            check_model(loaded.config, world_size(loaded.config), here=False)
-            check_context(loaded.config)
-            made.append("The model can be converted, and the layout and policy.megatron fit it")
-            made.append("Responses leave room for a prompt in the model's context")
+        notes += input_checks.check_plugins(loaded)
+        made += input_checks.MADE
+        if arguments.elsewhere:
+            left_out += [f"{line}: --elsewhere" for line in input_checks.MADE_HERE]
         else:
-            left_out.append(f"The layout fits the model: there is no folder {model} here")
+            input_checks.check_folders(loaded.config, world_size(loaded.config), here=False)
+            made += input_checks.MADE_HERE
+    else:
+        left_out.append("Algorithms, functions, model and files: torch is not installed here")
     print(render_config(masked(loaded.config.model_dump()), loaded.origins), end="")
-    for title, lines in (("notes", notes), ("checks made", made), ("checks left out", left_out)):
+    for title, lines in (("checks made", made), ("checks left out", left_out), ("notes", notes)):
         if lines:
-            print(f"\n# {title}:", *(f"#   {line}" for line in lines), sep="\n")
+            print(f"\n# {title} ({len(lines)}):", *(f"#   {line}" for line in lines), sep="\n")
     return 0
 
 

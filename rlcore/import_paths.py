@@ -1,4 +1,4 @@
-"""Code of users: the loader of import paths `package.module:name`, and the lines that failed.
+"""Imports: paths `package.module:name` and the lines of them that failed; torch, put off.
 
 Standard library alone: every layer uses it.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
@@ -101,3 +103,28 @@ def shown_place(frames: Sequence[tuple[str, int, str]]) -> str:
 def _place(file: str, line: int, name: str) -> str:
     path = os.path.relpath(file)
     return f" ({file if path.startswith('..') else path}:{line} in {name})"
+
+
+# --- torch, put off -------------------------------------------------------------------------------
+
+
+class _Lazy(ModuleType):
+    """Stands for torch in `sys.modules` until an attribute is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get("torch") is self:
+            del sys.modules["torch"]
+        return getattr(importlib.import_module("torch"), name)
+
+
+def import_torch_lazily() -> bool:
+    """Make `import torch` free until torch is used. Returns False where it is not installed.
+
+    Loading it costs two seconds of CPU. Commands that check configurations import modules that
+    import torch, and seldom use it.
+    """
+    if "torch" not in sys.modules:
+        if importlib.util.find_spec("torch") is None:
+            return False
+        sys.modules["torch"] = _Lazy("torch")
+    return True

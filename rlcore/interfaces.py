@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
-from rlcore.data.generation import Completion, Generate, GenerateRequest, MemoryTag, PauseMode
-from rlcore.data.packing.plan import MinibatchPlan, PlanRules
-from rlcore.data.prompts import Prompt
-from rlcore.data.sample import Sample
-from rlcore.weights import Bucket
+    from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
+    from rlcore.data.generation import Completion, Generate, GenerateRequest, MemoryTag, PauseMode
+    from rlcore.data.packing.plan import MinibatchPlan, PlanRules
+    from rlcore.data.prompts import Prompt
+    from rlcore.data.sample import Sample
+    from rlcore.weights import Bucket
 
 # --- training -------------------------------------------------------------------------------------
 

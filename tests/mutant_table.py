@@ -325,7 +325,7 @@ MUTANTS = [
      U + "rollout/weight_sync/test_weight_links_alone.py::test_a_group_that_comes_together_after_it_was_given_up_is_closed"),
     ("the embedded engine goes on for nobody", "rollout/engines/embedded/engine.py", "            gate.abandon(ticket)\n            raise", "            raise",
      U + "rollout/engines/embedded/test_pause.py::test_a_cancelled_call_stops_at_its_next_token"),
-    ("stop strings are looked for without spare tokens", "rollout/engines/embedded/decoding.py", "EXTRA_TOKENS = 4", "EXTRA_TOKENS = 0",
+    ("stop strings are looked for without spare tokens", "rlcore/data/generation.py", "STOP_MARGIN = 4", "STOP_MARGIN = 0",
      U + "rollout/engines/embedded/test_embedded.py::test_a_stop_string_may_begin_with_a_token_that_reads_otherwise_alone"),
     ("checkpoints of later steps stay at a resume", "rlcore/trainer/rank0.py", "        self.checkpoints.rewind(found.step)\n", "",
      U + "trainer/test_rank0_resume.py::test_checkpoints_of_later_steps_are_set_aside"),

@@ -6,8 +6,6 @@ import torch
 
 from backends.megatron.checks.layout import check_replay
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.load import SafetensorsFolder
-from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron
 from backends.megatron.model.layers import layer_fields, layers_of
 from rlcore.config import Config
 from rlcore.errors import ModelError
@@ -30,6 +28,8 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
     layers = None if device is None else layers_of(config, device, latent=arch.latent_attention)
     if not policy.megatron:
         return
+    from backends.megatron.cpu.shim import expected_warnings_off, importing_megatron
+
     with importing_megatron():
         from backends.megatron.checks.transformer_fields import check_overrides, check_recompute
         from backends.megatron.model.gpt import transformer_config
@@ -52,6 +52,8 @@ def check_reward_model(arch: Architecture) -> None:
             f"model.path: {arch.folder} is no reward model: its config.json names {names}, expected"
             f" {arch.table.classes[1]} with one label"
         )
+    from backends.megatron.convert.load import SafetensorsFolder
+
     with SafetensorsFolder(arch.folder) as folder:
         if "score.weight" not in folder:
             raise ModelError(

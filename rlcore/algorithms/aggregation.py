@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.errors import known_names
 from rlcore.algorithms.ragged import expand_to_tokens, group_index, segment_lengths
 from rlcore.algorithms.types import check_cu_seqlens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AggregationMode = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"

@@ -12,15 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.errors import InputError, known_names
 from rlcore.algorithms.kl import approx_kl, clamp_log_ratio, clamped_log_ratio
-from rlcore.algorithms.ragged import expand_to_tokens, segment_mean, segment_sum
+from rlcore.algorithms.ragged import expand_to_tokens, segment_mean, segment_sum, without_gradient
 from rlcore.algorithms.types import check_cu_seqlens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CorrectionName = Literal["tis", "mis", "icepop"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
@@ -150,7 +152,7 @@ class Correction:
         default = 1.0 / upper if spec.lower is None else spec.lower
         return default if self.lower is None else self.lower, upper
 
-    @torch.no_grad()
+    @without_gradient
     def __call__(
         self, old_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor
     ) -> CorrectionResult:
@@ -218,7 +220,7 @@ def _check(old_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor) -
             )
 
 
-@torch.no_grad()
+@without_gradient
 def mismatch_vectors(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
     """Return the vectors of `rollout/train_rollout_logprob_diff*` and `rollout/ess`, float64 `[M]`.
 

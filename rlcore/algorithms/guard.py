@@ -13,10 +13,9 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.errors import (
     EstimatorMutationError,
@@ -24,8 +23,12 @@ from rlcore.algorithms.errors import (
     OutputError,
     UndeclaredInputError,
 )
+from rlcore.algorithms.ragged import without_gradient
 from rlcore.algorithms.types import Advantages, EstimatorInputs, PolicyLoss, PolicyLossInputs
 from rlcore.import_paths import place_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ESTIMATOR_ALWAYS = ("cu_seqlens", "rewards", "group_ids")
 ESTIMATOR_WHERE_GIVEN = ("rollout_ids",)  # not declared either: each estimator must respect them
@@ -134,7 +137,7 @@ class GuardedEstimator(Guarded):
         self.takes |= {*ESTIMATOR_WHERE_GIVEN}
         self.estimator = estimator
 
-    @torch.no_grad()
+    @without_gradient
     def __call__(self, inputs: EstimatorInputs) -> Advantages:
         present = [name for name, value in vars(inputs).items() if value is not None]
         self.check_available(present)
@@ -208,7 +211,7 @@ class GuardedPolicyLoss(Guarded):
         """Return whether the loss wants to see the whole optimizer step before it is split."""
         return callable(getattr(self.loss, "batch_stats", None))
 
-    @torch.no_grad()
+    @without_gradient
     def batch_stats(self, inputs: PolicyLossInputs) -> dict[str, Tensor]:
         """Compute `inputs.batch_stats` from the whole optimizer step; {} if the loss needs none."""
         if not self.has_batch_stats:
@@ -218,7 +221,7 @@ class GuardedPolicyLoss(Guarded):
         with self._naming_failures(of_loss, inputs):
             stats: Mapping[str, Any] = of_loss(inputs)
         for name, value in stats.items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, torch.Tensor):
                 raise OutputError(
                     f"policy loss {self.name!r}: batch_stats[{name!r}]: expected a tensor, got"
                     f" {type(value).__name__}"
@@ -234,7 +237,9 @@ class GuardedPolicyLoss(Guarded):
             )
         tensors = [(f.name, getattr(inputs, f.name)) for f in fields(inputs)]
         versions = {
-            n: t._version for n, t in tensors if isinstance(t, Tensor) and not t.is_inference()
+            n: t._version
+            for n, t in tensors
+            if isinstance(t, torch.Tensor) and not t.is_inference()
         }
         with self._naming_failures(self.loss, inputs):
             result = self.loss(inputs)
@@ -258,8 +263,8 @@ class GuardedPolicyLoss(Guarded):
         )
         sizes = ((inputs.num_tokens,), (inputs.num_sequences,))
         for name, value in result.metrics.items():
-            if not isinstance(value, Tensor) or tuple(value.shape) not in sizes:
-                got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) not in sizes:
+                got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise OutputError(
                     f"policy loss {self.name!r}: metrics[{name!r}]: expected [M] ="
                     f" [{inputs.num_tokens}] or [B] = [{inputs.num_sequences}], not reduced, got"
@@ -294,12 +299,9 @@ def _with_fields(inputs: EstimatorInputs, tensors: Mapping[str, Tensor]) -> Esti
     return record
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def _same_bits(value: Tensor, original: Tensor) -> bool:
     """Compare as integers, so that NaN equals NaN."""
     if value.shape != original.shape or value.dtype != original.dtype:
         return False
-    bits = _BITS[value.element_size()]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
     return torch.equal(value.contiguous().view(bits), original.contiguous().view(bits))

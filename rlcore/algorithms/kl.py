@@ -5,12 +5,14 @@ The KL penalty enters the reward in `reward_shaping`.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.errors import known_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KLKind = Literal["k1", "k2", "k3"]
 

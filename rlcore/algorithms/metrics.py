@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlcore.algorithms.corrections import mismatch_vectors, stale_tokens
 from rlcore.algorithms.errors import InputError
@@ -22,13 +20,17 @@ from rlcore.algorithms.ragged import (
     group_mean_std,
     segment_lengths,
     segment_sum,
+    without_gradient,
 )
 from rlcore.algorithms.rollouts import Rollouts
 from rlcore.algorithms.types import EstimatorInputs
 from rlcore.algorithms.wide import mean_and_variance, pieces
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-@torch.no_grad()
+
+@without_gradient
 def rollout_metrics(
     inputs: EstimatorInputs,
     *,

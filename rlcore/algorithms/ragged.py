@@ -7,13 +7,31 @@ and is differentiable in its values.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, get_args
 
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.errors import known_names
 from rlcore.algorithms.wide import mean_and_variance, pieces
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def without_gradient(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorate as `torch.no_grad()` does, but ask nothing of torch before the first call."""
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def segment_lengths(cu_seqlens: Tensor) -> Tensor:

@@ -5,13 +5,17 @@ All sums are float64: an outcome of 1e4 beside a KL of 1e-3 would lose the KL in
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.ragged import segment_lengths, segment_sum
 from rlcore.algorithms.rollouts import Rollouts
 from rlcore.algorithms.types import EstimatorInputs
 from rlcore.algorithms.wide import add_
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def token_terms(

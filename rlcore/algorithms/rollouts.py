@@ -8,13 +8,16 @@ the order in which they were made.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.errors import InputError
 from rlcore.algorithms.ragged import group_index
 from rlcore.algorithms.scan import discounted_suffix_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

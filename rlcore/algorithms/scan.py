@@ -17,10 +17,14 @@ All of it is float64 and touches M numbers a few times, in place.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _ROW = 32  # tokens; longer rows save little, and cost more where sequences end
 
@@ -40,7 +44,7 @@ def discounted_suffix_sum(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) 
     """
     if not x.is_floating_point():
         raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
-    result: Tensor = _SuffixSum.apply(x, cu_seqlens.long(), _checked_decay(decay, cu_seqlens))
+    result: Tensor = _suffix_sum().apply(x, cu_seqlens.long(), _checked_decay(decay, cu_seqlens))
     return result
 
 
@@ -56,7 +60,7 @@ def discounted_suffix_sum_(x: Tensor, cu_seqlens: Tensor, decay: float | Tensor)
 
 def _checked_decay(decay: float | Tensor, cu_seqlens: Tensor) -> float | Tensor:
     """Return `decay` as a float, or as float64 `[B]` on the device of `cu_seqlens`."""
-    if not isinstance(decay, Tensor):
+    if not isinstance(decay, torch.Tensor):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay: expected a number in [0, 1], got {decay}")
         return float(decay)
@@ -75,20 +79,27 @@ def _checked_decay(decay: float | Tensor, cu_seqlens: Tensor) -> float | Tensor:
     return decay.detach().double().to(cu_seqlens.device)
 
 
-class _SuffixSum(torch.autograd.Function):
-    """The gradient of a suffix sum is the prefix sum: a suffix sum of the reversed entries."""
+@cache
+def _suffix_sum() -> type[torch.autograd.Function]:
+    """Return the differentiable scan; made at its first use, so that importing needs no torch.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
-        ctx.cu_seqlens = cu_seqlens
-        ctx.decay = decay
-        return _scan_(x.to(torch.float64, copy=True), cu_seqlens, decay).to(x.dtype)
+    The gradient of a suffix sum is the prefix sum: a suffix sum of the reversed entries.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        decay = ctx.decay.flip(0) if isinstance(ctx.decay, Tensor) else ctx.decay
-        borders = ctx.cu_seqlens[-1] - ctx.cu_seqlens.flip(0)
-        return _SuffixSum.apply(grad.flip(0), borders, decay).flip(0), None, None
+    class SuffixSum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
+            ctx.cu_seqlens = cu_seqlens
+            ctx.decay = decay
+            return _scan_(x.to(torch.float64, copy=True), cu_seqlens, decay).to(x.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+            decay = ctx.decay.flip(0) if isinstance(ctx.decay, torch.Tensor) else ctx.decay
+            borders = ctx.cu_seqlens[-1] - ctx.cu_seqlens.flip(0)
+            return SuffixSum.apply(grad.flip(0), borders, decay).flip(0), None, None
+
+    return SuffixSum
 
 
 def _scan_(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
@@ -99,7 +110,7 @@ def _scan_(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor) -> Tensor:
         return y
     if longest <= _ROW:
         return _scan_by_doubling(y, cu_seqlens, decay, longest)
-    if isinstance(decay, Tensor):
+    if isinstance(decay, torch.Tensor):
         decay = decay[lengths > 0]
     return _scan_by_rows(y, cu_seqlens.unique_consecutive(), decay, longest)
 
@@ -118,7 +129,7 @@ def _scan_by_rows(y: Tensor, borders: Tensor, decay: float | Tensor, longest: in
 
     sequence_powers = _powers(decay, y.device)
     row_powers = sequence_powers
-    if isinstance(decay, Tensor):  # a row decays as the sequence does that goes on behind it
+    if isinstance(decay, torch.Tensor):  # a row decays as the sequence does that goes on behind it
         row_powers = sequence_powers.repeat_interleave((borders // _ROW).diff(), dim=0)
     _scan_inside(rows, row_powers)
     _scan_inside(ending, sequence_powers)
@@ -139,7 +150,8 @@ def _scan_by_rows(y: Tensor, borders: Tensor, decay: float | Tensor, longest: in
 def _powers(decay: float | Tensor, device: torch.device) -> Tensor:
     """`decay ** 32, …, decay ** 1`, float64 `[1 or B, 32]`: what reaches each token of a row."""
     distance = torch.arange(_ROW, 0, -1, dtype=torch.float64, device=device)
-    return (decay[:, None] if isinstance(decay, Tensor) else decay) ** distance.expand(1, _ROW)
+    base = decay[:, None] if isinstance(decay, torch.Tensor) else decay
+    return base ** distance.expand(1, _ROW)
 
 
 def _scan_inside(rows: Tensor, powers: Tensor) -> None:
@@ -160,13 +172,13 @@ def _scan_by_doubling(y: Tensor, cu_seqlens: Tensor, decay: float | Tensor, long
     behind = torch.repeat_interleave(cu_seqlens[1:] - 1, lengths, output_size=y.numel()) - entry
     zero = y.new_zeros(())
     rate = decay
-    if isinstance(decay, Tensor):
+    if isinstance(decay, torch.Tensor):
         rate = torch.repeat_interleave(decay, lengths, output_size=y.numel())
     width = 1
     while width < longest:
         # where, not a product with a mask: 0 * inf of the next sequence would be NaN
         window = torch.where(behind[:-width] >= width, y[width:], zero)
-        if isinstance(rate, Tensor):
+        if isinstance(rate, torch.Tensor):
             y[:-width].addcmul_(window, rate[:-width])
         else:
             y[:-width].add_(window, alpha=rate)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.ragged import expand_to_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Constants of splitmix64 (G. Steele, D. Lea and C. Flood, "Fast splittable pseudorandom number
 # generators", 2014), written as the signed integers that have these 64 bits.

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What a batch holds of each sequence, [B] or [B, P]; the other vectors are [M].
 PER_SEQUENCE = frozenset(
@@ -74,7 +76,7 @@ class Advantages:
     def __post_init__(self) -> None:
         for name in ("advantages", "returns"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Tensor):
+            if value is not None and not isinstance(value, torch.Tensor):
                 raise InputError(
                     f"Advantages.{name}: expected a tensor [M], got {type(value).__name__}"
                 )
@@ -104,8 +106,8 @@ class PolicyLossInputs:
     batch_stats: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        waits = isinstance(self.cu_seqlens, Tensor) and self.cu_seqlens.device.type != "cpu"
-        known = self.logprobs.numel() if waits and isinstance(self.logprobs, Tensor) else None
+        waits = isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.device.type != "cpu"
+        known = self.logprobs.numel() if waits and isinstance(self.logprobs, torch.Tensor) else None
         _check_record(self, num_tokens=known)
 
     @property
@@ -127,7 +129,7 @@ class PolicyLoss:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # detached [M] or [B]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.per_token, Tensor):
+        if not isinstance(self.per_token, torch.Tensor):
             raise InputError(
                 f"PolicyLoss.per_token: expected a tensor [M], got {type(self.per_token).__name__}"
             )
@@ -152,7 +154,7 @@ def _check_record(record: Any, *, num_tokens: int | None = None) -> None:
         at = f"{where}.{name}"
         size = num_sequences if name in PER_SEQUENCE else num_tokens
         symbol = symbol_of(name)
-        if not isinstance(value, Tensor):
+        if not isinstance(value, torch.Tensor):
             raise InputError(f"{at}: expected a tensor {symbol}, got {type(value).__name__}")
         if not has_shape(name, value, size):
             raise InputError(
@@ -189,7 +191,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, at: str = "cu_seqlens", *, contents: bo
 
     Without `contents` only what the host knows is checked: the device is not waited for.
     """
-    if not isinstance(cu_seqlens, Tensor):
+    if not isinstance(cu_seqlens, torch.Tensor):
         raise InputError(f"{at}: expected an integer tensor [B+1], got {type(cu_seqlens).__name__}")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise InputError(f"{at}: expected shape [B+1] with B >= 0, got {list(cu_seqlens.shape)}")

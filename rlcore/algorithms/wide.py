@@ -8,9 +8,12 @@ the next one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PIECE = 1 << 16  # numbers: 512 KiB in float64
 

@@ -1,7 +1,7 @@
 """The declarations of built-in estimators and policy losses, read without torch.
 
 Importing them would import torch, so the literals of their decorators are read from the source.
-Plugins are not here: they are imported and asked (`rlcore.launch.plugin_checks`).
+Plugins are not here: they are imported and asked (`rlcore.launch.input_checks`).
 """
 
 from __future__ import annotations

@@ -6,17 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rlcore.algorithms import Moments
 from rlcore.algorithms.types import PER_PART, PER_SEQUENCE, has_shape
 from rlcore.data.sample import Sample, SamplingMasks
 from rlcore.data.token_versions import TokenVersions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

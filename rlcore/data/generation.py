@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.data.sample import Experts, FinishReason, SamplingMasks, VersionSpan
+
+# A window cut inside a character or a word decodes wrongly at its left edge only, tokens.
+STOP_MARGIN = 4
 
 
 @dataclass(frozen=True)
@@ -113,3 +116,23 @@ PauseMode = Literal["drain", "retract", "in_place", "abort"]
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]  # what an engine keeps on its device
 
 Generate = Callable[[GenerateRequest], Awaitable[list[Completion]]]
+
+
+class StopStrings:
+    """Tells when the text of a response comes to hold one of its stop strings.
+
+    A token stands for at least one byte, so a string of b bytes that the newest token completes
+    lies in the last b tokens: only that window is decoded, however long the response is.
+    """
+
+    def __init__(self, strings: tuple[str, ...], tokenizer: Any) -> None:
+        self.strings = strings
+        self.tokenizer = tokenizer
+        self.window = max(len(text.encode()) for text in strings) + STOP_MARGIN
+
+    def hit(self, tail: list[int]) -> bool:
+        """Whether a response whose last `window` tokens are `tail` holds a stop string."""
+        text = self.tokenizer.decode(
+            tail, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return any(string in text for string in self.strings)

@@ -22,20 +22,16 @@ from rlcore.config.derived import (
     engine_place_s,
     generates,
     longest_request_s,
-    other_folders,
     recorded_fields,
 )
-from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.load import Loaded
-from rlcore.data.examples import check_examples
-from rlcore.data.loading import check_context, load_prompts, prompt_notes
+from rlcore.data.loading import load_prompts, prompt_notes
 from rlcore.errors import ConfigError
 from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutSource, WeightSink
 from rlcore.launch.engines import build_engines, visible_names
 from rlcore.launch.process import Process
 from rlcore.launch.run_folder import OpenRun, find_checkpoint
 from rlcore.planning.devices import peak_flops
-from rlcore.runs.directory import check_run_name
 from rlcore.runs.versions import VersionJournal
 from rlcore.tracking import build_trackers
 from rlcore.trainer.credit import CreditAssignment
@@ -86,49 +82,6 @@ def build_algorithm(config: Config) -> tuple[Objective, CreditAssignment]:
         return objective, CreditAssignment(config, objective)
     except AlgorithmError as error:
         raise ConfigError(f"algorithm: {error}") from error
-
-
-def check_input(config: Config, world_size: int, *, resume: bool, overwrite: bool) -> None:
-    """Check the user's input; the launcher and every rank do so before anything else.
-
-    Raises:
-        UserError: the model cannot be converted or laid out like this, a file or a checkpoint is
-            missing, or the run exists already.
-    """
-    check_model(config, world_size)
-    check_context(config)
-    if config.training.replay is None:
-        check_examples(config.data)
-        for one in [] if config.is_sft else evaluation_sets(config):
-            check_examples(config.data, one.paths)
-    if config.policy.checkpoint is not None:
-        find_checkpoint(Path(config.policy.checkpoint))
-    if config.training.replay_from is not None:
-        find_checkpoint(Path(config.training.replay_from), "training.replay_from")
-    check_run_name(config.run.dir, config.run.name, resume=resume, overwrite=overwrite)
-
-
-def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
-    """Check that the model can be converted, and that the layout and the rest of `policy` fit it.
-
-    Args:
-        here: the run will be on this machine. If not, and this machine has no GPU, checks that
-            depend on the device are left out.
-    """
-    from backends.megatron.checks.layout import check_layout, check_others, check_vocabularies
-    from backends.megatron.convert.read import read_architecture
-    from backends.megatron.policy_checks import check_policy
-
-    bridge = config.model.bridge
-    policy = read_architecture(Path(config.model.path), bridge=bridge)
-    check_layout(policy, config.policy.parallel, world_size)
-    check_policy(config, policy, "cuda" if torch.cuda.is_available() else "cpu" if here else None)
-    others = {
-        key: read_architecture(Path(folder), bridge=bridge)
-        for key, folder in other_folders(config).items()
-    }
-    check_vocabularies(others, policy)
-    check_others(others, config.policy.parallel, world_size)
 
 
 def build_backend(

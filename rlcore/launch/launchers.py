@@ -22,7 +22,7 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
         and config.cluster.processes_per_node > 1
         and not is_rank()
     ):
-        from rlcore.launch.compose import check_input
+        from rlcore.launch.input_checks import check_input
         from rlcore.launch.local import launch_ranks
 
         check_input(config, config.cluster.processes_per_node, resume=resume, overwrite=overwrite)

@@ -19,12 +19,12 @@ from rlcore.launch.compose import (
     build_gpu_sharing,
     build_rank0,
     build_weight_publisher,
-    check_input,
     export_policy,
     open_handles,
     replay_from,
 )
 from rlcore.launch.environment import supervised, wait_for_reporter
+from rlcore.launch.input_checks import check_input
 from rlcore.launch.logs import describe_failure, log_folder
 from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import mark_opened, open_run, pin_initial_policy, record_timeline

@@ -32,12 +32,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.config.sections.rollout import WorkflowConfig
-from rlcore.data.generation import Completion, Generate, GenerateRequest, Prefix, SamplingParams
+from rlcore.data.generation import (
+    Completion,
+    Generate,
+    GenerateRequest,
+    Prefix,
+    SamplingParams,
+    StopStrings,
+)
 from rlcore.data.sample import Sample, SamplingMasks, VersionSpan, join_experts
 from rlcore.deadlines import CANCEL_S, MAX_RETRY_S, RETRY_S
 from rlcore.errors import DataError, RlcoreError, RolloutFailed, UserError
 from rlcore.import_paths import place_of
-from rollout.engines.embedded.decoding import StopStrings
 from rollout.plugins import failure_of, place_of_task
 
 if TYPE_CHECKING:

@@ -18,12 +18,8 @@ from rlcore.errors import EmptyBatch, RunFailed
 from rlcore.runs.rollouts import decode_samples, encode_samples
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.attempts import Failure, commonest
+from rollout.collection.filters import ROLLED_BACK, STALE
 from rollout.collection.group_runner import Group
-
-# Reasons for which groups are given up:
-STALE = "stale"  # no step may train on the group any more
-ROLLED_BACK = "rolled_back"  # a token comes from weights that the run has gone back behind
-
 
 # --- how old a group is ---------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ from rlcore.errors import EmptyBatch
 from rlcore.timeline.recorder import RECORDER
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.buffer import (
-    STALE,
     BufferedGroup,
     DropCounts,
     GroupBuffer,
@@ -37,7 +36,7 @@ from rollout.collection.buffer import (
     StepGroups,
     settle,
 )
-from rollout.collection.filters import FilterChain
+from rollout.collection.filters import STALE, FilterChain
 from rollout.collection.group_runner import Group, GroupRunner
 from rollout.collection.staleness_scheduler import Rules, Scheduler
 

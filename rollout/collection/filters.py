@@ -9,8 +9,12 @@ import numpy as np
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.import_paths import place_of
-from rollout.collection.buffer import ROLLED_BACK, STALE
 from rollout.plugins import load_object
+
+# The service drops groups by these: no step may train on it any more; a token comes from
+# weights that the run has gone back behind.
+STALE = "stale"
+ROLLED_BACK = "rolled_back"
 
 GroupFilter = Callable[[Sequence[Sample]], bool]
 """Takes the scored samples of one prompt; True keeps the group."""

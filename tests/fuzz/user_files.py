@@ -99,7 +99,7 @@ def _command(arguments: list[str]) -> str:
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            code = main(["validate", *arguments])
+            code = main(["validate", "--elsewhere", *arguments])
         except SystemExit as error:  # argparse
             code = error.code  # type: ignore[assignment]
     need(code in (0, 2), f"exit code {code}")

@@ -37,7 +37,7 @@ PRELOADED = (
     "backends.megatron.backend",
     "rlcore.launch.rank",
     "rlcore.launch.local",
-    "rlcore.launch.plugin_checks",
+    "rlcore.launch.input_checks",
     "rollout.engines.embedded.engine",
     "rollout.engines.embedded.client",
     "rollout.weight_sync.publication",

@@ -16,11 +16,10 @@ import torch
 from server_kit import Served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
+from rlcore.data.generation import Completion, GenerateRequest, SamplingParams, StopStrings
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import UserError
 from rollout.asyncio_utils import gather_or_cancel
-from rollout.engines.embedded.decoding import StopStrings
 from rollout.engines.sglang.generation import Generation, encode
 from rollout.engines.sglang.http import ServerClient
 

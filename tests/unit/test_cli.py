@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlcore import cli
+from rlcore import cli, import_paths
 from rlcore.config.load import load_config
 from rlcore.errors import FAILED, DataError, DeadlineExceeded, RunFailed
 from rlcore.launch import launchers
@@ -152,31 +152,60 @@ def test_resume_and_overwrite_exclude_each_other(capsys):
 
 
 def test_validate_prints_a_configuration_that_loads(capsys, tmp_path):
-    assert cli.main(["validate", *GIVEN, "training.target_kl=0.1"]) == 0
+    assert cli.main(["validate", "--elsewhere", *GIVEN, "training.target_kl=0.1"]) == 0
     out = capsys.readouterr().out
     file = tmp_path / "merged.yaml"
     file.write_text(out)
     assert load_config([file]).config == load_config([], [*GIVEN, "training.target_kl=0.1"]).config
-    assert "# notes:\n#   training.target_kl: 0.1 is ignored" in out
-    assert "# checks made:" in out
-    assert "needs torch" not in out
+    assert "# notes (1):\n#   training.target_kl: 0.1 is ignored" in out
+    assert "# checks made (" in out
+    assert "torch is not installed" not in out
 
 
 def test_validate_refuses_a_name_that_no_folder_can_have(capsys):
-    assert cli.main(["validate", *GIVEN, "run.name=a/b"]) == 2
+    assert cli.main(["validate", "--elsewhere", *GIVEN, "run.name=a/b"]) == 2
     assert "run.name must be a plain folder name" in capsys.readouterr().err
 
 
 def test_validate_says_what_it_leaves_out_without_torch(capsys, monkeypatch):
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(import_paths, "import_torch_lazily", lambda: False)
     assert cli.main(["validate", *GIVEN, "algorithm.estimator.name=unheard_of"]) == 0
-    out = capsys.readouterr().out
-    left_out = out.partition("# checks left out:")[2]
-    for what in (
-        "Estimator, loss and functions take their keywords",
-        "The layout and policy.megatron fit the model",
-    ):
-        assert f"{what}: needs torch, which is not installed here" in left_out
+    _, _, left_out = capsys.readouterr().out.partition("# checks left out (1):")
+    assert "Algorithms, functions, model and files: torch is not installed here" in left_out
+
+
+@pytest.fixture
+def there(tiny_model, tmp_path):
+    """Overrides of a configuration whose model and data are there."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    files = [f"model.path={tiny_model}", f"data.paths={tmp_path}/rows.jsonl"]
+    return [*GIVEN, *files, "rollout.sampling.max_new_tokens=8"]
+
+
+@pytest.mark.parametrize("missing", ["model.path", "data.paths", "evaluation.paths"])
+def test_validate_refuses_what_train_would_not_find(missing, there, capsys, tmp_path):
+    given = [*there, f"run.dir={tmp_path}", f"{missing}={tmp_path}/no"]
+    for command in ("validate", "train"):
+        assert cli.main([command, *given]) == 2
+        assert f"{tmp_path}/no" in capsys.readouterr().err
+    assert cli.main(["validate", "--elsewhere", *given]) == 0
+    assert "# checks left out (3):" in capsys.readouterr().out
+
+
+def test_validate_does_not_load_torch(there):
+    """Loading it takes longer than all the checks."""
+    program = (
+        "import sys; from rlcore.cli import main; code = main(sys.argv[1:]);"
+        " sys.exit(code or 7 * ('torch._C' in sys.modules))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "validate", *there],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "# checks made" in ended.stdout
+    assert "left out" not in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -250,7 +279,7 @@ def test_validate_says_what_it_leaves_out_without_torch(capsys, monkeypatch):
     ],
 )
 def test_validate_builds_what_is_named(capsys, overrides, starts):
-    assert cli.main(["validate", *GIVEN, *overrides]) == 2
+    assert cli.main(["validate", "--elsewhere", *GIVEN, *overrides]) == 2
     captured = capsys.readouterr()
     lines = captured.err.removeprefix("rlcore: ").splitlines()
     assert captured.out == ""
@@ -308,12 +337,17 @@ def plugins(tmp_path, monkeypatch):
     ],
 )
 def test_plugins_are_asked_what_they_take(capsys, plugins, name, override, said):
-    assert cli.main(["validate", *GIVEN, plugins + name, override]) == 2
+    assert cli.main(["validate", "--elsewhere", *GIVEN, plugins + name, override]) == 2
     assert capsys.readouterr().err.startswith(f"rlcore: {said}")
 
 
 def test_a_plugin_that_takes_kl_gets_the_coefficient(capsys, plugins):
-    assert cli.main(["validate", *GIVEN, plugins + "TakesKL", "algorithm.kl.reward_coef=0.1"]) == 0
+    assert (
+        cli.main(
+            ["validate", "--elsewhere", *GIVEN, plugins + "TakesKL", "algorithm.kl.reward_coef=0.1"]
+        )
+        == 0
+    )
 
 
 # --- the other commands ---------------------------------------------------------------------------
@@ -408,15 +442,15 @@ def test_python_m_rlcore(tmp_path):
 def test_validate_shows_no_secret(capsys, tmp_path):
     values = ["run.name=a", "model.path=none", "data.paths=d.jsonl", "training.steps=1"]
     secret = "cluster.ray.runtime_env.env_vars.WANDB_API_KEY=hidden"
-    assert cli.main(["validate", *values, secret]) == 0
+    assert cli.main(["validate", "--elsewhere", *values, secret]) == 0
     shown = capsys.readouterr().out
     assert "hidden" not in shown
     assert "WANDB_API_KEY: (masked)" in shown
     written = tmp_path / "config.yaml"
     written.write_text(shown)
-    assert cli.main(["validate", str(written)]) == 2
+    assert cli.main(["validate", "--elsewhere", str(written)]) == 2
     assert "stands for a secret" in capsys.readouterr().err
-    assert cli.main(["validate", str(written), secret]) == 0
+    assert cli.main(["validate", "--elsewhere", str(written), secret]) == 0
 
 
 @pytest.mark.parametrize(("command", "code"), [("train", 1), ("metrics", 0)])

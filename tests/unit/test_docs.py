@@ -115,7 +115,7 @@ def test_the_pages_name_every_algorithm_and_key() -> None:
 
 def test_the_page_of_algorithms_shows_a_configuration_that_is_valid(tmp_path: Path) -> None:
     from rlcore.config.load import load_config
-    from rlcore.launch.plugin_checks import check_plugins
+    from rlcore.launch.input_checks import check_plugins
 
     found = re.search(r"```yaml\n(.*?)```", (DOCS / "algorithms.md").read_text(), re.DOTALL)
     assert found is not None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.errors import InputError
 from rlcore.algorithms.estimators.groups import GroupedReturns
@@ -13,6 +13,9 @@ from rlcore.algorithms.ragged import expand_to_tokens, segment_lengths
 from rlcore.algorithms.registry import register_estimator
 from rlcore.algorithms.reward_shaping import require
 from rlcore.algorithms.types import Advantages, EstimatorInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_estimator(

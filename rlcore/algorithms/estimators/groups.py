@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.ragged import group_index, segment_lengths
 from rlcore.algorithms.rollouts import Rollouts
 from rlcore.algorithms.types import Advantages, EstimatorInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GroupedReturns:

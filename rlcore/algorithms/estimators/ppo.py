@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlcore.algorithms.ragged import last_token_index
 from rlcore.algorithms.registry import register_estimator
@@ -15,6 +15,9 @@ from rlcore.algorithms.reward_shaping import (
 from rlcore.algorithms.scan import discounted_suffix_sum_
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 from rlcore.algorithms.wide import add_
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_estimator(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.estimators.ppo import temporal_differences_
 from rlcore.algorithms.ragged import segment_lengths
@@ -17,6 +18,9 @@ from rlcore.algorithms.reward_shaping import (
 from rlcore.algorithms.scan import discounted_suffix_sum, discounted_suffix_sum_
 from rlcore.algorithms.types import Advantages, EstimatorInputs
 from rlcore.algorithms.wide import add_
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_estimator(

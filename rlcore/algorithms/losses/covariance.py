@@ -9,11 +9,13 @@ every micro-batch recomputes the covariances of its tokens bit for bit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlcore.algorithms.token_hash import token_uniform
 from rlcore.algorithms.types import PolicyLossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_DRAW = -1.0  # below every draw: with it as the last draw, no token is chosen
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.kl import clamped_log_ratio
 from rlcore.algorithms.losses.ppo_clip import PPOClip
 from rlcore.algorithms.registry import register_policy_loss
 from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_policy_loss(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.kl import clamped_log_ratio
 from rlcore.algorithms.losses import covariance
 from rlcore.algorithms.losses.surrogate import ratio_metrics
 from rlcore.algorithms.registry import register_policy_loss
 from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_policy_loss(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.ragged import expand_to_tokens, segment_mean
 from rlcore.algorithms.types import PolicyLossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, GuardedEstimator
 from rlcore.algorithms.registry import build_estimator, guard_estimator
@@ -27,6 +26,9 @@ from rlcore.algorithms.testing.batches import (
 from rlcore.algorithms.testing.contract import ContractError, ContractReport, Rule
 from rlcore.algorithms.testing.trial import DTYPES, READ_ONLY, Outputs, Subject, Trial, at, largest
 from rlcore.algorithms.types import Advantages, EstimatorInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_estimator(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from rlcore.algorithms.errors import EstimatorMutationError, OutputError
 from rlcore.algorithms.guard import POLICY_LOSS_OPTIONAL, GuardedPolicyLoss
@@ -36,6 +35,9 @@ from rlcore.algorithms.testing.trial import (
     same_numbers,
 )
 from rlcore.algorithms.types import PolicyLoss, PolicyLossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_policy_loss(

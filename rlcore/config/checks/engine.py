@@ -94,7 +94,7 @@ OURS: dict[str, str] = {  # arguments of sglang.launch_server -> what to do inst
 def engine_kind(config: Config) -> Iterator[Problem]:
     """Every key of the engine is one that its kind reads."""
     engine = config.rollout.engine
-    # rlcore/launch/plugin_checks.py imports an engine of another package, and asks the same of it
+    # rlcore/launch/input_checks.py imports an engine of another package, and asks the same of it
     if (kind := KINDS.get(engine.kind)) is not None:
         yield from fits_kind(config, kind)
     if engine.in_process and engine.kind == "embedded" and config.rollout.service == "process":

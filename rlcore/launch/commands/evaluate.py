@@ -25,10 +25,10 @@ from rlcore.launch.compose import (
     build_backend,
     build_gpu_sharing,
     build_weight_publisher,
-    check_model,
     open_handles,
 )
 from rlcore.launch.environment import is_rank
+from rlcore.launch.input_checks import check_model
 from rlcore.launch.local import launch_ranks
 from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import pin_initial_policy

@@ -22,8 +22,8 @@ from rlcore.config.load import Loaded, load_config, refuse_masked, split_argumen
 from rlcore.data.tokenizer import encode, load_tokenizer
 from rlcore.deadlines import SCORE_IDLE_S
 from rlcore.errors import ConfigError, RunFailed
-from rlcore.launch.compose import check_model
 from rlcore.launch.environment import is_rank
+from rlcore.launch.input_checks import check_model
 from rlcore.launch.local import launch_ranks
 from rlcore.launch.logs import log_folder
 from rlcore.launch.process import Process, join

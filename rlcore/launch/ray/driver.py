@@ -28,7 +28,7 @@ from rlcore.config.derived import generates, world_size
 from rlcore.config.load import Loaded
 from rlcore.deadlines import CLOSE_SERVICE_S
 from rlcore.errors import INTERRUPTED, RlcoreError, UserError
-from rlcore.launch.compose import check_input
+from rlcore.launch.input_checks import check_input
 from rlcore.launch.ray.actor_env import ActorEnv, LogRelay
 from rlcore.launch.ray.calls import NAMESPACE, HangDetector, actor_name, end_named
 from rlcore.launch.ray.cluster import (

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlcore.data.generation import Completion, GenerateRequest
+from rlcore.data.generation import Completion, GenerateRequest, StopStrings
 from rlcore.data.sample import FinishReason, VersionSpan
 from rlcore.errors import RunFailed
 from rollout.engines.embedded.causal_lm import BLOCK, CausalLM, KVCache
@@ -37,8 +36,6 @@ from rollout.engines.embedded.sampling import (
 PREFILL_TOKENS = 1 << 16  # most tokens in one prefill pass; bounds its activations
 UNIFORM_BLOCK = 64  # positions whose random numbers are made at once
 COMPACT_BELOW = 0.75  # finished rows leave when fewer than this share is alive
-# a window cut inside a character or a word decodes wrongly at its left edge only
-EXTRA_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -365,23 +362,3 @@ def stop_id_table(stop_ids: Sequence[tuple[int, ...]], device: torch.device) -> 
     return torch.tensor(
         [[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], dtype=torch.int64, device=device
     )
-
-
-class StopStrings:
-    """Tells when the text of a response comes to hold one of its stop strings.
-
-    A token stands for at least one byte, so a string of b bytes that the newest token completes
-    lies in the last b tokens: only that window is decoded, however long the response is.
-    """
-
-    def __init__(self, strings: tuple[str, ...], tokenizer: Any) -> None:
-        self.strings = strings
-        self.tokenizer = tokenizer
-        self.window = max(len(text.encode()) for text in strings) + EXTRA_TOKENS
-
-    def hit(self, tail: list[int]) -> bool:
-        """Whether a response whose last `window` tokens are `tail` holds a stop string."""
-        text = self.tokenizer.decode(
-            tail, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return any(string in text for string in self.strings)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
+from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode, StopStrings
 from rlcore.data.tokenizer import load_tokenizer
 from rlcore.deadlines import LAST_TOKEN_S
 from rlcore.errors import RunFailed, UserError
@@ -30,7 +30,7 @@ from rlcore.weights import DTYPES, Bucket
 from rollout.asyncio_utils import within
 from rollout.engines.checks import check_request as check_common
 from rollout.engines.embedded.causal_lm import CausalLM
-from rollout.engines.embedded.decoding import Decoding, Slot, StopStrings
+from rollout.engines.embedded.decoding import Decoding, Slot
 from rollout.engines.embedded.model_weights import ModelWeights
 from rollout.weight_sync.version_state import FingerprintVerifier
 

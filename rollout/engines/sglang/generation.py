@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
+from rlcore.data.generation import STOP_MARGIN, Completion, GenerateRequest, SamplingParams
 from rlcore.data.sample import SamplingMasks
 from rlcore.errors import EngineFailed, UserError
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.engines.checks import check_request as check_common
-from rollout.engines.embedded.decoding import EXTRA_TOKENS
 from rollout.engines.sglang.answers import decode
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.limits import Limits, answer_bytes, asks_sampling_mask
@@ -287,7 +286,7 @@ def stop_pattern(text: str) -> str:
     as the pattern can have characters. The part behind the | never matches, as nothing follows the
     end of the text, but it widens that window to one token a byte.
     """
-    return f"{re.escape(text)}|\\Za{{{len(text.encode()) + EXTRA_TOKENS}}}"
+    return f"{re.escape(text)}|\\Za{{{len(text.encode()) + STOP_MARGIN}}}"
 
 
 def tokens(*parts: NDArray[np.int32]) -> NDArray[np.int32]:

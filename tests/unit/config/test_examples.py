@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.load import load_config
-from rlcore.launch.plugin_checks import check_plugins
+from rlcore.launch.input_checks import check_plugins
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLES = sorted((REPOSITORY / "examples").rglob("*.yaml"))

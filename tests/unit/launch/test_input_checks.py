@@ -9,14 +9,14 @@ import pytest
 
 from rlcore.config import Config
 from rlcore.errors import DataError, UserError
-from rlcore.launch import compose
+from rlcore.launch import input_checks
 
 
 @pytest.fixture
 def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of prompts. The model is not looked at."""
-    monkeypatch.setattr(compose, "check_model", lambda *_: None)
-    monkeypatch.setattr(compose, "check_context", lambda *_: None)
+    monkeypatch.setattr(input_checks, "check_model", lambda *_, **__: None)
+    monkeypatch.setattr(input_checks, "check_context", lambda *_: None)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "1+1=", "label": "2"}\n')
     return path
@@ -31,7 +31,7 @@ def check(rows: Path, *, training: Any = None, **sections: Any) -> None:
         "reward": {"parts": {"a": {"function": "exact_match"}}},
     }
     config = Config.model_validate({**given, **sections})
-    compose.check_input(config, 1, resume=False, overwrite=False)
+    input_checks.check_input(config, 1, resume=False, overwrite=False)
 
 
 def test_files_that_are_not_there(rows: Path) -> None:

@@ -12,7 +12,7 @@ from rlcore import cli
 from rlcore.algorithms import Advantages, EstimatorInputs, registry
 from rlcore.algorithms.plugins import Plugin
 from rlcore.config.load import load_config
-from rlcore.launch.plugin_checks import check_plugins
+from rlcore.launch.input_checks import check_plugins
 
 # four lines
 HEAD = "run: {name: x}\nmodel: {path: m}\ndata: {paths: [d.jsonl]}\ntraining: {steps: 1}\n"
@@ -45,7 +45,7 @@ def validate(folder: Path, lines: Sequence[str], capsys: pytest.CaptureFixture[s
     """What `rlcore validate` says against a file that ends with `lines`."""
     file = folder / "run.yaml"
     file.write_text(HEAD + "\n".join(lines) + "\n")
-    assert cli.main(["validate", str(file)]) == 2
+    assert cli.main(["validate", "--elsewhere", str(file)]) == 2
     return (
         capsys.readouterr().err.removeprefix("rlcore: ").replace(str(folder) + "/", "").splitlines()
     )
@@ -69,7 +69,7 @@ def test_a_wrong_curriculum_is_refused_by_its_key(
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(HEAD.replace("[d.jsonl]}", f"[d.jsonl], curriculum: {{{given}}}}}"))
-    assert cli.main(["validate", str(file)]) == 2
+    assert cli.main(["validate", "--elsewhere", str(file)]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"rlcore: data.curriculum{key} ({file}:3): {said}"), err
 

@@ -196,6 +196,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
+    (folder / "data.jsonl").write_text('{"prompt": "1+1="}\n')
     for name, config in MODELS.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
@@ -215,7 +216,8 @@ def arguments(model: Path, *texts: str) -> list[str]:
     words = [word for text in texts for word in re.split(r" (?=[-\w.]+)(?![^{]*})", text) if word]
     dropped = {override(word.removeprefix("-")) for word in words if word.startswith("-")}
     remaining = [override(word) for word in words if not word.startswith("-")]
-    given = ("run.name=refused", f"model.path={model}", "data.paths=data.jsonl", "training.steps=1")
+    data = model.parent / "data.jsonl"
+    given = ("run.name=refused", f"model.path={model}", f"data.paths={data}", "training.steps=1")
     return [*given, *(word for word in remaining if word.partition("=")[0] not in dropped)]
 
 

@@ -283,5 +283,5 @@ def test_rlcore_validate_refuses_them_too(
         "run: {name: x}\nmodel: {path: m}\ndata: {paths: [d.jsonl]}\ntraining: {steps: 1}\n"
         f"rollout: {{workflow: {{name: agent, {workflow}}}}}\n"
     )
-    assert cli.main(["validate", str(file)]) == 2
+    assert cli.main(["validate", "--elsewhere", str(file)]) == 2
     assert said in capsys.readouterr().err.replace(f"{tmp_path}/", "")

@@ -15,10 +15,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from rlcore.data.generation import StopStrings
 from rlcore.errors import ModelError, RunFailed, UserError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rollout.engines.embedded.causal_lm import build_module
-from rollout.engines.embedded.decoding import StopStrings
 from rollout.engines.embedded.engine import plan_slots
 from rollout.engines.embedded.model_weights import as_published
 

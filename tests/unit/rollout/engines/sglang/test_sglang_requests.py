@@ -10,9 +10,8 @@ import orjson
 import pytest
 from engine_kit import VOCAB, request, tiny_qwen3
 
-from rlcore.data.generation import GenerateRequest, Prefix, SamplingParams
+from rlcore.data.generation import STOP_MARGIN, GenerateRequest, Prefix, SamplingParams
 from rlcore.errors import EngineFailed, UserError
-from rollout.engines.embedded.decoding import EXTRA_TOKENS
 from rollout.engines.sglang.generation import (
     Generation,
     check_request,
@@ -156,7 +155,7 @@ def test_a_stop_pattern_matches_the_string_alone_and_looks_far_enough_back(text)
     assert re.search(pattern, "a" * 99 if text != "a" else "b" * 99) is None
     window = int(re.search(r"\{(\d+)\}$", pattern)[1])
     # tokens: one stands for at least one byte
-    assert window == len(text.encode()) + EXTRA_TOKENS
+    assert window == len(text.encode()) + STOP_MARGIN
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Checks that need torch: estimator, loss and the user's functions, built before the start.
+"""Checks what a run needs before it starts: its algorithms, functions, model and files.
 
-Errors speak of configuration keys: `algorithm.estimator.lamda (site.yaml:12): ...`.
+Nothing here asks anything of torch, so that `rlcore validate` need not load it. Errors speak of
+configuration keys: `algorithm.estimator.lamda (site.yaml:12): ...`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from rlcore.algorithms import (
     AlgorithmError,
@@ -35,6 +39,7 @@ from rlcore.config.derived import (
     generates,
     needs_critic,
     needs_teacher,
+    other_folders,
 )
 from rlcore.config.engine_registry import EngineKind, is_import_path
 from rlcore.config.evaluation_sets import evaluation_sets
@@ -45,14 +50,19 @@ from rlcore.config.sections.policy import CriticConfig, TeacherConfig
 from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.curriculum import build_curriculum
 from rlcore.data.curriculum.plugin import curriculum_keywords
+from rlcore.data.examples import check_examples
+from rlcore.data.loading import check_context
 from rlcore.errors import ConfigError
 from rlcore.import_paths import call_method
+from rlcore.runs.directory import check_run_name
 from rlcore.tls import check_files
 from rollout.collection.filters import FILTERS
 from rollout.plugins import unknown
 from rollout.rewards.worker import signature_problem
 from rollout.workflows.registry import WORKFLOWS
 
+# there where a GPU can be used
+GPU_DRIVER = Path("/dev/nvidiactl")
 WORKFLOW_CALL = "__call__(self, prompt, draw, generate)"
 WORKFLOW_ROLLOUT = "rollout(self, prompt, draw, index, generate)"
 MADE = (
@@ -60,6 +70,76 @@ MADE = (
     "Every field that the estimator and the loss need can be produced",
     "Functions given as package.module:name can be imported",
 )
+MADE_HERE = (
+    "The model can be converted, and the layout and policy.megatron fit it",
+    "Responses leave room for a prompt in the model's context",
+    "Files of data and evaluation, and checkpoints, exist and can be read",
+)
+
+
+def check_input(config: Config, world_size: int, *, resume: bool, overwrite: bool) -> None:
+    """Check the user's input; the launcher and every rank do so before anything else.
+
+    Raises:
+        UserError: the model cannot be converted or laid out like this, a file or a checkpoint is
+            missing, or the run exists already.
+    """
+    check_folders(config, world_size)
+    check_run_name(config.run.dir, config.run.name, resume=resume, overwrite=overwrite)
+
+
+def check_folders(config: Config, world_size: int, *, here: bool = True) -> None:
+    """Check the model and its layout, the files of data, and the checkpoints.
+
+    Args:
+        here: the run will be on this machine. If not, and this machine has no GPU, checks that
+            depend on the device are left out.
+
+    Raises:
+        UserError: names the key, the folder or the file.
+    """
+    check_model(config, world_size, here=here)
+    check_context(config)
+    if config.training.replay is None:
+        check_examples(config.data)
+        for one in [] if config.is_sft else evaluation_sets(config):
+            check_examples(config.data, one.paths)
+    for key in ("policy.checkpoint", "training.replay_from"):
+        section, _, name = key.partition(".")
+        if (folder := getattr(getattr(config, section), name)) is not None:
+            from rlcore.launch.run_folder import find_checkpoint
+
+            find_checkpoint(Path(folder), key)
+
+
+def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
+    """Check that the model can be converted, and that the layout and the rest of `policy` fit it.
+
+    Args:
+        here: the run will be on this machine. If not, and this machine has no GPU, checks that
+            depend on the device are left out.
+    """
+    from backends.megatron.checks.layout import check_layout, check_others, check_vocabularies
+    from backends.megatron.convert.read import read_architecture
+    from backends.megatron.policy_checks import check_policy
+
+    bridge = config.model.bridge
+    policy = read_architecture(Path(config.model.path), bridge=bridge)
+    check_layout(policy, config.policy.parallel, world_size)
+    check_policy(config, policy, _device(here))
+    others = {
+        key: read_architecture(Path(folder), bridge=bridge)
+        for key, folder in other_folders(config).items()
+    }
+    check_vocabularies(others, policy)
+    check_others(others, config.policy.parallel, world_size)
+
+
+def _device(here: bool) -> str | None:
+    # asking torch would load it
+    if GPU_DRIVER.exists() and torch.cuda.is_available():
+        return "cuda"
+    return "cpu" if here else None
 
 
 def check_plugins(loaded: Loaded) -> list[str]:
