@@ -79,7 +79,8 @@ def load_config(
     """Merge `presets`, `files` and then the overrides, and check the result.
 
     Files merge left to right: maps merge, everything else replaces. A section that is `null` goes
-    back to its defaults. Presets are what a command sets by itself, written as overrides.
+    back to its defaults, and an entry of a map of sections (`reward.parts.NAME: null`) goes away.
+    Presets are what a command sets by itself, written as overrides.
 
     A plugin section (`algorithm.estimator`, ...) whose `name` a later layer changes starts afresh:
     the keywords of the plugin that was named before fall away.

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from rlcore.config.schema import field_section, may_be_null, sections
+from rlcore.config.schema import field_section, is_entry, may_be_null, sections
 from rlcore.config.sections.base import Plugin, Section
 
 _TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "anything"}
@@ -61,6 +61,8 @@ def _part(path: tuple[str, ...], section: type[Section]) -> str:
     lines = [f"## {'.'.join(path)}", "", inspect.cleandoc(section.__doc__ or "")]
     if may_be_null(path):
         lines[-1] += " Default: null, no such section."
+    if is_entry(path):
+        lines[-1] += " `NAME: null` removes one that an earlier file gave."
     if issubclass(section, Plugin) and not section.keywords:
         lines[-1] += " Keywords are listed by `rlcore algorithms`."
     if rows := keys(section, path):

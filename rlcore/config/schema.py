@@ -63,10 +63,15 @@ def section_at(path: KeyPath) -> type[Section] | None:
     return None
 
 
+def is_entry(path: KeyPath) -> bool:
+    """Return whether `path` is an entry of a map of sections, as reward.parts.NAME."""
+    return section_at(path) is not None and section_at(path[:-1]) is None
+
+
 def may_be_null(path: KeyPath) -> bool:
-    """Return whether null at `path` is a value: for optional sections and entries of maps."""
+    """Return whether null at `path` is a value: for optional sections, and values of free maps."""
     parent = section_at(path[:-1])
     if parent is None:
-        return True
+        return not is_entry(path)
     field = parent.model_fields.get(path[-1])
     return field is not None and type(None) in typing.get_args(field.annotation)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, field_validator
 
 from rlcore.config.sections.base import (
@@ -86,13 +84,6 @@ class EvaluationConfig(Section):
     k: list[PositiveInt] | None = None
     """The k of pass@k and maj@k, with intervals; default: none for `paths`."""
     sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
-    """Named sets; `sets.NAME=null` drops one that an earlier file gave."""
+    """Named sets."""
 
     _one_or_no_path = field_validator("paths", mode="before")(_listed)
-
-    @field_validator("sets", mode="before")
-    @classmethod
-    def _without_dropped_sets(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: given for name, given in value.items() if given is not None}

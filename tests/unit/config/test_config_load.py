@@ -167,6 +167,20 @@ def test_a_reward_part_may_change_from_model_to_function(write, load):
     assert part.function == "math"
 
 
+@pytest.mark.parametrize("entries", ["reward.parts", "data.sources", "evaluation.sets"])
+@pytest.mark.parametrize("later", ["file", "override"])
+def test_null_takes_an_entry_of_a_map_away(entries, later, write, load):
+    one = {"reward.parts": "function: math"}.get(entries, "paths: d.jsonl")
+    section, _, key = entries.partition(".")
+    base = write("base.yaml", f"{section}: {{{key}: {{kept: {{{one}}}, gone: {{{one}}}}}}}\n")
+    dropped = f"{section}: {{{key}: {{gone: null, never: null}}}}\n"
+    files = [base, write("later.yaml", dropped)] if later == "file" else [base]
+    overrides = [] if later == "file" else [f"{entries}.gone=null", f"{entries}.never=null"]
+    overrides += ["data.paths=[]"] if section == "data" else []
+    config = load(*overrides, files=files).config
+    assert list(getattr(getattr(config, section), key)) == ["kept"]
+
+
 def test_anchors_and_merge_keys(write, load):
     text = (
         "policy: {optimizer: &o {lr: 3e-6, beta1: 0.5}}\ncritic:\n  optimizer:\n    <<: *o\n   "
