@@ -5,6 +5,7 @@ A new family is a table here and its name in `FAMILIES`.
 
 from __future__ import annotations
 
+from backends.megatron.convert import config_fields
 from backends.megatron.convert.table import (
     OUTPUT_LAYER,
     VALUE_HEAD,
@@ -81,11 +82,15 @@ def _routed(module: str, names: tuple[str, str, str]) -> tuple[Entry, ...]:
 
 _EXPERTS = _routed("mlp.", ("gate_proj", "up_proj", "down_proj"))
 
-LLAMA = Family(model_type="llama", class_prefix="Llama", entries=_DENSE)
+LLAMA = Family(model_type="llama", class_prefix="Llama", entries=_DENSE, fields=config_fields.LLAMA)
 
 # Qwen2 and Qwen2.5: Llama with a bias on Q, K and V.
 QWEN2 = Family(
-    model_type="qwen2", class_prefix="Qwen2", entries=(*_DENSE, _QKV_BIAS), qkv_bias=True
+    model_type="qwen2",
+    class_prefix="Qwen2",
+    entries=(*_DENSE, _QKV_BIAS),
+    fields=config_fields.QWEN2,
+    qkv_bias=True,
 )
 
 # Qwen3 (dense): Llama with an RMSNorm on each head's Q and K.
@@ -93,8 +98,8 @@ QWEN3 = Family(
     model_type="qwen3",
     class_prefix="Qwen3",
     entries=(*_DENSE, *_QK_NORM),
+    fields=config_fields.QWEN3,
     qk_norm=True,
-    head_dim=128,
 )
 
 # Qwen2-MoE and Qwen1.5-MoE: Qwen2 with routed experts, and a gated expert for every token.
@@ -112,8 +117,10 @@ QWEN2_MOE = Family(
             "moe",
         ),
     ),
+    fields=config_fields.QWEN2_MOE,
     qkv_bias=True,
     experts=Experts(
+        count=("num_experts",),
         width="moe_intermediate_size",
         normalized="norm_topk_prob",
         shared_width="shared_expert_intermediate_size",
@@ -125,8 +132,13 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     class_prefix="Qwen3Moe",
     entries=(*QWEN3.entries, *_EXPERTS),
+    fields=config_fields.QWEN3_MOE,
     qk_norm=True,
-    experts=Experts(width="moe_intermediate_size", normalized="norm_topk_prob"),
+    experts=Experts(
+        count=("num_experts", "num_local_experts"),
+        width="moe_intermediate_size",
+        normalized="norm_topk_prob",
+    ),
 )
 
 # Mixtral: Llama with routed experts in every layer.
@@ -134,7 +146,10 @@ MIXTRAL = Family(
     model_type="mixtral",
     class_prefix="Mixtral",
     entries=(*TRUNK, *_routed("block_sparse_moe.", ("w1", "w3", "w2"))),
-    experts=Experts(width="intermediate_size", normalized=True),
+    fields=config_fields.MIXTRAL,
+    experts=Experts(
+        count=("num_local_experts", "num_experts"), width="intermediate_size", normalized=True
+    ),
 )
 
 
@@ -179,9 +194,10 @@ DEEPSEEK_V3 = Family(
         *_EXPERTS,
         *_gated(_M + "mlp.shared_experts.", _H + "mlp.shared_experts.", "moe"),
     ),
+    fields=config_fields.DEEPSEEK_V3,
     latent_attention=True,
     experts=Experts(
-        count=("n_routed_experts",),
+        count=("n_routed_experts", "num_local_experts"),
         width="moe_intermediate_size",
         normalized="norm_topk_prob",
         shared_count="n_shared_experts",

@@ -6,99 +6,118 @@ Imports neither torch nor Megatron.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.megatron.convert.table import Experts
+from backends.megatron.convert.config_fields import ROPE
+from backends.megatron.convert.table import Experts, Family
 from rlcore.errors import ModelError
-
-# Megatron hard-codes these three of Llama 3's RoPE scaling; only the factor is an argument.
-_LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-_YARN = {
-    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast",
-    "beta_slow", "mscale", "mscale_all_dim",
-}  # fmt: skip
-
-
-def integer(folder: Path, config: Mapping[str, Any], *keys: str) -> int:
-    """Read the first of `keys` that is given. Raises ModelError unless it is a positive integer."""
-    value = next((config[key] for key in keys if config.get(key) is not None), None)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(
-            f"{folder}/config.json: {' or '.join(keys)}: got {value!r}, expected a positive integer"
-        )
-    return value
-
+from rlcore.hf_config import check_fields, refusal
 
 # --- rotary positions -----------------------------------------------------------------------------
 
 
-def rope_arguments(folder: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Read (theta, scaling as GPTModel's keyword arguments)."""
-    where = f"{folder}/config.json"
-    theta, kind, rope = _rope(config)
-    if kind == "default":
-        return theta, None
-    if kind not in ("linear", "llama3"):
-        raise ModelError(
-            f"{where}: RoPE type {kind!r} is not supported; expected default, linear or llama3"
-        )
-    factor = _rope_factor(where, kind, rope)
-    if kind == "linear":
-        return theta, {"seq_len_interpolation_factor": factor}
-    for key, expected in _LLAMA3_ROPE.items():
-        if float(rope.get(key, expected)) != expected:
-            raise ModelError(
-                f"{where}: llama3 RoPE scaling with {key} {rope[key]}; megatron-core supports"
-                f" {expected:g} alone"
-            )
-    return theta, {"rope_scaling": True, "rope_scaling_factor": factor}
+@dataclass(frozen=True)
+class Rope:
+    """The rotary positions of a model: base, kind, and the checked settings of the kind."""
+
+    theta: float
+    kind: str
+    settings: Mapping[str, Any]
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, str, dict[str, Any]]:
-    """Read (theta, type, all settings) from either spelling.
+def read_rope(
+    folder: Path, given: Mapping[str, Any], config: Mapping[str, Any], family: Family
+) -> Rope:
+    """Read either spelling of rotary positions, as transformers 5 does.
 
     transformers 5 writes one `rope_parameters`; before, there were `rope_theta` and `rope_scaling`.
+    What is said twice must be the same.
+
+    Args:
+        given: `config.json` as it is, to distinguish what it says from defaults.
     """
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    return theta, rope.get("rope_type") or rope.get("type") or "default", rope
+    old = _one_spelling(folder, "rope_scaling", config)
+    new = _one_spelling(folder, "rope_parameters", config)
+    if old and new and old != new:
+        raise refusal(
+            folder,
+            "rope_parameters and rope_scaling",
+            [new, old],
+            "the same in both, or one of them alone",
+        )
+    name = "rope_scaling" if old else "rope_parameters"
+    said = old or new
+    outer = config["rope_theta"]
+    if "rope_theta" in given and said.get("rope_theta", outer) != outer:
+        raise refusal(
+            folder,
+            f"rope_theta and {name}.rope_theta",
+            [outer, said["rope_theta"]],
+            "the same in both, or one of them alone",
+        )
+    kind = said.get("rope_type", "default")
+    kinds = ("default", "yarn") if family.latent_attention else ("default", "linear", "llama3")
+    if kind not in kinds:
+        attention = "latent attention" if family.latent_attention else "its attention"
+        raise refusal(
+            folder, f"{name}.rope_type", kind, f"{', '.join(kinds)}, which {attention} supports"
+        )
+    said = {
+        "rope_theta": outer,
+        "original_max_position_embeddings": config["max_position_embeddings"],
+        **said,
+    }
+    partial = {"partial_rotary_factor": family.fields["partial_rotary_factor"]}
+    settings = check_fields(folder, said, {**ROPE[kind], **partial}, f"{name}.")
+    return Rope(float(settings["rope_theta"]), kind, settings)
 
 
-def _rope_factor(where: str, kind: str, rope: Mapping[str, Any]) -> float:
-    factor = rope.get("factor")
-    if not isinstance(factor, (int, float)):
-        raise ModelError(f"{where}: {kind} RoPE scaling with factor {factor!r}, expected a number")
-    return float(factor)
+def _one_spelling(folder: Path, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings under one name, where `rope_type` was `type` once."""
+    said = dict(config[name] or {})
+    if nested := sorted(key for key, value in said.items() if isinstance(value, dict)):
+        raise refusal(
+            folder, f"{name}.{nested[0]}", said[nested[0]], "one set of positions for all layers"
+        )
+    if said:
+        kind = said.pop("type", said.get("rope_type", "default"))
+        if said.setdefault("rope_type", kind) != kind:
+            got = [said["rope_type"], kind]
+            raise refusal(folder, f"{name}.rope_type and {name}.type", got, "the same")
+    return said
+
+
+def rope_arguments(rope: Rope) -> dict[str, Any] | None:
+    """The scaling as GPTModel's keyword arguments."""
+    if rope.kind == "linear":
+        return {"seq_len_interpolation_factor": float(rope.settings["factor"])}
+    if rope.kind == "llama3":
+        return {"rope_scaling": True, "rope_scaling_factor": float(rope.settings["factor"])}
+    return None
 
 
 # --- experts --------------------------------------------------------------------------------------
 
 
 def expert_fields(
-    folder: Path, config: dict[str, Any], experts: Experts, num_layers: int
+    folder: Path, config: Mapping[str, Any], experts: Experts, num_layers: int
 ) -> dict[str, Any]:
-    """Read the `moe_*` fields; ModelError for a missing number, and where no layer has experts."""
-    num_experts = integer(folder, config, *experts.count)
-    topk = integer(folder, config, "num_experts_per_tok")
+    """Read the `moe_*` fields; ModelError where two keys disagree or no layer has experts."""
+    num_experts = _count_of_experts(folder, config, experts.count)
+    topk = config["num_experts_per_tok"]
     if topk > num_experts:
-        raise ModelError(
-            f"{folder}/config.json: num_experts_per_tok: got {topk}, more than the {num_experts}"
-            " experts"
-        )
+        raise refusal(folder, "num_experts_per_tok", topk, f"at most the {num_experts} experts")
     has_experts = _moe_layers(folder, config, num_layers)
     normalized = experts.normalized
     if isinstance(normalized, str):
-        # transformers' defaults
-        normalized = bool(config.get(normalized, experts.scoring == "sigmoid"))
+        normalized = config[normalized]
+    width = config[experts.width]
     fields: dict[str, Any] = {
         "num_moe_experts": num_experts,
         "moe_router_topk": topk,
-        "moe_ffn_hidden_size": integer(folder, config, experts.width),
+        "moe_ffn_hidden_size": width,
         # No list where all layers have experts: because of a list Megatron's checkpoints would not
         # treat the layers as alike.
         "moe_layer_freq": 1 if all(has_experts) else [int(has) for has in has_experts],
@@ -109,56 +128,59 @@ def expert_fields(
     if experts.scoring == "sigmoid":
         fields |= sigmoid_fields(folder, config, num_experts)
     if experts.shared_width is not None:
-        fields["moe_shared_expert_intermediate_size"] = integer(
-            folder, config, experts.shared_width
-        )
+        fields["moe_shared_expert_intermediate_size"] = config[experts.shared_width]
         fields["moe_shared_expert_gate"] = True
     if experts.shared_count is not None:
-        count = integer(folder, config, experts.shared_count)
-        fields["moe_shared_expert_intermediate_size"] = count * fields["moe_ffn_hidden_size"]
+        fields["moe_shared_expert_intermediate_size"] = config[experts.shared_count] * width
     return fields
 
 
-def sigmoid_fields(folder: Path, config: dict[str, Any], num_experts: int) -> dict[str, Any]:
+def _count_of_experts(folder: Path, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    """Read the number of experts, which may stand under two names."""
+    counts = {config[key] for key in keys} - {None}
+    if len(counts) != 1:
+        got = [config[key] for key in keys]
+        raise refusal(
+            folder,
+            " or ".join(keys),
+            got if counts else None,
+            "a positive integer" + (", the same under both names" if counts else ""),
+        )
+    count: int = counts.pop()
+    return count
+
+
+def sigmoid_fields(folder: Path, config: Mapping[str, Any], num_experts: int) -> dict[str, Any]:
     """Read the fields of a sigmoid router, which chooses among the experts of its best groups."""
-    where = f"{folder}/config.json"
-    for key, expected in (
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("moe_layer_freq", 1),
-    ):
-        if config.get(key, expected) != expected:
-            raise ModelError(f"{where}: {key}: got {config[key]!r}, only {expected!r} is converted")
-    groups = integer(folder, config, "n_group")
-    best = integer(folder, config, "topk_group")
+    groups = config["n_group"]
+    best = config["topk_group"]
     if num_experts % groups or num_experts // groups < 2 or best > groups:
         raise ModelError(
-            f"{where}: n_group {groups}, topk_group {best}: expected groups of at least two of the"
-            f" {num_experts} experts, and no more of them chosen than there are"
+            f"{folder}/config.json: n_group {groups}, topk_group {best}: expected groups of at"
+            f" least two of the {num_experts} experts, and no more of them chosen than there are"
         )
-    topk = integer(folder, config, "num_experts_per_tok")
+    topk = config["num_experts_per_tok"]
     reachable = best * (num_experts // groups)
     if topk > reachable:
-        raise ModelError(
-            f"{where}: num_experts_per_tok: got {topk}, more than the {reachable} of {best} of"
-            f" {groups} groups"
+        raise refusal(
+            folder,
+            "num_experts_per_tok",
+            topk,
+            f"at most the {reachable} experts of {best} of {groups} groups",
         )
-    scale = config.get("routed_scaling_factor")
-    if not isinstance(scale, (int, float)):  # families have other defaults
-        raise ModelError(f"{where}: routed_scaling_factor: got {scale!r}, expected a number")
     return {
         "moe_router_num_groups": groups,
         "moe_router_group_topk": best,
-        "moe_router_topk_scaling_factor": float(scale),
+        "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
         "moe_router_dtype": "fp32",  # as transformers computes it, whatever the model's dtype
     }
 
 
-def _moe_layers(folder: Path, config: dict[str, Any], num_layers: int) -> list[bool]:
+def _moe_layers(folder: Path, config: Mapping[str, Any], num_layers: int) -> list[bool]:
     """For each layer, whether it has experts."""
-    step = config.get("decoder_sparse_step") or 1
+    step = config.get("decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or ()
-    first = config.get("first_k_dense_replace") or 0
+    first = config.get("first_k_dense_replace", 0)
     found = [
         (layer + 1) % step == 0 and layer not in dense and layer >= first
         for layer in range(num_layers)
@@ -176,35 +198,23 @@ def _moe_layers(folder: Path, config: dict[str, Any], num_layers: int) -> list[b
 # --- latent attention -----------------------------------------------------------------------------
 
 
-def latent_fields(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def latent_fields(folder: Path, config: Mapping[str, Any], rope: Rope) -> dict[str, Any]:
     """Read the sizes of the five projections, and the rotary positions of each layer.
 
-    Raises ModelError for a missing number, and for rotary positions that Megatron would compute
-    otherwise.
+    Raises ModelError for rotary positions that Megatron would compute otherwise.
     """
-    heads = integer(folder, config, "num_attention_heads")
-    if (config.get("num_key_value_heads") or heads) != heads:
-        raise ModelError(
-            f"{folder}/config.json: num_key_value_heads: got {config['num_key_value_heads']},"
-            f" expected the {heads} attention heads: latent attention makes keys and values for"
-            " each"
-        )
-    plain, rotary = (
-        integer(folder, config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")
-    )
+    plain = config["qk_nope_head_dim"]
+    rotary = config["qk_rope_head_dim"]
     return {
         "multi_latent_attention": True,
-        "q_lora_rank": (
-            None if config.get("q_lora_rank") is None else integer(folder, config, "q_lora_rank")
-        ),
-        "kv_lora_rank": integer(folder, config, "kv_lora_rank"),
+        "q_lora_rank": config["q_lora_rank"],
+        "kv_lora_rank": config["kv_lora_rank"],
         "qk_head_dim": plain,
         "qk_pos_emb_head_dim": rotary,
-        "v_head_dim": integer(folder, config, "v_head_dim"),
+        "v_head_dim": config["v_head_dim"],
         "kv_channels": plain + rotary,
-        "num_query_groups": heads,
-        "rope_interleave": bool(config.get("rope_interleave", True)),
-        **_rotary_fields(folder, config),
+        "rope_interleave": config["rope_interleave"],
+        **_rotary_fields(folder, rope),
     }
 
 
@@ -237,43 +247,31 @@ def latent_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _rotary_fields(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    where = f"{folder}/config.json"
-    theta, kind, rope = _rope(config)
-    if kind == "default":
+def _rotary_fields(folder: Path, rope: Rope) -> dict[str, Any]:
+    if rope.kind == "default":
         return {
             "rope_type": "rope",
-            "rotary_base": theta,
+            "rotary_base": rope.theta,
             "rotary_scaling_factor": 1.0,
             "mscale": 1.0,
             "mscale_all_dim": 0.0,
         }
-    if kind != "yarn":
-        raise ModelError(
-            f"{where}: RoPE type {kind!r} is not supported with latent attention; expected default"
-            " or yarn"
-        )
-    if unknown := sorted(key for key in rope.keys() - _YARN if rope[key] is not None):
-        raise ModelError(
-            f"{where}: yarn RoPE scaling with {unknown[0]}: {rope[unknown[0]]!r} is not supported"
-        )
-    factor = _rope_factor(where, kind, rope)
-    mscale, mscale_all_dim = (float(rope.get(key) or 0.0) for key in ("mscale", "mscale_all_dim"))
+    settings = rope.settings
+    mscale, mscale_all_dim = (float(settings[key] or 0.0) for key in ("mscale", "mscale_all_dim"))
     if mscale_all_dim and not mscale:
         raise ModelError(
-            f"{where}: yarn RoPE scaling with mscale_all_dim alone; megatron-core needs mscale too"
+            f"{folder}/config.json: yarn RoPE scaling with mscale_all_dim alone; megatron-core"
+            " needs mscale too"
         )
     if not mscale_all_dim:
         mscale = 1.0  # transformers then goes by `factor` alone
     return {
         "rope_type": "yarn",
-        "rotary_base": theta,
-        "rotary_scaling_factor": factor,
-        "original_max_position_embeddings": integer(
-            folder, rope, "original_max_position_embeddings"
-        ),
-        "beta_fast": float(rope.get("beta_fast") or 32.0),
-        "beta_slow": float(rope.get("beta_slow") or 1.0),
+        "rotary_base": rope.theta,
+        "rotary_scaling_factor": float(settings["factor"]),
+        "original_max_position_embeddings": settings["original_max_position_embeddings"],
+        "beta_fast": float(settings["beta_fast"] or 32.0),
+        "beta_slow": float(settings["beta_slow"] or 1.0),
         "mscale": mscale,
         "mscale_all_dim": mscale_all_dim,
     }

@@ -64,6 +64,13 @@ class SafetensorsFolder:
         end = part.start + part.length
         return stored[part.start : end] if part.dim == 0 else stored[:, part.start : end]
 
+    def same(self, first: str, second: str) -> bool:
+        """Whether two tensors are equal; a tensor that is not there equals any other."""
+        if first not in self or second not in self:
+            return True
+        one, other = (self._file(self._file_of[name]).get_tensor(name) for name in (first, second))
+        return one.dtype == other.dtype and torch.equal(one, other)
+
     def _index(self) -> dict[str, str]:
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():

@@ -5,20 +5,27 @@ Imports neither torch nor Megatron, unless a bridge is used.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from backends.megatron.convert.architecture import Architecture, BridgeKind
+from backends.megatron.convert.config_fields import BRIDGED
 from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.fields import (
+    Rope,
     expert_fields,
-    integer,
     latent_fields,
+    read_rope,
     rope_arguments,
 )
 from backends.megatron.convert.table import Family
 from rlcore.errors import ModelError
+from rlcore.hf_config import check_fields, read_config, refusal
+
+_INDEX = "model.safetensors.index.json"
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def read_architecture(
@@ -32,33 +39,32 @@ def read_architecture(
             and Megatron.
 
     Raises ModelError: no such folder, no config.json or weights, an architecture or an option that
-    we do not convert.
+    we do not convert, a field that transformers would refuse, two that contradict each other.
     """
     folder = Path(folder)
-    config = _read_config(folder)
-    family = _family(folder, config, bridge)
-    _check_supported(folder, config, bridged=family.model_type not in FAMILIES)
-    if weights:
-        _check_weights(folder)
-    transformer = _transformer_fields(folder, config, family)
-    if family.latent_attention:
-        theta = float(transformer["rotary_base"])
-        scaling = None
-    else:
-        theta, scaling = rope_arguments(folder, config)
+    given = read_config(folder)
+    family = _family(folder, given, bridge)
+    config = check_fields(folder, given, family.fields)
+    _check_supported(folder, given, config)
+    is_classifier = _is_classifier(config)
+    if is_classifier:
+        _check_labels(folder, config)
+    rope = read_rope(folder, given, config, family)
     arch = Architecture(
         family=family.model_type,
-        hf_config=config,
-        vocab_size=integer(folder, config, "vocab_size"),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        max_position_embeddings=integer(folder, config, "max_position_embeddings"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        transformer=transformer,
-        head="value" if _is_classifier(config) else "lm",
+        hf_config=given,
+        vocab_size=config["vocab_size"],
+        tie_word_embeddings=config["tie_word_embeddings"],
+        max_position_embeddings=config["max_position_embeddings"],
+        rope_theta=rope.theta,
+        rope_scaling=rope_arguments(rope),
+        transformer=_transformer_fields(folder, config, family, rope),
+        head="value" if is_classifier else "lm",
         folder=folder,
         bridged=None if family.model_type in FAMILIES else family,
     )
+    if weights:
+        _check_weights(folder, arch)
     if bridge == "none":
         return arch
     from backends.megatron.convert.bridges.read import through_bridge
@@ -66,18 +72,18 @@ def read_architecture(
     return through_bridge(arch, bridge, weights=weights)
 
 
-def _transformer_fields(folder: Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
-    heads = integer(folder, config, "num_attention_heads")
-    hidden = integer(folder, config, "hidden_size")
+def _transformer_fields(
+    folder: Path, config: Mapping[str, Any], family: Family, rope: Rope
+) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
     fields: dict[str, Any] = {
-        "num_layers": integer(folder, config, "num_hidden_layers"),
-        "hidden_size": hidden,
-        "ffn_hidden_size": integer(folder, config, "intermediate_size"),
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
         "num_attention_heads": heads,
-        "num_query_groups": int(config.get("num_key_value_heads") or heads),
-        "kv_channels": int(config.get("head_dim") or family.head_dim or hidden // heads),
+        "num_query_groups": config["num_key_value_heads"] or heads,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "layernorm_epsilon": float(config["rms_norm_eps"]),
         "qk_layernorm": family.qk_norm,
         "add_qkv_bias": family.qkv_bias,
         "add_bias_linear": False,
@@ -86,102 +92,127 @@ def _transformer_fields(folder: Path, config: dict[str, Any], family: Family) ->
         "attention_dropout": 0.0,
     }
     if family.latent_attention:
-        fields |= latent_fields(folder, config)
+        fields |= latent_fields(folder, config, rope)
+    else:
+        fields["kv_channels"] = _head_dim(folder, config, family)
+    _check_heads(folder, fields)
     if family.experts is not None:
         fields |= expert_fields(folder, config, family.experts, fields["num_layers"])
     return fields
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise ModelError(
-            f"{folder}: no such folder; expected a local Hugging Face folder (config.json,"
-            " *.safetensors)"
+def _head_dim(folder: Path, config: Mapping[str, Any], family: Family) -> int:
+    heads = config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    size: int = config["head_dim"] or hidden // heads
+    # Llama's configuration refuses this for any head_dim, the others' go on with what is left over.
+    if hidden % heads and (not config["head_dim"] or family.model_type == "llama"):
+        raise refusal(folder, "num_attention_heads", heads, f"a divisor of hidden_size {hidden}")
+    return size
+
+
+def _check_heads(folder: Path, fields: Mapping[str, Any]) -> None:
+    heads = fields["num_attention_heads"]
+    groups = fields["num_query_groups"]
+    if fields.get("multi_latent_attention") and groups != heads:
+        expected = f"the {heads} attention heads: latent attention makes keys and values for each"
+        raise refusal(folder, "num_key_value_heads", groups, expected)
+    if heads % groups:
+        raise refusal(
+            folder, "num_key_value_heads", groups, f"a divisor of the {heads} attention heads"
         )
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{folder}: no config.json; expected a Hugging Face model folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: got a JSON {type(config).__name__}, expected an object")
-    return config
+    key = "qk_pos_emb_head_dim" if fields.get("multi_latent_attention") else "kv_channels"
+    if fields[key] % 2:
+        name = "qk_rope_head_dim" if key != "kv_channels" else "head_dim"
+        raise refusal(folder, name, fields[key], "an even number, for rotary positions")
 
 
-def _is_classifier(config: dict[str, Any]) -> bool:
-    return any(
-        str(name).endswith("ForSequenceClassification")
-        for name in config.get("architectures") or ()
-    )
+def _is_classifier(config: Mapping[str, Any]) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in config["architectures"] or ())
 
 
-def _family(folder: Path, config: dict[str, Any], bridge: BridgeKind) -> Family:
+def _family(folder: Path, given: Mapping[str, Any], bridge: BridgeKind) -> Family:
     """Find the family by `model_type`; `architectures`, where given, must name one of its classes.
 
     A family that we lack has no entries until the bridge has given them.
     """
     known = ", ".join(name for family in FAMILIES.values() for name in family.classes)
-    family = FAMILIES.get(str(config.get("model_type")))
-    names = [str(name) for name in config.get("architectures") or ()]
-    if family is None and bridge != "none" and names:
-        return Family(str(config.get("model_type")), names[0].split("For")[0], ())
+    names = check_fields(folder, given, {"architectures": BRIDGED["architectures"]})
+    classes = names["architectures"] or []
+    model_type = str(given.get("model_type"))
+    family = FAMILIES.get(model_type)
+    if family is None and bridge != "none" and classes:
+        return Family(model_type, classes[0].split("For")[0], (), BRIDGED)
     if family is None:
-        kind = f"model_type {config.get('model_type')!r}"
-        got = names[0] if names else kind
+        kind = f"model_type {given.get('model_type')!r}"
+        got = classes[0] if classes else kind
         if got in known:  # Kimi K2 borrows the class of DeepSeek-V3
             got += f" with {kind}"
         raise ModelError(
             f"{folder}: architecture {got} is not converted; converted are: {known}; others may"
             " come by model.bridge: mbridge"
         )
-    if names and not set(names) & set(family.classes):
+    if classes and not set(classes) & set(family.classes):
         raise ModelError(
-            f"{folder}: architecture {names[0]} is not converted; converted are: {known}"
+            f"{folder}: architecture {classes[0]} is not converted; converted are: {known}"
         )
     return family
 
 
-def _check_supported(folder: Path, config: dict[str, Any], *, bridged: bool) -> None:
-    """Refuse options that change the model and are not converted; a bridge may convert some."""
-    rotary = config.get("rope_parameters") or {}
-    partial = rotary.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    refused = {
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(config.get("attention_bias", False)) and not bridged,
-        "mlp_bias": bool(config.get("mlp_bias", False)),
-        "qkv_bias": not config.get("qkv_bias", True) and not bridged,  # Qwen2-MoE has the choice
-        "use_sliding_window": bool(config.get("use_sliding_window", False)),
-        # Qwen gives a window and says that it is not used; Mixtral uses the window that it gives.
-        "sliding_window": bool(config.get("sliding_window")) and "use_sliding_window" not in config,
-        "quantization_config": config.get("quantization_config") is not None,
-        "partial_rotary_factor": float(partial) != 1.0 and not bridged,
-    }
-    for key, bad in refused.items():
-        if bad:
-            raise ModelError(
-                f"{folder}/config.json: {key}: {config.get(key, partial)!r} is not supported by the"
-                " conversion"
-            )
-    if _is_classifier(config):
-        labels = config.get("num_labels") or len(config.get("id2label") or ("", ""))
-        if int(labels) != 1:
-            raise ModelError(
-                f"{folder}: a sequence classifier with {labels} labels; expected one (num_labels:"
-                " 1), a value or reward"
-            )
-
-
-def _check_weights(folder: Path) -> None:
-    if (folder / "model.safetensors.index.json").is_file() or any(folder.glob("*.safetensors")):
-        return
-    hint = ""
-    if any(folder.glob("pytorch_model*.bin")):
-        hint = (
-            "; it has pytorch_model*.bin: load it in transformers and save it again with"
-            " safe_serialization=True"
+def _check_supported(folder: Path, given: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse attention windows, which are not converted."""
+    # Qwen gives a window and says that it is not used; Mixtral uses the window that it gives.
+    if config["sliding_window"] is not None and "use_sliding_window" not in given:
+        raise refusal(
+            folder,
+            "sliding_window",
+            config["sliding_window"],
+            "null, or use_sliding_window: false beside it, as windows are not converted",
         )
-    raise ModelError(
-        f"{folder}: no weights: no *.safetensors and no model.safetensors.index.json{hint}"
-    )
+    kinds = config["layer_types"]
+    layers = config["num_hidden_layers"]
+    if kinds is not None and (len(kinds) != layers or {*kinds} != {"full_attention"}):
+        raise refusal(
+            folder, "layer_types", kinds, "'full_attention' for each of num_hidden_layers"
+        )
+
+
+def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse all but one label, a value or reward; by transformers' default a model has two."""
+    counts = {len(config["id2label"]) if config["id2label"] else None, config["num_labels"]}
+    counts = counts - {None} or {2}
+    if counts != {1}:
+        raise ModelError(
+            f"{folder}: a sequence classifier with {' or '.join(map(str, sorted(counts)))} labels;"
+            " expected one (num_labels: 1, id2label with one entry), a value or reward"
+        )
+    if config["problem_type"] == "single_label_classification":
+        raise refusal(folder, "problem_type", config["problem_type"], "regression, or null")
+
+
+def _check_weights(folder: Path, arch: Architecture) -> None:
+    """Refuse a folder without weights, and a tied model with a head of its own.
+
+    transformers 5 unties such a model by its weights; engines go by `config.json`.
+    """
+    if not (folder / _INDEX).is_file() and not any(folder.glob("*.safetensors")):
+        hint = ""
+        if any(folder.glob("pytorch_model*.bin")):
+            hint = (
+                "; it has pytorch_model*.bin: load it in transformers and save it again with"
+                " safe_serialization=True"
+            )
+        raise ModelError(f"{folder}: no weights: no *.safetensors and no {_INDEX}{hint}")
+    if not arch.tie_word_embeddings or arch.head == "value":
+        return
+    from backends.megatron.convert.load import SafetensorsFolder
+
+    with SafetensorsFolder(folder) as source:
+        if not source.same(_HEAD, _EMBEDDING):
+            raise refusal(
+                folder,
+                "tie_word_embeddings",
+                True,
+                f"false, as {_HEAD} in the folder is not {_EMBEDDING}: set it, so that trainer and"
+                " engines use this head, or remove the tensor",
+            )

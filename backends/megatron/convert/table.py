@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
 
+from rlcore.hf_config import Field
+
 # Transformer Engine's layer spec fuses two norms into the linear layer behind them.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -100,6 +102,8 @@ class Entry:
 class Experts:
     """How a family's `config.json` describes its experts, and facts that it leaves out."""
 
+    # keys, either of them: some are aliases in transformers
+    count: tuple[str, ...]
     width: str  # key: feed-forward width of a routed expert
     # whether the chosen experts' probabilities add up to 1, or the key that says so
     normalized: str | bool
@@ -107,8 +111,6 @@ class Experts:
     shared_width: str | None = None
     # key: how many experts of `width` every token passes through, without a gate
     shared_count: str | None = None
-    # keys, either of them: transformers 5 writes both
-    count: tuple[str, ...] = ("num_experts", "num_local_experts")
     # sigmoid: chosen with a bias, in groups, and scaled afterwards
     scoring: Literal["softmax", "sigmoid"] = "softmax"
 
@@ -121,10 +123,9 @@ class Family:
     # `<prefix>ForCausalLM`, `<prefix>ForSequenceClassification`
     class_prefix: str
     entries: tuple[Entry, ...]  # in the order of a forward pass
+    fields: Mapping[str, Field]  # of `config.json`
     qkv_bias: bool = False
     qk_norm: bool = False
-    # default where config.json has none; None: hidden_size / heads
-    head_dim: int | None = None
     # keys and values made of one low-rank form (DeepSeek-V2)
     latent_attention: bool = False
     experts: Experts | None = None  # a mixture of experts

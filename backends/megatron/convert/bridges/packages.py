@@ -77,7 +77,7 @@ def _legacy_config(arch: Architecture, **changes: Any) -> Any:
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     extra = {
         "rope_theta": arch.rope_theta,
-        # `read._rope` has read it, and refused kinds that Megatron does not compute.
+        # `read_rope` has read it, and refused kinds that Megatron does not compute.
         "rope_parameters" if hasattr(made, "rope_parameters") else "rope_scaling": None,
         "partial_rotary_factor": 1.0 if partial is None else partial,
         "head_dim": arch.transformer["kv_channels"],

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from backends.megatron.convert.architecture import Architecture, BridgeKind
 from backends.megatron.convert.bridges.packages import BRIDGES, PREDICTED_LAYERS, FamilyBridge
+from backends.megatron.convert.config_fields import SIGMOID_ROUTER
 from backends.megatron.convert.families import FAMILIES, TRUNK
 from backends.megatron.convert.fields import sigmoid_fields
 from backends.megatron.convert.hf_tensors import hf_shapes
@@ -35,6 +36,7 @@ from backends.megatron.convert.table import (
 )
 from backends.megatron.cpu.shim import importing_megatron
 from rlcore.errors import ModelError
+from rlcore.hf_config import check_fields
 
 # Options that change a model and that a bridge may ignore, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -116,11 +118,6 @@ def _configured(bridge: FamilyBridge, arch: Architecture) -> Architecture:
             raise ModelError(
                 f"{arch.folder}/config.json: {key}: {value!r} is not known to be in {bridge.name}"
             )
-    if kinds := set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise ModelError(
-            f"{arch.folder}/config.json: layer_types: {min(kinds)!r} is not supported, only"
-            " 'full_attention'"
-        )
     fields = _bridged_fields(bridge, arch)
     rotary = {**(arch.rope_scaling or {}), **_rotary_arguments(bridge)}
     config = {key: 0 if key in PREDICTED_LAYERS else value for key, value in config.items()}
@@ -180,10 +177,10 @@ def _router_fields(
     score = carried.get("moe_router_score_function", "softmax")
     bias = bool(bridge.fields().get("moe_router_enable_expert_bias"))
     if score == "sigmoid" and bias:
-        normalized = bool(config.get("norm_topk_prob", True))
+        router = check_fields(arch.folder, config, SIGMOID_ROUTER)
         return {
-            **sigmoid_fields(arch.folder, config, carried["num_moe_experts"]),
-            "moe_router_pre_softmax": not normalized,
+            **sigmoid_fields(arch.folder, router, carried["num_moe_experts"]),
+            "moe_router_pre_softmax": not router["norm_topk_prob"],
         }
     if score != "softmax" or bias:
         raise ModelError(

@@ -1,0 +1,154 @@
+"""The fields of `config.json` that the conversion reads: their types, and what each family means
+by leaving one out.
+
+Types and defaults are those of transformers' configuration classes. A size without which no model
+can be meant has no default here. What changes a model and is not converted has one value `only`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlcore.hf_config import Field
+
+_SIZE = Field("size")
+_OTHER_SIZE = Field("size", None, nullable=True)
+_ABSENT = Field("map", None, nullable=True, only=None)
+_OFF = Field("flag", False, only=False)
+# The default counts nothing where an alias is given; one of them must be.
+_COUNT_OF_EXPERTS = Field("size", None)
+
+# Fields that other packages may convert for families that we lack.
+_BRIDGED = {
+    "architectures": Field("texts", None, nullable=True),
+    "problem_type": Field("text", None, nullable=True),
+    "num_labels": Field("size", None),
+    "id2label": Field("map", None, nullable=True),
+    "vocab_size": _SIZE,
+    "hidden_size": _SIZE,
+    "intermediate_size": _SIZE,
+    "num_hidden_layers": _SIZE,
+    "num_attention_heads": _SIZE,
+    # null: as many as attention heads
+    "num_key_value_heads": _OTHER_SIZE,
+    # null: hidden_size / num_attention_heads
+    "head_dim": _OTHER_SIZE,
+    "max_position_embeddings": _SIZE,
+    "rms_norm_eps": Field("number", 1e-6),
+    "tie_word_embeddings": Field("flag", False),
+    "hidden_act": Field("text", "silu", only="silu"),
+    "mlp_bias": _OFF,
+    "use_sliding_window": _OFF,
+    "sliding_window": _OTHER_SIZE,
+    "layer_types": Field("texts", None, nullable=True),
+    "per_layer_config": _ABSENT,
+    "quantization_config": _ABSENT,
+    "compression_config": _ABSENT,
+    "rope_theta": Field("number", 10000.0),
+    "rope_scaling": Field("map", None, nullable=True),
+    "rope_parameters": Field("map", None, nullable=True),
+    "partial_rotary_factor": Field("number", 1.0, nullable=True),
+}
+BRIDGED: Mapping[str, Field] = _BRIDGED
+
+_COMMON = {
+    **_BRIDGED,
+    "rms_norm_eps": Field("float", 1e-6),
+    "attention_bias": _OFF,
+    "partial_rotary_factor": Field("number", 1.0, nullable=True, only=1.0),
+}
+
+LLAMA: Mapping[str, Field] = _COMMON
+QWEN2: Mapping[str, Field] = {
+    **_COMMON,
+    "num_key_value_heads": Field("size", 32, nullable=True),
+    "head_dim": Field("size", None),
+}
+QWEN3: Mapping[str, Field] = {**QWEN2, "head_dim": Field("size", 128)}
+
+_QWEN_MOE = {
+    **QWEN2,
+    "num_experts": _COUNT_OF_EXPERTS,
+    "num_experts_per_tok": _SIZE,
+    "moe_intermediate_size": _SIZE,
+    "norm_topk_prob": Field("flag", False),
+    "decoder_sparse_step": Field("size", 1),
+    "mlp_only_layers": Field("counts", None, nullable=True),
+}
+QWEN2_MOE: Mapping[str, Field] = {
+    **_QWEN_MOE,
+    "num_key_value_heads": Field("size", 16, nullable=True),
+    "shared_expert_intermediate_size": _SIZE,
+    "qkv_bias": Field("flag", True, only=True),
+}
+QWEN3_MOE: Mapping[str, Field] = {
+    **_QWEN_MOE,
+    "num_key_value_heads": Field("size", 4),
+    "num_local_experts": _COUNT_OF_EXPERTS,
+}
+MIXTRAL: Mapping[str, Field] = {
+    **_COMMON,
+    "num_key_value_heads": Field("size", 8),
+    "rms_norm_eps": Field("float", 1e-5),
+    "rope_theta": Field("number", 1e6),
+    "num_local_experts": _COUNT_OF_EXPERTS,
+    "num_experts": _COUNT_OF_EXPERTS,
+    "num_experts_per_tok": _SIZE,
+}
+
+# Routers that choose among the experts of their best groups, in DeepSeek-V3 and in other packages.
+SIGMOID_ROUTER: Mapping[str, Field] = {
+    "num_experts_per_tok": _SIZE,
+    "norm_topk_prob": Field("flag", True),
+    "scoring_func": Field("text", "sigmoid", only="sigmoid"),
+    "topk_method": Field("text", "noaux_tc", only="noaux_tc"),
+    "moe_layer_freq": Field("size", 1, only=1),
+    "n_group": _SIZE,
+    "topk_group": _SIZE,
+    "routed_scaling_factor": Field("number"),
+}
+DEEPSEEK_V3: Mapping[str, Field] = {
+    **_COMMON,
+    **SIGMOID_ROUTER,
+    "num_key_value_heads": Field("size", 128, nullable=True),
+    "n_routed_experts": _COUNT_OF_EXPERTS,
+    "num_local_experts": _COUNT_OF_EXPERTS,
+    "n_shared_experts": _SIZE,
+    "moe_intermediate_size": _SIZE,
+    "routed_scaling_factor": Field("float"),
+    "first_k_dense_replace": Field("count", 3),
+    "q_lora_rank": Field("size", nullable=True),
+    "kv_lora_rank": _SIZE,
+    "qk_nope_head_dim": _SIZE,
+    "qk_rope_head_dim": _SIZE,
+    "v_head_dim": _SIZE,
+    "rope_interleave": Field("flag", True),
+}
+
+# The kinds of `rope_scaling` and `rope_parameters`. transformers ignores what is not listed here.
+_ROPE = {
+    "rope_type": Field("text", "default"),
+    "rope_theta": Field("number", 10000.0),
+}
+_SCALED = {**_ROPE, "factor": Field("number")}
+ROPE: Mapping[str, Mapping[str, Field]] = {
+    "default": _ROPE,
+    "linear": _SCALED,
+    # Megatron hard-codes these three; only the factor is an argument.
+    "llama3": {
+        **_SCALED,
+        "low_freq_factor": Field("number", only=1.0),
+        "high_freq_factor": Field("number", only=4.0),
+        "original_max_position_embeddings": Field("size", only=8192),
+    },
+    "yarn": {
+        **_SCALED,
+        "original_max_position_embeddings": _SIZE,
+        "attention_factor": Field("number", None, nullable=True, only=None),
+        "truncate": Field("flag", True, only=True),
+        "beta_fast": Field("number", 32.0, nullable=True),
+        "beta_slow": Field("number", 1.0, nullable=True),
+        "mscale": Field("scale", None, nullable=True),
+        "mscale_all_dim": Field("scale", None, nullable=True),
+    },
+}

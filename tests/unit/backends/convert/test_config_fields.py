@@ -1,0 +1,333 @@
+"""Every field of every family: read as transformers' own configuration class reads it, or refused.
+
+The fields come from the tables that the reader goes by, so a new one is tried without a line here.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.config_fields import ROPE
+from backends.megatron.convert.families import FAMILIES
+from backends.megatron.convert.read import read_architecture
+from rlcore.errors import ModelError
+
+LEFT_OUT: Any = object()
+HUGE = 10**400
+VALUES = [
+    LEFT_OUT, None, True, False, "8", "", 0, 1, 3, -4, HUGE, 0.0, 1.0, -1.5, 1e-5, float("nan"),
+    float("inf"), [], [0], ["full_attention"] * 4, {}, {"0": "LABEL_0"},
+]  # fmt: skip
+# Of settings, which are numbers, words and truth values.
+SETTINGS = [
+    LEFT_OUT, None, True, "8", 0, 1, 2.5, -4, HUGE, 32.0, 8192, float("nan"), [0], {"a": "b"},
+]  # fmt: skip
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8},
+    "qwen2_moe": {**QWEN_MOE, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {**QWEN_MOE, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "n_shared_experts": 2, "n_group": 2, "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
+}  # fmt: skip
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+        "mscale": 0.7, "mscale_all_dim": 0.5,
+    },
+}  # fmt: skip
+SPELLINGS = "rope_scaling", "rope_parameters"
+
+every_family = pytest.mark.parametrize("family", sorted(FAMILIES))
+
+
+def base(family: str, head: str = "CausalLM") -> dict[str, Any]:
+    prefix = FAMILIES[family].class_prefix
+    return {"model_type": family, "architectures": [f"{prefix}For{head}"], **SIZES, **OWN[family]}
+
+
+def changed(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    rest = {name: old for name, old in config.items() if name != key}
+    return rest if value is LEFT_OUT else {**rest, key: value}
+
+
+def theirs(config: dict[str, Any]) -> PretrainedConfig | None:
+    """What transformers reads; None where it refuses the configuration."""
+    # It would make a list of so many layers or labels.
+    if HUGE in (config.get("num_hidden_layers"), config.get("num_labels")):
+        return None
+    try:
+        # It writes into what it is given.
+        return CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
+    except (
+        StrictDataclassError,
+        ArithmeticError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ):
+        return None
+
+
+def meant(config: PretrainedConfig) -> dict[str, Any]:
+    """The values of transformers' configuration, and those of its layers' rules."""
+    family = config.model_type
+    latent = family == "deepseek_v3"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    found = {
+        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size, "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads, "groups": config.num_key_value_heads,
+        "positions": config.max_position_embeddings, "epsilon": config.rms_norm_eps,
+        "tied": config.tie_word_embeddings, "theta": rope["rope_theta"],
+        "head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim if latent else head_dim,
+        "rope": {
+            key: rope[key]
+            for key in ("rope_type", "factor", "original_max_position_embeddings",
+                        "low_freq_factor", "high_freq_factor")
+            if key in ROPE.get(rope["rope_type"], {}) or key == "rope_type"
+        },
+    }  # fmt: skip
+    if rope["rope_type"] == "yarn":
+        both = bool(rope.get("mscale") and rope.get("mscale_all_dim"))
+        found["yarn"] = [
+            rope.get("beta_fast") or 32, rope.get("beta_slow") or 1,
+            rope["mscale"] if both else 1.0, rope["mscale_all_dim"] if both else 0.0,
+        ]  # fmt: skip
+    return {**found, **(meant_experts(config) if hasattr(config, "num_experts_per_tok") else {})}
+
+
+def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
+    family = config.model_type
+    layers = range(config.num_hidden_layers)
+    found = {"topk": config.num_experts_per_tok}
+    if family == "mixtral":
+        return {**found, "experts": config.num_local_experts, "normalized": True,
+                "expert_layers": [True for _ in layers], "width": config.intermediate_size}  # fmt: skip
+    found |= {"normalized": bool(config.norm_topk_prob), "width": config.moe_intermediate_size}
+    if family == "deepseek_v3":
+        return {**found, "experts": config.n_routed_experts,
+                "expert_layers": [layer >= config.first_k_dense_replace for layer in layers],
+                "shared": config.n_shared_experts * config.moe_intermediate_size,
+                "groups_of_experts": [config.n_group, config.topk_group],
+                "scale": config.routed_scaling_factor, "interleave": bool(config.rope_interleave),
+                "ranks": [config.q_lora_rank, config.kv_lora_rank, config.v_head_dim]}  # fmt: skip
+    sparse = [
+        layer not in config.mlp_only_layers
+        and config.num_experts > 0
+        and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in layers
+    ]
+    found |= {"experts": config.num_experts, "expert_layers": sparse}
+    if family == "qwen2_moe":
+        found["shared"] = config.shared_expert_intermediate_size
+    return found
+
+
+def ours(arch: Architecture) -> dict[str, Any]:
+    """The same of an architecture."""
+    t = arch.transformer
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if arch.rope_scaling is not None:
+        factor = arch.rope_scaling.get("seq_len_interpolation_factor")
+        rope = {"rope_type": "linear", "factor": factor}
+        if factor is None:
+            # Megatron hard-codes the three others.
+            rope = ROPES["llama3"] | {"factor": arch.rope_scaling["rope_scaling_factor"]}
+    found = {
+        "vocab_size": arch.vocab_size, "hidden_size": t["hidden_size"],
+        "intermediate_size": t["ffn_hidden_size"], "layers": t["num_layers"],
+        "heads": t["num_attention_heads"], "groups": t["num_query_groups"],
+        "positions": arch.max_position_embeddings, "epsilon": t["layernorm_epsilon"],
+        "tied": arch.tie_word_embeddings, "theta": arch.rope_theta, "head_dim": t["kv_channels"],
+    }  # fmt: skip
+    if arch.latent_attention and t["rope_type"] == "yarn":
+        rope = {
+            "rope_type": "yarn", "factor": t["rotary_scaling_factor"],
+            "original_max_position_embeddings": t["original_max_position_embeddings"],
+        }  # fmt: skip
+        found["yarn"] = [t["beta_fast"], t["beta_slow"], t["mscale"], t["mscale_all_dim"]]
+    found["rope"] = rope
+    if arch.num_experts:
+        found |= {
+            "experts": arch.num_experts, "topk": t["moe_router_topk"],
+            "normalized": not t["moe_router_pre_softmax"], "expert_layers": arch.moe_layers,
+            "width": t["moe_ffn_hidden_size"],
+        }  # fmt: skip
+    if arch.family in ("qwen2_moe", "deepseek_v3"):
+        found["shared"] = t["moe_shared_expert_intermediate_size"]
+    if arch.latent_attention:
+        found |= {
+            "groups_of_experts": [t["moe_router_num_groups"], t["moe_router_group_topk"]],
+            "scale": t["moe_router_topk_scaling_factor"], "interleave": t["rope_interleave"],
+            "ranks": [t["q_lora_rank"], t["kv_lora_rank"], t["v_head_dim"]],
+        }  # fmt: skip
+    return found
+
+
+def converted(config: PretrainedConfig) -> bool:
+    """Whether a model of transformers' configuration has nothing that we do not convert."""
+    has = {field.name: getattr(config, field.name) for field in fields(config)}
+    windows = has.get("use_sliding_window") or (
+        config.model_type == "mixtral" and config.sliding_window is not None
+    )
+    return (
+        config.hidden_act == "silu"
+        and not has.get("attention_bias")
+        and not has.get("mlp_bias")
+        and has.get("qkv_bias", True)
+        and not windows
+        and set(has.get("layer_types") or ["full_attention"]) == {"full_attention"}
+        and config.rope_parameters.get("partial_rotary_factor") in (None, 1)
+        and getattr(config, "quantization_config", None) is None
+        and not config.is_heterogeneous
+    )
+
+
+def check(folder: Path, config: dict[str, Any], named: str | None = None) -> bool:
+    """Read a configuration as both do; whether ours is accepted.
+
+    Args:
+        named: the field that a refusal names.
+    """
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = theirs(json.loads(json.dumps(config)))
+    try:
+        arch = read_architecture(folder, weights=False)
+    except ModelError as error:
+        message = str(error)
+        assert named is None or named in message, message
+        assert "config.json" in message or "labels" in message, message
+        return False
+    assert expected is not None, f"transformers refuses {config}"
+    assert converted(expected), config
+    assert ours(arch) == meant(expected), config
+    if arch.head == "value":
+        assert expected.num_labels == 1
+        assert expected.problem_type != "single_label_classification"
+    return True
+
+
+# Where a message names another field of the same question.
+ALSO_NAMED = {
+    "hidden_size": "hidden_size", "num_labels": "label", "id2label": "label",
+    "num_attention_heads": "heads", "num_experts": "expert", "num_local_experts": "expert",
+    "n_routed_experts": "expert", "decoder_sparse_step": "experts", "mlp_only_layers": "experts",
+    "architectures": "architecture",
+}  # fmt: skip
+
+
+def cases(family: str) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    for key in FAMILIES[family].fields:
+        for head in ("CausalLM", "SequenceClassification"):
+            if head == "CausalLM" or key in ("num_labels", "id2label", "problem_type"):
+                config = base(family, head)
+                if head != "CausalLM":
+                    config["id2label"] = {"0": "LABEL_0"}
+                for value in VALUES:
+                    yield config, key, value
+
+
+@every_family
+def test_a_field_is_what_transformers_reads_or_is_refused_by_name(
+    family: str, tmp_path: Path
+) -> None:
+    assert check(tmp_path, base(family))
+    accepted = set()
+    for config, key, value in cases(family):
+        if check(tmp_path, changed(config, key, value), ALSO_NAMED.get(key, key)):
+            accepted.add(key)
+    never = set(FAMILIES[family].fields) - accepted
+    assert never == set(), f"no value of {never} was accepted"
+
+
+@every_family
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_so_is_each_setting_of_rotary_positions(family: str, spelling: str, tmp_path: Path) -> None:
+    kinds = ("default", "yarn") if family == "deepseek_v3" else ("default", "linear", "llama3")
+    for kind, rope in ROPES.items():
+        config = base(family) | {"max_position_embeddings": 8192 if kind == "llama3" else 64}
+        assert check(tmp_path, {**config, spelling: rope}, "rope_type") == (kind in kinds)
+        for key in (*ROPE[kind], "type", "partial_rotary_factor", "full_attention"):
+            for value in (*SETTINGS, kind, {"rope_type": "default", "rope_theta": 5.0}):
+                check(tmp_path, {**config, spelling: changed(rope, key, value)}, "rope")
+
+
+@every_family
+def test_two_fields_together(family: str, tmp_path: Path) -> None:
+    """Contradictions: any fields with values of valid types, and either spelling of RoPE."""
+    draw = random.Random(7)
+    sizes: list[Any] = [1, 2, 3, 4, 6, 8, 16, 33, LEFT_OUT, None]
+    pool: dict[str, list[Any]] = {"rope_theta": [500.0, 700, LEFT_OUT]}
+    names = FAMILIES[family].fields
+    for key, field in names.items():
+        if field.kind in ("size", "count"):
+            pool[key] = sizes
+        elif field.kind == "flag":
+            pool[key] = [True, False, LEFT_OUT]
+        elif field.kind in ("counts", "texts") and key != "architectures":
+            pool[key] = [[], [0, 3], ["full_attention"] * 4, ["sliding_attention"] * 4, None]
+    ropes = [*ROPES.values(), {"type": "linear", "factor": 2.0}, {"rope_theta": 700.0}, {}, None]
+    pool |= {spelling: [*ropes, {**ROPES["linear"], "type": "llama3"}] for spelling in SPELLINGS}
+    accepted = 0
+    for _ in range(600):
+        config = base(family)
+        for key in draw.sample(sorted(pool), draw.choice((2, 2, 3))):
+            config = changed(config, key, draw.choice(pool[key]))
+        accepted += check(tmp_path, config)
+    assert accepted > 25
+
+
+@every_family
+def test_two_spellings_of_rotary_positions(family: str, tmp_path: Path) -> None:
+    rope = ROPES["default"]
+    both = {**base(family), "rope_scaling": rope, "rope_parameters": rope}
+    assert check(tmp_path, both)
+    assert check(tmp_path, {**both, "rope_theta": 500})
+    for key, other in (
+        ("rope_scaling", {**rope, "rope_theta": 7.0}),
+        ("rope_parameters", {"rope_type": "default"}),
+        ("rope_theta", 7.0),
+    ):
+        assert not check(tmp_path, {**both, key: other}, key), (key, other)
+
+
+@every_family
+def test_defaults_are_those_of_transformers(family: str) -> None:
+    plain: Any = CONFIG_MAPPING[family]()
+    declared = {field.name for field in fields(plain)}
+    for key, field in FAMILIES[family].fields.items():
+        if key == "rope_theta":
+            assert field.default == plain.default_theta
+        elif key in declared and isinstance(field.default, int | float | str):
+            assert field.default == getattr(plain, key), key
