@@ -34,6 +34,10 @@ _FLOAT = re.compile(
 )
 _DIGITS = list("-+.0123456789")
 Where = Callable[[yaml.Node], str]
+# YAML 1.1 takes the first three for line breaks and skips the last at the start of a text; YAML 1.2
+# keeps all four inside of values.
+_KEPT = "\x85\u2028\u2029\ufeff"
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _COMMENT_COLUMN = 52
 _ENDLESS = 1 << 20
 
@@ -102,7 +106,22 @@ def origin(tree: Tree, path: KeyPath) -> str:
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with other rules for what a plain word is."""
+    """PyYAML's safe loader with other rules for what a plain word is.
+
+    Characters that it would not keep are parsed as others, which the text does not have.
+    """
+
+    def __init__(self, text: str) -> None:
+        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in text)
+        replaced = dict(zip(_KEPT, free))
+        self._kept = str.maketrans({new: old for old, new in replaced.items()})
+        super().__init__(text.translate(str.maketrans(replaced)))
+
+    def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
+        """Put the characters back."""
+        node = super().compose_scalar_node(anchor)
+        node.value = node.value.translate(self._kept)
+        return node
 
 
 class ConfigDumper(yaml.SafeDumper):
@@ -113,6 +132,11 @@ class ConfigDumper(yaml.SafeDumper):
         if math.isfinite(data):
             return self.represent_scalar(_TAG + "float", repr(data))
         return super().represent_float(data)
+
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        """Escape line breaks of any kind, at which other styles fold."""
+        style = None if data.isprintable() else '"'
+        return self.represent_scalar(_TAG + "str", data, style)
 
     def ignore_aliases(self, data: Any) -> bool:
         """Write every value out, without YAML's anchors."""
@@ -132,12 +156,13 @@ def _own_rules(cls: type[ConfigLoader] | type[ConfigDumper]) -> None:
 _own_rules(ConfigLoader)
 _own_rules(ConfigDumper)
 ConfigDumper.add_representer(float, ConfigDumper.represent_float)
+ConfigDumper.add_representer(str, ConfigDumper.represent_text)
 
 
 def read_file(path: Path) -> Tree:
     """Return the settings of one file. Errors name file and line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -156,7 +181,7 @@ def read_override(argument: str) -> Tree:
     keys = dotted.split(".")
     if not all(keys):
         raise ConfigError(f"override {argument!r}: expected a.b.c=value")
-    if not text.strip():
+    if not text.strip(" \t\r\n"):
         raise ConfigError(
             f"override {argument!r}: no value after '='; `{dotted}=null` unsets a key"
         )
@@ -247,6 +272,8 @@ def _lines(
             continue
         line = f"{head} {_flow(value)}"
         comment = " ".join(str(origins.get(path + key, "")).split())
+        # A file's name may have control characters, or bytes that are no UTF-8.
+        comment = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in comment)
         yield f"{line.ljust(_COMMENT_COLUMN)}  # {comment}" if comment else line
 
 

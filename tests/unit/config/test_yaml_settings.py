@@ -1,7 +1,15 @@
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from rlcore.config.load import Loaded, load_config
-from rlcore.config.yaml_settings import render_config
+from rlcore.config.yaml_settings import plain, read_file, read_override, render_config
 
 AWKWARD = (
     "run.name='1e-3'",
@@ -34,3 +42,39 @@ def test_each_value_has_its_origin_behind_it(load, write):
     assert ["seed:", "4", "#", "override"] in lines
     assert ["lr:", "3e-06", "#", f"{base}:3"] in lines
     assert ["beta1:", "0.9", "#", "default"] in lines
+
+
+# Any text, with what PyYAML folds, strips or reads as something else more often than by chance.
+TEXT = st.text(
+    st.characters(exclude_categories=())
+    | st.sampled_from("\x85\u2028\u2029\ufeff\xa0\x00\x1b\x7f\r\n\t \ud800\udfff:#'\"\\-.01e"),
+    max_size=12,
+)
+
+
+@given(TEXT, TEXT, st.lists(TEXT, max_size=3))
+def test_any_text_comes_back_as_it_was(name, text, items):
+    values = {name: text, f"{name}.list": items, "map": {text: {"lists": [items, text]}}}
+    rendered = render_config(values, {"map": "default", name: text})
+    path = Path(tempfile.gettempdir()) / f"rlcore-text-{os.getpid()}.yaml"
+    path.write_bytes(rendered.encode("utf-8"))
+    try:
+        assert plain(read_file(path)) == values
+        for key, value in (("text", text), ("items", items)):
+            line = render_config({key: value}, {}).partition(": ")[2]
+            assert plain(read_override(f"{key}={line}")) == {key: value}
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("mark", ["\x85", "\u2028", "\u2029", "\ufeff", "\U000f0000"])
+@pytest.mark.parametrize("form", ["{}", "a{}b", "a {} b", "{0}{0}"])
+@pytest.mark.parametrize("quote", ["'", '"', ""])
+def test_what_is_no_line_break_in_yaml_1_2_is_none(mark, form, quote, write):
+    text = form.format(mark)
+    written = f"{quote}{text}{quote}"
+    assert plain(read_override(f"key={written}")) == {"key": text}
+    path = write("raw.yaml", f"\ufeffkey: {written}\n# {mark}\n{quote}{mark}{quote}: 1e-3\n")
+    tree = read_file(path)
+    assert plain(tree) == {"key": text, mark: 1e-3}
+    assert tree[mark].origin == f"{path}:3"
