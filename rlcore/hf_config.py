@@ -127,9 +127,12 @@ def text_model_size(folder: Path | str, key: str) -> int | None:
     Raises ModelError like `read_config`, and for what is no positive integer.
     """
     config = read_config(folder)
-    fields = {key: Field("size", None), "text_config": Field("map", {}, nullable=True)}
+    fields = {
+        key: Field("size", None, nullable=True),
+        "text_config": Field("map", {}, nullable=True),
+    }
     found = check_fields(folder, config, fields)
     within = found["text_config"] or {}
-    inner = check_fields(folder, within, {key: Field("size", None)}, "text_config.")
+    inner = check_fields(folder, within, {key: fields[key]}, "text_config.")
     size: int | None = found[key] if found[key] is not None else inner[key]
     return size

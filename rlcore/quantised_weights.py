@@ -61,6 +61,8 @@ def quantise_bucket(bucket: Bucket, flat: Tensor, out: Tensor | None = None) -> 
     Args:
         flat: the bytes of `bucket`, uint8 [num_bytes].
         out: where they go; default: new memory.
+
+    Raises ModelError for a matrix with an infinity or NaN: its whole block would become NaN.
     """
     layout = quantised_bucket(bucket)
     if out is None:
@@ -71,7 +73,21 @@ def quantise_bucket(bucket: Bucket, flat: Tensor, out: Tensor | None = None) -> 
             quantise(weight, places[name], places[name + SCALE])
         else:
             places[name].copy_(weight)
+    _check_finite({name: places[name] for name in places if _is_scale(name, places)})
     return out
+
+
+def _check_finite(scales: Mapping[str, Tensor]) -> None:
+    """Refuse scales that are no finite numbers; the device is waited for once a bucket."""
+    if scales and not torch.cat([scale.flatten() for scale in scales.values()]).isfinite().all():
+        name, scale = next(item for item in scales.items() if not item[1].isfinite().all())
+        row, column = (~scale.isfinite()).nonzero()[0].tolist()
+        raise ModelError(
+            f"{name.removesuffix(SCALE)}: got an infinity or NaN in its block of {BLOCK} x {BLOCK}"
+            f" from [{row * BLOCK}, {column * BLOCK}], expected finite weights: FP8 makes the whole"
+            " block NaN. The training diverged: resume from an earlier checkpoint with a lower"
+            " learning rate"
+        )
 
 
 def quantise(weight: Tensor, small: Tensor, scale: Tensor) -> None:

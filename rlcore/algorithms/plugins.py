@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -120,7 +122,7 @@ class Registry:
                 f" '{name.replace('.', ':') if name.count('.') == 1 else 'package.module:Name'}'"
             )
         for point, found in zip(points, objects):
-            if found is not plugin.factory:
+            if not _same(found, plugin.factory):
                 raise DuplicateNameError(
                     f"{self.kind} {name!r} is claimed by {_path(plugin.factory)} and by the entry"
                     f" point {point.value}"
@@ -158,7 +160,8 @@ class Registry:
                 f"{self.kind} name: expected a non-empty name without ':', got {name!r}"
             )
         taken = self._plugins.get(name)
-        if taken is not None:
+        # A module that is loaded again registers its classes again; the newest counts.
+        if taken is not None and not _same(taken.factory, factory):
             raise DuplicateNameError(
                 f"{self.kind} {name!r} is already registered by {_path(taken.factory)}; "
                 f"give {_path(factory)} another name"
@@ -263,6 +266,24 @@ def _attribute(name: str) -> Callable[[Any], Collection[str]]:
         return value() if callable(value) else value
 
     return read
+
+
+def _same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Whether two factories are one definition, loaded twice or imported under two names.
+
+    What a function defines may differ from call to call, so there the object counts.
+    """
+    if one is other:
+        return True
+    name = getattr(one, "__qualname__", "<")
+    if name != getattr(other, "__qualname__", None) or "<" in name:
+        return False
+    return one.__module__ == other.__module__ or _file(one) == _file(other) is not None
+
+
+def _file(factory: Callable[..., Any]) -> str | None:
+    found = getattr(sys.modules.get(factory.__module__), "__file__", None)
+    return None if found is None else os.path.realpath(found)
 
 
 def _path(factory: Callable[..., Any]) -> str:

@@ -114,8 +114,8 @@ class ConfigLoader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         free = (chr(code) for code in _PRIVATE_USE if chr(code) not in text)
         replaced = dict(zip(_KEPT, free))
-        self._kept = str.maketrans({new: old for old, new in replaced.items()})
-        super().__init__(text.translate(str.maketrans(replaced)))
+        self._kept = {ord(new): old for old, new in replaced.items()}
+        super().__init__(text.translate({ord(old): new for old, new in replaced.items()}))
 
     def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
         """Put the characters back."""

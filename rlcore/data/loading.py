@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from rlcore.data.examples import open_examples
 from rlcore.data.mixture import MixtureStream, Share
 from rlcore.data.prompts import LengthLimit, PromptSet, PromptStream
 from rlcore.errors import ConfigError
+from rlcore.hf_config import text_model_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,12 +134,10 @@ def context_of(config: Config) -> tuple[int, str] | None:
 
 def _positions(config: Config) -> int | None:
     """Return `max_position_embeddings` of the model's config.json, if there is one."""
-    path = Path(config.model.path) / "config.json"
-    model = json.loads(path.read_bytes()) if path.is_file() else {}
-    found = model.get(
-        "max_position_embeddings", model.get("text_config", {}).get("max_position_embeddings")
-    )
-    return None if found is None else int(found)
+    folder = Path(config.model.path)
+    if not (folder / "config.json").is_file():
+        return None
+    return text_model_size(folder, "max_position_embeddings")
 
 
 def prompt_stream(config: Config, prompts: PromptSet) -> PromptStream:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import SamplingMasks, VersionSpan
 from rlcore.data.sample_checks import check_logprobs
 from rlcore.errors import EngineFailed, ModelError, UserError
+from rlcore.hf_config import read_config, text_model_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -21,29 +21,22 @@ if TYPE_CHECKING:
     from rollout.engines.sglang.limits import ExpertLayers
 
 
-def folder_config(folder: str) -> dict[str, Any]:
-    """Read config.json of a Hugging Face folder. Raises ModelError if there is none."""
-    path = Path(folder) / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ModelError(
-            f"model: {folder} holds no config.json; model.path must be a Hugging Face folder"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise ModelError(f"model: {path} is not JSON: {error}") from error
-    return config
-
-
 def model_config(folder: str) -> PretrainedConfig:
     """Read config.json as transformers does, without code that the folder may bring.
 
     Raises ModelError where transformers cannot.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    read_config(folder)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except StrictDataclassError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"model: {Path(folder) / 'config.json'} is refused by transformers: {reason}"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
@@ -54,9 +47,8 @@ def model_config(folder: str) -> PretrainedConfig:
 
 def folder_vocab_size(folder: str) -> int:
     """`vocab_size` of a Hugging Face folder's config.json."""
-    config = folder_config(folder)
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    if not isinstance(size, int):
+    size = text_model_size(folder, "vocab_size")
+    if size is None:
         raise ModelError(f"model: {Path(folder) / 'config.json'} has no vocab_size")
     return size
 

@@ -184,3 +184,25 @@ def test_a_matrix_without_its_scales_is_refused(scale: tuple[tuple[int, ...], st
         specs.append(TensorSpec("a.q_proj.weight_scale_inv", *scale))
     with pytest.raises(ModelError, match=r"expected a.q_proj.weight_scale_inv in the same bucket"):
         unquantised(Bucket(0, tuple(specs)))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("place", [(0, 0), (129, 4), (127, 2)])
+def test_a_weight_that_is_no_number_is_refused_by_name(bad: float, place: tuple[int, int]) -> None:
+    bucket, _, flat = make_bucket()
+    for name, weight in bucket.views(flat):
+        if name == "a.q_proj.weight":
+            weight[place] = bad
+    row = place[0] // BLOCK * BLOCK
+    with pytest.raises(ModelError, match=rf"^a\.q_proj\.weight: .*from \[{row}, 0\]"):
+        quantise_bucket(bucket, flat)
+    # What is not quantised goes to the engine as it is.
+    bucket, _, flat = make_bucket()
+    for name, weight in bucket.views(flat):
+        if name == "a.norm.weight":
+            weight[1] = bad
+    assert (
+        not dict(quantised_bucket(bucket).views(quantise_bucket(bucket, flat)))["a.norm.weight"]
+        .isfinite()
+        .all()
+    )

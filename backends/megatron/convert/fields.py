@@ -71,6 +71,13 @@ def read_rope(
     }
     partial = {"partial_rotary_factor": family.fields["partial_rotary_factor"]}
     settings = check_fields(folder, said, {**ROPE[kind], **partial}, f"{name}.")
+    if settings.get("mscale_all_dim") and not settings["mscale"]:
+        raise refusal(
+            folder,
+            f"{name}.mscale",
+            settings["mscale"],
+            "a number above 0, as megatron-core needs it beside mscale_all_dim",
+        )
     return Rope(float(settings["rope_theta"]), kind, settings)
 
 
@@ -198,11 +205,8 @@ def _moe_layers(folder: Path, config: Mapping[str, Any], num_layers: int) -> lis
 # --- latent attention -----------------------------------------------------------------------------
 
 
-def latent_fields(folder: Path, config: Mapping[str, Any], rope: Rope) -> dict[str, Any]:
-    """Read the sizes of the five projections, and the rotary positions of each layer.
-
-    Raises ModelError for rotary positions that Megatron would compute otherwise.
-    """
+def latent_fields(config: Mapping[str, Any], rope: Rope) -> dict[str, Any]:
+    """Read the sizes of the five projections, and the rotary positions of each layer."""
     plain = config["qk_nope_head_dim"]
     rotary = config["qk_rope_head_dim"]
     return {
@@ -214,7 +218,7 @@ def latent_fields(folder: Path, config: Mapping[str, Any], rope: Rope) -> dict[s
         "v_head_dim": config["v_head_dim"],
         "kv_channels": plain + rotary,
         "rope_interleave": config["rope_interleave"],
-        **_rotary_fields(folder, rope),
+        **_rotary_fields(rope),
     }
 
 
@@ -247,7 +251,7 @@ def latent_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _rotary_fields(folder: Path, rope: Rope) -> dict[str, Any]:
+def _rotary_fields(rope: Rope) -> dict[str, Any]:
     if rope.kind == "default":
         return {
             "rope_type": "rope",
@@ -258,11 +262,6 @@ def _rotary_fields(folder: Path, rope: Rope) -> dict[str, Any]:
         }
     settings = rope.settings
     mscale, mscale_all_dim = (float(settings[key] or 0.0) for key in ("mscale", "mscale_all_dim"))
-    if mscale_all_dim and not mscale:
-        raise ModelError(
-            f"{folder}/config.json: yarn RoPE scaling with mscale_all_dim alone; megatron-core"
-            " needs mscale too"
-        )
     if not mscale_all_dim:
         mscale = 1.0  # transformers then goes by `factor` alone
     return {

@@ -92,7 +92,7 @@ def _transformer_fields(
         "attention_dropout": 0.0,
     }
     if family.latent_attention:
-        fields |= latent_fields(folder, config, rope)
+        fields |= latent_fields(config, rope)
     else:
         fields["kv_channels"] = _head_dim(folder, config, family)
     _check_heads(folder, fields)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import ConfigError
+from rlcore.hf_config import read_config
 from rlcore.weights import raw_bytes
-from rollout.engines.checks import folder_config
 from rollout.weight_sync.version_state import shorten
 
 # model types whose layers SGLang stacks as below
@@ -87,7 +87,7 @@ class FusedChecksums:
         `dtype` and `device` are those of /server_info.
         """
         return cls(
-            folder_config(folder),
+            read_config(folder),
             ranks=ranks,
             dtype=None if dtype == "auto" else getattr(torch, dtype),
             on_cuda=device == "cuda",

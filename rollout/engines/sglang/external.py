@@ -13,8 +13,9 @@ from rlcore.config.checks.engine import FLASH_RL, QUANTISING
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError, DeadlineExceeded, EngineFailed, UserError
+from rlcore.hf_config import read_config
 from rlcore.quantised_weights import QUANTIZATION_CONFIG
-from rollout.engines.checks import folder_config, folder_vocab_size
+from rollout.engines.checks import folder_vocab_size
 from rollout.engines.factories import ADMIN_KEY, Keys
 from rollout.engines.sglang.entry import VERSION
 from rollout.engines.sglang.http import ServerClient
@@ -138,7 +139,7 @@ class ExternalServer:
             )
 
     def _check_model(self, info: Any) -> None:
-        ours = folder_config(self.model_path)
+        ours = read_config(self.model_path)
         info = info if isinstance(info, dict) else {}
         for name in ("model_type", "architectures"):
             if info.get(name) != ours.get(name):

@@ -9,7 +9,7 @@ import torch
 
 from rlcore.config import Config
 from rlcore.errors import ModelError
-from rollout.engines.checks import folder_config
+from rlcore.hf_config import read_config
 from rollout.engines.child_process import Server
 from rollout.engines.factories import EngineNode, EngineSite, Keys, engine_log, engine_name
 from rollout.engines.sglang.engine import SGLangEngine
@@ -113,7 +113,7 @@ def _check_head(folder: str) -> None:
     """Refuse a model whose embeddings are its head, where SGLang makes another one, which nothing
     ever writes.
     """
-    config = folder_config(folder)
+    config = read_config(folder)
     family = config.get("model_type")
     if config.get("tie_word_embeddings") and family in UNTIED:
         raise ModelError(

@@ -19,10 +19,11 @@ from rlcore.config.derived import in_weight_group
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError
+from rlcore.hf_config import read_config
 from rlcore.quantised_weights import QUANTIZATION_CONFIG
 from rlcore.stores import loopback_interface
 from rlcore.tls import server_context
-from rollout.engines.checks import folder_config, folder_vocab_size
+from rollout.engines.checks import folder_vocab_size
 from rollout.engines.child_process import ChildServer, engine_environment
 from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineNode, Keys
 from rollout.engines.sglang.entry import MEETING, RENDEZVOUS
@@ -276,7 +277,7 @@ def quantised_arguments(override: Any) -> dict[str, Any]:
 
 def check_quantised(config: EngineConfig, model_path: str) -> None:
     """Raise ConfigError for a quantised model that SGLang cannot load a second time."""
-    family = folder_config(model_path).get("model_type")
+    family = read_config(model_path).get("model_type")
     load_format = server_argument(config, "load_format")
     if load_format == FLASH_RL and family not in FLASH_RL_FAMILIES:
         raise ConfigError(

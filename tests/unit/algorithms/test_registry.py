@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import pytest
@@ -22,6 +24,7 @@ from rlcore.algorithms import (
     estimator_names,
     estimator_plugin,
     policy_loss_names,
+    policy_loss_plugin,
     register_estimator,
     register_policy_loss,
 )
@@ -118,6 +121,61 @@ def test_a_taken_name_is_refused() -> None:
         match=r"'ppo' is already registered by rlcore\.algorithms\.estimators\.ppo",
     ):
         register_estimator("ppo")(Plain)
+
+
+MODULE = """
+from rlcore.algorithms import register_estimator, register_policy_loss
+from rlcore.data.curriculum.plugin import register_curriculum
+
+
+@register_estimator("loaded")
+@register_policy_loss("loaded")
+@register_curriculum("loaded")
+class Loaded:
+    scale = {scale}
+
+    def __call__(self, inputs):
+        raise NotImplementedError
+"""
+
+
+def load(name: str, path: Path) -> None:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
+def test_one_class_may_be_registered_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first_name", "second_name"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    path = tmp_path / "loaded.py"
+    for scale, name in enumerate(("first_name", "first_name", "second_name")):
+        path.write_text(MODULE.format(scale=scale))
+        load(name, path)
+        assert estimator_plugin("loaded").factory.scale == scale, "the newest counts"
+        assert policy_loss_plugin("loaded").factory.scale == scale
+    other = tmp_path / "other.py"
+    other.write_text(path.read_text())
+    monkeypatch.setitem(sys.modules, "third_name", ModuleType("third_name"))
+    with pytest.raises(DuplicateNameError, match=r"second_name:Loaded; give third_name:Loaded"):
+        load("third_name", other)
+
+
+def test_the_very_same_object_may_be_registered_again() -> None:
+    class Local(Plain):
+        pass
+
+    class Other(Plain):
+        pass
+
+    Other.__qualname__ = Local.__qualname__
+    for needs in ({"kl"}, {"values"}):
+        register_estimator("mine", needs=needs)(Local)
+        assert build_estimator("mine").needs == needs
+    with pytest.raises(DuplicateNameError):
+        register_estimator("mine")(Other)
 
 
 def test_registered_estimators_get_exactly_what_they_declared() -> None:
@@ -332,4 +390,4 @@ def test_a_policy_loss_registers_the_same_way() -> None:
 
     assert build_policy_loss("mine").needs == {"entropy"}
     with pytest.raises(DuplicateNameError):
-        register_policy_loss("mine")(Mine)
+        register_policy_loss("mine")(type("Mine", (Mine,), {}))

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from backends.megatron.convert.read import read_architecture
 from rlcore.errors import ModelError
+from rollout.engines.checks import folder_vocab_size, model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -129,16 +133,25 @@ def test_a_reward_model_has_a_value_head(tmp_path: Path) -> None:
             "2 labels",
         ),
         ({"model_type": None, "architectures": None}, "model_type None"),
-        ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"model_type": "qwen2_moe", "architectures": None, "qkv_bias": False}, "qkv_bias: False"),
+        (
+            {"model_type": "qwen2_moe", "architectures": None, "qkv_bias": False},
+            "qkv_bias: got False",
+        ),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn'"),
-        ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 2.0}}, "low_freq_factor 2.0"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "factor None"),
-        ({"vocab_size": None}, "vocab_size: got None"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling.rope_type: got 'yarn', expected default, linear, llama3",
+        ),
+        (
+            {"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 2.0}},
+            "rope_scaling.low_freq_factor: got 2.0",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: got nothing"),
+        ({"vocab_size": None}, "vocab_size: got nothing"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers: got 'two'"),
     ],
 )
@@ -169,3 +182,72 @@ def test_reading_needs_neither_torch_nor_megatron() -> None:
         "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def tied(tmp_path: Path, **tensors: torch.Tensor) -> Path:
+    folder(tmp_path, tie_word_embeddings=True)
+    names = {"head": "lm_head.weight", "embedding": "model.embed_tokens.weight"}
+    save_file(
+        {names[key]: tensor for key, tensor in tensors.items()}, tmp_path / "model.safetensors"
+    )
+    return tmp_path
+
+
+def test_a_tied_model_has_no_other_head(tmp_path: Path) -> None:
+    embedding = torch.randn(31, 32)
+    for head in (embedding + 1e-3, embedding[:30], embedding.double(), embedding * torch.nan):
+        with pytest.raises(ModelError, match=r"config\.json: tie_word_embeddings: got True") as e:
+            read_architecture(tied(tmp_path, embedding=embedding, head=head))
+        assert "lm_head.weight in the folder is not model.embed_tokens.weight" in str(e.value)
+        assert read_architecture(tmp_path, weights=False).tie_word_embeddings
+        untied = folder(tmp_path, tie_word_embeddings=False)
+        assert not read_architecture(untied).tie_word_embeddings
+    for tensors in ({"head": embedding.clone(), "embedding": embedding}, {"embedding": embedding}):
+        assert read_architecture(tied(tmp_path, **tensors)).tie_word_embeddings
+
+
+def test_transformers_reads_two_heads_as_untied(tmp_path: Path) -> None:
+    """The folder that is refused: transformers goes by its weights, against its config.json."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder(tmp_path)))
+    torch.nn.init.normal_(model.lm_head.weight)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(theirs.lm_head.weight, model.lm_head.weight)
+    with pytest.raises(ModelError, match="tie_word_embeddings"):
+        read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[1]", "null", "\ufeff{}", '{"a": ' * 100_000, '{"a": ' + "9" * 5000 + "}", "\x00"],
+)
+def test_a_config_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    for read in (
+        lambda: read_architecture(tmp_path, weights=False),
+        lambda: folder_vocab_size(str(tmp_path)),
+        lambda: model_config(str(tmp_path)),
+    ):
+        with pytest.raises(ModelError, match=r"config\.json"):
+            read()
+
+
+@pytest.mark.parametrize("size", ["31", True, 1.5, -1, [], float("nan"), {}])
+def test_a_size_is_refused_by_every_reader(size: Any, tmp_path: Path) -> None:
+    for changes in (
+        {"vocab_size": size},
+        {"vocab_size": None, "text_config": {"vocab_size": size}},
+    ):
+        with pytest.raises(ModelError, match="vocab_size: got"):
+            folder_vocab_size(str(folder(tmp_path, **changes)))
+    with pytest.raises(ModelError, match="vocab_size: got"):
+        read_architecture(folder(tmp_path, vocab_size=size))
+    if size != -1:
+        with pytest.raises(
+            ModelError, match=r"config\.json is refused by transformers.*vocab_size"
+        ):
+            model_config(str(tmp_path))

@@ -231,7 +231,8 @@ def check(folder: Path, config: dict[str, Any], named: str | None = None) -> boo
         arch = read_architecture(folder, weights=False)
     except ModelError as error:
         message = str(error)
-        assert named is None or named in message, message
+        words = (named, ALSO_NAMED.get(named, named)) if named else ("",)
+        assert any(word in message for word in words), message
         assert str(folder) in message, message
         return False
     assert expected is not None, f"transformers refuses {config}"
@@ -245,7 +246,7 @@ def check(folder: Path, config: dict[str, Any], named: str | None = None) -> boo
 
 # Where a message names another field of the same question.
 ALSO_NAMED = {
-    "hidden_size": "hidden_size", "num_labels": "label", "id2label": "label",
+    "num_hidden_layers": "layer", "num_labels": "label", "id2label": "label",
     "num_attention_heads": "heads", "num_experts": "expert", "num_local_experts": "expert",
     "n_routed_experts": "expert", "decoder_sparse_step": "experts", "mlp_only_layers": "experts",
     "architectures": "architecture",
@@ -270,7 +271,7 @@ def test_a_field_is_what_transformers_reads_or_is_refused_by_name(
     assert check(tmp_path, base(family))
     accepted = set()
     for config, key, value in cases(family):
-        if check(tmp_path, changed(config, key, value), ALSO_NAMED.get(key, key)):
+        if check(tmp_path, changed(config, key, value), key):
             accepted.add(key)
     never = set(FAMILIES[family].fields) - accepted
     assert never == set(), f"no value of {never} was accepted"

@@ -101,7 +101,7 @@ def test_mscale_as_transformers_reads_it(
         "original_max_position_embeddings": 16,
         **given,
     }
-    fields = read(tmp_path, rope_parameters=rope).transformer
+    fields = read(tmp_path, rope_parameters=rope, rope_scaling=None, rope_theta=1e4).transformer
     assert (fields["mscale"], fields["mscale_all_dim"]) == expected
 
 
@@ -116,23 +116,23 @@ YARN = CONFIG["rope_scaling"]
         ({"q_lora_rank": 0}, "q_lora_rank: got 0"),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "RoPE type 'linear' is not supported with latent attention",
+            "rope_scaling.rope_type: got 'linear', expected default, yarn, which latent attention",
         ),
         (
             {"rope_scaling": {**YARN, "attention_factor": 1.2}},
-            "yarn RoPE scaling with attention_factor: 1.2",
+            "rope_scaling.attention_factor: got 1.2",
         ),
-        ({"rope_scaling": {**YARN, "truncate": False}}, "yarn RoPE scaling with truncate: False"),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling.truncate: got False"),
         (
             {"rope_scaling": {**YARN, "mscale": 0}},
-            "mscale_all_dim alone; megatron-core needs mscale too",
+            "rope_scaling.mscale: got 0",
         ),
-        ({"rope_scaling": {**YARN, "factor": None}}, "factor None, expected a number"),
+        ({"rope_scaling": {**YARN, "factor": None}}, "rope_scaling.factor: got None"),
         (
             {"rope_scaling": {**YARN, "original_max_position_embeddings": None}},
             "original_max_position_embeddings: got None",
         ),
-        ({"scoring_func": "softmax"}, "scoring_func: got 'softmax', only 'sigmoid' is converted"),
+        ({"scoring_func": "softmax"}, "scoring_func: got 'softmax', expected 'sigmoid'"),
         ({"topk_method": "greedy"}, "topk_method: got 'greedy'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq: got 2"),
         (
@@ -141,15 +141,18 @@ YARN = CONFIG["rope_scaling"]
         ),
         ({"n_group": 8}, "n_group 8, topk_group 2: expected groups of at least two"),
         ({"topk_group": 5}, "n_group 4, topk_group 5"),
-        ({"topk_group": 1}, "num_experts_per_tok: got 3, more than the 2 of 1 of 4 groups"),
+        (
+            {"topk_group": 1},
+            "num_experts_per_tok: got 3, expected at most the 2 experts of 1 of 4 groups",
+        ),
         ({"first_k_dense_replace": 4}, "first_k_dense_replace 4 leave no layer with experts"),
         ({"n_shared_experts": None}, "n_shared_experts: got None"),
-        ({"routed_scaling_factor": None}, "routed_scaling_factor: got None, expected a number"),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor: got None"),
         (
             {"model_type": "kimi_k2"},
             "DeepseekV3ForCausalLM with model_type 'kimi_k2' is not converted",
         ),
-        ({"attention_bias": True}, "attention_bias: True"),
+        ({"attention_bias": True}, "attention_bias: got True"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
