@@ -39,7 +39,8 @@ _BRIDGED = {
     "hidden_act": Field("text", "silu", only="silu"),
     "mlp_bias": _OFF,
     "use_sliding_window": _OFF,
-    "sliding_window": _OTHER_SIZE,
+    # transformers writes 0 for a Qwen2-MoE that does not use its window
+    "sliding_window": Field("count", None, nullable=True),
     "layer_types": Field("texts", None, nullable=True),
     "per_layer_config": _ABSENT,
     "quantization_config": _ABSENT,

@@ -15,6 +15,8 @@ from backends.megatron.convert.table import Experts, Family
 from rlcore.errors import ModelError
 from rlcore.hf_config import check_fields, refusal
 
+FULL_ATTENTION = "full_attention"
+
 # --- rotary positions -----------------------------------------------------------------------------
 
 
@@ -84,7 +86,8 @@ def read_rope(
 def _one_spelling(folder: Path, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings under one name, where `rope_type` was `type` once."""
     said = dict(config[name] or {})
-    if nested := sorted(key for key, value in said.items() if isinstance(value, dict)):
+    # transformers takes a key with the name of a type of layers for settings of these layers.
+    if nested := sorted(k for k, v in said.items() if k == FULL_ATTENTION or isinstance(v, dict)):
         raise refusal(
             folder, f"{name}.{nested[0]}", said[nested[0]], "one set of positions for all layers"
         )

@@ -13,6 +13,7 @@ from backends.megatron.convert.architecture import Architecture, BridgeKind
 from backends.megatron.convert.config_fields import BRIDGED
 from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.fields import (
+    FULL_ATTENTION,
     Rope,
     expert_fields,
     latent_fields,
@@ -171,9 +172,9 @@ def _check_supported(folder: Path, given: Mapping[str, Any], config: Mapping[str
         )
     kinds = config["layer_types"]
     layers = config["num_hidden_layers"]
-    if kinds is not None and (len(kinds) != layers or {*kinds} != {"full_attention"}):
+    if kinds is not None and (len(kinds) != layers or {*kinds} != {FULL_ATTENTION}):
         raise refusal(
-            folder, "layer_types", kinds, "'full_attention' for each of num_hidden_layers"
+            folder, "layer_types", kinds, f"{FULL_ATTENTION!r} for each of num_hidden_layers"
         )
 
 

@@ -137,7 +137,13 @@ def test_a_reward_model_has_a_value_head(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         (
-            {"model_type": "qwen2_moe", "architectures": None, "qkv_bias": False},
+            {
+                "model_type": "qwen2_moe",
+                "architectures": None,
+                "qkv_bias": False,
+                "shared_expert_intermediate_size": 8,
+                **MOE,
+            },
             "qkv_bias: got False",
         ),
         ({"use_sliding_window": True}, "use_sliding_window"),
@@ -188,7 +194,8 @@ def tied(tmp_path: Path, **tensors: torch.Tensor) -> Path:
     folder(tmp_path, tie_word_embeddings=True)
     names = {"head": "lm_head.weight", "embedding": "model.embed_tokens.weight"}
     save_file(
-        {names[key]: tensor for key, tensor in tensors.items()}, tmp_path / "model.safetensors"
+        {names[key]: tensor.clone() for key, tensor in tensors.items()},
+        tmp_path / "model.safetensors",
     )
     return tmp_path
 
