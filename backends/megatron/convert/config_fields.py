@@ -78,7 +78,7 @@ _QWEN_MOE = {
 }
 QWEN2_MOE: Mapping[str, Field] = {
     **_QWEN_MOE,
-    "num_key_value_heads": Field("size", 16, nullable=True),
+    "num_key_value_heads": Field("size", 16),
     "shared_expert_intermediate_size": _SIZE,
     "qkv_bias": Field("flag", True, only=True),
 }
@@ -112,6 +112,7 @@ DEEPSEEK_V3: Mapping[str, Field] = {
     **_COMMON,
     **SIGMOID_ROUTER,
     "num_key_value_heads": Field("size", 128, nullable=True),
+    "head_dim": Field("size", None),
     "n_routed_experts": _COUNT_OF_EXPERTS,
     "num_local_experts": _COUNT_OF_EXPERTS,
     "n_shared_experts": _SIZE,

@@ -93,6 +93,12 @@ def _transformer_fields(
         "attention_dropout": 0.0,
     }
     if family.latent_attention:
+        rotary = config["qk_rope_head_dim"]
+        # transformers gives the name to the part with rotary positions.
+        if config["head_dim"] not in (None, rotary):
+            raise refusal(
+                folder, "head_dim", config["head_dim"], f"qk_rope_head_dim {rotary}, or no head_dim"
+            )
         fields |= latent_fields(config, rope)
     else:
         fields["kv_channels"] = _head_dim(folder, config, family)

@@ -145,7 +145,8 @@ def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
                 "expert_layers": [layer >= config.first_k_dense_replace for layer in layers],
                 "shared": config.n_shared_experts * config.moe_intermediate_size,
                 "groups_of_experts": [config.n_group, config.topk_group],
-                "scale": config.routed_scaling_factor, "interleave": bool(config.rope_interleave),
+                "scale": config.routed_scaling_factor, "rotary": config.head_dim,
+                "interleave": bool(config.rope_interleave),
                 "ranks": [config.q_lora_rank, config.kv_lora_rank, config.v_head_dim]}  # fmt: skip
     sparse = [
         layer not in config.mlp_only_layers
@@ -194,7 +195,8 @@ def ours(arch: Architecture) -> dict[str, Any]:
     if arch.latent_attention:
         found |= {
             "groups_of_experts": [t["moe_router_num_groups"], t["moe_router_group_topk"]],
-            "scale": t["moe_router_topk_scaling_factor"], "interleave": t["rope_interleave"],
+            "scale": t["moe_router_topk_scaling_factor"], "rotary": t["qk_pos_emb_head_dim"],
+            "interleave": t["rope_interleave"],
             "ranks": [t["q_lora_rank"], t["kv_lora_rank"], t["v_head_dim"]],
         }  # fmt: skip
     return found
@@ -249,7 +251,7 @@ ALSO_NAMED = {
     "num_hidden_layers": "layer", "num_labels": "label", "id2label": "label",
     "num_attention_heads": "heads", "num_experts": "expert", "num_local_experts": "expert",
     "n_routed_experts": "expert", "decoder_sparse_step": "experts", "mlp_only_layers": "experts",
-    "architectures": "architecture",
+    "architectures": "architecture", "qk_rope_head_dim": "head_dim",
 }  # fmt: skip
 
 
@@ -260,7 +262,7 @@ def cases(family: str) -> Iterator[tuple[dict[str, Any], str, Any]]:
                 config = base(family, head)
                 if head != "CausalLM":
                     config["id2label"] = {"0": "LABEL_0"}
-                for value in VALUES:
+                for value in (config.get(key, LEFT_OUT), *VALUES):
                     yield config, key, value
 
 
