@@ -18,7 +18,7 @@ from rlcore.data.examples import open_examples
 from rlcore.data.mixture import MixtureStream, Share
 from rlcore.data.prompts import LengthLimit, PromptSet, PromptStream
 from rlcore.errors import ConfigError
-from rlcore.hf_config import text_model_size
+from rlcore.hf_config.read import text_model_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import SamplingMasks, VersionSpan
 from rlcore.data.sample_checks import check_logprobs
 from rlcore.errors import EngineFailed, ModelError, UserError
-from rlcore.hf_config import read_config, text_model_size
+from rlcore.hf_config.read import read_config, text_model_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlcore.hf_config import Field
+from rlcore.hf_config.fields import Field
 
 _SIZE = Field("size")
 _OTHER_SIZE = Field("size", None, nullable=True)

@@ -13,7 +13,7 @@ from typing import Any
 from backends.megatron.convert.config_fields import ROPE
 from backends.megatron.convert.table import Experts, Family
 from rlcore.errors import ModelError
-from rlcore.hf_config import check_fields, refusal
+from rlcore.hf_config.fields import check_fields, refusal
 
 FULL_ATTENTION = "full_attention"
 

@@ -22,7 +22,8 @@ from backends.megatron.convert.fields import (
 )
 from backends.megatron.convert.table import Family
 from rlcore.errors import ModelError
-from rlcore.hf_config import check_fields, read_config, refusal
+from rlcore.hf_config.fields import check_fields, refusal
+from rlcore.hf_config.read import read_config
 
 _INDEX = "model.safetensors.index.json"
 _HEAD = "lm_head.weight"

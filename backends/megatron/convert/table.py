@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
 
-from rlcore.hf_config import Field
+from rlcore.hf_config.fields import Field
 
 # Transformer Engine's layer spec fuses two norms into the linear layer behind them.
 FUSED_NORMS = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import ConfigError
-from rlcore.hf_config import read_config
+from rlcore.hf_config.read import read_config
 from rlcore.weights import raw_bytes
 from rollout.weight_sync.version_state import shorten
 

@@ -13,7 +13,7 @@ from rlcore.config.checks.engine import FLASH_RL, QUANTISING
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError, DeadlineExceeded, EngineFailed, UserError
-from rlcore.hf_config import read_config
+from rlcore.hf_config.read import read_config
 from rlcore.quantised_weights import QUANTIZATION_CONFIG
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.factories import ADMIN_KEY, Keys

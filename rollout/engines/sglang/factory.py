@@ -9,7 +9,7 @@ import torch
 
 from rlcore.config import Config
 from rlcore.errors import ModelError
-from rlcore.hf_config import read_config
+from rlcore.hf_config.read import read_config
 from rollout.engines.child_process import Server
 from rollout.engines.factories import EngineNode, EngineSite, Keys, engine_log, engine_name
 from rollout.engines.sglang.engine import SGLangEngine

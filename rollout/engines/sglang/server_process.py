@@ -19,7 +19,7 @@ from rlcore.config.derived import in_weight_group
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError
-from rlcore.hf_config import read_config
+from rlcore.hf_config.read import read_config
 from rlcore.quantised_weights import QUANTIZATION_CONFIG
 from rlcore.stores import loopback_interface
 from rlcore.tls import server_context

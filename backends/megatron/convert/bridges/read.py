@@ -36,7 +36,7 @@ from backends.megatron.convert.table import (
 )
 from backends.megatron.cpu.shim import importing_megatron
 from rlcore.errors import ModelError
-from rlcore.hf_config import check_fields
+from rlcore.hf_config.fields import check_fields
 
 # Options that change a model and that a bridge may ignore, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

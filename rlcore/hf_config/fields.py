@@ -1,8 +1,7 @@
-"""`config.json` of a Hugging Face folder: reading it, and checking its fields by declared types."""
+"""Fields of a `config.json`, and the check of what a folder gives by their declared types."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -66,29 +65,6 @@ class Field:
     only: Any = ANY
 
 
-def read_config(folder: Path | str) -> dict[str, Any]:
-    """Read `config.json` of a folder. Raises ModelError unless it is there and holds an object."""
-    folder = Path(folder)
-    path = folder / NAME
-    if not folder.is_dir():
-        raise ModelError(
-            f"{folder}: no such folder; expected a local Hugging Face folder (config.json,"
-            " *.safetensors)"
-        )
-    if not path.is_file():
-        raise ModelError(f"{folder}: no config.json; expected a Hugging Face model folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    # A ValueError is also raised for bytes that are no UTF-8, and numbers of thousands of digits.
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from error
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: got a JSON {type(config).__name__}, expected an object")
-    return config
-
-
 def check_fields(
     folder: Path | str, config: Mapping[str, Any], fields: Mapping[str, Field], within: str = ""
 ) -> dict[str, Any]:
@@ -119,20 +95,3 @@ def refusal(folder: Path | str, key: str, got: object, expected: str) -> ModelEr
     given = "nothing" if got is REQUIRED else repr(got)
     shown = given if len(given) <= 200 else f"{given[:200]}..."
     return ModelError(f"{Path(folder) / NAME}: {key}: got {shown}, expected {expected}")
-
-
-def text_model_size(folder: Path | str, key: str) -> int | None:
-    """Read a size from `config.json`, or from its `text_config`; None where neither has it.
-
-    Raises ModelError like `read_config`, and for what is no positive integer.
-    """
-    config = read_config(folder)
-    fields = {
-        key: Field("size", None, nullable=True),
-        "text_config": Field("map", {}, nullable=True),
-    }
-    found = check_fields(folder, config, fields)
-    within = found["text_config"] or {}
-    inner = check_fields(folder, within, {key: fields[key]}, "text_config.")
-    size: int | None = found[key] if found[key] is not None else inner[key]
-    return size

@@ -1,0 +1,50 @@
+"""Reading `config.json` of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import ModelError
+from rlcore.hf_config.fields import NAME, Field, check_fields
+
+
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """Read `config.json` of a folder. Raises ModelError unless it is there and holds an object."""
+    folder = Path(folder)
+    path = folder / NAME
+    if not folder.is_dir():
+        raise ModelError(
+            f"{folder}: no such folder; expected a local Hugging Face folder (config.json,"
+            " *.safetensors)"
+        )
+    if not path.is_file():
+        raise ModelError(f"{folder}: no config.json; expected a Hugging Face model folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    # A ValueError is also raised for bytes that are no UTF-8, and numbers of thousands of digits.
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: got a JSON {type(config).__name__}, expected an object")
+    return config
+
+
+def text_model_size(folder: Path | str, key: str) -> int | None:
+    """Read a size from `config.json`, or from its `text_config`; None where neither has it.
+
+    Raises ModelError like `read_config`, and for what is no positive integer.
+    """
+    config = read_config(folder)
+    fields = {
+        key: Field("size", None, nullable=True),
+        "text_config": Field("map", {}, nullable=True),
+    }
+    found = check_fields(folder, config, fields)
+    within = found["text_config"] or {}
+    inner = check_fields(folder, within, {key: fields[key]}, "text_config.")
+    size: int | None = found[key] if found[key] is not None else inner[key]
+    return size
