@@ -279,6 +279,7 @@ def test_a_field_is_what_transformers_reads_or_is_refused_by_name(
     assert never == set(), f"no value of {never} was accepted"
 
 
+@pytest.mark.rest
 @every_family
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_so_is_each_setting_of_rotary_positions(family: str, spelling: str, tmp_path: Path) -> None:
@@ -291,6 +292,7 @@ def test_so_is_each_setting_of_rotary_positions(family: str, spelling: str, tmp_
                 check(tmp_path, {**config, spelling: changed(rope, key, value)}, "rope")
 
 
+@pytest.mark.rest
 @every_family
 def test_two_fields_together(family: str, tmp_path: Path) -> None:
     """Contradictions: any fields with values of valid types, and either spelling of RoPE."""
