@@ -376,14 +376,14 @@ def test_a_config_that_is_no_json(capsys: pytest.CaptureFixture[str], tmp_path: 
 @pytest.mark.parametrize(
     ("dropped", "values", "said"),
     [
-        (["num_hidden_layers"], {}, "num_hidden_layers: got None, expected a positive integer"),
+        (["num_hidden_layers"], {}, "num_hidden_layers: got nothing, expected a positive integer"),
         ([], {"hidden_size": "3584"}, "hidden_size: got '3584', expected a positive integer"),
         (
             [],
             {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
             "GPT2LMHeadModel is not converted; converted are",
         ),
-        ([], {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+        ([], {"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
     ],
 )
 def test_a_config_that_we_do_not_convert(
