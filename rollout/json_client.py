@@ -13,6 +13,7 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
+from rlcore.boundary.http_server import TooLong, read_at_most
 from rlcore.tls import client_context, refused_certificate
 
 FIRST_PAUSE_S = 0.5  # before the second attempt; doubled from one to the next
@@ -44,31 +45,19 @@ class NoAnswer(Exception):
         self.pause_s = pause_s
 
 
-class AnswerTooLong(Exception):
-    """An answer is longer than what was asked can take."""
-
-
-async def read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def read_answer(response: aiohttp.ClientResponse, limit: int) -> bytes:
     """Read the body of an answer; stop, and close its connection, beyond `limit` bytes.
 
     aiohttp itself bounds headers (128 of 8 KiB) and no body.
 
     Raises:
-        AnswerTooLong: it has more bytes, or says so.
+        TooLong: it has more bytes, or says so.
     """
-    size = response.content_length or 0
-    chunks: list[bytes] = []
-    if size <= limit:
-        size = 0
-        async for chunk in response.content.iter_any():
-            size += len(chunk)
-            if size > limit:
-                break
-            chunks.append(chunk)
-    if size > limit:
+    try:
+        return await read_at_most(response.content, response.content_length, limit)
+    except TooLong:
         response.close()
-        raise AnswerTooLong(f"more than {limit:,} bytes")
-    return b"".join(chunks)
+        raise
 
 
 class JsonClient:
@@ -183,8 +172,8 @@ class JsonClient:
     async def _limited(self, response: aiohttp.ClientResponse, url: str) -> bytes:
         """The body of an answer. Raises NoAnswer where it is too long."""
         try:
-            return await read_at_most(response, self._answer_bytes)
-        except AnswerTooLong as error:
+            return await read_answer(response, self._answer_bytes)
+        except TooLong as error:
             reason = f"{url} answered more than {self._answer_bytes >> 20} MiB"
             raise NoAnswer(reason, kind="too_long", again=False) from error
 

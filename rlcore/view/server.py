@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
-import logging
 import secrets
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import orjson
+from aiohttp import web
 
+from rlcore.boundary.http_server import HttpServer
 from rlcore.errors import DataError
 from rlcore.runs import sample_table
 from rlcore.view.api import Api
 
-logger = logging.getLogger(__name__)
-
 HOST = "127.0.0.1"
-IDLE_S = 60.0  # a connection that asks nothing for so long is closed
 SCRIPTS = (
     *("dom.js", "data.js", "charts.js", "runs.js", "samples.js", "tokens.js", "sample.js"),
     *("groups.js", "others.js", "timeline.js", "main.js"),
@@ -64,87 +62,95 @@ def static(name: str) -> bytes:
     return files("rlcore.view").joinpath("static", name).read_bytes()
 
 
-class ViewServer(ThreadingHTTPServer):
+class ViewServer:
     """Serves the page below `/TOKEN/`.
 
     Args:
         port: 0 for a free one.
+
+    Raises:
+        OSError: the port is taken.
     """
 
-    daemon_threads = True
-    block_on_close = False
-
     def __init__(self, api: Api, *, port: int = 0) -> None:
-        super().__init__((HOST, port), _Handler)
         self.api = api
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        try:
+            self._runner = self._loop.run_until_complete(self._listen(port))
+        except OSError:
+            self._loop.close()
+            raise
+        self.address: tuple[str, int] = self._runner.addresses[0]
         self.token = secrets.token_urlsafe(24)
 
     @property
     def port(self) -> int:
         """The port that it listens on."""
-        return int(self.server_address[1])
+        return self.address[1]
 
     @property
     def url(self) -> str:
         """The address of the page, with the token."""
         return f"http://{HOST}:{self.port}/{self.token}/"
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that went away; anything else goes to the log."""
-        logger.debug("a request ended early", exc_info=True)
+    async def _listen(self, port: int) -> web.ServerRunner:
+        return await HttpServer(self._answer).listen(HOST, port, closes_s=0.0)
 
+    def serve(self) -> None:
+        """Answer requests until `stop` or an exception of a signal's handler."""
+        try:
+            self._loop.run_until_complete(self._end.wait())
+        finally:
+            self._loop.run_until_complete(self._runner.cleanup())
+            self._loop.close()
 
-class _Handler(BaseHTTPRequestHandler):
-    server: ViewServer
-    protocol_version = "HTTP/1.1"
-    server_version = "rlcore"
-    sys_version = ""
-    timeout = IDLE_S
+    def stop(self) -> None:
+        """End `serve`, from another thread."""
+        self._loop.call_soon_threadsafe(self._end.set)
 
-    def do_GET(self) -> None:
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
         """Answer with a file of the page or with JSON; without the token with nothing."""
-        parts = urlsplit(self.path)
+        parts = urlsplit(request.path_qs)
         _, token, *rest = [*parts.path.split("/"), ""]
-        if self._host() not in HOSTS:
-            self._send(HTTPStatus.FORBIDDEN, b"this host name is not served here\n", "text/plain")
-        elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
+        if request.method != "GET":
+            return _reply(HTTPStatus.NOT_IMPLEMENTED, b"this server only reads\n", "text/plain")
+        if _host(request) not in HOSTS:
+            message = b"this host name is not served here\n"
+            return _reply(HTTPStatus.FORBIDDEN, message, "text/plain")
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
             message = b"the address lacks the token that rlcore view has printed\n"
-            self._send(HTTPStatus.FORBIDDEN, message, "text/plain")
-        else:
-            self._answer("/".join(rest[:-1]), parts.query)
-
-    def _host(self) -> str:
-        given = self.headers.get_all("Host") or []
-        name, _, port = given[0].rpartition(":") if len(given) == 1 else ("", "", "")
-        return name.lower() if port.isdigit() else given[0].lower() if len(given) == 1 else ""
-
-    def _answer(self, path: str, query: str) -> None:
+            return _reply(HTTPStatus.FORBIDDEN, message, "text/plain")
+        path = "/".join(rest[:-1])
         if path in ("", *SCRIPTS, STYLE):
             name = path or PAGE
-            self._send(HTTPStatus.OK, static(name), _KINDS[name.rpartition(".")[2]])
-            return
+            return _reply(HTTPStatus.OK, static(name), _KINDS[name.rpartition(".")[2]])
         kind, _, name = path.partition("/")
         if kind != "api":
-            self._send(HTTPStatus.NOT_FOUND, b"there is no such page\n", "text/plain")
-            return
+            return _reply(HTTPStatus.NOT_FOUND, b"there is no such page\n", "text/plain")
+        status, content = await asyncio.to_thread(self._found, name, parts.query)
+        return _reply(status, content, "application/json")
+
+    def _found(self, name: str, query: str) -> tuple[HTTPStatus, bytes]:
         try:
-            found = self.server.api.answer(name, parse_qs(query, max_num_fields=2000))
-            self._send(HTTPStatus.OK, to_json(found), "application/json")
+            return HTTPStatus.OK, to_json(
+                self.api.answer(name, parse_qs(query, max_num_fields=2000))
+            )
         except (DataError, ValueError) as error:
-            message = to_json({"error": str(error)})
-            self._send(HTTPStatus.BAD_REQUEST, message, "application/json")
+            return HTTPStatus.BAD_REQUEST, to_json({"error": str(error)})
         except (LookupError, OSError) as error:  # files that were deleted or rewound meanwhile
-            message = to_json({"error": f"the run's files have changed: {error!r}; try again"})
-            self._send(HTTPStatus.CONFLICT, message, "application/json")
+            message = f"the run's files have changed: {error!r}; try again"
+            return HTTPStatus.CONFLICT, to_json({"error": message})
 
-    def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(content)))
-        for name, value in HEADERS.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Write nothing: an address holds the token, and a client's text can steer a terminal."""
+def _host(request: web.BaseRequest) -> str:
+    given = request.headers.getall("Host", [])
+    if len(given) != 1:
+        return ""
+    name, _, port = given[0].rpartition(":")
+    return (name if port.isdigit() else given[0]).lower()
+
+
+def _reply(status: HTTPStatus, content: bytes, kind: str) -> web.Response:
+    headers = {**HEADERS, "Content-Type": f"{kind}; charset=utf-8"}
+    return web.Response(status=status, body=content, headers=headers)

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from rlcore.boundary.http_server import BodyRefused, HttpServer, read_body
 from rlcore.deadlines import GATEWAY_CLOSES_S, GATEWAY_STARTS_S
 from rlcore.errors import RunFailed
 from rollout.asyncio_utils import within
 from rollout.conversation.conversation import Conversation
 from rollout.gateway.sessions import MODEL, OVER, Session
 from rollout.gateway.wire import Refused, held_values, model_list, read_request, streamed, whole
-from rollout.http_logger import http_logger
 
 BODY_BYTES = 64 << 20  # longer requests are not read
-BACKLOG = 4096  # programs that connect at once
+ATTEMPT_DIGITS = 4  # of the number that a client gives to its attempt
 SCHEME = "Bearer "
 NO_RETRY = {"x-should-retry": "false"}  # what failed here fails again
 JSON = "application/json"
@@ -82,18 +82,14 @@ class Gateway:
 
     async def _serve(self, port: asyncio.Future[int]) -> None:
         """Serve until the task is cancelled."""
-        # access logs, routes and middlewares cost more than the bookkeeping of a call
-        server = web.Server(
-            self._handle, handler_cancellation=True, access_log=None, logger=http_logger
-        )
-        runner = web.ServerRunner(server, shutdown_timeout=GATEWAY_CLOSES_S)
+        # routes and middlewares cost more than the bookkeeping of a call
+        server = HttpServer(self._handle, cancel=True)
         try:
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG)
-            await site.start()
-            port.set_result(runner.addresses[0][1])
+            runner = await server.listen("127.0.0.1", closes_s=GATEWAY_CLOSES_S)
         except OSError as error:
             port.set_exception(RunFailed(f"the gateway of agent programs cannot start: {error}"))
+            return
+        port.set_result(runner.addresses[0][1])
         try:
             await asyncio.get_running_loop().create_future()  # nobody answers it
         finally:
@@ -150,12 +146,12 @@ def _check_method(request: web.BaseRequest, method: str) -> None:
 
 
 async def _body(request: web.BaseRequest) -> bytes:
-    size = request.content_length
-    if size is not None and size > BODY_BYTES:
-        raise Refused(413, f"the request has more than {BODY_BYTES >> 20} MiB")
-    return await request.content.read()
+    try:
+        return await read_body(request, BODY_BYTES)
+    except BodyRefused as refused:
+        raise Refused(refused.status, str(refused)) from refused
 
 
 def _attempt(headers: Mapping[str, str]) -> int:
     said = headers.get("x-stainless-retry-count", "")
-    return int(said) if said.isdecimal() else 0
+    return int(said) if said.isdecimal() and len(said) <= ATTEMPT_DIGITS else 0

@@ -81,9 +81,9 @@ def view_runs(
             error
         )
     print("\n".join(greeting(server)), flush=True)
-    with handling_stop_signals(signal.default_int_handler), server:
+    with handling_stop_signals(signal.default_int_handler):
         try:
-            server.serve_forever()
+            server.serve()
         except KeyboardInterrupt:
             print("", file=sys.stderr)
     return 0

@@ -14,6 +14,7 @@ import orjson
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlcore.boundary.http_server import TooLong
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import (
@@ -40,7 +41,7 @@ from rlcore.weights import DTYPES, Bucket, TensorSpec
 from rollout.engines.checks import check_records, check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.sglang.limits import ExpertLayers
-from rollout.json_client import AnswerTooLong, read_at_most
+from rollout.json_client import read_answer
 from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
 from rollout.weight_sync.version_state import FingerprintVerifier
@@ -300,8 +301,8 @@ class RemoteEngine:
         ) as response:
             limit = COMPLETIONS_BYTES if verb == "generate" else CONTROL_BYTES
             try:
-                raw = await read_at_most(response, limit)
-            except AnswerTooLong as error:
+                raw = await read_answer(response, limit)
+            except TooLong as error:
                 said = f"/{verb} was answered with {error}, which no answer to it has"
                 raise EngineFailed(f"engine {self.name}: {said}") from error
             status = response.status

@@ -28,6 +28,7 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
+from rlcore.boundary.http_server import BodyRefused, HttpServer, read_body
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
@@ -35,7 +36,6 @@ from rlcore.tls import server_context
 from rollout.engines.bucket_turns import BucketTurns, OutOfTurn
 from rollout.engines.embedded.client import decode_buckets, decode_request, encode_completion
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.http_logger import http_logger
 from rollout.weight_sync.digests import digest
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, gpu_identity
 
@@ -105,38 +105,34 @@ class EngineServer:
             "health": self._health,
         }
 
-    def app(self) -> web.Application:
-        """Return the application with one route for all verbs."""
-        app = web.Application(client_max_size=MAX_BODY)
-        app.router.add_post("/{verb}", self._serve)
-        return app
-
-    async def _serve(self, request: web.Request) -> web.Response:
+    async def serve(self, request: web.BaseRequest) -> web.Response:
+        """Answer a request: POST, with a verb as its path."""
         if not hmac.compare_digest(
             request.headers.get("Authorization", "").encode(errors="surrogateescape"),
             self._key.encode(),
         ):
             return reply({"error": "the API key is missing or wrong", "type": "UserError"}, 401)
-        verb = self.verbs.get(request.match_info["verb"])
-        if verb is None:
-            known = ", ".join(self.verbs)
-            return reply(
-                {"error": f"no route {request.path}; there are {known}", "type": "UserError"}, 404
-            )
+        name = request.path.removeprefix("/")
+        verb = self.verbs.get(name)
+        if verb is None or request.method != "POST":
+            error = f"no route {request.method} {request.path}; there are {', '.join(self.verbs)}"
+            return reply({"error": error, "type": "UserError"}, 404)
         try:
-            body = orjson.loads(await request.read() or b"{}")
+            body = orjson.loads(await read_body(request, MAX_BODY) or b"{}")
             return reply({"result": await verb(body)})
         except RlcoreError as error:
             kind = next(kind for kind in (*STATUS, RlcoreError) if isinstance(error, kind))
             return reply({"error": str(error), "type": type(error).__name__}, STATUS.get(kind, 500))
+        except BodyRefused as refused:
+            return reply({"error": str(refused), "type": "UserError"}, refused.status)
         except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            logger.warning("/%s: bad request: %r", request.match_info["verb"], error)
+            logger.warning("/%s: bad request: %r", name, error)
             return reply(
                 {"error": f"bad request: {type(error).__name__}: {error}", "type": "UserError"}, 400
             )
         # torch: out of memory, a device error; the caller decides what follows
         except RuntimeError as error:
-            logger.exception("/%s", request.match_info["verb"])
+            logger.exception("/%s", name)
             return reply({"error": f"{type(error).__name__}: {error}", "type": "RunFailed"}, 500)
 
     async def _generate(self, body: dict[str, Any]) -> Any:
@@ -260,15 +256,9 @@ async def serve(config: ServerConfig) -> None:
         name=config.name,
     )
     await engine.start()
-    runner = web.AppRunner(
-        EngineServer(engine, config.key).app(),
-        access_log=None,
-        shutdown_timeout=1.0,
-        logger=http_logger,
-    )
-    await runner.setup()
     tls = None if config.tls is None else server_context(config.tls)
-    await web.TCPSite(runner, config.engine.host, 0, ssl_context=tls).start()
+    server = HttpServer(EngineServer(engine, config.key).serve)
+    runner = await server.listen(config.engine.host, closes_s=1.0, tls=tls)
     port = runner.addresses[0][1]
     logger.info(
         "%s serves on %s:%d (%s, %s threads)",

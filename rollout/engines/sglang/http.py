@@ -15,12 +15,13 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from rlcore.boundary.http_server import TooLong
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import EngineFailed, EngineHangs, UserError
 from rlcore.tls import engine_client, refused_engine
 from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
-from rollout.json_client import AnswerTooLong, read_at_most
+from rollout.json_client import read_answer
 
 # Below the 5 s after which SGLang closes an idle connection: a request must never be written into
 # one that just closes.
@@ -120,8 +121,8 @@ class ServerClient:
                 allow_redirects=False,
                 middlewares=(only_once,) if body is None else None,
             ) as response:
-                content = await read_at_most(response, answer_bytes)
-        except AnswerTooLong as error:
+                content = await read_answer(response, answer_bytes)
+        except TooLong as error:
             raise EngineFailed(
                 f"engine {self.name} at {self.url} answered {route} with {error}, which no answer"
                 " to it has"

@@ -21,10 +21,10 @@ import orjson
 from aiohttp import web
 from numpy.typing import NDArray
 
+from rlcore.boundary.http_server import BodyRefused, HttpServer, read_body
 from rlcore.deadlines import CLOSE_ENGINES_S, SCORE_S
 from rlcore.errors import ConfigError, DataError, DeadlineExceeded
 from rollout.asyncio_utils import LoopThread, within
-from rollout.http_logger import http_logger
 
 MAX_BODY = 32 << 20
 MAX_REQUESTS = 1024  # that are read, wait or are scored
@@ -76,14 +76,7 @@ class ClassifyServer:
         self.scored = 0
         self._loop = LoopThread("reward-model-http")
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
-        # a client that leaves takes its texts along
-        self._runner = web.AppRunner(
-            self._app(),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=1.0,
-            logger=http_logger,
-        )
+        self._runner: web.ServerRunner | None = None
 
     def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         """Listen; return the port, which the system chooses for 0.
@@ -93,9 +86,10 @@ class ClassifyServer:
         """
 
         async def listen() -> int:
-            await self._runner.setup()
+            # a client that leaves takes its texts along
+            server = HttpServer(self._serve, cancel=True)
             try:
-                await web.TCPSite(self._runner, host, port, ssl_context=tls).start()
+                self._runner = await server.listen(host, port, closes_s=1.0, tls=tls)
             except OSError as error:
                 raise ConfigError(f"--host {host} --port {port}: cannot listen: {error}") from error
             return int(self._runner.addresses[0][1])
@@ -145,21 +139,20 @@ class ClassifyServer:
                 if not text.score.done():
                     text.score.set_exception(Refused(503, "the server is ending"))
             self._texts.clear()
-        await self._runner.cleanup()
+        if self._runner is not None:
+            await self._runner.cleanup()
 
     # --- the thread of HTTP -----------------------------------------------------------------------
 
-    def _app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY)
-        app.router.add_post("/classify", self._classify)
-        app.router.add_get("/health", self._health)
-        return app
+    async def _serve(self, request: web.BaseRequest) -> web.Response:
+        if (request.method, request.path) == ("POST", "/classify"):
+            return await self._classify(request)
+        if (request.method, request.path) == ("GET", "/health"):
+            status = 503 if self._closing else 200
+            return _reply({"waiting": len(self._texts), "scored": self.scored}, status)
+        return _refusal(404, "there are POST /classify and GET /health alone")
 
-    async def _health(self, _: web.Request) -> web.Response:
-        status = 503 if self._closing else 200
-        return _reply({"waiting": len(self._texts), "scored": self.scored}, status)
-
-    async def _classify(self, request: web.Request) -> web.Response:
+    async def _classify(self, request: web.BaseRequest) -> web.Response:
         if self._key is not None:
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(given, self._key):
@@ -170,15 +163,15 @@ class ClassifyServer:
         try:
             late = f"no score within {SCORE_S:g} s"
             return await within(SCORE_S, self._scores(request), lambda: late)
-        except Refused as refused:
+        except (Refused, BodyRefused) as refused:
             return _refusal(refused.status, str(refused))
         except DeadlineExceeded as error:
             return _refusal(504, str(error))
         finally:
             self._requests -= 1
 
-    async def _scores(self, request: web.Request) -> web.Response:
-        given, single = _read(await request.read())
+    async def _scores(self, request: web.BaseRequest) -> web.Response:
+        given, single = _read(await read_body(request, MAX_BODY))
         encoded: Sequence[Tokens] = given
         if isinstance(given[0], str):
             loop = asyncio.get_running_loop()

@@ -89,7 +89,7 @@ def serving(cache: Path, *paths: Path, follow: bool = False) -> Iterator[ViewSer
         patch.setenv("XDG_CACHE_HOME", str(cache))
         runs = [open_run(name, path) for name, path in named(paths).items()]
     server = ViewServer(Api(runs, follow=follow))
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve)
     thread.start()
     for run in runs:
         run.indexer.start()
@@ -98,8 +98,7 @@ def serving(cache: Path, *paths: Path, follow: bool = False) -> Iterator[ViewSer
     finally:
         for run in runs:
             run.indexer.stop()
-        server.shutdown()
-        server.server_close()
+        server.stop()
         thread.join()
 
 

@@ -70,11 +70,10 @@ def view(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def server(view: RunView) -> Iterator[ViewServer]:
     made = ViewServer(Api([view], follow=False))
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread = threading.Thread(target=made.serve)
     thread.start()
     yield made
-    made.shutdown()
-    made.server_close()
+    made.stop()
     thread.join()
 
 
@@ -104,7 +103,7 @@ def test_the_page_allows_its_own_scripts_alone(server: ViewServer) -> None:
     assert "unsafe" not in policy
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert headers["Referrer-Policy"] == "no-referrer"
-    assert server.server_address[0] == "127.0.0.1"
+    assert server.address[0] == "127.0.0.1"
 
 
 @pytest.mark.parametrize("path", ["/", "/api/runs", "/x/", "/x/api/runs", "//", "/{token}x/"])

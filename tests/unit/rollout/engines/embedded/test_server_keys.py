@@ -7,8 +7,8 @@ import logging
 from typing import Any
 
 import pytest
-from aiohttp import web
 
+from rlcore.boundary.http_server import HttpServer
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.server import EngineServer
 
@@ -50,9 +50,7 @@ def test_only_the_key_opens(
 ) -> None:
     async def main() -> bytes:
         server = EngineServer(Engine(), "the-key")  # type: ignore[arg-type]
-        runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        runner = await HttpServer(server.serve).listen("127.0.0.1", closes_s=0.1)
         try:
             return await ask(runner.addresses[0][1], authorization)
         finally:

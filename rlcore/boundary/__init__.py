@@ -1,0 +1,1 @@
+"""What crosses the border of a process: requests that come in, variables that children get."""

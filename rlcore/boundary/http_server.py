@@ -1,0 +1,167 @@
+"""The HTTP servers of rlcore, which silent, slow and huge clients cannot exhaust."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+
+from aiohttp import StreamReader, web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestHandler
+
+from rlcore.deadlines import FIRST_REQUEST_S, SILENT_BODY_S
+
+BACKLOG = 4096  # clients that connect at once
+ACCEPTED_AT_ONCE = 16  # connections in one turn of the loop, before surplus ones are closed
+UNAUTHORISED = {401, 403}
+Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+logger = logging.getLogger("rollout.http")
+logger.addFilter(
+    # The client has got its 400: whoever reaches a port must not fill the log with tracebacks.
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+)
+
+
+class BodyRefused(Exception):
+    """The body of a request is not read; `status` is HTTP's."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class TooLong(Exception):
+    """A body is longer than its reader accepts."""
+
+
+class HttpServer(web.Server):
+    """An aiohttp server that closes connections without a request.
+
+    A connection is closed if its first request does not come within FIRST_REQUEST_S, and behind an
+    answer of UNAUTHORISED. The server holds at most half of the files that the process may open: a
+    further client takes the place of the oldest connection without a request, then of the one that
+    has been idle for longest, and is closed where all are busy.
+
+    Args:
+        cancel: a client that leaves cancels its request.
+    """
+
+    def __init__(self, handle: Handle, *, cancel: bool = False) -> None:
+        super().__init__(
+            self._counted,
+            handler_cancellation=cancel,
+            access_log=None,
+            logger=logger,
+            # a small request must not become a large one
+            auto_decompress=False,
+        )
+        self._handle = handle
+        # by the time since when they are; with a timer: before their first request
+        self._idle: dict[RequestHandler, asyncio.TimerHandle | None] = {}
+        self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        """Close a connection that is too many, or that will stay silent."""
+        super().connection_made(handler, transport)
+        if len(self._connections) > self._most:
+            new = (idle for idle, timer in self._idle.items() if timer is not None)
+            surplus = next(new, next(iter(self._idle), handler))
+            self._busy(surplus)
+            surplus.force_close()
+            if surplus is handler:
+                return
+        loop = asyncio.get_running_loop()
+        self._idle[handler] = loop.call_later(FIRST_REQUEST_S, handler.force_close)
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        """Forget a connection."""
+        self._busy(handler)
+        super().connection_lost(handler, exc)
+
+    async def listen(
+        self, host: str, port: int = 0, *, closes_s: float, tls: ssl.SSLContext | None = None
+    ) -> web.ServerRunner:
+        """Listen until `cleanup` of the result; its `addresses` name the port.
+
+        Args:
+            port: 0 for a free one.
+            closes_s: how long open requests may take at the end.
+
+        Raises:
+            OSError: the address cannot be had.
+        """
+        runner = web.ServerRunner(self, shutdown_timeout=closes_s)
+        await runner.setup()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+        await web.SockSite(runner, listener, ssl_context=tls, backlog=ACCEPTED_AT_ONCE).start()
+        # the kernel's queue; the loop accepts as many at once as its own backlog says
+        listener.listen(BACKLOG)
+        return runner
+
+    async def _counted(self, request: web.BaseRequest) -> web.StreamResponse:
+        handler = request.protocol
+        self._busy(handler)
+        try:
+            response = await self._handle(request)
+        finally:
+            if handler in self._connections:
+                self._idle[handler] = None
+        if response.status in UNAUTHORISED:
+            response.force_close()
+        return response
+
+    def _busy(self, handler: RequestHandler) -> None:
+        timer = self._idle.pop(handler, None)
+        if timer is not None:
+            timer.cancel()
+
+
+async def read_body(request: web.BaseRequest, limit: int) -> bytes:
+    """Return the body of a request. The bytes are counted while they are read.
+
+    Raises:
+        BodyRefused: the body is longer than `limit`, compressed, or does not come.
+    """
+    if "Content-Encoding" in request.headers:
+        raise BodyRefused(415, "the body is compressed; expected no Content-Encoding")
+    try:
+        return await read_at_most(
+            request.content, request.content_length, limit, silent_s=SILENT_BODY_S
+        )
+    except TooLong as error:
+        raise BodyRefused(413, f"the request has {error}") from error
+    except TimeoutError as error:
+        raise BodyRefused(408, f"no byte of the body came in {SILENT_BODY_S:g} s") from error
+
+
+async def read_at_most(
+    content: StreamReader, stated: int | None, limit: int, *, silent_s: float | None = None
+) -> bytes:
+    """Read a body to its end, or until it is too long.
+
+    Args:
+        stated: the length that its sender states, if any.
+        silent_s: the longest wait for its next bytes.
+
+    Raises:
+        TooLong: it has more than `limit` bytes.
+        TimeoutError: the wait was longer.
+    """
+    size = stated or 0
+    chunks: list[bytes] = []
+    if size <= limit:
+        size = 0
+        while size <= limit:
+            async with asyncio.timeout(silent_s):
+                chunk = await content.readany()
+            if not chunk:
+                return b"".join(chunks)
+            size += len(chunk)
+            chunks.append(chunk)
+    raise TooLong(f"more than {limit:,} bytes")
