@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 
 from rlcore.arguments import MODEL_OPTIONS, parse
 from rlcore.config.load import Loaded, load_config, refuse_masked, split_arguments
-from rlcore.config.secrets import mask_urls, masked
+from rlcore.config.secrets import mask_text, masked
 from rlcore.errors import BAD_INPUT, FAILED, INTERRUPTED, EmptyBatch, RunFailed, UserError
 from rlcore.launch.environment import (
     first_on_node,
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. The exit code is 0 if done, 1 failed, 2 bad input, 130 interrupted."""
     if argv is None:
         START.origin = process_start()
+        sys.excepthook = _print_traceback
     given = own_arguments() if argv is None else list(argv)
     arguments = parse(given)
     arguments.given = given
@@ -41,13 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _print_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(printable(mask_text(text)), end="", file=sys.stderr, flush=True)
+
+
 def _run(arguments: argparse.Namespace) -> int:
     command = COMMANDS[arguments.command]
     try:
         return command(arguments)
     except (UserError, RunFailed) as error:
         if first_on_node():  # ranks that meet the same error print it once
-            print(f"rlcore: {printable(mask_urls(str(error)))}", file=sys.stderr)
+            print(f"rlcore: {printable(mask_text(str(error)))}", file=sys.stderr)
         else:
             wait_for_reporter()
         return BAD_INPUT if isinstance(error, UserError | EmptyBatch) else FAILED

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlcore.boundary.child_environment import ENGINES, allowed_environment
 from rlcore.deadlines import INTERPRETER_S
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -95,7 +96,7 @@ def ask(python: Path | str, packages: list[str], *, kernels: bool = False) -> In
     script = PROBE + (KERNELS if kernels else "") + TELL
     command = [str(python), "-W", "ignore", "-c", script, json.dumps(packages)]
     paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
-    environment = dict(os.environ)
+    environment = allowed_environment(more=(*ENGINES, "NVTE_*"))
     environment.pop("PYTHONPATH", None)
     if kernels:  # it is the trainer's
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

@@ -1,12 +1,17 @@
-"""Text for a terminal: what a model wrote must not steer it, and its end is not that of a run."""
+"""Text for people: no secret of the run is in it, what a model wrote must not steer a terminal, and
+the end of a terminal is not that of a run.
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import re
+from collections.abc import Iterable
 from typing import TextIO
+from urllib.parse import quote
 
 logger = logging.getLogger(__name__)
 
@@ -17,9 +22,32 @@ _STEERS = re.compile(
 )
 
 
+MASK = "(masked)"
+SHORTEST_SECRET = 6  # characters: shorter ones are parts of ordinary words
+_secrets: set[str] = set()
+_secret = re.compile("(?!)")  # any of them
+
+
+def hide(secrets: Iterable[str]) -> None:
+    """Mask these values in what this process writes from now on, also quoted for JSON and URLs."""
+    global _secret
+    for secret in secrets:
+        if len(secret) >= SHORTEST_SECRET and secret != MASK:
+            _secrets.update({secret, json.dumps(secret)[1:-1], quote(secret), quote(secret, "")})
+    if _secrets:
+        longest_first = sorted(_secrets, key=len, reverse=True)
+        _secret = re.compile("|".join(map(re.escape, longest_first)))
+
+
+def redacted(text: str) -> str:
+    """Return `text` without the secrets that were given to `hide`."""
+    return _secret.sub(MASK, text)
+
+
 def printable(text: str) -> str:
-    r"""Return `text` with what could steer a terminal spelled out: `\x1b` for an escape."""
-    return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    r"""Return `text` redacted; what could steer a terminal is spelled out: `\x1b` for an escape."""
+    spelled = _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return redacted(spelled)
 
 
 class LastingStream(io.TextIOBase):

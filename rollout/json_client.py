@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 
 from rlcore.boundary.http_server import TooLong, read_at_most
+from rlcore.config.secrets import mask_text
 from rlcore.tls import client_context, refused_certificate
 
 FIRST_PAUSE_S = 0.5  # before the second attempt; doubled from one to the next
@@ -141,11 +142,12 @@ class JsonClient:
     async def _attempt(
         self, session: aiohttp.ClientSession, data: bytes, route: str, timeout_s: float
     ) -> Any:
-        url = self._urls[next(self._turn) % len(self._urls)] + route
+        asked = self._urls[next(self._turn) % len(self._urls)] + route
+        url = mask_text(asked)
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with session.post(
-                url, data=data, timeout=limit, allow_redirects=False
+                asked, data=data, timeout=limit, allow_redirects=False
             ) as response:
                 content = await self._limited(response, url)
         except asyncio.TimeoutError:
@@ -153,9 +155,9 @@ class JsonClient:
             raise NoAnswer(reason, kind="timeout", again=True) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             where = f"{self._where}.ca_file"
-            if (why := refused_certificate(error, url, self._ca_file, where=where)) is not None:
+            if (why := refused_certificate(error, asked, self._ca_file, where=where)) is not None:
                 raise NoAnswer(f"{url} cannot be asked: {why}", again=False) from error
-            reason = f"{url} cannot be asked: {type(error).__name__}: {error}"
+            reason = f"{url} cannot be asked: {type(error).__name__}: {mask_text(str(error))}"
             raise NoAnswer(reason, again=True) from error
         if response.status != 200:
             raise NoAnswer(

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rlcore.config.checks.all_checks import check, notes_on
 from rlcore.config.messages import Problem, config_error, invalid_values
 from rlcore.config.schema import may_be_null, section_at
-from rlcore.config.secrets import MASK, masked_keys
+from rlcore.config.secrets import MASK, hide_secrets, masked_keys
 from rlcore.config.sections.base import Plugin
 from rlcore.config.sections.root import Config
 from rlcore.config.yaml_settings import (
@@ -95,6 +95,7 @@ def load_config(
         layer = _without_empty_sections(layer)
         tree = merge(_without_old_keywords(tree, layer, notes), layer)
     config = _validate(tree)
+    hide_secrets(config.model_dump())
     if problems := check(config):
         raise config_error(problems, tree)
     notes += notes_on(config)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlcore.config.key_suggestions import unknown_key
-from rlcore.config.secrets import MASK, is_secret, mask_urls
+from rlcore.config.secrets import MASK, is_secret, mask_text
 from rlcore.config.yaml_settings import DEFAULT, Tree, find, origin
 from rlcore.errors import ConfigError
 
@@ -74,7 +74,7 @@ def _problem(details: ErrorDetails, tree: Tree) -> Problem:
         return Problem(dotted, expected)
     if details["type"] == "string_type" and isinstance(details["input"], bool):
         expected += " (put it in quotes)"
-    given = MASK if path and is_secret(path) else mask_urls(show(details["input"]))
+    given = MASK if path and is_secret(path) else mask_text(show(details["input"]))
     return Problem(dotted, f"got {given}, expected {expected}")
 
 

@@ -1,30 +1,39 @@
 """Finds secrets among the values of a configuration, and masks them where it is written or shown.
 
 A value is a secret by the name of its key, if no section declares that key (rlcore's own keys hold
-no secrets): `WANDB_API_KEY`, `hf_token`, `password`. Ray's `env_vars` are secrets one and all. Of a
-URL the part before the host and secrets among its parameters are masked, under every key.
+no secrets): `WANDB_API_KEY`, `hf_token`, `password`. Every value of a map of environment variables
+is one. Of a URL the part before the host is masked, and parameters and parts of the path that are
+secret by name or look like a key; of the words of a list the value of an option, a variable or a
+header that is secret by name.
+
+`hide_secrets` has these values masked in all that the process writes about itself, too: an error of
+somebody else's code may quote any of them.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from rlcore.config.schema import section_at
 from rlcore.config.yaml_settings import KeyPath, read_override, settings
 from rlcore.errors import ConfigError
+from rlcore.terminal import MASK, hide, redacted
 
-MASK = "(masked)"
-_ENVIRONMENT = ("cluster", "ray", "runtime_env", "env_vars")
+_ENVIRONMENTS = frozenset({"environment", "env_vars"})
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # secret wherever they stand in a key
 _SECRET = frozenset(
     {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential"}
-    | {"credentials", "apikey"}
+    | {"credentials", "apikey", "authorization", "bearer"}
 )
 # secret as the last word: not in `moe_token_dispatcher_type`, `token_file`, `max_new_tokens`
-_SECRET_AT_THE_END = frozenset({"key", "token"})
+_SECRET_AT_THE_END = frozenset(
+    {"key", "token", "auth", "cookie", "pat", "pass", "sig", "signature"}
+)
 # the word before names a column or a symbol: `answer_key`, `eos_token`
 _ORDINARY = frozenset(
     {"answer", "input", "label", "messages", "output", "prompt", "question", "sort", "tools"}
@@ -32,21 +41,32 @@ _ORDINARY = frozenset(
 )
 _USER_OF_A_URL = re.compile(r"(?<=://)[^/?#\s@'\"]*(?:@[^/?#\s@'\"]*)*(?=@)")
 _PARAMETER = re.compile(r"(?<=[?&])([\w.\-]+)=([^&#\s'\"]+)")
+_URL = re.compile(r"\w+://[^\s'\"<>]+")
+_PART_OF_A_PATH = re.compile(r"(?<=/)[^/?#]+")
+# a run of letters and digits that nobody chose as a name
+_RANDOM = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{12,}|[A-Za-z]{24,}")
+# `--api-key`, `--token=X`, `API_KEY=X`, `X-Api-Key: X`
+_OPTION = re.compile(r"(?<!\S)(-{0,2})([A-Za-z][\w-]*)(?:(=|:\s*|\s+)(.+))?", re.DOTALL)
+_BEARER = re.compile(r"(?<=Bearer )[\w.~+/=-]{6,}|(?<=Basic )[\w+/=]{12,}")
 
 
 def masked(values: Mapping[str, Any], path: KeyPath = ()) -> dict[str, Any]:
     """Return the nested values of a configuration with every secret masked."""
-    return {key: _masked(value, (*path, str(key))) for key, value in values.items()}
+    return _Masker().map(values, path)
 
 
-def mask_urls(text: str) -> str:
-    """Return the text with the user, the password and secret parameters of its URLs masked."""
-    if "://" not in text:
-        return text
-    text = _USER_OF_A_URL.sub(MASK, text)
-    return _PARAMETER.sub(
-        lambda found: f"{found[1]}={MASK if _is_secret_name(found[1]) else found[2]}", text
-    )
+def hide_secrets(values: Mapping[str, Any]) -> None:
+    """Mask the secrets of a configuration, and of our environment, in what this process writes."""
+    masker = _Masker()
+    masker.map(values, ())
+    named = {value for key, value in _leaves(values) if key.endswith("_env")}
+    hide(masker.found)
+    hide(value for name, value in os.environ.items() if name in named or _is_secret_name(name))
+
+
+def mask_text(text: str) -> str:
+    """Return the text without hidden secrets, and with the secret parts of its URLs masked."""
+    return _Masker().text(redacted(text))
 
 
 def is_secret(path: KeyPath) -> bool:
@@ -54,7 +74,7 @@ def is_secret(path: KeyPath) -> bool:
     section = section_at(path[:-1])
     if section is not None and path[-1] in section.model_fields:
         return False
-    return path[:-1] == _ENVIRONMENT or _is_secret_name(path[-1])
+    return (path[-2:-1] != () and path[-2] in _ENVIRONMENTS) or _is_secret_name(path[-1])
 
 
 def mask_arguments(arguments: Sequence[str]) -> list[str]:
@@ -69,18 +89,98 @@ def masked_keys(value: Any, path: KeyPath = ()) -> Iterator[str]:
             yield from masked_keys(inner, (*path, str(key)))
     elif isinstance(value, list | tuple):
         yield from (found for item in value for found in masked_keys(item, path))
-    elif isinstance(value, str) and (value == MASK or f"://{MASK}@" in value):
+    elif isinstance(value, str) and MASK in value:
         yield ".".join(path)
 
 
-def _masked(value: Any, path: KeyPath) -> Any:
-    if isinstance(value, Mapping):
-        return masked(value, path)
-    if isinstance(value, list | tuple):
-        return [_masked(item, path) for item in value]
-    if not isinstance(value, str):
-        return value
-    return MASK if value and is_secret(path) else mask_urls(value)
+class _Masker:
+    """Masks secrets, and collects them."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def map(self, values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+        """Mask the values of a map."""
+        return {key: self.value(value, (*path, str(key))) for key, value in values.items()}
+
+    def value(self, value: Any, path: KeyPath) -> Any:
+        """Mask a value of the configuration."""
+        if isinstance(value, Mapping):
+            return self.map(value, path)
+        if isinstance(value, list | tuple):
+            return self._words(value, path)
+        if not isinstance(value, str) or not value:
+            return value
+        if is_secret(path):
+            # a setting of an environment (`INFO`) is no secret elsewhere
+            is_key = _is_secret_name(path[-1]) or _RANDOM.search(value) is not None
+            return self._hidden(value) if is_key else MASK
+        return self.text(value)
+
+    def text(self, text: str) -> str:
+        """Mask parts of URLs, and what stands behind `Bearer`."""
+        text = _BEARER.sub(lambda found: self._hidden(found[0]), text)
+        if "://" not in text:
+            return text
+        text = _USER_OF_A_URL.sub(lambda found: self._hidden_user(found[0]), text)
+        return _URL.sub(lambda found: self._url(found[0]), text)
+
+    def _words(self, values: Sequence[Any], path: KeyPath) -> list[Any]:
+        """Mask the items of a list, which may be the words of a command."""
+        masked_values: list[Any] = []
+        of_secret = False  # the word before is an option that is secret by name
+        for value in values:
+            if of_secret and isinstance(value, str) and value:
+                masked_values.append(self._hidden(value))
+                of_secret = False
+                continue
+            known = self.value(value, path)
+            found = _OPTION.fullmatch(known) if isinstance(known, str) else None
+            of_secret = False
+            if found is not None and _is_secret_name(found[2]):
+                dashes, name, between, given = found.groups()
+                if given and (dashes or between != " "):
+                    known = f"{dashes}{name}{between}{self._hidden(given)}"
+                of_secret = bool(dashes) and not given
+            masked_values.append(known)
+        return masked_values
+
+    def _url(self, url: str) -> str:
+        def parameter(found: re.Match[str]) -> str:
+            name, value = found.groups()
+            secret = _is_secret_name(name) or name == "code" or _RANDOM.search(value)
+            return f"{name}={self._hidden(value) if secret else value}"
+
+        def part(found: re.Match[str]) -> str:
+            return self._hidden(found[0]) if _RANDOM.search(found[0]) else found[0]
+
+        scheme, _, rest = url.partition("://")
+        address, mark, parameters = rest.partition("?")
+        # elsewhere it is the name of a file
+        shown = _PART_OF_A_PATH.sub(part, address) if scheme.startswith("http") else address
+        return f"{scheme}://{shown}{_PARAMETER.sub(parameter, mark + parameters)}"
+
+    def _hidden_user(self, user: str) -> str:
+        name, _, password = user.partition(":")
+        self._hidden(password or name)
+        return MASK
+
+    def _hidden(self, secret: str) -> str:
+        if secret != MASK:
+            self.found |= {secret, unquote(secret)}
+        return MASK
+
+
+def _leaves(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the last key and the value of every text."""
+    if isinstance(values, Mapping):
+        for inner, value in values.items():
+            yield from _leaves(value, str(inner))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _leaves(value, key)
+    elif isinstance(values, str):
+        yield key, values
 
 
 def _masked_argument(argument: str) -> str:
@@ -90,9 +190,9 @@ def _masked_argument(argument: str) -> str:
     try:
         tree = read_override(argument)
     except ConfigError:  # no override; the command itself refuses it
-        return mask_urls(argument)
+        return mask_text(argument)
     holds_secrets = any(
-        _masked(setting.value, path) != setting.value for path, setting in settings(tree)
+        _Masker().value(setting.value, path) != setting.value for path, setting in settings(tree)
     )
     return f"{key}={MASK}" if holds_secrets else argument
 

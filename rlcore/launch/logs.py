@@ -13,7 +13,7 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TextIO
 
-from rlcore.config.secrets import mask_urls
+from rlcore.config.secrets import mask_text
 from rlcore.config.sections.run import RunConfig
 from rlcore.errors import RlcoreError
 from rlcore.terminal import printable
@@ -109,7 +109,7 @@ class MaskingFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        return mask_urls(super().format(record))
+        return mask_text(super().format(record))
 
 
 class Terminal(logging.Handler):
@@ -121,7 +121,7 @@ class Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the level and the message; a terminal that has gone does not end the run."""
-        message = printable(mask_urls(record.getMessage()))
+        message = printable(mask_text(record.getMessage()))
         with suppress(OSError):
             print(f"{record.levelname.lower()}: {message}", file=sys.stderr, flush=True)
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rlcore.config import Config
 from rlcore.config.checks.engine import argument_name
 from rlcore.config.derived import in_weight_group
+from rlcore.config.secrets import hide_secrets
 from rlcore.deadlines import SAME_SIGNAL_S, STORE_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.launch.environment import (
@@ -113,6 +114,7 @@ def join(config: Config, *, has_steps: bool = True) -> Iterator[Process]:
     Args:
         has_steps: a first SIGTERM or Ctrl-C lets the step at hand end; else it interrupts.
     """
+    hide_secrets(config.model_dump())
     with rank_log(int(os.environ["RANK"]) if is_rank() else 0) as log:
         set_up_torch(config)
         if is_rank():

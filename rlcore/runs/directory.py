@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlcore.config.secrets import mask_urls, masked
+from rlcore.config.secrets import mask_text, masked
 from rlcore.config.yaml_settings import render_config
 from rlcore.errors import UserError
 from rlcore.runs.checkpoints import committed_steps, unfinished_steps
@@ -175,7 +175,7 @@ class RunDirectory:
 
     def write_result(self, status: Status, steps: int, reason: str = "", **details: Any) -> None:
         """Write how the run ended. `details` are JSON-able: `objective_kl`, `target_kl`, ..."""
-        result = {"status": status, "steps": steps, "reason": mask_urls(reason), **details}
+        result = {"status": status, "steps": steps, "reason": mask_text(reason), **details}
         write_atomic(self.result_path, json.dumps(result, indent=2).encode() + b"\n")
         self.has_ended = True
 

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from rlcore.data.sample import SAMPLING_MASK_KEY
 from rlcore.errors import DataError
+from rlcore.terminal import redacted
 
 Record = dict[str, Any]
 LEVEL = 3  # of zstandard
@@ -105,7 +106,9 @@ def _column(values: Sequence[Any], kind: Any) -> pa.Array:
     if kind == pa.string():
         return _texts(values)
     if kind == _JSON:
-        return pa.array([None if value is None else to_json(value) for value in values], kind)
+        # an error of a service may quote its key
+        texts = (None if value is None else redacted(to_json(value).decode()) for value in values)
+        return pa.array(texts, kind)
     if kind == _MAP:
         return pa.array([None if value is None else _pairs(value) for value in values], kind)
     if pa.types.is_struct(kind):

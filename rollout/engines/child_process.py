@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import orjson
 import psutil
 
+from rlcore.boundary.child_environment import ENGINES, allowed_environment
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.deadlines import REAP_S, TERMINATE_S
 from rlcore.errors import DeadlineExceeded, RunFailed, UserError
@@ -266,7 +267,7 @@ THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 def engine_environment(
     config: EngineConfig, *, on_gpu: bool, gpus: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Make the variables of an engine's process: ours, without those that are for the trainer.
+    """Make the variables of an engine's process: by list, without those that are for the trainer.
 
     `rollout.engine.environment` is stronger than everything else.
 
@@ -276,7 +277,7 @@ def engine_environment(
     dropped = RANK | TRAINERS_OWN | (THREADS if on_gpu else set())
     variables = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in allowed_environment(more=ENGINES).items()
         if name not in dropped and not name.startswith(TRAINERS_PREFIXES)
     }
     if gpus:

@@ -99,6 +99,7 @@ class EngineSite:
         assign_gpus: returns the names of each engine's GPUs, as CUDA_VISIBLE_DEVICES takes them;
             no names where engines are on the CPU. Raises ConfigError where there are too few.
         node: where an engine is on several machines.
+        keys: of servers, where the launcher has them; default: those of the environment.
     """
 
     config: Config
@@ -107,6 +108,7 @@ class EngineSite:
     logs: Path
     assign_gpus: Callable[[], list[list[str]]]
     node: EngineNode | None = None
+    keys: Keys | None = None
 
 
 class EngineFactory(Protocol):

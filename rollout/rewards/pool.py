@@ -26,13 +26,13 @@ from typing import Any
 
 import orjson
 
+from rlcore.boundary.child_environment import allowed_environment
 from rlcore.data.sample import Sample
 from rlcore.deadlines import CANCEL_S, REAP_S, REWARD_START_S, STRAYS_S, WORKER_ENDS_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
 from rlcore.timeline.recorder import RECORDER, Lanes, now, of_group
 from rollout.asyncio_utils import within
 from rollout.rewards.base import RewardFailure, RewardPart, Score, checked
-from rollout.rewards.environment import allowed_environment
 from rollout.rewards.worker import HEADER, pack
 from rollout.sandbox.process_tree import kill_tree
 
@@ -41,6 +41,14 @@ logger = logging.getLogger(__name__)
 MAX_ANSWER = 1 << 20  # bytes; a verdict's `info` is far smaller
 # {part: (import path, keyword arguments)}
 Functions = Mapping[str, tuple[str, Mapping[str, Any]]]
+
+
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class Worker:
                     str(theirs.fileno()),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=2,  # what a function prints goes to the log
-                    env=allowed_environment(limits.environment),
+                    env=_environment(limits),
                     pass_fds=(theirs.fileno(),),
                     # a group of its own: Ctrl-C is ours
                     start_new_session=True,
@@ -196,6 +204,13 @@ class Worker:
         with suppress(ConnectionError):
             await asyncio.wait({asyncio.ensure_future(self.writer.wait_closed())}, timeout=CANCEL_S)
         return self.process.returncode
+
+
+def _environment(limits: WorkerLimits) -> dict[str, str]:
+    """Return the variables of a worker, which is one of many on its machine."""
+    path = os.pathsep.join(path for path in sys.path if path)
+    allowed = allowed_environment(limits.environment, key="reward.environment")
+    return {**allowed, **ONE_THREAD, "PYTHONPATH": path}
 
 
 def _score(reply: dict[str, Any], identity: str) -> Score:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlcore.boundary.child_environment import allowed_environment
 from rlcore.data.generation import Generate
 from rlcore.data.messages import Message
 from rlcore.data.prompts import Prompt
@@ -21,6 +22,7 @@ from rlcore.deadlines import CANCEL_S
 from rlcore.errors import ConfigError, RolloutFailed
 from rlcore.import_paths import place_of
 from rollout.asyncio_utils import in_own_thread
+from rollout.conversation.conversation import Conversation
 from rollout.gateway.server import Endpoint, Gateway
 from rollout.gateway.sessions import Session
 from rollout.plugins import failure_of, load_object
@@ -28,6 +30,7 @@ from rollout.workflows.agent_command import run_command
 from rollout.workflows.context import WorkflowContext
 
 KEY = "rollout.workflow"
+ENVIRONMENT = f"{KEY}.environment"
 Outcome = float | dict[str, float] | None
 
 
@@ -53,6 +56,7 @@ class AgentWorkflow:
         run: import path of `run(task, endpoint)`, which returns the outcome: a number, numbers by
             name, or None. Async ones run in the event loop of the rollouts, others in a thread.
         command: a program of its own instead, with its arguments; see `run_command`.
+        environment: names of variables that a command gets beside PATH, HOME, USER and the like.
         options: further keyword arguments of `run`.
     """
 
@@ -62,11 +66,13 @@ class AgentWorkflow:
         *,
         run: str | None = None,
         command: Sequence[str] | None = None,
+        environment: Sequence[str] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._context = context
         self._options = dict(options or {})
-        self._run, self._command = load_program(run, command, self._options)
+        self._run, self._command = load_program(run, command, self._options, environment)
+        self._environment = allowed_environment(environment, key=ENVIRONMENT)
         self._gateway = Gateway(self._token_text)
 
     @classmethod
@@ -76,7 +82,12 @@ class AgentWorkflow:
             given = inspect.signature(cls).bind(None, **options).arguments
         except TypeError as error:
             raise ConfigError(f"{KEY}: agent: {error}") from error
-        load_program(given.get("run"), given.get("command"), given.get("options") or {})
+        load_program(
+            given.get("run"),
+            given.get("command"),
+            given.get("options") or {},
+            given.get("environment", ()),
+        )
 
     async def rollout(
         self, prompt: Prompt, draw: int, index: int, generate: Generate
@@ -93,9 +104,8 @@ class AgentWorkflow:
                 " or give rows with messages"
             )
         conversation = self._context.conversation(prompt, draw, index, generate)
-        row = {"label": prompt.label} | prompt.row
         # the program may change what it is given, which other rollouts and tries are given too
-        task = deepcopy(Task(row, conversation.messages, [*conversation.tools]))
+        task = deepcopy(self._task({"label": prompt.label} | prompt.row, conversation))
         session, endpoint = await self._gateway.open(conversation)
         drain = False
         try:
@@ -108,6 +118,9 @@ class AgentWorkflow:
         conversation.measure("repeated_calls", session.repeated_calls)
         conversation.measure("abandoned_calls", session.abandoned_calls)
         return conversation.samples(outcome)
+
+    def _task(self, row: Mapping[str, Any], conversation: Conversation) -> Task:
+        return Task({**row}, conversation.messages, [*conversation.tools])
 
     async def _run_until_lost(self, session: Session, task: Task, endpoint: Endpoint) -> Outcome:
         """The program's outcome. It is ended as soon as the session has failed."""
@@ -136,7 +149,7 @@ class AgentWorkflow:
         """
         try:
             if self._command is not None:
-                found = await run_command(self._command, task, endpoint)
+                found = await run_command(self._command, task, endpoint, self._environment)
             else:
                 found = await self._called(task, endpoint)
         except RolloutFailed:
@@ -163,20 +176,33 @@ class AgentWorkflow:
 
 
 def load_program(
-    run: str | None, command: Sequence[str] | None, options: Mapping[str, Any]
+    run: str | None,
+    command: Sequence[str] | None,
+    options: Mapping[str, Any],
+    environment: Sequence[str] = (),
 ) -> tuple[Callable[..., Any] | None, list[str] | None]:
     """Return the function, or else the command, of an agent.
 
     Raises:
-        ConfigError: both or neither are given, or it cannot be called.
+        ConfigError: both or neither are given, it cannot be called, or `environment` is not for it.
     """
     if (run is None) == (command is None):
         raise ConfigError(
             f"{KEY}: agent needs either run (package.module:function) or command (a program and"
             f" its arguments), got {'neither' if run is None else 'both'}"
         )
+    if isinstance(environment, str) or not all(isinstance(name, str) for name in environment):
+        raise ConfigError(
+            f"{ENVIRONMENT}: got {environment!r}, expected a list of names of variables"
+        )
     if command is not None:
+        allowed_environment(environment, key=ENVIRONMENT)
         return None, _checked_command(command, options)
+    if environment:
+        raise ConfigError(
+            f"{ENVIRONMENT}: a function runs in our process and has its variables: leave it out, or"
+            " give a command"
+        )
     assert run is not None
     return _loaded(run, options), None
 

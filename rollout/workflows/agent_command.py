@@ -26,12 +26,20 @@ SHOWN_BYTES = 2000  # of the end of the output, in errors
 OUTCOME_BYTES = 1 << 16  # of the end of the output, in which the last line lies
 
 
-async def run_command(command: Sequence[str], task: DataclassInstance, endpoint: Endpoint) -> Any:
+async def run_command(
+    command: Sequence[str],
+    task: DataclassInstance,
+    endpoint: Endpoint,
+    environment: Mapping[str, str],
+) -> Any:
     """Run a program, and return the JSON value that is the last line of its standard output.
 
     It is given OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and as JSON on its standard input
     {"row": ..., "messages": ..., "tools": ...}. At its end, or when this is cancelled, all that it
     started is killed (on Linux; elsewhere its process group).
+
+    Args:
+        environment: its other variables.
 
     Raises:
         RolloutFailed: it cannot be started, its exit code is not 0 (with the end of what it
@@ -51,7 +59,7 @@ async def run_command(command: Sequence[str], task: DataclassInstance, endpoint:
             stdin=given,
             stdout=out,
             stderr=err,
-            env=_environment(os.environ, endpoint),
+            env=_with_endpoint(environment, endpoint),
             start_new_session=True,  # a process group of its own
         )
         try:
@@ -87,14 +95,14 @@ def _outcome(name: str, printed: str) -> Any:
         ) from error
 
 
-def _environment(ours: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
-    """Return our variables, with the endpoint's, which no proxy stands before."""
+def _with_endpoint(given: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
+    """Return variables with those of the endpoint, which no proxy stands before."""
     host = "127.0.0.1"
     direct = {
-        name: ",".join(filter(None, [ours.get(name), host])) for name in ("NO_PROXY", "no_proxy")
+        name: ",".join(filter(None, [given.get(name), host])) for name in ("NO_PROXY", "no_proxy")
     }
     return {
-        **ours,
+        **given,
         **direct,
         "OPENAI_BASE_URL": endpoint.base_url,
         "OPENAI_API_KEY": endpoint.api_key,

@@ -10,11 +10,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from rlcore.boundary.child_environment import allowed_environment
 from rlcore.config.messages import expected_by
+from rlcore.config.secrets import mask_text
 from rlcore.config.sections.base import PositiveFloat, Section, as_list
 from rlcore.deadlines import CANCEL_S, MCP_CLOSE_S
 from rlcore.errors import ConfigError, RolloutFailed
@@ -23,6 +26,7 @@ from rollout.sandbox import process_tree
 from rollout.workflows.tool_errors import ToolError
 
 KEY = "rollout.workflow.mcp"
+MAX_RESULT = 4 << 20  # characters of a tool, long before `max_tool_tokens` cuts them
 INVALID_PARAMS = -32602  # of JSON-RPC: the caller's mistake, and so the model's
 
 
@@ -50,12 +54,14 @@ class McpServerConfig(Section):
     def _one_of_two(self) -> McpServerConfig:
         if bool(self.command) == bool(self.url):
             raise ValueError("expected either command or url")
+        if self.url and self.api_key_env is not None and urlsplit(self.url).username:
+            raise ValueError("either a user in the URL or `api_key_env`: a request has one of them")
         if self.command and shutil.which(self.command[0]) is None:
             raise ValueError(f"a program that is there; {self.command[0]!r} is not in PATH")
         return self
 
     def __str__(self) -> str:
-        return self.url or " ".join(self.command)
+        return mask_text(self.url) if self.url else self.command[0]
 
 
 class McpFailed(RolloutFailed):
@@ -82,8 +88,9 @@ class McpTools:
             first = error.errors(include_url=False)[0]
             where = ".".join([KEY, *map(str, first["loc"])])
             raise ConfigError(f"{where}: expected {expected_by(first)}") from error
-        if self._servers:
+        for server in self._servers:
             _library()
+            allowed_environment(server.environment, key=f"{KEY}.environment")
         self._shared: dict[int, McpSession] = {}
         self._starting = asyncio.Lock()
 
@@ -198,6 +205,8 @@ class McpSession:
             self.broken = True
             raise
         text = _text(result)
+        if len(text) > MAX_RESULT:
+            raise ToolError(f"the result of {name} has {len(text):,} characters: too many to read")
         if result.is_error:
             raise ToolError(text or f"{name} failed")
         return text
@@ -247,7 +256,7 @@ class McpSession:
                 command=sys.executable,
                 # its children end with it, and it ends with us, however we end
                 args=["-I", "-S", str(Path(process_tree.__file__)), *server.command],
-                env={name: os.environ[name] for name in server.environment if name in os.environ},
+                env=allowed_environment(server.environment, key=f"{KEY}.environment"),
             )
             transport: AbstractAsyncContextManager[Any] = mcp.stdio_client(
                 parameters, errlog=sys.__stderr__ or sys.stderr

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import json
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlcore.boundary.child_environment import allowed_environment
 from rlcore.data.generation import Generate
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.deadlines import INTERPRETER_S
 from rlcore.errors import ConfigError
+from rollout.conversation.conversation import Conversation
 from rollout.workflows import verifiers_runner
-from rollout.workflows.agent import KEY, AgentWorkflow
+from rollout.workflows.agent import KEY, AgentWorkflow, Task, load_program
 from rollout.workflows.context import WorkflowContext
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -30,6 +31,7 @@ class VerifiersWorkflow(AgentWorkflow):
     Args:
         env: the environment's configuration, or the id of its taskset alone.
         python: the interpreter; default: that of .venv-verifiers.
+        environment: see `AgentWorkflow`.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class VerifiersWorkflow(AgentWorkflow):
         *,
         env: str | Mapping[str, Any],
         python: str | None = None,
+        environment: Sequence[str] = (),
     ) -> None:
-        super().__init__(context, command=_command(env, python))
+        command, self._env = _command(env, python)
+        super().__init__(context, command=command, environment=environment)
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
@@ -48,7 +52,12 @@ class VerifiersWorkflow(AgentWorkflow):
             given = inspect.signature(cls).bind(None, **options).arguments
         except TypeError as error:
             raise ConfigError(f"{KEY}: verifiers: {error}") from error
-        _command(given["env"], given.get("python"))
+        command, _ = _command(given["env"], given.get("python"))
+        load_program(None, command, {}, given.get("environment", ()))
+
+    def _task(self, row: Mapping[str, Any], conversation: Conversation) -> Task:
+        # on no command line, which every user of the machine can read
+        return super()._task({**row, verifiers_runner.ENV: self._env}, conversation)
 
     async def rollout(
         self, prompt: Prompt, draw: int, index: int, generate: Generate
@@ -62,8 +71,8 @@ class VerifiersWorkflow(AgentWorkflow):
         return await super().rollout(prompt, draw, index, generate)
 
 
-def _command(env: str | Mapping[str, Any], python: str | None) -> list[str]:
-    """Return the agent program of an environment. Raises ConfigError."""
+def _command(env: str | Mapping[str, Any], python: str | None) -> tuple[list[str], dict[str, Any]]:
+    """Return the agent program, and the configuration of its environment. Raises ConfigError."""
     config = {"taskset": {"id": env}} if isinstance(env, str) else dict(env)
     if not (config.get("taskset") or {}).get("id"):
         raise ConfigError(
@@ -71,7 +80,7 @@ def _command(env: str | Mapping[str, Any], python: str | None) -> list[str]:
             " taskset: {id: ...}"
         )
     interpreter = _checked_interpreter(python or str(PYTHON))
-    return [interpreter, str(Path(verifiers_runner.__file__)), "run", json.dumps(config)]
+    return [interpreter, str(Path(verifiers_runner.__file__)), "run"], config
 
 
 def _checked_interpreter(python: str) -> str:
@@ -82,7 +91,12 @@ def _checked_interpreter(python: str) -> str:
     script = "from importlib.metadata import version; print(version('verifiers'))"
     try:
         asked = subprocess.run(
-            [found, "-c", script], capture_output=True, text=True, timeout=INTERPRETER_S, check=True
+            [found, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=INTERPRETER_S,
+            check=True,
+            env=allowed_environment(),
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"{KEY}.python: {python} has no verifiers; {INSTALL}") from error

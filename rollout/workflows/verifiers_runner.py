@@ -1,9 +1,10 @@
 """Runs environments of `verifiers`, in the interpreter that has it; imports nothing of ours.
 
     python verifiers_runner.py rows ENV [LIMIT] > rows.jsonl    the tasks as rows for `data.paths`
-    python verifiers_runner.py run ENV                          one rollout, as an agent program
+    python verifiers_runner.py run < TASK                       one rollout, as an agent program
 
-ENV is the environment's configuration as JSON: {"taskset": {"id": ...}, "agent": {...}}.
+ENV is the environment's configuration as JSON: {"taskset": {"id": ...}, "agent": {...}}. A rollout
+finds it in its row, since a command line would show its keys to every user of the machine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 COLUMN = "verifiers"
 """The column of a row that holds its task."""
+ENV = "verifiers_env"
+"""The column with the configuration of the environment."""
 
 
 def rows(env: dict[str, Any], limit: int | None) -> Iterator[dict[str, Any]]:
@@ -65,17 +68,16 @@ async def run(env: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     return {name: float(number) for name, number in found.items() if number is not None}
 
 
-def main(what: str, given: str, limit: str | None = None) -> None:
+def main(what: str, given: str = "", limit: str | None = None) -> None:
     """Write rows, or the outcome of a rollout as the last line."""
     # modules beside this one are no packages of that interpreter
     sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]
-    env = json.loads(given)
     if what == "rows":
-        for row in rows(env, None if limit is None else int(limit)):
+        for row in rows(json.loads(given), None if limit is None else int(limit)):
             print(json.dumps(row))
         return
     row = json.load(sys.stdin)["row"]
-    print(json.dumps(asyncio.run(run(env, row))))
+    print(json.dumps(asyncio.run(run(row.pop(ENV), row))))
 
 
 if __name__ == "__main__":

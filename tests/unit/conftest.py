@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from rlcore import terminal
 from rlcore.data.sample import Sample, VersionSpan
 
 if TYPE_CHECKING:
@@ -19,6 +21,13 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else ''"
     " }}\n{% endfor %}{% if add_generation_prompt %}<{% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def no_secret_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Secrets are hidden for as long as a process lives."""
+    monkeypatch.setattr(terminal, "_secrets", set())
+    monkeypatch.setattr(terminal, "_secret", re.compile("(?!)"))
 
 
 @pytest.fixture

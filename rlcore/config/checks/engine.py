@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from rlcore.config.derived import generates, recorded_fields, truncates, world_size
 from rlcore.config.engine_registry import KINDS, EngineKind, is_import_path
 from rlcore.config.messages import Problem
-from rlcore.config.secrets import mask_urls
+from rlcore.config.secrets import mask_text
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
 from rlcore.deadlines import ENGINE_ENDING_S
@@ -187,7 +187,7 @@ def engine_tls(config: Config) -> Iterator[Problem]:
             if url.startswith("http://"):
                 yield Problem(
                     path,
-                    f"got {mask_urls(url)!r}, but cluster.tls is set and the engines' keys would go"
+                    f"got {mask_text(url)!r}, but cluster.tls is set and the engines' keys would go"
                     " there in clear: expected https://..., or leave cluster.tls out",
                 )
     if is_import_path(engine.kind) or engine.urls or not generates(config):

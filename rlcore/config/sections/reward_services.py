@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -61,6 +62,12 @@ class ServerConfig(Section):
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"expected http://... or https://..., got {url!r}")
         return value
+
+    @model_validator(mode="after")
+    def _one_way_to_log_in(self) -> ServerConfig:
+        if self.api_key_env is not None and any(urlsplit(url).username for url in self.url):
+            raise ValueError("either a user in the URL or `api_key_env`: a request has one of them")
+        return self
 
 
 class RewardServiceConfig(ServerConfig):

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -208,7 +209,7 @@ def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[Ro
         site = engine_site(
             config, world_size=world_size(config), local_ranks=0, logs=log_folder(config.run)
         )
-        engines = list(factory.build(site))
+        engines = list(factory.build(replace(site, keys=keys)))
         check_reachable(engines, config, "under Ray", "use another cluster.launcher")
         return engines
     servers = [

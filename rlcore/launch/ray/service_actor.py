@@ -5,7 +5,6 @@ When it dies, Ray starts it again, without any state.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import ray
@@ -17,7 +16,7 @@ from rlcore.launch.ray.actor_env import ActorEnv, log_to
 from rlcore.launch.ray.calls import NAMESPACE
 from rlcore.launch.ray.engine_hosts import cluster_engines
 from rlcore.launch.service.host import ServiceHost
-from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
+from rollout.engines.factories import Keys
 
 
 class ServiceActor(ServiceHost):
@@ -32,7 +31,6 @@ class ServiceActor(ServiceHost):
         self, actor_env: ActorEnv, config: Config, hosts: Sequence[str], keys: Keys
     ) -> None:
         actor_env.enter()
-        os.environ |= {API_KEY: keys.api, ADMIN_KEY: keys.admin}
         super().__init__(config)
         self._actor_env = actor_env
         self._hosts = hosts

@@ -15,6 +15,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
+from rlcore.boundary.child_environment import service_environment
 from rlcore.config import Config
 from rlcore.deadlines import CLOSE_SERVICE_S, END_RANK_S, SERVICE_ANSWER_S
 from rlcore.errors import DeadlineExceeded, RunFailed
@@ -120,6 +121,7 @@ class Child:
                     [sys.executable, "-m", MODULE, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
+                    env=service_environment(),
                     start_new_session=True,  # Ctrl-C is for rank 0
                 )
             except OSError as error:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.config import Config
+from rlcore.config.secrets import hide_secrets
 from rlcore.data.batch import StepRollouts
 from rlcore.errors import EngineFailed, PartLost, RunFailed
 from rlcore.interfaces import RolloutEngine
@@ -70,6 +71,7 @@ class ServiceHost(ABC):
     """Has one `RolloutService`. A call that waits for rollouts blocks no other."""
 
     def __init__(self, config: Config) -> None:
+        hide_secrets(config.model_dump())
         self._config = config
         self._instance = secrets.token_hex(8)
         self._token = f"{self._instance}/0"  # of the newest rank 0

@@ -33,7 +33,7 @@ class SGLangFactory:
         """
         config = site.config
         engine = config.rollout.engine
-        keys = Keys.from_environment()  # one pair for all
+        keys = site.keys or Keys.from_environment()  # one pair for all
         if not engine.urls:
             return cls.build_clients(config, cls.build_servers(site, keys), keys=keys)
         servers = [

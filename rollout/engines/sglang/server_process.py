@@ -25,7 +25,7 @@ from rlcore.stores import loopback_interface
 from rlcore.tls import server_context
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.child_process import ChildServer, engine_environment
-from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineNode, Keys
+from rollout.engines.factories import EngineNode, Keys
 from rollout.engines.sglang.entry import MEETING, RENDEZVOUS
 from rollout.engines.sglang.gpu_environment import gpu_environment
 from rollout.engines.sglang.nccl_version import check_nccl
@@ -34,8 +34,8 @@ from rollout.weight_sync.process_group import interface_of, is_loopback, own_add
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 ENTRY = Path(__file__).with_name("entry.py")
 CHECKOUT = Path(__file__).resolve().parents[3]
-# The engine must not inherit the trainer's Python path and secrets.
-NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", API_KEY, ADMIN_KEY}
+# The engine must not inherit the trainer's Python path.
+NOT_FOR_ENGINES = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
 FLASH_RL_FAMILIES = ("qwen2", "qwen3")  # the models whose loaders declare that they support it
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 

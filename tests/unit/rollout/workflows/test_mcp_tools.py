@@ -57,7 +57,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         ({"command": [sys.executable, "-c", "print(1)"]}, "ended at its start: .*closed"),
         (
             {"command": ["sleep", "60"], "start_timeout_s": 0.5},
-            r"'sleep 60' listed no tools in 0\.5 s \(rollout\.workflow\.mcp\.start_timeout_s\)",
+            r"'sleep' listed no tools in 0\.5 s \(rollout\.workflow\.mcp\.start_timeout_s\)",
         ),
         ({"url": "http://127.0.0.1:9/mcp"}, "'http://127.0.0.1:9/mcp' ended at its start: .*"),
     ],

@@ -1,0 +1,89 @@
+"""The environments of child processes: variables on a list, so that keys of the run stay here.
+
+| child | its variables |
+|---|---|
+| a command of an agent, `verifiers`, an MCP server | ALLOWED, and the names of its `environment` |
+| a reward worker | the same; one thread, and our import path |
+| an engine | ALLOWED and ENGINES, and the values of `rollout.engine.environment` |
+| a sandboxed program | PATH and LANG |
+| a probe of an interpreter | ALLOWED |
+| the rollout service, which is the run itself and starts those above | all but NOT_FOR_SERVICE |
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+
+from rlcore.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Paths, languages, threads and GPUs. A variable that may hold a key is not here: a proxy's has a
+# password.
+ALLOWED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ"),
+    *("LANG", "LANGUAGE", "LC_*"),
+    *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_*", "*_NUM_THREADS"),
+    *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
+    *("TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "NLTK_DATA"),
+    *("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONDONTWRITEBYTECODE"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "NO_PROXY", "no_proxy"),
+)
+# What the kernels, compilers, allocators and networks of an engine read.
+ENGINES = (
+    *("NCCL_*", "GLOO_*", "UCX_*", "FI_*", "OFI_*", "EFA_*", "IBV_*", "MLX5_*", "RDMAV_*"),
+    *("NVSHMEM_*", "MC_*", "MOONCAKE_*", "NVIDIA_*", "CUDNN_*", "CUBLAS_*", "NVCC_*", "NVRTC_*"),
+    *("TORCH*", "PYTORCH_*", "TRITON_*", "FLASHINFER_*", "DG_*", "TVM_*", "CUTE_*", "NUMBA_*"),
+    *("SGLANG_*", "SGL_*", "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "MALLOC_*", "LD_PRELOAD"),
+    *("CC", "CXX", "CPATH", "LIBRARY_PATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "MAX_JOBS"),
+    *("PYTHONHOME", "PYTHONUNBUFFERED", "XDG_*", "HF_HUB_*", "HF_MODULES_CACHE", "HF_XET_*"),
+)
+# Keys of the run and of its cluster, which no child gets, whatever is asked for.
+OURS = ("RLCORE_*", "RAY_AUTH_*")
+# Rank 0 alone has the tracker.
+NOT_FOR_SERVICE = ("WANDB_API_KEY", "RAY_AUTH_*")
+
+
+def allowed_environment(
+    names: Sequence[str] = (), *, key: str = "", more: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return the variables of this process that a child gets.
+
+    Args:
+        names: variables that the user asks for, under the configuration key `key`.
+        more: patterns beside ALLOWED.
+
+    Raises:
+        ConfigError: one of the names is ours.
+    """
+    for name in names:
+        if _is_on(OURS, name):
+            raise ConfigError(
+                f"{key}: got {name}, a key of the run itself, which no child process gets: leave it"
+                " out"
+            )
+        if name not in os.environ:
+            _warn_of_unset(key, name)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if _is_on((*ALLOWED, *more, *names), name) and not _is_on(OURS, name)
+    }
+
+
+def service_environment() -> dict[str, str]:
+    """Return the variables of this process that the rollout service gets."""
+    return {name: value for name, value in os.environ.items() if not _is_on(NOT_FOR_SERVICE, name)}
+
+
+def _is_on(patterns: Sequence[str], name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@cache
+def _warn_of_unset(key: str, name: str) -> None:
+    logger.warning("%s names %s, which is not set here", key, name)
