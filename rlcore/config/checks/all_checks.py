@@ -51,6 +51,7 @@ CHECKS: tuple[Check, ...] = (
     training.debugging,
     training.data,
     reward.graders,
+    reward.keys_over_tls,
     evaluation.evaluation,
     evaluation.best_checkpoint,
 )
@@ -67,6 +68,7 @@ NOTES: tuple[Check, ...] = (
     evaluation.evaluation_notes,
     training.sft_notes,
     rollout.sampling_notes,
+    reward.key_notes,
 )
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.messages import Problem, expected_by, show
+from rlcore.config.secrets import mask_text
 from rlcore.config.sections.graders import GRADERS, GraderArgs, OverlongArgs
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.root import Config
+
+_LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 
 
 def graders(config: Config) -> Iterator[Problem]:
@@ -23,6 +28,52 @@ def graders(config: Config) -> Iterator[Problem]:
     for one in evaluation_sets(config):
         if one.reward is not None:
             yield from reward_problems(one.reward, limit, f"{one.key}.reward")
+
+
+def keys_over_tls(config: Config) -> Iterator[Problem]:
+    """With TLS no key of a service, judge or MCP server goes over plain HTTP."""
+    if config.cluster.tls is not None:
+        for path, url in _keys_in_clear(config):
+            yield Problem(
+                path,
+                f"got {mask_text(url)!r}, but cluster.tls is set and the key of `api_key_env` would"
+                " go there in clear: expected https://..., or leave cluster.tls out",
+            )
+
+
+def key_notes(config: Config) -> Iterator[Problem]:
+    """Name keys that go over plain HTTP to another machine."""
+    if config.cluster.tls is None:
+        for path, url in _keys_in_clear(config):
+            yield Problem(
+                path,
+                f"the key of `api_key_env` goes to {mask_text(url)} in clear: use https://..., or a"
+                " network of its own",
+            )
+
+
+def _keys_in_clear(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the configuration key and the URL of servers elsewhere that get a key without TLS."""
+    rewards = {"reward": config.reward}
+    rewards |= {f"{s.key}.reward": s.reward for s in evaluation_sets(config) if s.reward}
+    asked = [
+        (f"{path}.parts.{name}.{kind}.url", url, server.api_key_env)
+        for path, reward in rewards.items()
+        for name, part in reward.parts.items()
+        for kind, server in (("service", part.service), ("judge", part.judge))
+        if server is not None
+        for url in server.url
+    ]
+    # the workflow checks its own keywords, later
+    servers = config.rollout.workflow.options.get("mcp")
+    for number, server in enumerate(servers if isinstance(servers, list) else ()):
+        if isinstance(server, dict):
+            where = f"rollout.workflow.mcp.{number}.url"
+            asked.append((where, str(server.get("url", "")), server.get("api_key_env")))
+    for path, url, key in asked:
+        host = urlsplit(url).hostname or ""
+        if key is not None and url.startswith("http://") and not _LOOPBACK.fullmatch(host):
+            yield path, url
 
 
 def reward_problems(
