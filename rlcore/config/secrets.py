@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -60,8 +61,13 @@ def hide_secrets(values: Mapping[str, Any]) -> None:
     masker = _Masker()
     masker.map(values, ())
     named = {value for key, value in _leaves(values) if key.endswith("_env")}
+    for name, value in os.environ.items():
+        if name in named or _is_secret_name(name):
+            masker.found.add(value)
+        else:
+            # a proxy's password
+            masker.text(value)
     hide(masker.found)
-    hide(value for name, value in os.environ.items() if name in named or _is_secret_name(name))
 
 
 def mask_text(text: str) -> str:
@@ -162,8 +168,9 @@ class _Masker:
 
     def _hidden_user(self, user: str) -> str:
         name, _, password = user.partition(":")
-        self._hidden(password or name)
-        return MASK
+        # as the header of a request has it
+        self.found.add(b64encode(unquote(user).encode()).decode())
+        return self._hidden(password or name)
 
     def _hidden(self, secret: str) -> str:
         if secret != MASK:

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,9 +22,12 @@ from rlcore.deadlines import CANCEL_S, MCP_CLOSE_S
 from rlcore.errors import ConfigError, RolloutFailed
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.sandbox import process_tree
+from rollout.workflows import bounded_lines
 from rollout.workflows.tool_errors import ToolError
 
 KEY = "rollout.workflow.mcp"
+ISOLATED = ("-I", "-S")
+MAX_MESSAGE = 32 << 20  # bytes from a server; it goes away then
 MAX_RESULT = 4 << 20  # characters of a tool, long before `max_tool_tokens` cuts them
 INVALID_PARAMS = -32602  # of JSON-RPC: the caller's mistake, and so the model's
 
@@ -252,10 +254,11 @@ class McpSession:
         mcp = _library()
         server = self._server
         if server.command:
+            bounded = [sys.executable, *ISOLATED, bounded_lines.__file__, str(MAX_MESSAGE)]
             parameters = mcp.StdioServerParameters(
                 command=sys.executable,
                 # its children end with it, and it ends with us, however we end
-                args=["-I", "-S", str(Path(process_tree.__file__)), *server.command],
+                args=[*ISOLATED, process_tree.__file__, *bounded, *server.command],
                 env=allowed_environment(server.environment, key=f"{KEY}.environment"),
             )
             transport: AbstractAsyncContextManager[Any] = mcp.stdio_client(
@@ -268,9 +271,12 @@ class McpSession:
         from mcp.client.streamable_http import streamable_http_client
 
         key = os.environ.get(server.api_key_env or "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Accept-Encoding": "identity"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        hooks = {"response": [_bound_answer]}
         # calls have deadlines of their own
-        async with httpx2.AsyncClient(headers=headers, timeout=None) as http:
+        async with httpx2.AsyncClient(headers=headers, timeout=None, event_hooks=hooks) as http:
             transport = streamable_http_client(str(server.url), http_client=http)
             async with mcp.Client(transport) as client:
                 yield client
@@ -310,6 +316,29 @@ def _library() -> Any:
             f"{KEY}: MCP servers need the extra: pip install 'rlcore[mcp]' ({error})"
         ) from error
     return mcp
+
+
+async def _bound_answer(response: Any) -> None:
+    """Have the bytes of an HTTP answer counted while they are read."""
+    import httpx2
+
+    if "Content-Encoding" in response.headers:
+        raise httpx2.DecodingError("the answer is compressed, which was not asked for")
+    given = response.stream
+
+    class Bounded(httpx2.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for chunk in given:
+                size += len(chunk)
+                if size > MAX_MESSAGE:
+                    raise httpx2.ReadError(f"the answer has more than {MAX_MESSAGE:,} bytes")
+                yield chunk
+
+        async def aclose(self) -> None:
+            await given.aclose()
+
+    response.stream = Bounded()
 
 
 def _schema(tool: Any) -> dict[str, Any]:

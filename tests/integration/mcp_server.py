@@ -48,6 +48,12 @@ def hang() -> str:
 
 
 @server.tool()
+def write(characters: int) -> str:
+    """Write a long text."""
+    return "x" * characters
+
+
+@server.tool()
 def die() -> str:
     """End the server."""
     os._exit(3)

@@ -24,6 +24,7 @@ from rlcore.errors import ConfigError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 from rollout.conversation.conversation import Conversation
+from rollout.workflows import mcp_tools
 from rollout.workflows.mcp_tools import McpFailed, McpTools
 from rollout.workflows.registry import build_workflow
 from tests.process_facts import command_of
@@ -183,6 +184,29 @@ def test_a_server_of_somebody_else_is_asked_by_url(url: str) -> None:
     first, second, _ = rollouts(script, workflow({"url": url}), 2)
     assert results(first) == ["23", "call 1"]
     assert results(second) == ["23", "call 2"]  # it runs on
+
+
+def test_a_result_that_is_too_long_is_an_error_for_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mcp_tools, "MAX_RESULT", 1000)
+    script = {0: call("write", characters=1001) + call("write", characters=1000), 1: "done"}
+    sample, _ = rollouts(script, workflow({**SERVER, "tools": ["write"]}, max_tool_tokens=2000))
+    long, short = results(sample)
+    assert long == "error: the result of write has 1,001 characters: too many to read"
+    assert short == "x" * 1000
+
+
+@pytest.mark.parametrize("kind", ["command", "url"])
+def test_a_message_is_counted_while_it_is_read(
+    kind: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp_tools, "MAX_MESSAGE", 200_000)
+    server = {**(SERVER if kind == "command" else {"url": url}), "tools": ["write"]}
+    fits = {0: call("write", characters=50_000), 1: "done"}
+    assert len(rollouts(fits, workflow(server, max_tool_tokens=9))) == 2
+    with pytest.raises(McpFailed, match="a call of 'write'"):
+        rollouts({0: call("write", characters=300_000)}, workflow(server, tool_timeout_s=20))
 
 
 def test_two_servers_with_the_same_tool_are_refused() -> None:

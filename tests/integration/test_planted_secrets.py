@@ -37,7 +37,7 @@ SHELL = {
     "HTTPS_PROXY": f"http://user:{MARK}-proxy@127.0.0.1:9",
 }
 JUDGE = {"JUDGE_LOGIN": f"{MARK}-judge-login"}
-GIVEN = {"GIVEN_TO_AGENTS": f"{MARK}-agent-login"}
+GIVEN = {"AGENT_API_KEY": f"{MARK}-agent-login"}
 AGENT = """
 import json, os, sys, urllib.request
 
@@ -51,7 +51,7 @@ request = urllib.request.Request(
 with urllib.request.urlopen(request) as answer:
     text = json.load(answer)["choices"][0]["message"]["content"] or ""
 if hash(text) % 3 == 0:
-    print(sys.argv, os.environ.get("GIVEN_TO_AGENTS"), file=sys.stderr)
+    print(sys.argv, os.environ.get("AGENT_API_KEY"), file=sys.stderr)
     sys.exit(1)
 print(len(text))
 """
@@ -128,17 +128,18 @@ def settings(workspace: Workspace, model: Path, agent: Path, port: int) -> dict[
         f"http://user:{MARK}-password@127.0.0.1:{port}/hooks/{MARK}9a8b7c6d5e4f/"
         f"?api_key={MARK}-parameter&sig={MARK}-signature"
     )
+    extra_body = {
+        "authorization": f"Bearer {MARK}-header",
+        "nested": [{"client_secret": f"{MARK}-nested"}, f"--token={MARK}-word"],
+    }
     judge = {"url": f"http://127.0.0.1:{port}", "model": "m", "api_key_env": "JUDGE_LOGIN"}
+    judge |= {"extra_body": extra_body}
     return {
         "run": {"name": "planted", "dir": str(workspace.folder / "runs"), "threads": 1},
         "model": {"path": str(model), "dtype": "fp32"},
         "data": {
             "paths": str(workspace.folder / "data" / "train.jsonl"),
             "as_chat": True,
-            "chat_template_kwargs": {
-                "authorization": f"Bearer {MARK}-header",
-                "nested": [{"client_secret": f"{MARK}-nested"}, f"--token={MARK}-word"],
-            },
         },
         "policy": {"optimizer": {"lr": 1e-3}, "max_tokens_per_microbatch": 512},
         "rollout": {
@@ -193,8 +194,11 @@ def left(workspace: Workspace, port: int, tmp_path_factory: pytest.TempPathFacto
     seen = Seen()
     rlcore = [sys.executable, "-m", "rlcore"]
     with (folder / "printed").open("w+b") as printed:
+        both: dict[str, Any] = {"stdout": printed, "stderr": printed, "env": environment}
         for words in (["validate", str(config)], ["train", str(config)]):
-            process = subprocess.Popen([*rlcore, *words], env=environment, stdout=printed, stderr=printed)
+            process = subprocess.Popen(
+                [*rlcore, *words], env=environment, stdout=printed, stderr=printed
+            )
             deadline = time.monotonic() + RUN_S
             while process.poll() is None:
                 assert time.monotonic() < deadline
@@ -203,7 +207,7 @@ def left(workspace: Workspace, port: int, tmp_path_factory: pytest.TempPathFacto
             assert process.returncode == 0, (folder / "printed").read_text()[-3000:]
         run = workspace.folder / "runs" / "planted"
         page = [*rlcore, "view", str(run), "--export", str(run / "page.html")]
-        subprocess.run(page, env=environment, stdout=printed, stderr=printed, check=True)
+        subprocess.run(page, check=True, **both)
         printed.seek(0)
         return Left(run, printed.read(), seen)
 
@@ -217,29 +221,24 @@ def contents(folder: Path) -> Iterator[tuple[Path, bytes]]:
                 yield path, json.dumps(pq.read_table(path).to_pylist(), default=repr).encode()
 
 
-def forms(secret: str) -> set[bytes]:
-    return {secret.encode(), base64.b64encode(secret.encode())}
+def secrets_in(content: bytes) -> bool:
+    marks = [f"{MARK}-", f"{MARK}9a8b7c6d5e4f", f"{MARK}0a1b2c3d4e5f"]
+    login = base64.b64encode(f"user:{MARK}-password".encode())
+    return any(mark in content for mark in (login, *map(str.encode, marks)))
 
 
 def test_no_file_of_the_run_has_a_secret(left: Left) -> None:
-    found = {
-        str(path) for path, content in contents(left.folder) if MARK.encode() + b"-" in content
-    }
-    found |= {str(path) for path, content in contents(left.folder) for secret in (
-        f"{MARK}9a8b7c6d5e4f", f"{MARK}0a1b2c3d4e5f", f"user:{MARK}-password",
-    ) for form in forms(secret) if form in content}  # fmt: skip
-    assert not found
+    assert not {str(path) for path, content in contents(left.folder) if secrets_in(content)}
     tables = [content for path, content in contents(left.folder) if path.suffix == ".parquet"]
     assert any(b"answered 400" in content for content in tables), "failures were recorded"
     logs = b"".join(content for path, content in contents(left.folder) if path.suffix == ".log")
     assert b"--api-key" in logs, "a failed agent was quoted"
     assert (left.folder / "wandb").is_dir()
+    assert (left.folder / "tensorboard").is_dir()
 
 
 def test_nothing_printed_has_a_secret(left: Left) -> None:
-    assert f"{MARK}-".encode() not in left.printed
-    assert f"{MARK}9a8b7c6d5e4f".encode() not in left.printed
-    assert f"{MARK}0a1b2c3d4e5f".encode() not in left.printed
+    assert not secrets_in(left.printed)
     assert b"(masked)" in left.printed
 
 

@@ -144,8 +144,9 @@ def join_run(run: Path, files: Sequence[Path], overrides: Sequence[str]) -> int:
     from rollout.fleet.announcements import EngineFolder
     from rollout.fleet.membership import Membership
 
-    config = joining_config(run, files, overrides)
+    # its configuration may name code of others
     EngineFolder.of(run).check()
+    config = joining_config(run, files, overrides)
     keys = Keys.new()  # they are told to the run in a file that its user alone can read
     host = f"{socket.gethostname()}-{os.getpid()}"  # several such commands may share a machine
     membership = Membership(run, keys, _say)

@@ -53,6 +53,46 @@ def test_a_wrong_grader_is_refused_with_the_key(refusal, given, said):
     assert said in line
 
 
+JUDGE = "reward.parts.j={{judge: {{url: '{}', model: m, api_key_env: KEY}}}}"
+SERVICE = "reward.parts.s={{service: {{url: ['https://h/', '{}'], api_key_env: KEY}}}}"
+MCP = "rollout.workflow={{name: env, mcp: [{{command: [cat]}}, {{url: '{}', api_key_env: KEY}}]}}"
+EVALUATED = (
+    "evaluation.sets.x={{paths: x, reward: {{parts:"
+    " {{j: {{judge: {{url: '{}', model: m, api_key_env: KEY}}}}}}}}}}"
+)
+CLIENTS = {
+    "reward.parts.j.judge.url": JUDGE,
+    "reward.parts.s.service.url": SERVICE,
+    "rollout.workflow.mcp.1.url": MCP,
+    "evaluation.sets.x.reward.parts.j.judge.url": EVALUATED,
+}
+
+
+@pytest.mark.parametrize("key", CLIENTS)
+def test_a_key_that_leaves_in_clear_is_named_and_with_tls_refused(load, refusal, key):
+    away = CLIENTS[key].format("http://10.0.0.7:1/")
+    assert [note for note in load(away).notes if "in clear" in note and key in note]
+    lines = refusal(away, "cluster.tls.ca_file=ca.pem")
+    [line] = [line for line in lines if line.startswith(key)]
+    assert "expected https://" in line
+    for safe in (
+        "https://10.0.0.7:1/",
+        "http://127.0.0.1:1/",
+        "http://localhost/",
+        "http://[::1]/",
+    ):
+        given = CLIENTS[key].format(safe)
+        assert not [note for note in load(given).notes if "in clear" in note]
+
+
+@pytest.mark.parametrize("part", ["judge: {model: m, ", "service: {"])
+def test_a_server_has_one_way_to_log_in(refusal, part):
+    given = f"reward.parts.a={{{part}url: 'http://u:hidden@h/', api_key_env: KEY}}}}"
+    [line] = refusal(given)
+    assert "either a user in the URL or `api_key_env`" in line
+    assert "hidden" not in line
+
+
 def test_a_grader_of_an_evaluation_set_is_refused_too(refusal):
     own = "evaluation.sets.x={paths: x.jsonl, reward: {parts: {m: {function: maths}}}}"
     (line,) = refusal(own)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
+
 import pytest
 
 from rlcore.config.load import load_config, refuse_masked
@@ -134,6 +136,22 @@ def test_overrides_with_secrets_are_masked_as_a_whole() -> None:
     assert "rollout.engine.kind=sglang" in shown
 
 
+def test_a_login_is_masked_under_every_key(load) -> None:
+    """Every text of a whole configuration becomes a URL with a password and a parameter."""
+    planted = "http://user:hidden@host/a8Kd72hsQz91hidden?token=hidden&sig=hidden"
+
+    def plant(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: plant(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [plant(inner) for inner in value] or [planted]
+        return planted if isinstance(value, str) else value
+
+    values = plant(load(*SECRET).config.model_dump())
+    assert str(values).count("hidden") > 200
+    assert "hidden" not in str(masked(values))
+
+
 def test_a_secret_is_hidden_in_texts_of_others(load) -> None:
     """A client's error, or a server's answer, may quote a part of the configuration in any form."""
     load(
@@ -145,6 +163,7 @@ def test_a_secret_is_hidden_in_texts_of_others(load) -> None:
         "rollout.engine.environment={NCCL_DEBUG: VERSION, PLAIN: a8Kd72hsQz91}",
     )
     quotes = ['hid"den key', 'hid\\"den key', "hid%22den%20key", "hidden word", "hidden%20word"]
+    quotes += [b64encode(b"user:hidden word").decode()]
     quotes += ["hidden-token", "hidden-argument", "a8Kd72hsQz91"]
     for quote in quotes:
         assert mask_text(f"it said: {quote}!") == f"it said: {MASK}!"
