@@ -8,6 +8,7 @@ import resource
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -158,7 +159,8 @@ async def read_at_most(
     if size <= limit:
         size = 0
         while size <= limit:
-            async with asyncio.timeout(silent_s):
+            # what has come whole, as most requests have, needs no timer
+            async with nullcontext() if content.is_eof() else asyncio.timeout(silent_s):
                 chunk = await content.readany()
             if not chunk:
                 return b"".join(chunks)
