@@ -77,9 +77,8 @@ def view_runs(
     try:
         server = ViewServer(api, port=port)
     except OSError as error:
-        raise UserError(f"--port {port}: {error.strerror}; another one, or 0 for a free one") from (
-            error
-        )
+        why = os.strerror(error.errno or 0)
+        raise UserError(f"--port {port}: {why}; another one, or 0 for a free one") from error
     print("\n".join(greeting(server)), flush=True)
     with handling_stop_signals(signal.default_int_handler):
         try:

@@ -11,6 +11,7 @@ import pytest
 
 from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.errors import ConfigError
+from rollout.workflows import verifiers_runner
 from rollout.workflows.registry import build_workflow
 from rollout.workflows.verifiers_env import VerifiersWorkflow
 from tests.unit.rollout.conversation.kit import make_context, make_prompt, make_tokenizer
@@ -47,6 +48,18 @@ def test_what_cannot_work_is_refused_at_the_start(python: str) -> None:
     Path(python).write_text("#!/bin/sh\necho 0.1.14\n")
     with pytest.raises(ConfigError, match=r"has verifiers 0\.1\.14, expected 0\.4"):
         build(tokenizer, env="words", python=python)
+
+
+def test_the_configuration_is_on_no_command_line(python: str) -> None:
+    """It may hold the key of a judge; the program reads it from its standard input."""
+    env = {"taskset": {"id": "words"}, "judge": {"api_key": "hidden"}}
+    tokenizer = make_tokenizer()
+    workflow = build(tokenizer, env=env, python=python)
+    assert "hidden" not in str(workflow._command)
+    prompt = make_prompt(tokenizer, "1+2?", {"verifiers": {"word": "a"}})
+    conversation = make_context(tokenizer).conversation(prompt, 0, 0, None)
+    assert workflow._task(prompt.row, conversation).row[verifiers_runner.ENV] == env
+    assert verifiers_runner.ENV not in prompt.row, "nothing of it is recorded"
 
 
 def test_a_row_without_a_task_is_refused(python: str) -> None:
