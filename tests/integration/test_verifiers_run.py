@@ -59,10 +59,10 @@ def test_a_taskset_is_trained_on(workspace: Workspace, rows: Path) -> None:
 
 def test_an_episode_that_fails_fails_the_rollout(rows: Path) -> None:
     """Nobody listens at the URL: no reward may be made of that."""
-    row = json.loads(rows.read_text().splitlines()[0])
+    row = {**json.loads(rows.read_text().splitlines()[0]), "verifiers_env": ENV}
     endpoint = {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "OPENAI_API_KEY": "none"}
     done = subprocess.run(
-        [str(PYTHON), str(RUNNER), "run", json.dumps(ENV)], input=json.dumps({"row": row}),
+        [str(PYTHON), str(RUNNER), "run"], input=json.dumps({"row": row}),
         env={**os.environ, **endpoint, "OPENAI_MODEL": "policy"}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
