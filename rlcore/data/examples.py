@@ -108,6 +108,8 @@ class RowLayout:
                 f"got {type(prompt).__name__}: {shorten(prompt)}"
             )
         label = self._label(where, row)
+        if nulls_are_absent and isinstance(label, list):
+            label = without_nulls(label)
         answer = None
         if isinstance(prompt, list) and self.splits_chats and prompt[-1]["role"] == "assistant":
             answer = prompt[-1]

@@ -1,8 +1,13 @@
-"""Chat messages as rows have them, brought to what chat templates expect."""
+"""Chat messages as rows have them, brought to what chat templates expect.
+
+The JSON of a call's arguments says one thing: no key twice, no NaN or infinity, and no number that
+would be read as another.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +26,7 @@ def check_messages(where: str, key: str, messages: Sequence[Any]) -> list[Messag
 
     Raises:
         DataError: a message without a role, with a content that is no text, or with neither content
-            nor tool calls.
+            nor tool calls; a call whose arguments are no map.
     """
     return [_message(f"{where}: message {i} of {key!r}", m) for i, m in enumerate(messages, 1)]
 
@@ -73,14 +78,68 @@ def _tool_call(what: str, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            orjson.loads(arguments or "{}")  # which takes no NaN, but rounds numbers beyond 64 bits
-            arguments = json.loads(arguments or "{}")
+            arguments = parse_json(arguments or "{}")
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{what}: the arguments of the call of {function['name']!r} are not JSON ({error}):"
                 f" {shorten(arguments)}"
             ) from error
+    if not isinstance(arguments, dict):
+        raise DataError(
+            f"{what}: the arguments of the call of {function['name']!r} must be a map, or JSON text"
+            f" of one, as {{}} where there are none; got {shorten(arguments)}"
+        )
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def read_json(text: str, start: int = 0) -> tuple[Any, int]:
+    """Read the JSON that begins at `start`. Returns its value, and where it ends.
+
+    Raises:
+        ValueError: it is not JSON, or does not say one thing.
+        RecursionError: it is nested too deep.
+    """
+    return _DECODER.raw_decode(text, start)
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a text that is JSON and nothing else. Raises as `read_json`."""
+    value, end = read_json(text, len(text) - len(text.lstrip()))
+    if text[end:].strip():
+        raise ValueError(f"there is more behind it: {shorten(text[end:])}")
+    return value
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{shorten(digits)} is more than a number can be")
+    return number
+
+
+def _whole(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:
+        raise ValueError(f"a number of {len(digits)} digits is too long") from error
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise ValueError(f"it has the key {twice!r} twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite, parse_int=_whole
+)
 
 
 def parse_tools(where: str, key: str | None, tools: Any) -> list[dict[str, Any]]:

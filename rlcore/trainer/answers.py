@@ -19,7 +19,7 @@ from rlcore.config import Config
 from rlcore.config.sections.data import DataConfig
 from rlcore.data.examples import Example, open_examples
 from rlcore.data.loading import sft_limits
-from rlcore.data.messages import Message
+from rlcore.data.messages import Message, check_messages
 from rlcore.data.prompts import LengthLimit, PromptSet
 from rlcore.data.ragged_file import RaggedArray, RaggedWriter
 from rlcore.data.tokenizer import ENCODE_CHUNK, encode, render_chat
@@ -68,8 +68,9 @@ def with_answer(example: Example) -> Example:
     label = example.label
     answer = example.answer
     if isinstance(label, list) and len(label) == 1 and isinstance(label[0], dict):
-        answer = label[0]  # the completion of a conversational data set of TRL
-        label = answer.get("content")
+        # the completion of a conversational data set of TRL
+        (answer,) = check_messages(example.where, example.label_key or "label", label)
+        label = answer["content"]
     chat = prompt if isinstance(prompt, list) else []
     if label is None and answer is None and chat and chat[-1]["role"] == "assistant":
         answer = chat[-1]

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from rlcore.data.generation import Completion, SamplingParams
 from rlcore.data.messages import Message
+from rlcore.errors import DataError
+from rollout.conversation.tool_schemas import check_tools
 
 # What a request may have and what changes nothing.
 HARMLESS = frozenset(
@@ -205,6 +207,10 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
             raise _wrong("tools", tool, 'each {"type": "function", "function": {"name": text}}')
     if tools is not None and not isinstance(tools, list):
         raise _wrong("tools", tools, "a list of tools")
+    try:
+        check_tools(tools or ())
+    except DataError as error:
+        raise Refused(400, str(error), param="tools") from error
     return tools or []
 
 

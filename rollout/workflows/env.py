@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -34,15 +32,6 @@ CUT = "\n[cut: the result is longer than max_tool_tokens]"
 MAX_WARNINGS = 5  # failures of close() that are logged
 logger = logging.getLogger(__name__)
 __all__ = ["EnvironmentWorkflow", "Step", "ToolError", "tools_of"]
-_KINDS: Mapping[str, type | tuple[type, ...]] = {
-    "array": list,
-    "boolean": bool,
-    "integer": int,
-    "null": type(None),
-    "number": (int, float),
-    "object": dict,
-    "string": str,
-}  # of JSON schemas
 _OWN = frozenset({"reset", "step", "reward", "close"})  # methods that are no tools
 
 
@@ -194,7 +183,8 @@ class EnvironmentWorkflow:
                 with self._lanes.span(call.name, **of_group()):
                     result = await session.call(call.name, call.arguments, self._tool_timeout_s)
             elif call.name in self._tools:
-                result = await self._own(getattr(environment, call.name), call)
+                method = getattr(environment, call.name)
+                result = str(await self._call(method, **call.arguments))
             else:
                 known = ", ".join([*self._tools, *remote])
                 raise ToolError(f"there is no tool {call.name!r}; there is {known}")
@@ -210,16 +200,6 @@ class EnvironmentWorkflow:
             "content": content,
         }
         return message, failed
-
-    async def _own(self, method: Callable[..., Any], call: ToolCall) -> str:
-        """Call a method of the environment."""
-        arguments = call.arguments or {}
-        try:
-            _check_arguments(method, arguments)
-            _check_types(self._tools[call.name]["function"]["parameters"], arguments)
-        except TypeError as error:
-            raise ToolError(f"{call.name}: {error}") from error
-        return str(await self._call(method, **arguments))
 
     def _fitting(self, text: str) -> str:
         limit = self._max_tool_tokens
@@ -247,62 +227,6 @@ class EnvironmentWorkflow:
                 return await within(self._tool_timeout_s, work, late)
         except DeadlineExceeded as error:
             raise RolloutFailed("timeout", str(error), place_of(method)) from error
-
-
-def _check_arguments(method: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise TypeError where a method of an environment does not take these arguments."""
-    function = getattr(method, "__func__", None)
-    if function is None:
-        _signature(method).bind(**arguments)
-    else:
-        _signature(function).bind(None, **arguments)
-
-
-def _check_types(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Raise TypeError where an argument is not of the type that its tool's schema says."""
-    for name, value in arguments.items():
-        schema = parameters.get("properties", {}).get(name, {})
-        if not _fits(value, schema):
-            got = json.dumps(value, ensure_ascii=False)[:80]
-            raise TypeError(f"{name}: got {got}, expected {_said(schema)}")
-
-
-def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a value is of a schema; what lists and maps hold is not looked at."""
-    if value is None and schema.get("nullable"):
-        return True
-    if "anyOf" in schema:
-        return any(_fits(value, one) for one in schema["anyOf"])
-    if "enum" in schema and value not in schema["enum"]:
-        return False
-    kinds = _kinds(schema)
-    if isinstance(value, bool):  # an int in Python, and no number in JSON
-        return not kinds or "boolean" in kinds
-    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
-        return True  # as JSON schema has it
-    return not kinds or any(isinstance(value, _KINDS.get(kind, object)) for kind in kinds)
-
-
-def _kinds(schema: Mapping[str, Any]) -> list[str]:
-    """Return the names of types that a schema allows; none: all."""
-    kinds = schema.get("type", [])
-    return [kinds] if isinstance(kinds, str) else kinds
-
-
-def _said(schema: Mapping[str, Any]) -> str:
-    """Say what a schema wants."""
-    if "anyOf" in schema:
-        text = " or ".join(map(_said, schema["anyOf"]))
-    elif "enum" in schema:
-        text = f"one of {json.dumps(schema['enum'])}"
-    else:
-        text = " or ".join(_kinds(schema))
-    return f"{text} or null" if schema.get("nullable") else text
-
-
-@cache  # of functions, which are as many as the tools: inspecting one takes a third of a turn
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
 
 
 async def _run(method: Callable[..., Any], *given: Any, **named: Any) -> Any:

@@ -21,6 +21,7 @@ from rlcore.config.sections.base import PositiveFloat, Section, as_list
 from rlcore.deadlines import CANCEL_S, MCP_CLOSE_S
 from rlcore.errors import ConfigError, RolloutFailed
 from rollout.asyncio_utils import gather_or_cancel
+from rollout.conversation.tool_schemas import check_tools
 from rollout.sandbox import process_tree
 from rollout.workflows import bounded_lines
 from rollout.workflows.tool_errors import ToolError
@@ -293,6 +294,7 @@ class McpSession:
         wanted = found if self._server.tools is None else self._server.tools
         if missing := [name for name in wanted if name not in found]:
             raise McpFailed(f"it has no tool {missing[0]!r}; it has {', '.join(found) or 'none'}")
+        check_tools([found[name] for name in wanted])
         return {name: found[name] for name in wanted}
 
     def _why(self) -> str:

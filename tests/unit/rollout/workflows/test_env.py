@@ -129,7 +129,7 @@ def test_tools_run_together_and_are_answered_in_order() -> None:
         "error: division by zero",
         "error: there is no tool 'subtract'; there is add, digits, divide",
     ]
-    assert results[4] == "error: add: missing a required argument: 'b'"
+    assert results[4] == "error: add: 'b' is a required property"
     assert results[5].startswith("error: a call must be JSON")
     assert results[6] == "7" * 12 + CUT
     assert sample.outcome == {"right": 1.0, "turns": 4.0}
@@ -174,15 +174,16 @@ class Typed:
         ({"n": "a", "x": 1, "sure": False, "way": "down", "of": [1], "either": [2]}, ""),
         ({"n": 10**30, "x": 0.5, "of": None, "what": {"a": None}, "either": 2}, ""),
         ({"n": 3.0}, ""),  # a whole number to JSON schema
-        ({"n": True}, "n: got true, expected integer or string"),
-        ({"n": 1.5}, "n: got 1.5, expected integer or string"),
-        ({"x": "two"}, 'x: got "two", expected number'),
-        ({"x": None}, "x: got null, expected number"),
-        ({"sure": 1}, "sure: got 1, expected boolean"),
-        ({"way": "left"}, 'way: got "left", expected one of ["up", "down"]'),
-        ({"of": {"a": 1}}, 'of: got {"a": 1}, expected array or null'),
-        ({"either": "x"}, 'either: got "x", expected array or integer'),
-        ({"other": 1}, "got an unexpected keyword argument 'other'"),
+        ({"n": True}, 'n: got true, expected type: ["integer", "string"]'),
+        ({"n": 1.5}, 'n: got 1.5, expected type: ["integer", "string"]'),
+        ({"x": "two"}, 'x: got "two", expected type: "number"'),
+        ({"x": None}, 'x: got null, expected type: "number"'),
+        ({"sure": 1}, 'sure: got 1, expected type: "boolean"'),
+        ({"way": "left"}, 'way: got "left", expected enum: ["up", "down"]'),
+        ({"of": {"a": 1}}, 'of: got {"a": 1}, expected anyOf: [{"type": "array"'),
+        ({"of": ["a"]}, 'of.0: got "a", expected type: "integer"'),
+        ({"either": "x"}, 'either: got "x", expected anyOf: [{"type": "array"'),
+        ({"other": 1}, "Additional properties are not allowed ('other' was unexpected)"),
     ],
 )
 def test_an_argument_of_another_type_is_told_to_the_model(
@@ -190,7 +191,9 @@ def test_an_argument_of_another_type_is_told_to_the_model(
 ) -> None:
     (sample,), _ = run({0: call("take", **arguments), 1: "done"}, env=f"{HERE}:Typed")
     expected = f"error: take: {said}" if said else "taken"
-    assert sample.messages[2]["content"] == expected
+    told = sample.messages[2]["content"]
+    assert told.startswith(expected)
+    assert bool(said) or told == "taken"
 
 
 class Loose(dict[str, int]):
@@ -228,7 +231,7 @@ def test_methods_without_an_object_are_tools_too() -> None:
     assert [m["content"] for m in sample.messages if m["role"] == "tool"] == [
         "3",
         "4",
-        "error: add: missing a required argument: 'b'",
+        "error: add: 'b' is a required property",
     ]
 
 
