@@ -84,7 +84,8 @@ _MISTRAL_END = rf"[^\S\n]*(?=\Z|\n|{_MISTRAL_CALL})"
 
 # some models write the kind in front; in other JSON a map with a name is no call
 _LLAMA_CALL = (
-    r"(?<![:,\[{])(?<![:,\[{]\s)(?=\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?\"name\"\s*:)"
+    r"(?<!\":)(?<!\":\s)(?<![,\[{])(?<![,\[{]\s)"
+    r"(?=\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?\"name\"\s*:)"
 )
 
 # By name. The first one whose marks are in the chat template is the default.

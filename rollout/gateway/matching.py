@@ -7,12 +7,14 @@ before, message by message:
                                       \-> tool "6" -> assistant "6"       another branch
 
 A message is known by what it says. Whether it echoes an answer in other words for the same JSON,
-with an empty or no content, with an `index` or without its reasoning, makes no difference.
+with an empty or no content, with an `index`, other ids or without its reasoning, makes no
+difference. Of turns that say the same the one whose ids are echoed goes on, else the latest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import json
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -21,6 +23,7 @@ import orjson
 
 from rlcore.data.messages import Message, check_messages
 from rollout.conversation.conversation import Conversation
+from rollout.conversation.formats import THINK
 from rollout.gateway.wire import Refused
 
 REASONING = ("reasoning_content", "reasoning")  # keys of messages
@@ -32,6 +35,7 @@ class State:
 
     conversation: Conversation
     reasoning: str | None = None  # of that turn
+    ids: tuple[str, ...] = ()  # of all calls up to here, as the program was given them
 
 
 @dataclass(slots=True)
@@ -41,9 +45,9 @@ class Point:
     states: tuple[State, ...] = ()  # more than one if turns say the same
     following: dict[Hashable, Point] = field(default_factory=dict)
 
-    def behind(self, message: Message) -> Point:
-        """Return the point behind `message`, from this one."""
-        key = key_of(message)
+    def behind(self, message: Message, places: Mapping[str, int] | None = None) -> Point:
+        """Return the point behind `message`, from this one; for `places` see `key_of`."""
+        key = key_of(message, places or {})
         point = self.following.get(key)
         if point is None:
             point = self.following[key] = Point()
@@ -65,13 +69,15 @@ class Matcher:
         self._base = conversation
         self._roots: dict[bytes, Point] = {}  # by the tools that the model was told of
         point = self._root(conversation.tools)
+        places: dict[str, int] = {}
         for message in conversation.messages:
-            point = point.behind(message)
+            point = point.behind(message, places)
+            places = _places(message) or places
         point.note(State(conversation))
 
     async def branch(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> tuple[Conversation, Point]:
+    ) -> tuple[State, Point]:
         """Return a branch that holds `messages`, ready for the model's turn, and their point.
 
         Raises:
@@ -80,8 +86,10 @@ class Matcher:
         """
         point = self._root(tools)
         found: tuple[int, Point] | None = None
+        places: dict[str, int] = {}
         for place, message in enumerate(messages):
-            point = point.behind(message)
+            point = point.behind(message, places)
+            places = _places(message) or places
             if point.states:
                 found = (place, point)
         if messages[-1]["role"] == "assistant":
@@ -95,29 +103,49 @@ class Matcher:
             place, at = found
             rest = messages[place + 1 :]
             if all(message["role"] != "assistant" for message in rest):
-                conversation = _fitting(at.states, messages[place]).conversation.fork()
+                state = _fitting(at.states, messages[: place + 1])
+                conversation = state.conversation.fork()
                 await conversation.append(rest)
-                return conversation, point
+                return State(conversation, ids=state.ids), point
         # nothing was sent that begins so, or the program has rewritten what the model said
         conversation = self._base.fork([_with_content(m) for m in messages], tools=tools)
         point.note(State(conversation.fork()))
-        return conversation, point
+        return State(conversation), point
 
     def _root(self, tools: Sequence[dict[str, Any]]) -> Point:
         key = orjson.dumps([*tools], option=orjson.OPT_SORT_KEYS) if tools else b""
         return self._roots.setdefault(key, Point())
 
 
-def answered(point: Point, conversation: Conversation, message: Message) -> None:
-    """Note that a branch stands behind a turn, which the program knows as `message`."""
-    point.behind(message).note(State(conversation, _reasoning(message)))
+def answered(point: Point, before: State, message: Message) -> None:
+    """Note that a branch stands behind a turn, which the program knows as `message`.
+
+    Args:
+        before: the branch, as it began the turn.
+    """
+    ids = (*before.ids, *_places(message))
+    point.behind(message).note(State(before.conversation, _reasoning(message), ids))
 
 
-def _fitting(states: Sequence[State], message: Message) -> State:
-    """Return the state whose reasoning the message quotes; else the first."""
-    if len(states) > 1 and (reasoning := _reasoning(message)):
-        return next((state for state in states if state.reasoning == reasoning), states[0])
-    return states[0]
+def _fitting(states: Sequence[State], messages: Sequence[Message]) -> State:
+    """Return the state whose ids are echoed, then whose reasoning is quoted, then the latest."""
+    if len(states) == 1:
+        return states[0]
+    echoed = {ident for message in messages for ident in _places(message)}
+    reasoning = _reasoning(messages[-1])
+
+    def fit(numbered: tuple[int, State]) -> tuple[int, bool, int]:
+        number, state = numbered
+        quoted = reasoning is not None and state.reasoning == reasoning
+        return sum(ident in echoed for ident in state.ids), quoted, number
+
+    return max(enumerate(states), key=fit)[1]
+
+
+def _places(message: Message) -> dict[str, int]:
+    """Return the place of each call of a message, by its id."""
+    calls = message.get("tool_calls") or ()
+    return {str(call.get("id")): place for place, call in enumerate(calls)}
 
 
 def _with_content(message: Message) -> Message:
@@ -128,27 +156,39 @@ def _with_content(message: Message) -> Message:
 
 
 def _reasoning(message: Message) -> str | None:
-    return next((message[key] for key in REASONING if message.get(key)), None)
+    """Return the reasoning of an answer, which may stand in front of its content."""
+    found = next((message[key] for key in REASONING if message.get(key)), None)
+    if found is None and message["role"] == "assistant":
+        found = _text(message).rpartition(THINK[1])[0].strip().removeprefix(THINK[0])
+    return str(found).strip() or None
 
 
-def key_of(message: Message) -> Hashable:
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part if isinstance(part, str) else part["text"] for part in content)
+    return "" if content is None else content
+
+
+def key_of(message: Message, places: Mapping[str, int]) -> Hashable:
     """Return what two messages have in common that say the same.
+
+    Args:
+        places: of the calls that results may answer, by their ids, which programs may rename.
 
     Raises:
         Refused: it is not a message.
     """
     try:
         role = message["role"]
-        content = message.get("content")
-        if content is None:
-            content = ""
-        if isinstance(content, list):
-            content = "".join(part if isinstance(part, str) else part["text"] for part in content)
+        content = _text(message)
         key: Hashable
         if role == "assistant":
+            content = content.rpartition(THINK[1])[2].strip()
             key = (role, content, *[_call(call) for call in message.get("tool_calls") or ()])
         elif role == "tool":
-            key = (role, content, message.get("tool_call_id"))
+            ident = str(message.get("tool_call_id"))
+            key = (role, content, places.get(ident, ident))
         else:
             key = (role, content, message.get("name"))
         hash(key)
@@ -164,14 +204,20 @@ def _call(call: Any) -> Hashable:
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
-        arguments = orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS).decode()
+        arguments = json.dumps(arguments)
     return function["name"], _canonical(arguments)
 
 
 @lru_cache(maxsize=4096)
 def _canonical(arguments: str) -> str:
-    """Return JSON with sorted keys and no spaces; what is no JSON stays as it is."""
+    """Return JSON with sorted keys and no other form of a number; other text stays as it is."""
     try:
-        return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
-    except orjson.JSONDecodeError:
+        return json.dumps(json.loads(arguments, parse_float=_number), sort_keys=True)
+    except (ValueError, RecursionError):
         return arguments
+
+
+def _number(digits: str) -> float:
+    """Return a number that JavaScript writes without a fraction as a whole one."""
+    number = float(digits)
+    return int(number) if number.is_integer() else number

@@ -124,7 +124,8 @@ class Session:
     async def _turn(self, request: ChatRequest) -> Answer:
         """Find the branch that the request continues, and let the model take its turn."""
         try:
-            conversation, point = await self._matcher.branch(request.messages, request.tools)
+            state, point = await self._matcher.branch(request.messages, request.tools)
+            conversation = state.conversation
             reply = await conversation.generate(request.max_tokens, stop=request.stop)
         except DataError as error:  # messages that the chat template refuses, say
             raise Refused(400, str(error), param="messages") from error
@@ -148,7 +149,7 @@ class Session:
         if reply.message:
             completion = conversation.completion
             size = 0 if completion is None else len(completion.tokens)
-            answered(point, conversation, message)
+            answered(point, state, message)
         tokens = conversation.tokens
         reason = "stop" if reply.finish_reason == "stop" else "length"
         if reason == "stop" and "tool_calls" in message:

@@ -266,3 +266,37 @@ def test_variables_of_the_chat_template(write_rows, tokenizer, make_run):
     assert text == ["1", "1+", "1"]
     with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs\.thinking: .*not read it"):
         load_prompts(make_run(paths=[path], chat_template_kwargs={"thinking": False}), tokenizer)
+
+
+@pytest.mark.parametrize("role_of", ["prompt", "messages", "completion"])
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (None, "must be a map, .*got None"),
+        ([1], "must be a map, .*got \\[1\\]"),
+        (5, "must be a map, .*got 5"),
+        ("null", "must be a map, .*got None"),
+        ("[1]", "must be a map"),
+        ("5", "must be a map"),
+        ('"x"', "must be a map, .*got x"),
+        ("so", "are not JSON"),
+        ('{"a": 1, "a": 2}', "are not JSON .*'a' twice"),
+        ('{"a": 1e999}', "are not JSON"),
+        ('{"a": 1} {}', "are not JSON"),
+    ],
+)
+def test_arguments_that_are_no_map_are_refused_with_file_and_row(
+    write_rows, role_of, arguments, error
+):
+    """In a history, in the answer of a chat, and in the completion of a row of TRL's form."""
+    user = {"role": "user", "content": "1"}
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    answer = {"role": "assistant", "content": None, "tool_calls": calls}
+    row = {
+        "prompt": {"prompt": [user, answer, user], "completion": "2"},
+        "messages": {"messages": [user, answer]},
+        "completion": {"prompt": [user], "completion": [answer]},
+    }[role_of]
+    path = write_rows([row])
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: message .*of 'f' {error}"):
+        with_answer(examples(path)[0])

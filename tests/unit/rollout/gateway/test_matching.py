@@ -29,9 +29,9 @@ def grow(*requests: tuple[list[Any], list[Any]]) -> Conversation:
     async def ask() -> None:
         matcher = Matcher(base)
         for messages, tools in requests:
-            conversation, point = await matcher.branch(messages, tools)
-            await conversation.generate()
-            answered(point, conversation, SAID)
+            state, point = await matcher.branch(messages, tools)
+            await state.conversation.generate()
+            answered(point, state, SAID)
 
     asyncio.run(ask())
     return base
@@ -101,7 +101,7 @@ def test_only_what_does_not_go_on_is_a_branch(
     ],
 )
 def test_messages_that_say_the_same(one: Any, other: Any, same: bool) -> None:
-    assert (key_of(one) == key_of(other)) is same
+    assert (key_of(one, {}) == key_of(other, {})) is same
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,65 @@ def test_messages_that_say_the_same(one: Any, other: Any, same: bool) -> None:
 )
 def test_what_is_no_message_is_refused(message: Any) -> None:
     with pytest.raises((Refused, DataError)):
-        key_of(message)
+        key_of(message, {})
+
+
+def called(ident: str, arguments: str = '{"a": 1, "b": 2}') -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": ident, "function": function}],
+    }
+
+
+def result(ident: str, content: str = "3") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": ident, "content": content}
+
+
+BIG = "123456789012345678901234567890"
+
+
+@pytest.mark.parametrize(
+    ("history", "turn"),
+    [
+        ([USER, called("one"), result("one"), SAID], 2),
+        ([USER, called("two"), result("two"), SAID], 3),
+        ([USER, called("else"), result("else"), SAID], 3),  # the latest
+        ([USER, called("one", '{"b": 2.0, "a": 1e0}'), result("one"), SAID], 2),
+        ([USER, called("one"), result("one"), {**SAID, "content": "hm\n</think>\n\na"}], 2),
+        ([USER, called("one"), result("one"), {**SAID, "content": "<think>hm</think>a "}], 2),
+        ([USER, called("one"), result("one"), {**SAID, "content": ["a"]}], 2),
+        ([USER, called("one"), result("one"), {**SAID, "name": "bot"}], 2),
+        ([USER, called("one", '{"a": 1, "b": 3}'), result("one"), SAID], None),
+        ([USER, called("one"), result("one", "4"), SAID], None),
+        ([USER, called("one"), result("two"), SAID], None),  # of no call
+        ([USER, called("one"), result("one"), OTHER], None),
+        ([USER, called("one", '{"a": ' + BIG + "}"), result("one"), SAID], None),
+    ],
+)
+def test_a_history_goes_on_from_the_turn_that_said_it(
+    history: list[dict[str, Any]], turn: int | None
+) -> None:
+    """Turns 0 and 1 make the same call; behind each its result, and the same answer."""
+    tokenizer = make_tokenizer()
+    model = ScriptedModel(tokenizer, lambda _, request: f"turn {request.turn}")
+    base = make_context(tokenizer).conversation(make_task(tokenizer), 0, 0, model)
+
+    async def ask() -> str:
+        matcher = Matcher(base)
+        for ident in ("one", "two"):
+            state, point = await matcher.branch([USER], [])
+            await state.conversation.generate()
+            answered(point, state, called(ident))
+        for ident in ("one", "two"):
+            state, point = await matcher.branch([USER, called(ident), result(ident)], [])
+            await state.conversation.generate()
+            answered(point, state, SAID)
+        state, _ = await matcher.branch([*history, USER], [])
+        await state.conversation.generate()
+        return str(tokenizer.decode(state.conversation.tokens.tolist()))
+
+    text = asyncio.run(ask())
+    said = [number for number in range(4) if f"turn {number}" in text]
+    assert said == ([] if turn is None else [turn - 2, turn])
