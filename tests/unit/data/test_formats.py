@@ -13,6 +13,7 @@ from rlcore.data.examples import check_label, open_examples
 from rlcore.data.loading import load_prompts
 from rlcore.data.prompts import PromptSet
 from rlcore.errors import ConfigError, DataError
+from rlcore.trainer.answers import with_answer
 
 
 def examples(path: str, **data):
