@@ -59,7 +59,7 @@ def per_rollout_loss(config: Config) -> bool:
     """Return whether the samples of one rollout count as one sequence in the loss."""
     given = config.algorithm.loss.per_rollout
     if given is None:
-        return not config.is_sft and config.rollout.workflow.name != "single_turn"
+        return config.is_sft or config.rollout.workflow.name != "single_turn"
     return given
 
 

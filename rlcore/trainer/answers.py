@@ -1,15 +1,22 @@
-"""The answers that supervised fine-tuning trains on, as tokens behind and between the prompts'.
+"""The turns that supervised fine-tuning trains on, each behind the prompt that it answers.
 
 A row's label is the assistant's message behind its prompt. Where it has none (`data.label_key` is
 null, or its value in the row is), the last message of the chat is the label, if the assistant's.
-The assistant's earlier messages are trained on too (`data.train_turns: all`).
+The assistant's earlier messages are trained on too, unless `data.train_turns` is `last`.
+
+Every turn stands behind what the chat template asks the model with at that turn. A sequence holds
+several turns as long as each prompt goes on with the tokens of the one before and its answer:
+
+    prompt 1 | answer 1 | prompt 2 | answer 2          the template keeps earlier turns
+    prompt 1 | answer 1   and   prompt 2 | answer 2    it rewrites them, as without their thoughts
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,14 +35,46 @@ from rlcore.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_THOUGHT_BEGINS = "<think>"
+_THOUGHT_ENDS = "</think>"
+_OPENED_THOUGHT = re.compile(rf"{_THOUGHT_BEGINS}\s*\Z")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message
+
 
 @dataclass(frozen=True)
 class Answers:
-    """What is trained on of each row."""
+    """What is trained on: of each row one or several sequences, and turns in them."""
 
-    labels: RaggedArray[np.int32]  # the tokens behind the prompt
-    # Places in the prompt of the assistant's earlier turns: start, end, start, end, ...
-    earlier: RaggedArray[np.int32]
+    rows: NDArray[np.int64]  # [N+1]: row i has the sequences rows[i] to rows[i + 1]
+    tokens: RaggedArray[np.int32]  # of each sequence
+    turns: RaggedArray[np.int32]  # where the turns in it are: start, end, start, end, ...
+
+    def of_row(self, row: int) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Return tokens, and int32 [turns, 2] with starts and ends, of each sequence of a row."""
+        return [
+            (self.tokens[i], self.turns[i].reshape(-1, 2))
+            for i in range(self.rows[row], self.rows[row + 1])
+        ]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The tokens of each row's longest sequence, int64 [N]."""
+        longest: NDArray[np.int64]
+        longest = np.maximum.reduceat(np.diff(self.tokens.offsets), self.rows[:-1])
+        return longest
+
+    @property
+    def trained(self) -> int:
+        """How many tokens are trained on."""
+        return int(np.diff(self.turns.values.reshape(-1, 2)).sum())
+
+    def take(self, rows: NDArray[np.int64]) -> Answers:
+        """Return those of some of the rows."""
+        counts = np.diff(self.rows)[rows]
+        kept = [np.arange(*self.rows[row : row + 2]) for row in rows]
+        sequences = np.concatenate(kept)
+        bounds = np.concatenate([[0], counts.cumsum()])
+        return Answers(bounds, self.tokens.take(sequences), self.turns.take(sequences))
 
 
 def labelled_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet, Answers]:
@@ -54,11 +93,10 @@ def labelled_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[P
     prompts = PromptSet.of(examples, tokenizer, limits=limits)
     answers = tokenize_answers(prompts, tokenizer, config.data)
     for limit in sorted(sft_limits(config), key=lambda limit: limit.tokens):
-        too_long = prompts.lengths + np.diff(answers.labels.offsets) > limit.tokens
+        too_long = answers.lengths > limit.tokens
         if too_long.any():
-            kept = np.flatnonzero(~too_long)
             prompts = prompts.without(too_long, limit)
-            answers = Answers(answers.labels.take(kept), answers.earlier.take(kept))
+            answers = answers.take(np.flatnonzero(~too_long))
     return prompts, answers
 
 
@@ -91,91 +129,154 @@ def with_answer(example: Example) -> Example:
 def tokenize_answers(
     prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> Answers:
-    """Return of each row the tokens that the policy learns, up to the EOS of each turn.
+    """Return of each row the turns that the policy learns, up to the EOS of each.
 
     Raises:
-        DataError: a label without tokens, no EOS token for `add_eos`, or a chat template that
-            rewrites what came before.
+        DataError: a turn without tokens, no EOS token for `add_eos`, or a chat template that asks
+            for an answer otherwise than it writes it.
     """
     eos = tokenizer.eos_token_id
     if data.add_eos and eos is None:
         raise DataError("the tokenizer has no eos token to train on; set data.add_eos: false")
-    labels = RaggedWriter(np.int32)
-    earlier = RaggedWriter(np.int32)
-    row = 0
+    tokens = RaggedWriter(np.int32)
+    turns = RaggedWriter(np.int32)
+    counts = [0]
     for chunk in _chunks(iter(prompts.examples)):
-        answers = [
-            _answer_text(example, prompts.text(row + i), tokenizer)
+        first = len(counts) - 1
+        rendered = [
+            render_turns(example, prompts.text(first + i), tokenizer, data.train_turns)
             for i, example in enumerate(chunk)
         ]
-        tokens = encode(tokenizer, answers, [example.where for example in chunk])
-        for example, ids in zip(chunk, tokens):
-            # A chat template writes an EOS of its own, and often a line break after it.
-            ids = ids[: _first(ids, eos)]
-            if not len(ids):
-                raise DataError(f"{example.where}: the label {example.label!r} has no tokens")
-            labels.add(np.append(ids, np.int32(eos)) if data.add_eos else ids)
-            spans = (
-                _earlier_turns(example, prompts.ragged[row], tokenizer, add_eos=data.add_eos)
-                if data.train_turns == "all"
-                else []
-            )
-            earlier.add(np.array(spans, dtype=np.int32).reshape(-1))
-            row += 1
-    return Answers(labels.done(), earlier.done())
+        encoded = _encode_turns(rendered, [example.where for example in chunk], tokenizer)
+        for example, found in zip(chunk, encoded):
+            # the prompt set has the last prompt's tokens, with the BOS of plain text
+            found[-1] = (prompts.ragged[len(counts) - 1], found[-1][1])
+            sequences = list(_sequences(example, found, eos, data))
+            for sequence, places in sequences:
+                tokens.add(sequence)
+                turns.add(np.array(places, dtype=np.int32).reshape(-1))
+            counts.append(len(sequences))
+    return Answers(np.cumsum(counts, dtype=np.int64), tokens.done(), turns.done())
 
 
-def _answer_text(example: Example, prompt_text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    if isinstance(example.prompt, str):
-        return str(example.label)
-    assert example.answer is not None
-    whole = _render(example, [*example.prompt, example.answer], tokenizer, generate=False)
-    if not whole.startswith(prompt_text):
-        raise DataError(
-            f"{example.where}: the chat template writes the prompt differently once the answer"
-            " follows, so it cannot be told what to train on; use a template whose prompt is a"
-            " prefix of the whole chat"
-        )
-    return whole[len(prompt_text) :]
+def render_turns(
+    example: Example, prompt_text: str, tokenizer: PreTrainedTokenizerBase, which: str
+) -> list[tuple[str, str]]:
+    """Return of each trained turn the text that the model is asked with, and what it writes.
 
-
-def _earlier_turns(
-    example: Example,
-    prompt: NDArray[np.int32],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    add_eos: bool,
-) -> list[tuple[int, int]]:
-    """Return where the assistant's turns of the prompt are, first and last token (exclusive).
-
-    A turn counts only if the template proves it: the chat up to the turn, as the model would be
-    asked for it, and the chat with the turn must both be the beginning of the prompt, token by
-    token.
+    Args:
+        prompt_text: what it is asked with at the last turn.
+        which: `data.train_turns`.
     """
     if isinstance(example.prompt, str):
-        return []
-    turns = [i for i, message in enumerate(example.prompt) if message["role"] == "assistant"]
-    texts = [
-        _render(example, example.prompt[: turn + shown], tokenizer, generate=not shown)
-        for turn in turns
-        for shown in (0, 1)
-    ]
-    rendered = encode(tokenizer, texts, [example.where] * len(texts))
-    spans = []
-    for turn, before, after in zip(turns, rendered[::2], rendered[1::2]):
-        kept = all(np.array_equal(ids, prompt[: len(ids)]) for ids in (before, after))
-        if not kept or len(after) <= len(before):
+        return [(prompt_text, str(example.label))]
+    assert example.answer is not None
+    chat = [*example.prompt, example.answer]
+    earlier = [] if which == "last" else range(len(example.prompt))
+    turns = []
+    for place in (i for i in earlier if chat[i]["role"] == "assistant"):
+        prompt = _render(example, chat[:place], tokenizer, generate=True)
+        turns.append((prompt, _written(example, chat[: place + 1], prompt, tokenizer)))
+    return [*turns, (prompt_text, _written(example, chat, prompt_text, tokenizer))]
+
+
+def _written(
+    example: Example, chat: Sequence[Message], prompt: str, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """Return what the model writes behind `prompt` for the last message of `chat`.
+
+    Most templates write the message behind the prompt as it is. DeepSeek-R1's leaves a thought out
+    of every message, though its prompt opens one: the thought of the row stands there then, or an
+    empty one.
+    """
+    whole = _render(example, chat, tokenizer, generate=False)
+    content = chat[-1].get("content") or ""
+    if whole.startswith(prompt):
+        written = whole[len(prompt) :]
+        if _THOUGHT_ENDS in content and _THOUGHT_ENDS not in written:
+            return _thought(chat[-1]) + written.lstrip()
+        return written
+    header = _OPENED_THOUGHT.sub("", prompt)
+    if header == prompt or not whole.startswith(header):
+        closed = prompt.rstrip().endswith(_THOUGHT_ENDS)
+        advice = (
+            "its prompt says that the model does not think, and the message has a thought: leave"
+            " thoughts out of the rows, or change data.chat_template_kwargs"
+            if closed
+            else "use a template whose prompt is a prefix of the whole chat"
+        )
+        raise DataError(
+            f"{example.where}: message {len(chat)}: the chat template writes the prompt differently"
+            f" once the answer follows, so it cannot be told what to train on; {advice}"
+        )
+    written = whole[len(header) :]
+    if written.startswith(_THOUGHT_BEGINS):
+        return written.removeprefix(_THOUGHT_BEGINS)
+    thought = re.sub(rf"\A\s*{_THOUGHT_BEGINS}\s*", "", _thought(chat[-1]))
+    return (thought or f"\n{_THOUGHT_ENDS}\n\n") + written.lstrip()
+
+
+def _thought(message: Message) -> str:
+    """Return the thought of a message, with its marks and the white space behind, or nothing."""
+    content = message.get("content") or ""
+    if _THOUGHT_ENDS in content:
+        rest = content.rpartition(_THOUGHT_ENDS)[2]
+        return str(content[: len(content) - len(rest.lstrip())])
+    thought = next((message[name] for name in _THOUGHTS if message.get(name)), None)
+    if thought is None:
+        return ""
+    return f"{_THOUGHT_BEGINS}\n{str(thought).strip()}\n{_THOUGHT_ENDS}\n\n"
+
+
+Turn = tuple[NDArray[np.int32], NDArray[np.int32]]  # tokens of its prompt, and of its answer
+
+
+def _encode_turns(
+    rows: Sequence[Sequence[tuple[str, str]]],
+    where: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[list[Turn]]:
+    """Return the tokens of all turns; the last prompt of each row is left empty."""
+    texts: list[str] = []
+    places: list[str] = []
+    for row, place in zip(rows, where):
+        texts += chain.from_iterable([*row[:-1], ("", row[-1][1])])
+        places += [place] * (2 * len(row))
+    encoded = iter(encode(tokenizer, texts, places))
+    return [[(next(encoded), next(encoded)) for _ in row] for row in rows]
+
+
+def _sequences(
+    example: Example, turns: Sequence[Turn], eos: int | None, data: DataConfig
+) -> Iterator[tuple[NDArray[np.int32], list[list[int]]]]:
+    """Yield the sequences of a row, each with the starts and ends of the turns in it.
+
+    Raises:
+        DataError: the label has no tokens, or an earlier turn none to train on.
+    """
+    places: list[list[int]] = []
+    for (prompt, written), following in zip(turns, [*turns[1:], None]):
+        # A chat template writes an EOS of its own, and often a line break after it.
+        answer = written[: _first(written, eos)]
+        if not len(answer) and not (data.add_eos and following):
             raise DataError(
-                f"{example.where}: message {turn + 1}, a turn of the assistant, has other tokens"
-                " in the chat template once later messages follow, so it cannot be told what to"
-                " train on; set data.train_turns: last, or use a template that keeps earlier turns"
-                " as they were"
+                f"{example.where}: the label {example.label!r}, or a turn before it, has no tokens"
             )
-        made = after[len(before) :]
-        end = _first(made, tokenizer.eos_token_id)
-        ends_with_eos = end < len(made)
-        spans.append((len(before), len(before) + end + (ends_with_eos and add_eos)))
-    return spans
+        sequence = np.concatenate([prompt, answer])
+        end = len(sequence)
+        places.append([len(prompt), end])
+        if following and data.train_turns != "each" and len(following[0]) > end:
+            ends = bool(data.add_eos and following[0][end] == eos)
+            # the end of the turn is part of what is learned
+            kept = ends or not data.add_eos or len(answer) == len(written)
+            if kept and np.array_equal(following[0][:end], sequence):
+                places[-1][1] += int(ends)
+                continue
+        if data.add_eos and eos is not None:
+            sequence = np.append(sequence, np.int32(eos))
+            places[-1][1] += 1
+        yield sequence, places
+        places = []
 
 
 def _render(

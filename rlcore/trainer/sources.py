@@ -14,6 +14,7 @@ from rlcore.data.batch import StepRollouts
 from rlcore.data.loading import prompt_stream
 from rlcore.data.sample import SAMPLING_MASK_KEY, Sample, VersionSpan
 from rlcore.data.sample_checks import check_sample
+from rlcore.data.tokenizer import decode
 from rlcore.errors import DataError
 from rlcore.runs.rollouts import read_rollouts
 from rlcore.trainer.answers import labelled_rows
@@ -56,7 +57,7 @@ class SourceWithoutEngine:
 
 
 class SFTSource(SourceWithoutEngine):
-    """A source of `training.batch_size` rows a step, trained on label and EOS.
+    """A source of `training.batch_size` rows a step, trained on their turns up to each one's EOS.
 
     See `rlcore.trainer.answers` for what is trained on.
 
@@ -66,39 +67,50 @@ class SFTSource(SourceWithoutEngine):
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         self.prompts, self.answers = labelled_rows(config, tokenizer)
+        self._tokenizer = tokenizer
         self._batch_size = config.training.batch_size
         self._stream = prompt_stream(config, self.prompts)
 
     def next_step(self, step: int) -> StepRollouts:
         """Return the next `training.batch_size` rows, by the cursor; `step` does not matter."""
-        samples = [self._sample(draw) for draw in self._stream.take(self._batch_size)]
+        draws = self._stream.take(self._batch_size)
+        samples = [sample for draw in draws for sample in self._samples(draw)]
         metrics = {"rollout/excluded_prompts": float(self.prompts.num_excluded)}
         return StepRollouts(samples, metrics, self._stream.epoch, self.snapshot())
 
-    def _sample(self, draw: int) -> Sample:
+    def _samples(self, draw: int) -> list[Sample]:
+        """Return the sequences of a row, samples of one rollout; the last ends with the label."""
         row = self._stream.row(draw)
         prompt = self.prompts[row]
-        label = self.answers.labels[row]
-        mask = np.zeros(len(prompt.tokens) + len(label), dtype=np.uint8)
-        mask[len(prompt.tokens) :] = 1
-        for start, end in self.answers.earlier[row].reshape(-1, 2):
-            mask[start:end] = 1
-        trained = int(mask.sum())
-        return Sample(
-            draw=draw,
-            index=0,
-            prompt_id=prompt.prompt_id,
-            group_id=draw,
-            rollout_id=draw,
-            tokens=np.concatenate([prompt.tokens, label]),
-            loss_mask=mask,
-            rollout_logprobs=np.zeros(trained, dtype=np.float32),
-            versions=(VersionSpan(0, 0, trained),),
-            finish_reason="stop",
-            prompt_text=prompt.text,
-            response_text=prompt.label,
-            label=prompt.label,
-        )
+        sequences = self.answers.of_row(row)
+        samples = []
+        for index, (tokens, turns) in enumerate(sequences):
+            is_last = index == len(sequences) - 1
+            begin, end = turns[-1]
+            mask = np.zeros(len(tokens), dtype=np.uint8)
+            for start, stop in turns:
+                mask[start:stop] = 1
+            trained = int(mask.sum())
+            samples.append(
+                Sample(
+                    draw=draw,
+                    index=index,
+                    prompt_id=prompt.prompt_id,
+                    group_id=draw,
+                    rollout_id=draw,
+                    tokens=tokens,
+                    loss_mask=mask,
+                    rollout_logprobs=np.zeros(trained, dtype=np.float32),
+                    versions=(VersionSpan(0, 0, trained),),
+                    finish_reason="stop",
+                    prompt_text=prompt.text if is_last else self._tokenizer.decode(tokens[:begin]),
+                    response_text=(
+                        prompt.label if is_last else decode(self._tokenizer, [tokens[begin:end]])[0]
+                    ),
+                    label=prompt.label,
+                )
+            )
+        return samples
 
     def evaluate(self, sets: Sequence[str] | None = None) -> tuple[dict[str, float], list[Sample]]:
         """Return no metrics and no samples."""

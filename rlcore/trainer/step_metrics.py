@@ -94,7 +94,7 @@ def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) 
     samples = rollouts.samples
     vectors = batch.vectors
     if config.is_sft:
-        return {"val/sequence_lengths": batch.num_trainable / batch.num_sequences}
+        return {"val/sequence_lengths": batch.num_trainable / batch.num_rollouts}
     inputs = EstimatorInputs(cu_seqlens=batch.cu_seqlens, **fields_of(EstimatorInputs, batch))
     correct = torch.tensor([float(s.metadata.get("correct", math.nan)) for s in samples])
     limit = config.algorithm.correction.max_staleness

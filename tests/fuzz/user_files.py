@@ -157,7 +157,7 @@ def open_rows() -> Iterator[Case]:
                     }
                 )
                 prompts, answers = labelled_rows(config, used)
-                need(len(answers.labels) == len(prompts), "a label for each prompt")
+                need(len(answers.lengths) == len(prompts), "a label for each prompt")
             else:
                 prompts = PromptSet.of(open_examples(data), used)
             for index in range(len(prompts)):

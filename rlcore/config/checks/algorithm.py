@@ -118,13 +118,9 @@ def loss_terms(config: Config) -> Iterator[Problem]:
             "algorithm.loss.norm_length",
             f"aggregation {loss.aggregation} does not use it: remove it",
         )
-    if loss.per_rollout and (config.is_sft or loss.aggregation == "token-mean"):
-        why = (
-            "every row is a rollout of its own"
-            if config.is_sft
-            else "aggregation token-mean counts tokens alone"
-        )
-        yield Problem("algorithm.loss.per_rollout", f"would change nothing, as {why}: remove it")
+    if loss.per_rollout and loss.aggregation == "token-mean":
+        message = "would change nothing, as aggregation token-mean counts tokens alone: remove it"
+        yield Problem("algorithm.loss.per_rollout", message)
     if algorithm.kl.loss_unbiased and not algorithm.kl.loss_coef:
         yield Problem(
             "algorithm.kl.loss_unbiased",
@@ -190,7 +186,11 @@ def algorithm_notes(config: Config) -> Iterator[Problem]:
             " optimizer step of a batch"
         )
         yield Problem("algorithm.loss.name", message)
-    if algorithm.loss.per_rollout and config.rollout.workflow.name == "single_turn":
+    if (
+        algorithm.loss.per_rollout
+        and not config.is_sft
+        and config.rollout.workflow.name == "single_turn"
+    ):
         yield Problem(
             "algorithm.loss.per_rollout",
             "changes nothing: workflow single_turn makes one sample a rollout",

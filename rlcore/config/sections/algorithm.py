@@ -41,7 +41,8 @@ class LossConfig(Plugin):
     norm_length: PositiveInt | None = None
     """The constant length of `seq-mean-token-sum-norm`."""
     per_rollout: bool | None = None
-    """Count the samples of one rollout as one sequence; default: unless it is a single turn."""
+    """Count the samples of one rollout, or of one supervised row, as one sequence; default: unless
+    a workflow makes single turns."""
 
 
 class KLConfig(Section):

@@ -112,9 +112,10 @@ class DataConfig(Section):
     """Choose prompts by their recent pass rate, say; default: all rows in turn."""
     add_eos: bool = True
     """Supervised fine-tuning: train on the end of the answer too."""
-    train_turns: Literal["all", "last"] = "all"
+    train_turns: Literal["all", "each", "last"] = "all"
     """Supervised fine-tuning on chats that hold their answers: the assistant's turns that are
-    trained on."""
+    trained on. `all` joins turns into one sequence where the chat template keeps earlier ones,
+    `each` gives every turn a sequence of its own."""
 
     _one_path = field_validator("paths", mode="before")(as_list)
     _template = field_validator("prompt_template")(_checked_template)

@@ -72,7 +72,7 @@ def _supervised(config: Config, tokenizer: PreTrainedTokenizerBase, rows: int) -
     for row in _shown(prompts, rows):
         yield ""
         yield from _row(prompts, row, tokenizer)
-        yield from _trained(prompts, answers, row, tokenizer)
+        yield from _trained(answers, row, tokenizer)
     yield from ("", *_lengths(prompts, answers))
 
 
@@ -112,14 +112,15 @@ def _row(prompts: PromptSet, row: int, tokenizer: PreTrainedTokenizerBase) -> It
     yield f"label    {prompt.label!r}"
 
 
-def _trained(
-    prompts: PromptSet, answers: Answers, row: int, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[str]:
-    """Yield the turns that supervised fine-tuning trains on."""
-    tokens = prompts.ragged[row]
-    turns = [tokens[start:end] for start, end in answers.earlier[row].reshape(-1, 2)]
-    for turn in (*turns, answers.labels[row]):
-        yield f"trained  {len(turn)} tokens: {tokenizer.decode(turn.tolist())!r}"
+def _trained(answers: Answers, row: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield the turns that supervised fine-tuning trains on, by their sequences."""
+    sequences = answers.of_row(row)
+    for number, (tokens, turns) in enumerate(sequences, start=1):
+        if len(sequences) > 1:
+            yield f"sequence {number} of {len(sequences)}, {len(tokens)} tokens"
+        for start, end in turns:
+            said = tokenizer.decode(tokens[start:end].tolist())
+            yield f"trained  {end - start} tokens behind {start}: {said!r}"
 
 
 # --- rewards --------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def _lengths(prompts: PromptSet, answers: Answers | None) -> Iterator[str]:
     kept: dict[str, list[int]] = defaultdict(list)
     lengths = prompts.lengths
     if answers is not None:
-        lengths = lengths + np.diff(answers.labels.offsets)
+        lengths = answers.lengths
     for row, length in zip(prompts.examples.rows, lengths):
         kept[sources[row]].append(int(length))
     left_out = Counter(sources[row] for rows in prompts.left_out.values() for row in rows.rows)
@@ -247,6 +248,9 @@ def _lengths(prompts: PromptSet, answers: Answers | None) -> Iterator[str]:
     for source in sorted({*kept, *left_out}):
         numbers = [len(kept[source]), left_out[source], *_spread(np.array(kept[source]))]
         yield f"{source:{width}}" + "".join(f"{number:>10,}" for number in numbers)
+    if answers is not None:
+        in_all = f"{len(answers.tokens):,} sequences of {len(prompts):,} rows"
+        yield f"trained: {answers.trained:,} of {len(answers.tokens.values):,} tokens, in {in_all}"
     for limit, rows in prompts.left_out.items():
         yield f"left out: {len(rows):,} with more than {limit} tokens, the first is {rows.where(0)}"
 

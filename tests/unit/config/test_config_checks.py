@@ -72,14 +72,7 @@ def paths(lines: list[str]) -> list[str]:
         (["algorithm.loss.aggregation=seq-mean-token-sum-norm"], ["algorithm.loss.norm_length"]),
         (["algorithm.loss.norm_length=8"], ["algorithm.loss.norm_length"]),
         (["algorithm.loss.per_rollout=true"], ["algorithm.loss.per_rollout"]),
-        (
-            [
-                SFT,
-                "algorithm.loss.per_rollout=true",
-                "algorithm.loss.aggregation=seq-mean-token-sum",
-            ],
-            ["algorithm.loss.per_rollout"],
-        ),
+        ([SFT, "algorithm.loss.per_rollout=true"], ["algorithm.loss.per_rollout"]),
         (["algorithm.kl.loss_unbiased=true"], ["algorithm.kl.loss_unbiased"]),
         (
             ["algorithm.loss.name=decoupled_ppo", "algorithm.old_logprobs=rollout"],

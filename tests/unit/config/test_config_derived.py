@@ -49,7 +49,8 @@ def test_teacher(load, overrides, needs, expected):
         (["rollout.workflow=mine:Turns"], True),
         (["rollout.workflow={name: env, env: 'mine:Door'}"], True),
         (["rollout.workflow=mine:Turns", "algorithm.loss.per_rollout=false"], False),
-        (["rollout.workflow=mine:Turns", "algorithm.loss.name=sft"], False),
+        (["rollout.workflow=mine:Turns", "algorithm.loss.name=sft"], True),
+        (["algorithm.loss={name: sft, per_rollout: false}"], False),
     ],
 )
 def test_the_loss_of_conversations_counts_rollouts(load, overrides, expected):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import logging
 
+import numpy as np
 import pytest
 
 from rlcore.config import Config
+from rlcore.config.sections.algorithm import LossConfig
 from rlcore.data.batch import RolloutBatch
 from rlcore.errors import ConfigError, DataError
+from rlcore.trainer.credit import CreditAssignment
+from rlcore.trainer.objective import Objective
 from rlcore.trainer.sources import SFTSource
 
 
@@ -181,19 +185,89 @@ def test_which_turns_and_ends_are_trained(write_rows, chat_tokenizer, data, trai
     assert trained_text(source.next_step(1).samples[0], chat_tokenizer) == trained
 
 
-def test_a_template_that_changes_earlier_turns_is_refused(write_rows, tokenizer):
-    # like Qwen3's, which shows the thoughts of the last turn alone
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ '=' if m['role'] == 'assistant' and loop.last else '' }}"
-        "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<{% endif %}"
+# like Qwen3's, which shows the thoughts of the last turn alone
+REWRITES = (
+    "{% for m in messages %}<{{ '=' if m['role'] == 'assistant' and loop.last else '' }}"
+    "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "sequences"),
+    [
+        ("all", ["<1+2<=3<eos>", "<1+2<3<3+4<=7<eos>"]),
+        ("each", ["<1+2<=3<eos>", "<1+2<3<3+4<=7<eos>"]),
+        ("last", ["<1+2<3<3+4<=7<eos>"]),
+    ],
+)
+def test_turns_that_the_template_rewrites_are_sequences_of_one_row(
+    write_rows, tokenizer, turns, sequences
+):
+    tokenizer.chat_template = REWRITES
+    path = write_rows([{"messages": chat("1+2", "3", "3+4", "7")}, {"messages": chat("1", "2")}])
+    config = make_config(path, batch_size=2, shuffle=False, train_turns=turns)
+    source = SFTSource(config, tokenizer)
+    *of_row, single = source.next_step(1).samples
+    assert [tokenizer.decode(s.tokens) for s in of_row] == sequences
+    trained = [trained_text(s, tokenizer) for s in of_row]
+    assert trained == ["=3<eos>", "=7<eos>"][-len(of_row) :]
+    assert [s.index for s in of_row] == [*range(len(of_row))]
+    assert {(s.draw, s.rollout_id, s.group_id, s.prompt_id) for s in of_row} == {
+        (0, 0, 0, f"{path}:1")
+    }
+    assert (of_row[-1].prompt_text, of_row[-1].response_text) == ("<1+2<3<3+4<", "7")
+    if len(of_row) > 1:
+        assert (of_row[0].prompt_text, of_row[0].response_text) == ("<1+2<", "=3")
+    assert (single.draw, single.index) == (1, 0)
+    assert source.answers.lengths.tolist() == [len(of_row[-1].tokens), len(single.tokens)]
+    assert source.answers.trained == sum(s.num_trainable for s in (*of_row, single))
+
+
+def test_each_parts_what_the_template_keeps_and_trains_the_same_tokens(write_rows, chat_tokenizer):
+    path = write_rows([{"messages": chat("1+2", "3", "3+4", "7", "5", "6")}])
+    whole, apart = (
+        SFTSource(make_config(path, batch_size=1, train_turns=turns), chat_tokenizer)
+        .next_step(1)
+        .samples
+        for turns in ("all", "each")
     )
-    path = write_rows([{"messages": chat("1", "2")}, {"messages": chat("1+2", "3", "3+4", "7")}])
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl:2: message 2, a turn of the assistant.*train_turns: last"
-    ):
-        SFTSource(make_config(path), tokenizer)
-    source = SFTSource(make_config(path, shuffle=False, train_turns="last"), tokenizer)
-    assert trained_text(source.next_step(1).samples[1], tokenizer) == "=7<eos>"
+    assert [trained_text(s, chat_tokenizer) for s in whole] == ["3<eos>7<eos>6<eos>"]
+    assert [trained_text(s, chat_tokenizer) for s in apart] == ["3<eos>", "7<eos>", "6<eos>"]
+    for sample in apart:
+        assert np.array_equal(sample.tokens, whole[0].tokens[: len(sample.tokens)])
+
+
+def test_a_row_is_left_out_if_its_longest_sequence_does_not_fit(write_rows, tokenizer):
+    """An earlier turn may be the longest, as its thought is left out later."""
+    tokenizer.chat_template = REWRITES.replace("'='", "'=' * (9 if loop.index == 2 else 1)")
+    later = [{"role": "user", "content": "3"}, *chat("1", "2")]
+    rows = [{"messages": row} for row in (chat("1", "2", "3", "4"), chat("1", "2"), later)]
+    config = make_config(write_rows(rows), shuffle=False)
+    assert SFTSource(config, tokenizer).answers.lengths.tolist() == [14, 14, 8]
+    config.policy.max_tokens_per_microbatch = 13
+    source = SFTSource(config, tokenizer)
+    assert source.prompts.excluded == [f"{config.data.paths[0]}:{row}" for row in (1, 2)]
+    assert source.answers.lengths.tolist() == [8]
+    assert [trained_text(s, tokenizer) for s in source.next_step(1).samples] == ["=2<eos>"] * 4
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_the_loss_counts_a_row_once_however_many_sequences_it_has(
+    write_rows, chat_tokenizer, aggregation
+):
+    path = write_rows([{"messages": chat("1", "23", "4", "5")}, {"messages": chat("1", "2")}])
+
+    def weights(turns: str, **loss: object) -> list[float]:
+        config = make_config(path, batch_size=2, shuffle=False, train_turns=turns)
+        config.algorithm.loss = LossConfig(name="sft", aggregation=aggregation, **loss)
+        batch = RolloutBatch.from_samples(SFTSource(config, chat_tokenizer).next_step(1).samples)
+        credit = CreditAssignment(config, Objective(config.algorithm))
+        return credit.assign(batch, [range(batch.num_sequences)])["weights"].tolist()
+
+    assert weights("each") == weights("all")
+    expected = {"token-mean": 1 / 7, "seq-mean-token-mean": 1 / 9, "seq-mean-token-sum": 1 / 3}
+    apart = weights("each", per_rollout=False)
+    assert apart[0] == pytest.approx(expected[aggregation])
 
 
 def test_a_completion_of_messages_is_the_label(write_rows, chat_tokenizer):
