@@ -380,7 +380,8 @@ class RolloutService:
 
         Another may follow while the trainer brings an engine its weights.
         """
-        return self._snapshot.encoded()
+        held_out = {one.given.key: one.prompts.record().saved() for one in self._evaluator.sets}
+        return {**self._snapshot.encoded(), "held_out": held_out}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a snapshot; draws that were in flight when it was taken are drawn again.
@@ -389,6 +390,8 @@ class RolloutService:
             DataError: the prompts are not those of the snapshot.
         """
         state = self._queue.beginning() if state is None else state
+        for held_out in self._evaluator.sets:
+            held_out.warn_of_changes(state.get("held_out", {}))
         # decoded in this thread, since a large buffer would hold up the loop
         groups = decode(state.get("ahead", {}).get("groups", ()))
         self._call(self._restore(state, groups), CLOSE_ENGINES_S, "restoring the rollout service")

@@ -337,6 +337,6 @@ MUTANTS = [
      U + "runs/test_durability.py::test_the_names_in_all_folders_of_a_checkpoint"),
     ("a micro-batch is smaller than its budget", "rlcore/data/packing/plan.py", "load + sizes[i] > limit", "load + sizes[i] >= limit",
      U + "data/packing/test_balance.py::test_a_micro_batch_may_be_as_large_as_the_budget"),
-    ("prompts are the same wherever they are cut", "rlcore/data/prompts.py", "    digest.update(ragged.offsets.tobytes())\n", "",
-     U + "data/test_prompts.py::test_the_fingerprint_is_that_of_earlier_versions"),
+    ("a resume takes other labels", "rlcore/data/order.py", "    digest.update(canonical)\n", "",
+     U + "data/test_prompts.py::test_the_fingerprint_sees_every_leaf_of_a_row"),
 ]  # fmt: skip

@@ -71,6 +71,12 @@ class Example:
     # The assistant's message at the end of `messages`, which is not of the prompt.
     answer: Message | None = None
 
+    @property
+    def contribution(self) -> tuple[Any, ...]:
+        """All that rewards, workflows and templates may read of the row, but not where it stood."""
+        kwargs = dict(self.chat_kwargs)
+        return (self.prompt, self.label, self.extra, self.tools, self.answer, kwargs)
+
 
 @dataclass(frozen=True)
 class RowLayout:

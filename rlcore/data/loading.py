@@ -173,21 +173,22 @@ def prompt_stream(config: Config, prompts: PromptSet) -> PromptStream:
 def _in_turn(config: Config, prompts: PromptSet) -> PromptStream:
     """Return draws in which the rows of all, or of each source, come in turn."""
     data = config.data
+    record = prompts.record()
     if not any(source.weight for source in data.sources.values()):
         stream = PromptStream(
             len(prompts),
             seed=config.run.seed,
             shuffle=data.shuffle,
-            fingerprint=prompts.fingerprint(),
+            fingerprint=record.fingerprint,
         )
     else:
         stream = MixtureStream(
             shares(config, prompts),
             seed=config.run.seed,
             shuffle=data.shuffle,
-            fingerprint=prompts.fingerprint(),
+            fingerprint=record.fingerprint,
         )
-    stream.files = {part.path: len(part.rows) for part in prompts.all_examples.parts}
+    stream.record = record
     return stream
 
 

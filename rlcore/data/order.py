@@ -1,16 +1,23 @@
-"""The order in which the rows of a data set are drawn, and its change when a run resumes."""
+"""The order in which the rows of a data set are drawn, and what a resumed run must find again."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+import orjson
+import xxhash
 from numpy.typing import NDArray
 
 from rlcore.errors import DataError
+
+_BLOCKS = 64  # whose sums a snapshot has
+_CANONICAL = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 @lru_cache(maxsize=2)
@@ -40,3 +47,99 @@ def check_order(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             " order: some twice, others never; resume with the same, or start a new run from its"
             " weights"
         )
+
+
+def digest_row(where: str, tokens: NDArray[np.int32], parts: Any) -> int:
+    """Return a digest of all that a row contributes, 64 bits.
+
+    Args:
+        where: "file:line" of the row.
+        tokens: of its prompt.
+        parts: its label, other columns, messages, tools; the order of columns does not matter.
+
+    Raises:
+        DataError: a value that is nested too deep, or has a number beyond 64 bits.
+    """
+    try:
+        canonical = orjson.dumps(parts, default=_plain, option=_CANONICAL)
+    except orjson.JSONEncodeError as error:
+        raise DataError(f"{where}: a column that a checkpoint cannot compare: {error}") from error
+    digest = xxhash.xxh3_64(np.ascontiguousarray(tokens).data)
+    digest.update(canonical)
+    return digest.intdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Return a stand-in for a value that JSON does not know: what it says, but never an address."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return xxhash.xxh3_64_hexdigest(bytes(value))
+    said = type(value).__str__ is not object.__str__
+    return str(value) if said else type(value).__qualname__
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """The rows of a data set, as a checkpoint remembers them."""
+
+    digests: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    files: Mapping[str, int] = field(default_factory=dict)  # with their rows, for messages alone
+    where: Callable[[int], str] = str  # "file:line" of a row
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of all rows, in order."""
+        return hashlib.blake2b(self.digests.tobytes(), digest_size=8).hexdigest()
+
+    @cached_property
+    def _bounds(self) -> NDArray[np.int64]:
+        """Where blocks of rows begin and end: the first rows apart, since often all are changed."""
+        size = len(self.digests)
+        even = np.linspace(0, size, min(size, _BLOCKS) + 1).astype(np.int64)
+        return np.unique([*even, *(2**k for k in range(size.bit_length()) if 2**k < size)])
+
+    @cached_property
+    def _blocks(self) -> list[str]:
+        """Of each block the sum of its digests, and their sum weighted by place, mod 2^64."""
+        places = np.arange(1, len(self.digests) + 1, dtype=np.uint64)
+        starts = self._bounds[:-1]
+        sums = [np.add.reduceat(v, starts) for v in (self.digests, self.digests * places)]
+        return [f"{plain:016x}{weighted:016x}" for plain, weighted in zip(*sums)]
+
+    def saved(self) -> dict[str, Any]:
+        """Return what a snapshot keeps, JSON-able."""
+        return {"files": dict(self.files), "blocks": self._blocks if len(self.digests) else []}
+
+    def changes(self, saved: Mapping[str, Any]) -> str:
+        """Say what differs from `saved`, "" where that cannot be said.
+
+        A change of one row in a block changes the sum by d and the weighted one by d times its
+        place, from which the place follows.
+        """
+        blocks = self._blocks if len(self.digests) else []
+        before = saved.get("blocks", ())
+        if len(before) != len(blocks) or before == blocks:
+            return _changed_files(saved.get("files", {}), self.files)
+        changed = [k for k, (one, other) in enumerate(zip(before, blocks)) if one != other]
+        block = changed[0]
+        gaps = [
+            np.uint64((int(blocks[block][part], 16) - int(before[block][part], 16)) % 2**64)
+            for part in (slice(0, 16), slice(16, 32))
+        ]
+        places = np.arange(self._bounds[block] + 1, self._bounds[block + 1] + 1, dtype=np.uint64)
+        found = places[places * gaps[0] == gaps[1]]
+        if len(found) == 1:
+            also = "; others differ too" if len(changed) > 1 else ""
+            return f"; {self.where(int(found[0]) - 1)} differs{also}"
+        ends = [self.where(int(place) - 1) for place in (places[0], places[-1])]
+        return f"; several rows differ, the first of them between {ends[0]} and {ends[1]}"
+
+
+def _changed_files(before: Mapping[str, int], now: Mapping[str, int]) -> str:
+    """Say which files have come, gone or other numbers of rows, the first few of each."""
+    changes = {
+        "new": [path for path in now if before and path not in before],
+        "gone": [path for path in before if path not in now],
+        "with other numbers of rows": [p for p in now if before.get(p, now[p]) != now[p]],
+    }
+    said = [f"{what}: {', '.join(paths[:3])}" for what, paths in changes.items() if paths]
+    return "".join(f"; {one}" for one in said)

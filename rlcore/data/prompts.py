@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
+from array import array
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rlcore.config.sections.data import AUTO, DataConfig
 from rlcore.data.examples import Example, Examples, Part, open_examples
 from rlcore.data.messages import Message
-from rlcore.data.order import check_order, permutation
+from rlcore.data.order import RowRecord, check_order, digest_row, permutation
 from rlcore.data.ragged_file import RaggedArray, RaggedWriter
 from rlcore.data.tokenizer import ENCODE_CHUNK, encode, leading_bos, render_chat
 from rlcore.errors import ConfigError, DataError
@@ -101,7 +101,7 @@ class PromptSet:
     examples: Chosen
     texts: RaggedArray[np.uint8]  # UTF-8
     ragged: RaggedArray[np.int32]
-    digest: str
+    digests: NDArray[np.uint64]  # of all that each row contributes
     # Rows that were too long, by the limit that they exceed.
     left_out: Mapping[LengthLimit, Chosen]
     all_examples: Examples
@@ -145,12 +145,13 @@ class PromptSet:
         """
         texts = RaggedWriter(np.uint8)
         tokens = RaggedWriter(np.int32)
+        digests = array("Q")
         kept: list[int] = []
         too_long: dict[LengthLimit, list[int]] = {}
         shortest = None
         row = 0
         for chunk in _chunks(islice(iter(examples), max_prompts)):
-            for text, ids in zip(*tokenize_prompts(chunk, tokenizer)):
+            for example, text, ids in zip(chunk, *tokenize_prompts(chunk, tokenizer)):
                 shortest = len(ids) if shortest is None else min(shortest, len(ids))
                 passed = [limit for limit in limits if len(ids) > limit.tokens]
                 if passed:
@@ -160,15 +161,20 @@ class PromptSet:
                     kept.append(row)
                     tokens.add(ids)
                     texts.add(np.frombuffer(text.encode(), dtype=np.uint8))
+                    digests.append(digest_row(example.where, ids, example.contribution))
                 row += 1
         paths = ", ".join(part.path for part in examples.parts) or "data.paths"
         if not row:
             raise DataError(f"{paths}: no rows")
         left_out = {limit: _chosen(examples, rows) for limit, rows in too_long.items()}
         _report(paths, left_out, row, shortest)
-        ragged = tokens.done()
         return cls(
-            _chosen(examples, kept), texts.done(), ragged, _digest(ragged), left_out, examples
+            _chosen(examples, kept),
+            texts.done(),
+            tokens.done(),
+            np.array(digests, dtype=np.uint64),
+            left_out,
+            examples,
         )
 
     def __len__(self) -> int:
@@ -202,13 +208,12 @@ class PromptSet:
             limit,
             left_out.where(0),
         )
-        ragged = self.ragged.take(kept)
         return replace(
             self,
             examples=Chosen(self.all_examples, self.examples.rows[kept]),
             texts=self.texts.take(kept),
-            ragged=ragged,
-            digest=_digest(ragged),
+            ragged=self.ragged.take(kept),
+            digests=self.digests[kept],
             left_out={**self.left_out, limit: left_out},
         )
 
@@ -246,16 +251,14 @@ class PromptSet:
         """The number of tokens of each prompt, int64 [N]."""
         return np.diff(self.ragged.offsets)
 
+    def record(self) -> RowRecord:
+        """Return what a resumed run must find again: the same rows, in order."""
+        files = {part.path: len(part.rows) for part in self.all_examples.parts}
+        return RowRecord(self.digests, files, self.examples.where)
+
     def fingerprint(self) -> str:
-        """Return a digest of all tokens: a resumed run must find the same prompts, in order."""
-        return self.digest
-
-
-def _digest(ragged: RaggedArray[np.int32]) -> str:
-    """Return the digest of all tokens and where prompts end, which reads them without a copy."""
-    digest = hashlib.blake2b(np.ascontiguousarray(ragged.values).data, digest_size=8)
-    digest.update(ragged.offsets.tobytes())
-    return digest.hexdigest()
+        """Return a digest of all that the rows contribute, and their order."""
+        return self.record().fingerprint
 
 
 def _chunks(examples: Iterator[Example]) -> Iterator[list[Example]]:
@@ -321,17 +324,6 @@ def tokenize_prompts(
     return texts, tokens
 
 
-def _changed_files(before: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """Say which files have come, gone or other numbers of rows, the first few of each."""
-    changes = {
-        "new": [path for path in now if before and path not in before],
-        "gone": [path for path in before if path not in now],
-        "with other numbers of rows": [p for p in now if before.get(p, now[p]) != now[p]],
-    }
-    said = [f"{what}: {', '.join(paths[:3])}" for what, paths in changes.items() if paths]
-    return "".join(f"; {one}" for one in said)
-
-
 class PromptStream:
     """Endless draws from `size` rows: draw d is row `d mod size` of the order of pass `d // size`.
 
@@ -349,7 +341,7 @@ class PromptStream:
         self.seed = seed
         self.shuffle = shuffle
         self.fingerprint = fingerprint
-        self.files: Mapping[str, int] = {}  # with their rows, for the message of `restore` alone
+        self.record = RowRecord()  # says which rows differ, in the message of `restore` alone
         self.cursor = 0  # the next draw that was never made
         self._requeued: list[int] = []  # sorted; drawn again before new ones
 
@@ -427,7 +419,7 @@ class PromptStream:
             "requeued": list(self._requeued),
             "size": self.size,
             "fingerprint": self.fingerprint,
-            "files": dict(self.files),
+            **self.record.saved(),
             "order": self.order,
         }
 
@@ -442,8 +434,8 @@ class PromptStream:
             raise DataError(
                 f"the run was saved with {state['size']} prompts (fingerprint"
                 f" {state['fingerprint']}), data.paths now gives {self.size} ({self.fingerprint})"
-                f"{_changed_files(state.get('files', {}), self.files)};"
-                " resume with the same data, or start a new run from its weights"
+                f"{self.record.changes(state)}; resume with the same data (labels and all other"
+                " columns too), or start a new run from its weights (policy.checkpoint)"
             )
         if state["cursor"]:
             check_order(state.get("order", self.order), self.order)

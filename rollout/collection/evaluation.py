@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from rollout.rewards.scorer import VERDICTS, Scorer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 Scored = tuple[dict[str, float], list[Sample]]
 
 
@@ -39,6 +41,19 @@ class HeldOutSet:
     runner: GroupRunner
     on_error: float  # reward of a rollout that failed
     is_running: bool = False
+
+    def warn_of_changes(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Log where the rows are not those of the run that is resumed."""
+        before = saved.get(self.given.key)
+        now = self.prompts.record()
+        if before is not None and dict(before) != now.saved():
+            logger.warning(
+                "%s: the held-out rows are not those of the saved run%s; what is measured from here"
+                " on cannot be compared with what was measured before (checkpoint.best and early"
+                " stopping compare it)",
+                self.given.key,
+                now.changes(before),
+            )
 
     async def run(self) -> Scored:
         """The metrics of all prompts and the samples behind them. Raises as `GroupRunner.run`.

@@ -53,7 +53,7 @@ class CurriculumStream(PromptStream):
         source_names: tuple[str, ...] = (),
     ) -> None:
         super().__init__(base.size, seed=base.seed, fingerprint=base.fingerprint)
-        self.files = base.files
+        self.record = base.record
         self._base = base
         self._curriculum = curriculum
         self._passes_at = passes_at

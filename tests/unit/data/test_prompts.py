@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
+import math
+import re
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,15 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
+from rlcore.config.sections.data import DataConfig
+from rlcore.data.examples import open_examples
 from rlcore.data.prompts import PromptSet
 from rlcore.data.rows import open_rows
 from rlcore.data.tokenizer import encode, load_tokenizer, stop_token_ids
 from rlcore.errors import ConfigError, DataError, ModelError
 
 GOOD = {"prompt": "1+2=", "label": "3"}
+GOOD_CHAT = {"prompt": [{"role": "user", "content": "1"}], "label": "3", "tools": []}
 
 
 def test_text_rows_become_prompts(write_rows, tokenizer):
@@ -217,12 +223,83 @@ def test_fingerprint_sees_order_and_content(write_rows, tokenizer):
     assert len({PromptSet.load([write_rows(rows)], tokenizer).fingerprint() for rows in files}) == 3
 
 
-def test_the_fingerprint_is_that_of_earlier_versions(write_rows, tokenizer):
-    """It is in their checkpoints, which go on."""
-    prompts = PromptSet.load([write_rows([GOOD, {"prompt": "5=", "label": "5"}])], tokenizer)
-    tokens = np.array(tokenizer("1+2=5=").input_ids, dtype=np.int32)
-    whole = tokens.tobytes() + np.array([0, 4, 6], dtype=np.int64).tobytes()
-    assert prompts.fingerprint() == hashlib.blake2b(whole, digest_size=8).hexdigest()
+ROW = {
+    "prompt": [{"role": "user", "content": "1+2="}, {"role": "user", "content": "="}],
+    "label": {"answers": ["3", "4"]},
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    "metadata": {"id": 1, "weight": 0.5, "nested": [{"a": None}]},
+    "source": "sums",
+}
+
+
+def _changed(value: Any) -> Any:
+    """Yield the value with one of the leaves inside of it changed, each in turn."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from ({**value, key: one} for one in _changed(item))
+            yield {name: one for name, one in value.items() if name != key}
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from ([*value[:place], one, *value[place + 1 :]] for one in _changed(item))
+        yield [*value, "more"]
+    else:
+        yield {"user": "system", "function": "g"}.get(value, 2 if isinstance(value, int) else "5")
+
+
+def test_the_fingerprint_sees_every_leaf_of_a_row(write_rows, chat_tokenizer):
+    chat_tokenizer.chat_template += "{{ '' if tools else '' }}"
+
+    def fingerprint(row: Any, name: str = "rows.jsonl") -> str:
+        path = write_rows([row, GOOD_CHAT], name)
+        data = DataConfig(paths=[path], format="slime")
+        return PromptSet.of(open_examples(data), chat_tokenizer).fingerprint()
+
+    rows = [{**ROW, name: one} for name, value in ROW.items() for one in _changed(value)]
+    seen = set()
+    for row in rows:
+        try:
+            seen.add(fingerprint(row))
+        except DataError:  # no such message or tool
+            rows = [one for one in rows if one is not row]
+    assert len(rows) > 15
+    assert len(seen) == len(rows)
+    assert fingerprint(ROW) not in seen
+    # neither the order of columns nor the file's name says anything else
+    assert fingerprint(dict(reversed(ROW.items())), "other.jsonl") == fingerprint(ROW)
+
+
+def test_values_of_arrow_have_digests_that_stay(tmp_path, tokenizer):
+    def load(bits: bytes) -> str:
+        column = {"b": [bits], "d": [Decimal("1.5")], "t": [datetime(2026, 1, 2)], "f": [math.nan]}
+        table = pa.table({"prompt": ["1="], "label": ["1"], **column})
+        pq.write_table(table, tmp_path / "rows.parquet")
+        return PromptSet.load([str(tmp_path / "rows.parquet")], tokenizer).fingerprint()
+
+    assert load(b"\xff") == load(b"\xff") != load(b"\xfe")
+
+
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 1000])
+def test_a_resume_names_the_row_that_differs(write_rows, tokenizer, size):
+    rows = [{"prompt": f"{i}=", "label": str(i)} for i in range(size)]
+    path = write_rows(rows)
+    before = PromptSet.load([path], tokenizer).record()
+    saved = json.loads(json.dumps(before.saved()))
+    assert before.changes(saved) == ""
+    assert len(saved["blocks"]) <= 75
+    for place in {0, size // 3, size - 1}:
+        write_rows([*rows[:place], {**rows[place], "label": "-"}, *rows[place + 1 :]])
+        now = PromptSet.load([path], tokenizer).record()
+        assert now.fingerprint != before.fingerprint
+        assert now.changes(saved) == f"; {path}:{place + 1} differs"
+    write_rows([{**row, "label": "-"} for row in rows])
+    also = "; others differ too" if size > 1 else ""
+    assert PromptSet.load([path], tokenizer).record().changes(saved) == f"; {path}:1 differs{also}"
+    if size == 1000:
+        write_rows([*rows[:500], *({**row, "label": "-"} for row in rows[500:510]), *rows[510:]])
+        said = PromptSet.load([path], tokenizer).record().changes(saved)
+        first, last = re.findall(r"rows\.jsonl:(\d+)", said)
+        assert said.startswith("; several rows differ, the first of them between")
+        assert int(first) <= 501 <= int(last) < int(first) + 20
 
 
 def test_tokenizer_folder(tmp_path: Path, tokenizer):

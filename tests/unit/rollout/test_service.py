@@ -208,6 +208,31 @@ def test_other_data_is_refused_on_restore(make_service, tmp_path):
         make_service().restore(state)
 
 
+def test_another_label_is_refused_on_restore_by_its_row(make_service, tmp_path):
+    state = make_service().next_step(1).snapshot
+    path = tmp_path / "sums.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(
+        "".join([*lines[:6], lines[6].replace('"label": "', '"label": "9'), *lines[7:]])
+    )
+    with pytest.raises(DataError, match=r"sums\.jsonl:7 differs; resume with the same data"):
+        make_service().restore(state)
+
+
+def test_changed_held_out_rows_are_named_on_restore(make_service, tmp_path, caplog):
+    path = tmp_path / "held_out.jsonl"
+    path.write_text('{"prompt": "9+9=", "label": "18"}\n{"prompt": "7+1=", "label": "8"}\n')
+    evaluation = {"paths": [str(path)], "max_new_tokens": 5}
+    service = make_service(evaluation=evaluation)
+    service.next_step(1)
+    state = json.loads(json.dumps(service.snapshot()))
+    make_service(evaluation=evaluation).restore(state)
+    assert "held-out rows" not in caplog.text
+    path.write_text(path.read_text().replace('"8"', '"9"'))
+    make_service(evaluation=evaluation).restore(state)
+    assert f"{path}:2 differs; what is measured from here" in caplog.text
+
+
 # --- the end --------------------------------------------------------------------------------------
 
 
