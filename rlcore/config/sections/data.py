@@ -76,7 +76,8 @@ class DataConfig(Section):
 
     paths: list[str]
     """Files, patterns (`rows/*.parquet`), folders of files or of `Dataset.save_to_disk`, or names
-    of Hugging Face datasets; a single one may stand without the list. Not with `sources`."""
+    of Hugging Face datasets; a single one may stand without the list. `@[first:last]` behind one
+    takes a slice of its rows. Not with `sources`."""
     sources: dict[str, DataSourceConfig] = Field(default_factory=dict)
     """Several named sources instead of `paths`."""
     format: DataFormat = "auto"

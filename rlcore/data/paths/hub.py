@@ -1,10 +1,11 @@
-"""What a path stands for: files, patterns, folders, Hugging Face datasets, reasoning-gym."""
+"""What a path stands for: files, patterns, folders, data sets, tasks, and slices of these."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from glob import glob
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a data set: "openai/gsm8k"
 _SPLIT = re.compile(r":([\w.-]+)$")  # behind a name or folder: "openai/gsm8k:test"
+_SLICE = re.compile(r"(.+)@\[(-?\d*):(-?\d*)(?::(\d*))?\]")  # "rows.jsonl@[-100:]"
+_OTHER_SLICE = re.compile(r"@\[|\[[^\]]*[:%][^\]]*\]$")  # "rows.jsonl@[5]", "gsm8k:train[:10%]"
 _PATTERN = re.compile(r"[*?[]")
 _NUMBER = re.compile(r"-\d+-of-\d+$")  # of a shard: "train-00000-of-00002"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev")
@@ -47,15 +50,72 @@ class DatasetRows:
         return iter(self._split)
 
 
+class SlicedRows:
+    """Some of the rows of a file or data set, under the places that they have there."""
+
+    def __init__(self, path: str, rows: RowFile, wanted: slice) -> None:
+        self._rows = rows
+        self._places = range(*wanted.indices(len(rows)))
+        self.fills_with_null = rows.fills_with_null
+        if not self._places:
+            raise DataError(f"data: {path} names none of the {len(rows):,} rows that there are")
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def where(self, index: int) -> str:
+        """See `RowFile`."""
+        return self._rows.where(self._places[index])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[self._places[index]]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        places = self._places
+        return islice(iter(self._rows), places.start, places.stop, places.step)
+
+
+def _without_slice(path: str) -> tuple[str, slice | None]:
+    """Return the path without its slice, and the slice, as Python's.
+
+    Raises:
+        DataError: a slice of another form.
+    """
+    if Path(path).exists():
+        return path, None
+    found = _SLICE.fullmatch(path)
+    if found is not None and found[4] != "0":
+        first, last, step = (int(text) if text else None for text in found.groups()[1:])
+        return found[1], slice(first, last, step)
+    if _OTHER_SLICE.search(path):
+        raise DataError(
+            f"data: {path}: a slice is written PATH@[first:last] or PATH@[first:last:step] as in"
+            " Python, in whole rows from 0: rows.jsonl@[-100:] are the last hundred"
+        )
+    return path, None
+
+
 def expand(path: str, split: str) -> list[str]:
     """Return the files and data sets that a path stands for, in the order in which they are read.
 
-    A pattern stands for its matches, and a folder of shards for its files, both sorted by name. All
-    else stands for itself.
+    A pattern stands for its matches, and a folder of shards for its files, both sorted by name. A
+    slice is of one of these. All else stands for itself.
 
     Raises:
         DataError: it stands for nothing, or for one of several things.
     """
+    whole, wanted = _without_slice(path)
+    if wanted is not None:
+        files = expand(whole, split)
+        if len(files) != 1:
+            raise DataError(
+                f"data: {path} is a slice of {len(files)} files; give each file its own slice"
+            )
+        return [files[0] + path[len(whole) :]]
+    if "[" in split and (Path(path).exists() or not _is_dataset(path)):
+        raise DataError(
+            f"data.split: {split!r} is a slice, which stands behind a path: {path}@[first:last]"
+        )
     if path.startswith(PREFIX):
         return [path]
     if _PATTERN.search(path) and not Path(path).exists():
@@ -100,6 +160,7 @@ def check_path(path: str) -> None:
     Args:
         path: as `expand` returns it.
     """
+    path, _ = _without_slice(path)
     if path.startswith(PREFIX):
         check_gym_path(path)
         return
@@ -111,7 +172,7 @@ def check_path(path: str) -> None:
 
 
 def open_path(path: str, *, subset: str | None, split: str) -> RowFile:
-    """Open a file of rows, a split of a data set, or a task of reasoning-gym.
+    """Open a file of rows, a split of a data set, or a task of reasoning-gym, or a slice of these.
 
     Args:
         path: as `expand` returns it.
@@ -119,6 +180,9 @@ def open_path(path: str, *, subset: str | None, split: str) -> RowFile:
     Raises:
         DataError: it cannot be read or fetched, has no such split, or `datasets` is missing.
     """
+    whole, wanted = _without_slice(path)
+    if wanted is not None:
+        return SlicedRows(path, open_path(whole, subset=subset, split=split), wanted)
     if path.startswith(PREFIX):
         return GymRows(path)
     check_path(path)

@@ -10,7 +10,9 @@ import numpy as np
 import public_rows as public
 import pytest
 
-from rlcore.data.paths.hub import check_path, expand
+from rlcore.config.sections.data import DataConfig
+from rlcore.data.examples import check_examples, open_examples
+from rlcore.data.paths.hub import check_path, expand, open_path
 from rlcore.data.prompts import PromptSet
 from rlcore.data.ragged_file import RaggedWriter
 from rlcore.data.rows import open_rows
@@ -53,6 +55,71 @@ def test_a_pattern_stands_for_its_matches_in_order(tmp_path):
     odd = tmp_path / "x[1].jsonl"
     odd.write_text("")
     assert expand(str(odd), "train") == [str(odd)], "a file that is there is itself"
+
+
+SLICES = ("[-3:]", "[:-3]", "[2:5]", "[:]", "[::2]", "[1::3]", "[-4:-1:2]", "[0:100]", "[9:]")
+
+
+@pytest.mark.parametrize("text", SLICES)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_slice_has_the_rows_of_pythons_slice(write_rows, tmp_path, text, suffix):
+    rows = [{"prompt": f"{i}=", "label": str(i)} for i in range(10)]
+    path = write_rows(rows)
+    if suffix == "parquet":
+        path = public.write_parquet(tmp_path / "rows.parquet", rows)
+    parts = [int(part) if part else None for part in text[1:-1].split(":")]
+    data = DataConfig(paths=[f"{path}@{text}"])
+    examples = open_examples(data)
+    expected = list(range(10))[slice(*parts)]
+    assert len(examples) == len(expected)
+    assert [int(example.label) for example in examples] == expected
+    assert [int(examples[i].label) for i in range(len(examples))] == expected
+    assert [examples.where(i) for i in range(len(examples))] == [
+        f"{path}:{i + 1}" for i in expected
+    ]
+    check_examples(data)
+
+
+def test_a_slice_of_a_pattern_or_folder_is_one_of_a_single_file(tmp_path):
+    folder = names(tmp_path, "a.jsonl")
+    assert expand(f"{folder}/*.jsonl@[:3]", "train") == [f"{folder}/a.jsonl@[:3]"]
+    assert expand(f"{folder}@[:3]", "train") == [f"{folder}/a.jsonl@[:3]"]
+    names(tmp_path, "b.jsonl", "c.jsonl@[:3]")
+    for path in (f"{folder}/*.jsonl@[:3]", f"{folder}@[:3]"):
+        with pytest.raises(DataError, match="is a slice of 2 files; give each file its own slice"):
+            expand(path, "train")
+    whole = f"{folder}/c.jsonl@[:3]"
+    assert expand(whole, "train") == [whole], "a file that is there is itself"
+    assert expand("openai/gsm8k:test@[:3]", "train") == ["openai/gsm8k:test@[:3]"]
+    assert len(open_path("reasoning-gym:gcd?size=9@[-2:]", subset=None, split="train")) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "@[5]",
+            "@[]",
+            "@[50%:]",
+            "@[:10%]",
+            "@[a:b]",
+            "@[::0]",
+            "@[::-1]",
+            "@[1:2:3:4]",
+            "@[1:2",
+        ),
+        *("[:10%]", "[:100]", "[10:]", ":train[:10%]", ":train[:100]"),
+    ],
+)
+def test_other_slices_are_refused_by_saying_how_one_is_written(write_rows, text):
+    path = write_rows([{"prompt": "1=", "label": "1"}])
+    for whole in (path, "openai/gsm8k"):
+        with pytest.raises(DataError, match=r"a slice is written PATH@\[first:last\]"):
+            check_examples(DataConfig(paths=[whole + text]))
+    with pytest.raises(DataError, match=r"data\.split: 'train\[:10%\]' is a slice, which stands"):
+        check_examples(DataConfig(paths=[path], split="train[:10%]"))
+    with pytest.raises(DataError, match="names none of the 1 rows"):
+        open_examples(DataConfig(paths=[f"{path}@[1:]"]))
 
 
 def test_a_folder_stands_for_its_shards_in_order(tmp_path):
