@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.sections.base import PositiveFloat, PositiveInt, Section
 
-LabelKind = Literal["text", "tests", "constraints", "entry", "none"]
+LabelKind = Literal["text", "mathematics", "letter", "tests", "constraints", "entry", "none"]
 Place = Literal["last", "boxed", "hash", "tagged", "line"]
 
 
@@ -23,6 +23,8 @@ class GraderArgs(Section):
 
 class MathArgs(GraderArgs):
     """`math`: the answer equals the label as mathematics (math-verify)."""
+
+    label: ClassVar[LabelKind] = "mathematics"
 
     answer: Place = "last"
     """Where the answer stands: the last one in the text, `\\boxed{}`, behind `####`, in
@@ -63,6 +65,8 @@ class F1Args(TextArgs):
 
 class ChoiceArgs(GraderArgs):
     """`choice`: the response picks the label's letter."""
+
+    label: ClassVar[LabelKind] = "letter"
 
     choices: str = "ABCDEFGHIJ"
     """The letters that there are."""

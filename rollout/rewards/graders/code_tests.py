@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from rollout.rewards.graders.label_text import literal_of
 from rollout.rewards.graders.places import after_thinking
 from rollout.sandbox.base import Program
 
@@ -86,12 +87,7 @@ def last_block(response: str) -> str | None:
 
 def read_tests(label: Any) -> list[CodeTest]:
     """Return the tests of a label. Raises ValueError for anything else."""
-    value = label
-    if isinstance(label, str):
-        try:
-            value = json.loads(label)
-        except ValueError:
-            value = label
+    value = literal_of(label)
     try:
         tests = _assertions(value) if isinstance(value, str) else _read(value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -126,7 +122,7 @@ def _read(value: Any) -> list[CodeTest]:
     if isinstance(value, Mapping):
         if value.get("inputs") is None or value.get("outputs") is None:
             raise ValueError("a map of tests has inputs and outputs")
-        inputs, outputs = (list(value[name]) for name in ("inputs", "outputs"))
+        inputs, outputs = (_listed(value[name], name) for name in ("inputs", "outputs"))
         if len(inputs) != len(outputs):
             raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
         name = value.get("fn_name") or None
@@ -144,14 +140,26 @@ def _read(value: Any) -> list[CodeTest]:
     return tests
 
 
-def _pair(given: Any, wanted: Any, name: str | None) -> CodeTest:
+def _listed(value: Any, name: str) -> list[Any]:
+    """Return a list as it is; a text's characters or a map's keys are no list of tests."""
+    value = literal_of(value) if not isinstance(value, str) else value
+    if not isinstance(value, list):
+        raise ValueError(f"{name} must be a list, got {type(value).__name__} {str(value)[:80]!r}")
+    return value
+
+
+def _pair(given: Any, wanted: Any, name: Any) -> CodeTest:
     if name is None:
+        if given is None or wanted is None:
+            raise ValueError("an input or output is null")
         return CodeTest(_text(given), _text(wanted))
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a function must be text, got {name!r}")
     if isinstance(given, str):
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
         # the result is JSON, too; else it may be a text that looks like it
         wanted = _decoded(wanted)
-    return CodeTest(list(given), wanted, name)
+    return CodeTest(_listed(given, "the arguments of a call"), wanted, name)
 
 
 def _decoded(value: Any) -> Any:

@@ -11,17 +11,28 @@ and needs the package langdetect.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlcore.data.sample import Sample
-from rollout.rewards.graders.open_instruct import FUNCTIONS, QUANTIFIERS
+from rollout.rewards.graders.constraints import (
+    Count,
+    Language,
+    Letter,
+    Ordinal,
+    Phrase,
+    Phrases,
+    Relation,
+    parameters_of,
+    read_parameters,
+)
+from rollout.rewards.graders.label_text import literal_of
+from rollout.rewards.graders.open_instruct import FUNCTIONS
 from rollout.rewards.graders.places import after_thinking
 
-RELATIONS: dict[str, Callable[[int, int], bool]] = {
+RELATIONS: dict[Relation, Callable[[int, int], bool]] = {
     "less than": lambda found, wanted: found < wanted,
     "at least": lambda found, wanted: found >= wanted,
 }
@@ -61,20 +72,23 @@ def constraints_of(label: Any, row: Mapping[str, Any]) -> list[Constraint]:
     """The constraints of a row.
 
     They stand in the label (`{"instruction_id": [...], "kwargs": [...]}`, or open-instruct's
-    `{"func_name": ..., "N": ...}`, as an object, a list with one, or either as JSON text), or else
-    in the row's columns `instruction_id_list` and `kwargs`, as google/IFEval has it.
+    `{"func_name": ..., "N": ...}`, as an object, a list with one, or either as text of JSON or
+    Python), or else in the row's columns `instruction_id_list` and `kwargs`, as google/IFEval has.
 
     Raises:
-        ValueError: they do not, or one is unknown or lacks a keyword.
+        ValueError: they do not, or one is unknown, or its parameters are not what it takes.
     """
-    given = json_of(label)
+    given = literal_of(label)
     if isinstance(given, list) and len(given) == 1:
-        given = json_of(given[0])
+        given = literal_of(given[0])
     if isinstance(given, Mapping) and "func_name" in given:
-        return [_constraint(given["func_name"], given)]
+        rest = {key: value for key, value in given.items() if key != "func_name"}
+        return [_constraint(given["func_name"], rest)]
     given = given if isinstance(given, Mapping) else row
-    names = given.get("instruction_id_list") or given.get("instruction_id")
-    keywords = json_of(given.get("kwargs"))
+    names, keywords = (
+        literal_of(next((given[key] for key in keys if given.get(key) is not None), None))
+        for keys in (("instruction_id_list", "instruction_id"), ("kwargs",))
+    )
     if not isinstance(names, list) or not names or not isinstance(keywords, list):
         raise ValueError(
             "expected constraints as {instruction_id: [...], kwargs: [...]} or {func_name: ...} in"
@@ -86,41 +100,13 @@ def constraints_of(label: Any, row: Mapping[str, Any]) -> list[Constraint]:
     return [_constraint(name, given) for name, given in zip(names, keywords)]
 
 
-def json_of(value: Any) -> Any:
-    """The value of JSON text; anything else as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
-
-
-def _constraint(name: Any, keywords: Any) -> Constraint:
-    check = CHECKERS.get(name) or FUNCTIONS.get(name)
-    if check is None:
-        known = ", ".join([*CHECKERS, *FUNCTIONS])
-        raise ValueError(f"the constraint {name!r} is unknown; known are {known}")
+def _constraint(name: Any, given: Any) -> Constraint:
+    parameters = PARAMETERS.get(name) if isinstance(name, str) else None
+    if parameters is None:
+        raise ValueError(f"the constraint {name!r} is unknown; known are {', '.join(PARAMETERS)}")
     if name in _DETECT_LANGUAGE and importlib.util.find_spec("langdetect") is None:
         raise ValueError(f"the constraint {name} needs a package: pip install langdetect")
-    # parquet fills in every keyword of the column, with null
-    given = {key: value for key, value in (keywords or {}).items() if value is not None}
-    signature = inspect.signature(check)
-    given = {key: value for key, value in given.items() if key in signature.parameters}
-    try:
-        signature.bind("", **given)
-    except TypeError as error:
-        raise ValueError(f"the constraint {name}: {error}") from error
-    for key in ("relation", "let_relation", "capital_relation"):
-        if given.get(key, "at least") not in RELATIONS:
-            raise ValueError(
-                f"the constraint {name}: {key} {given[key]!r} is not in {[*RELATIONS]}"
-            )
-    if given.get("quantifier", "around") not in QUANTIFIERS:
-        raise ValueError(
-            f"the constraint {name}: quantifier {given['quantifier']!r} is not in {[*QUANTIFIERS]}"
-        )
-    return str(name), given
+    return name, read_parameters(name, parameters, given)
 
 
 # --- one function a constraint --------------------------------------------------------------------
@@ -130,29 +116,31 @@ def _count(text: str, word: str) -> int:
     return len(re.findall(re.escape(word), text, re.IGNORECASE))
 
 
-def keywords_existence(text: str, keywords: Sequence[str]) -> bool:
+def keywords_existence(text: str, keywords: Phrases) -> bool:
     """Every keyword occurs."""
     return all(_count(text, keyword) for keyword in keywords)
 
 
-def keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
+def keyword_frequency(text: str, keyword: Phrase, frequency: Count, relation: Relation) -> bool:
     """A keyword occurs so often."""
     return RELATIONS[relation](_count(text, keyword.strip()), frequency)
 
 
-def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
+def forbidden_words(text: str, forbidden_words: Phrases) -> bool:
     """None of the words occurs."""
     return not any(
         re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words
     )
 
 
-def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+def letter_frequency(
+    text: str, letter: Letter, let_frequency: Count, let_relation: Relation
+) -> bool:
     """A letter occurs so often, in either case."""
     return RELATIONS[let_relation](text.lower().count(letter.strip().lower()), let_frequency)
 
 
-def response_language(text: str, language: str) -> bool:
+def response_language(text: str, language: Language) -> bool:
     """The response is in this language; text without a language passes."""
     import langdetect
 
@@ -163,14 +151,14 @@ def response_language(text: str, language: str) -> bool:
         return True
 
 
-def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
+def number_sentences(text: str, num_sentences: Count, relation: Relation) -> bool:
     """The response has so many sentences."""
     ends = re.findall(r"[.!?。！？]+[\"')\]]*(?=\s|$)|\S\s*$", text.strip())
     open_end = [end for end in ends if not re.match(r"[.!?。！？]", end)]
     return RELATIONS[relation](len(ends) - len(open_end) + bool(open_end), num_sentences)
 
 
-def number_paragraphs(text: str, num_paragraphs: int) -> bool:
+def number_paragraphs(text: str, num_paragraphs: Count) -> bool:
     """`***` parts so many paragraphs."""
     parts = re.split(r"\s?\*\*\*\s?", text)
     inner = parts[1:-1]
@@ -178,13 +166,13 @@ def number_paragraphs(text: str, num_paragraphs: int) -> bool:
     return all(part.strip() for part in inner) and len(whole) == num_paragraphs
 
 
-def number_words(text: str, num_words: int, relation: str) -> bool:
+def number_words(text: str, num_words: Count, relation: Relation) -> bool:
     """The response has so many words."""
     return RELATIONS[relation](len(re.findall(r"\w+", text)), num_words)
 
 
 def nth_paragraph_first_word(
-    text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
+    text: str, num_paragraphs: Count, nth_paragraph: Ordinal, first_word: Phrase
 ) -> bool:
     """Empty lines part so many paragraphs, and the n-th begins with this word."""
     parts = text.split("\n\n")
@@ -195,19 +183,19 @@ def nth_paragraph_first_word(
     return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
 
 
-def number_placeholders(text: str, num_placeholders: int) -> bool:
+def number_placeholders(text: str, num_placeholders: Count) -> bool:
     """At least so many placeholders, as [address]."""
     return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
 
 
-def postscript(text: str, postscript_marker: str) -> bool:
+def postscript(text: str, postscript_marker: Phrase) -> bool:
     """A postscript, as P.S. or P.P.S."""
     patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     pattern = patterns.get(postscript_marker.strip()) or re.escape(postscript_marker.lower())
     return re.search(pattern, text.lower()) is not None
 
 
-def number_bullet_lists(text: str, num_bullets: int) -> bool:
+def number_bullet_lists(text: str, num_bullets: Count) -> bool:
     """Exactly so many bullets, `*` or `-`."""
     stars = re.findall(r"^\s*\*[^\*].*$", text, re.MULTILINE)
     return len(stars) + len(re.findall(r"^\s*-.*$", text, re.MULTILINE)) == num_bullets
@@ -218,14 +206,14 @@ def constrained_response(text: str) -> bool:
     return any(f"My answer is {word}." in text for word in ("yes", "no", "maybe"))
 
 
-def number_highlighted_sections(text: str, num_highlights: int) -> bool:
+def number_highlighted_sections(text: str, num_highlights: Count) -> bool:
     """At least so many highlights, `*this*` or `**this**`."""
     single = [one for one in re.findall(r"\*[^\n\*]*\*", text) if one.strip("*").strip()]
     double = [one for one in re.findall(r"\*\*[^\n\*]*\*\*", text) if one[2:-2].strip()]
     return len(single) + len(double) >= num_highlights
 
 
-def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+def multiple_sections(text: str, section_spliter: Phrase, num_sections: Count) -> bool:
     """At least so many sections, each begun by the word and a number."""
     marks = re.split(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text)
     return len(marks) - 1 >= num_sections
@@ -253,12 +241,12 @@ def two_responses(text: str) -> bool:
     return all(part.strip() for part in parts[1:-1]) and len(whole) == 2 and whole[0] != whole[1]
 
 
-def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
+def repeat_prompt(text: str, prompt_to_repeat: Phrase) -> bool:
     """The response begins with the prompt."""
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
-def end_checker(text: str, end_phrase: str) -> bool:
+def end_checker(text: str, end_phrase: Phrase) -> bool:
     """The response ends with the phrase."""
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
@@ -269,7 +257,7 @@ def quotation(text: str) -> bool:
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
+def capital_word_frequency(text: str, capital_frequency: Count, capital_relation: Relation) -> bool:
     """So many words in capitals."""
     words = re.findall(r"\w+(?:-\w+)*", text)
     return RELATIONS[capital_relation](sum(word.isupper() for word in words), capital_frequency)
@@ -317,3 +305,5 @@ CHECKERS: dict[str, Callable[..., bool]] = {
     "change_case:english_lowercase": english_lowercase,
     "punctuation:no_comma": no_comma,
 }
+# what each takes beside the text, of both tables
+PARAMETERS = {name: parameters_of(check) for name, check in {**CHECKERS, **FUNCTIONS}.items()}

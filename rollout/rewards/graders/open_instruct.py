@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-QUANTIFIERS = ("at least", "around", "at most")
+from rollout.rewards.graders.constraints import (
+    Count,
+    Language,
+    Letter,
+    Ordinal,
+    Phrase,
+    Phrases,
+    Quantifier,
+)
 
 
-def _meets(count: int, wanted: int, quantifier: str, slack: int) -> bool:
+def _meets(count: int, wanted: int, quantifier: Quantifier, slack: int) -> bool:
     if quantifier == "around":
         return abs(count - wanted) <= slack
     return count >= wanted if quantifier == "at least" else count <= wanted
@@ -24,27 +32,27 @@ def _tenth(number: int) -> int:
     return max(round(number * 0.1), 1)
 
 
-def keywords(text: str, keyword_list: Sequence[str]) -> bool:
+def keywords(text: str, keyword_list: Phrases) -> bool:
     """Every keyword occurs, in either case."""
     return all(keyword.lower() in text.lower() for keyword in keyword_list)
 
 
-def keyword_frequency(text: str, word: str, N: int) -> bool:
+def keyword_frequency(text: str, word: Phrase, N: Count) -> bool:
     """The word occurs exactly so often, in either case."""
     return re.findall(r"\b\w+\b", text.lower()).count(word.lower()) == N
 
 
-def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
+def forbidden_words(text: str, forbidden_words: Phrases) -> bool:
     """None of the words occurs, not even inside of another."""
     return not any(word.lower() in text.lower() for word in forbidden_words)
 
 
-def letter_frequency(text: str, letter: str, N: int) -> bool:
+def letter_frequency(text: str, letter: Letter, N: Count) -> bool:
     """The letter occurs exactly so often, in this case."""
     return text.count(letter) == N
 
 
-def response_language(text: str, language: str) -> bool:
+def response_language(text: str, language: Language) -> bool:
     """The response is in this language; text without a language is in none."""
     import langdetect
 
@@ -55,42 +63,42 @@ def response_language(text: str, language: str) -> bool:
         return False
 
 
-def paragraph_count(text: str, N: int) -> bool:
+def paragraph_count(text: str, N: Count) -> bool:
     """`* * *` parts exactly so many paragraphs, none of which is empty."""
     parts = "\n".join(line.strip() for line in text.splitlines()).split("* * *")
     return len(parts) == N and all(part.strip() for part in parts)
 
 
-def word_constraint(text: str, N: int, quantifier: str) -> bool:
+def word_constraint(text: str, N: Count, quantifier: Quantifier) -> bool:
     """So many words, told apart by spaces; "around" is within a tenth."""
     return _meets(len(text.split()), N, quantifier, _tenth(N))
 
 
-def sentence_constraint(text: str, N: int, quantifier: str) -> bool:
+def sentence_constraint(text: str, N: Count, quantifier: Quantifier) -> bool:
     """So many sentences; "around" is within one. "e.g." and "Dr." end none."""
     ends = (match.start() for match in re.finditer(r"(?<=[.?!])\s", text))
     ended = [at for at in ends if not re.search(r"(\w\.\w.|[A-Z][a-z]\.)\Z", text[:at][-4:])]
     return _meets(len(ended) + 1, N, quantifier, 1)
 
 
-def paragraphs(text: str, N: int, first_word: str, i: int) -> bool:
+def paragraphs(text: str, N: Count, first_word: Phrase, i: Ordinal) -> bool:
     """Empty lines part exactly so many paragraphs, and the i-th begins with this text."""
     parts = text.split("\n\n")
     return len(parts) == N and 0 < i <= N and parts[i - 1].strip().startswith(first_word)
 
 
-def postscript(text: str, postscript_marker: str) -> bool:
+def postscript(text: str, postscript_marker: Phrase) -> bool:
     """The marker occurs, and something follows it."""
     _, marker, rest = text.partition(postscript_marker)
     return bool(marker and rest.strip())
 
 
-def placeholders(text: str, N: int) -> bool:
+def placeholders(text: str, N: Count) -> bool:
     """At least so many placeholders, as [address]."""
     return len(re.findall(r"\[.*?\]", text)) >= N
 
 
-def bullet_points(text: str, N: int) -> bool:
+def bullet_points(text: str, N: Count) -> bool:
     """Exactly so many lines begin with `*` or `-`."""
     return sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N
 
@@ -100,17 +108,17 @@ def title(text: str) -> bool:
     return re.search(r"<<.*?>>", text) is not None
 
 
-def choice(text: str, options: Sequence[str]) -> bool:
+def choice(text: str, options: Phrases) -> bool:
     """One of the options occurs."""
     return any(option in text for option in options)
 
 
-def highlighted_sections(text: str, N: int) -> bool:
+def highlighted_sections(text: str, N: Count) -> bool:
     """At least so many highlights, `*this*`."""
     return len(re.findall(r"\*.*?\*", text)) >= N
 
 
-def sections(text: str, N: int, section_splitter: str) -> bool:
+def sections(text: str, N: Count, section_splitter: Phrase) -> bool:
     """At least so many sections, each begun by the word, in either case, and a number."""
     mark = rf"{re.escape(section_splitter)}\s?\d+"
     return len(re.findall(mark, text, re.IGNORECASE)) >= N
@@ -125,7 +133,7 @@ def json_format(text: str) -> bool:
     return True
 
 
-def repeat_prompt(text: str, original_prompt: str) -> bool:
+def repeat_prompt(text: str, original_prompt: Phrase) -> bool:
     """The response begins with the prompt."""
     return text.startswith(original_prompt)
 
@@ -146,12 +154,12 @@ def lowercase(text: str) -> bool:
     return text == text.lower()
 
 
-def frequency_capital_words(text: str, N: int, quantifier: str) -> bool:
+def frequency_capital_words(text: str, N: Count, quantifier: Quantifier) -> bool:
     """So many words in capitals; "around" is within a tenth."""
     return _meets(len(re.findall(r"\b[A-Z]+\b", text)), N, quantifier, _tenth(N))
 
 
-def end(text: str, end_phrase: str) -> bool:
+def end(text: str, end_phrase: Phrase) -> bool:
     """The response ends with the phrase, to the letter."""
     return text.endswith(end_phrase)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -92,7 +93,10 @@ def accepted(label: Any) -> list[str]:
     """The texts that the label accepts: itself, or any of a list. Raises ValueError for others."""
     labels = list(label) if isinstance(label, list | tuple) else [label]
     if not labels or any(
-        isinstance(one, bool) or not isinstance(one, str | int | float) for one in labels
+        isinstance(one, bool)
+        or not isinstance(one, str | int | float)
+        or (isinstance(one, float) and not math.isfinite(one))
+        for one in labels
     ):
         raise ValueError(
             "the label must be text or a number, or a list of these, got"

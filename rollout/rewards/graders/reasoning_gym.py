@@ -36,7 +36,12 @@ class ReasoningGym:
 def entry_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the column with the row's task. Raises ValueError for a row without it."""
     column = row.get(COLUMN)
-    if not isinstance(column, Mapping) or set(column) != {"task", "settings", "entry"}:
+    kinds = {"task": str, "settings": Mapping, "entry": Mapping}
+    if (
+        not isinstance(column, Mapping)
+        or column.keys() != kinds.keys()
+        or not all(isinstance(column[name], kind) for name, kind in kinds.items())
+    ):
         raise ValueError(
             f"the row has no column {COLUMN!r} with its task, which the rows of data.paths"
             f" {PREFIX}NAME have,"

@@ -82,12 +82,21 @@ def choice(sample: Sample, choices: str = "ABCDEFGHIJ") -> dict[str, Any]:
     Raises:
         ValueError: the label begins with none of the letters.
     """
-    golds = {_letter(label.strip(), choices) for label in accepted(sample.label)}
-    if None in golds:
-        raise ValueError(f"the label {sample.label!r} is none of the choices {choices}")
+    golds = letters_of(sample.label, choices)
     letter = picked(sample.response_text, choices)
     right = letter in golds
     return {"score": float(right), "correct": right, "info": {"answer": letter}}
+
+
+def letters_of(label: Any, choices: str) -> set[str]:
+    """The letters that a label accepts. Raises ValueError for a label that begins with none."""
+    letters = {one: _letter(one.strip(), choices) for one in accepted(label)}
+    for one, letter in letters.items():
+        if letter is None:
+            raise ValueError(
+                f"the label {one!r} is none of the choices {choices}, as B, (B) or B) and a text,"
+            )
+    return {letter for letter in letters.values() if letter is not None}
 
 
 def picked(response: str, choices: str) -> str | None:

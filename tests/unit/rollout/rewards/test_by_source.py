@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,8 +104,16 @@ def test_only_the_labels_that_a_part_reads_are_checked():
         check(reward, ({"any": "thing"}, {"s": "sums"}))
 
 
-@pytest.mark.parametrize("function", ["math", "exact_match", "f1", "choice"])
-def test_a_label_that_is_a_map_names_the_likely_key(function):
+@pytest.mark.parametrize(
+    ("function", "good"),
+    [
+        ("math", ["4", 4, ["4", "5"], "\\boxed{\\pi}", "\\infty"]),
+        ("exact_match", ["4", 4, ["4", "5"], ""]),
+        ("f1", ["4", 4, ["4", "5"], ""]),
+        ("choice", ["B", "(B)", "B) Paris", ["A", "C."]]),
+    ],
+)
+def test_a_label_that_is_a_map_names_the_likely_key(function, good):
     reward = {"parts": {"right": {"function": function}}}
     label = {"style": "rule", "ground_truth": "4"}
     with pytest.raises(
@@ -112,11 +122,58 @@ def test_a_label_that_is_a_map_names_the_likely_key(function):
         r" with 'style', 'ground_truth': set data\.label_key to reward_model\.ground_truth",
     ):
         check(reward, (label, {}), label_key="reward_model")
-    check(reward, ("4", {}), (4, {}), (["4", "5"], {}))
+    check(reward, *((one, {}) for one in good))
     with pytest.raises(DataError, match="got null"):
         check(reward, (None, {}))
     with pytest.raises(DataError, match="got bool"):
         check(reward, (True, {}))
+
+
+@pytest.mark.parametrize(
+    ("function", "label", "message"),
+    [
+        ("choice", "Paris", "'Paris' is none of the choices ABCD"),
+        ("choice", "E", "'E' is none of the choices ABCD"),
+        ("choice", 2, "'2' is none of the choices ABCD"),
+        ("choice", "b", "'b' is none of the choices ABCD"),
+        ("choice", ["A", "Paris"], "'Paris' is none of the choices ABCD"),
+        ("choice", "", "'' is none of the choices ABCD"),
+        ("math", " ", "' ' is no mathematics"),
+        ("math", "$$", "is no mathematics"),
+        ("math", "\\boxed{}", "is no mathematics"),
+        ("math", ["4", ""], "'' is no mathematics"),
+        *((f, math.nan, "text or a number") for f in ("math", "exact_match", "f1")),
+        *((f, [], "text or a number") for f in ("math", "exact_match", "f1", "choice")),
+        ("code", {"inputs": "12", "outputs": "34"}, "inputs must be a list, got str '12'"),
+        ("code", {"inputs": {"a": 1}, "outputs": [1]}, "inputs must be a list, got dict"),
+        ("code", {"inputs": ["1"], "outputs": [None]}, "an input or output is null"),
+        ("code", {"fn_name": 5, "inputs": [[1]], "outputs": [1]}, "must be text, got 5"),
+        ("code", {"fn_name": "f", "inputs": [{"a": 1}], "outputs": [1]}, "arguments of a call"),
+        ("code", {"fn_name": "f", "inputs": [1], "outputs": [1]}, "arguments of a call"),
+        ("ifeval", {"func_name": "verify_bullet_points", "N": "3"}, "N is '3'"),
+        ("reasoning_gym", "4", "no column 'reasoning_gym'"),
+    ],
+)
+def test_labels_that_the_grader_cannot_read_are_refused_at_load(function, label, message):
+    args = {"choices": "ABCD"} if function == "choice" else {}
+    reward = {"parts": {"right": {"function": function, "args": args}}}
+    said = rf"a\.jsonl:1: .*{re.escape(message)}.*reward\.parts\.right"
+    with pytest.raises(DataError, match=said):
+        check(reward, (label, {}))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"task": None, "settings": {}, "entry": {}},
+        {"task": "gcd", "settings": "{}", "entry": {}},
+        {"task": "gcd", "settings": {}, "entry": None},
+    ],
+)
+def test_an_entry_of_other_types_is_refused_at_load(entry):
+    reward = {"parts": {"right": {"function": "reasoning_gym"}}}
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the row has no column 'reasoning_gym'"):
+        check(reward, ("4", {"reasoning_gym": entry}))
 
 
 @pytest.mark.parametrize(

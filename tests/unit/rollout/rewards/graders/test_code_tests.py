@@ -38,7 +38,9 @@ PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
     ],
 )
 def test_standard_input_and_output(label: object) -> None:
-    assert read_tests(label) == [CodeTest("1 2\n", "3\n"), CodeTest("3 4\n", "7\n")]
+    expected = [CodeTest("1 2\n", "3\n"), CodeTest("3 4\n", "7\n")]
+    assert read_tests(label) == expected
+    assert read_tests(label if isinstance(label, str) else repr(label)) == expected
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
+from collections import Counter
+from typing import Any
 
+import numpy as np
 import pytest
+from pydantic import ValidationError
 
-from rollout.rewards.graders.ifeval import CHECKERS, constraints_of, ifeval
+from rollout.rewards.graders.constraints import parameters_of
+from rollout.rewards.graders.ifeval import CHECKERS, PARAMETERS, constraints_of, ifeval
 from rollout.rewards.graders.open_instruct import FUNCTIONS
 
 # constraint, keywords, a response that follows it, one that does not
@@ -143,6 +150,106 @@ def test_the_forms_in_which_rows_give_constraints():
 )
 def test_constraints_that_nothing_can_check_are_refused(label, message):
     with pytest.raises(ValueError, match=message):
+        constraints_of(label, {})
+
+
+# each kind of parameter: values that are none, and how else a good one may be written
+WRONG: dict[str, list[Any]] = {
+    "Count": ["3", "three", -1, 2.5, math.inf, True, [3], {}],
+    "Ordinal": ["3", 0, -1, 2.5, True, [3]],
+    "Phrase": ["", 3, ["a"], {"a": 1}, True],
+    "Phrases": ["cat", [], [""], [3], ["a", None], [["a"]], {"a": 1}, 3],
+    "Letter": ["", "ab", " ", 3, ["a"]],
+    "Language": ["English", "", "EN", 3],
+    "Relation": ["around", "at most", "", 3, ["at least"]],
+    "Quantifier": ["less than", "about", "", 3],
+}
+SAME: dict[str, Any] = {
+    "Count": [float, np.int64, np.float64],
+    "Ordinal": [float, np.int32],
+    "Phrases": [tuple, np.array, json.dumps, repr],
+}
+
+
+def test_every_parameter_of_every_constraint_has_a_type_and_is_checked():
+    """A value of another type, a missing, an unknown and a null one, for all constraints."""
+    cases = {name: keywords for name, keywords, *_ in (*CASES, *OPEN_INSTRUCT)}
+    checked = Counter()
+    for name in PARAMETERS.keys() & cases.keys():
+        good = cases[name]
+        kinds = inspect.get_annotations({**CHECKERS, **FUNCTIONS}[name])
+
+        def read(given, name=name):
+            return constraints_of({"instruction_id": [name], "kwargs": [given]}, {})
+
+        assert read({**good, "seed": None, "x": math.nan}) == [(name, good)]
+        with pytest.raises(ValueError, match=rf"{name}: it has no argument 'typo'; it takes "):
+            read({**good, "typo": 1})
+        for key, value in good.items():
+            for one in WRONG[kinds[key]]:
+                with pytest.raises(ValueError, match=rf"the constraint {name}: {key}"):
+                    read({**good, key: one})
+            for given in ({k: v for k, v in good.items() if k != key}, {**good, key: None}):
+                with pytest.raises(ValueError, match=rf"missing a required argument: '{key}'"):
+                    read(given)
+            for write in SAME.get(kinds[key], ()):
+                assert read({**good, key: write(value)}) == [(name, good)]
+            checked[kinds[key]] += 1
+    assert checked.keys() == WRONG.keys() - {"Language"}
+    for name in ("language:response_language", "validate_response_language"):
+        for one in WRONG["Language"]:
+            with pytest.raises(ValidationError):
+                PARAMETERS[name](language=one)
+        assert PARAMETERS[name](language="zh-cn")
+
+
+def test_a_constraint_without_a_type_cannot_be_added():
+    def starts(text: str, words) -> bool:
+        return text.startswith(words)
+
+    with pytest.raises(KeyError, match="words"):
+        parameters_of(starts)
+
+
+@pytest.mark.parametrize("write", [repr, json.dumps, lambda value: f" {value!r}\n"])
+def test_labels_as_text_of_python_or_json(write):
+    """allenai/IF_multi_constraints_upto5 writes its labels as Python does."""
+    given = {
+        "instruction_id": ["keywords:existence", "punctuation:no_comma", "startend:quotation"],
+        "kwargs": [{"keywords": ["it's", 'a "b"'], "relation": None}, None, {}],
+    }
+    expected = [
+        ("keywords:existence", {"keywords": ["it's", 'a "b"']}),
+        ("punctuation:no_comma", {}),
+        ("startend:quotation", {}),
+    ]
+    for label in (write([given]), write(given), [write(given)]):
+        assert constraints_of(label, {}) == expected
+    apart = {**given, "kwargs": [write(one) for one in given["kwargs"]]}
+    assert constraints_of(apart, {}) == expected
+    one = {"func_name": "verify_bullet_points", "N": 3, "quantifier": None, "word": None}
+    assert constraints_of(write(one), {}) == [("verify_bullet_points", {"N": 3})]
+    assert constraints_of(None, {key: write(value) for key, value in given.items()}) == expected
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        {"instruction_id": "punctuation:no_comma", "kwargs": [{}]},
+        {"instruction_id": ["punctuation:no_comma"], "kwargs": {}},
+        {"instruction_id": ["punctuation:no_comma"], "kwargs": None},
+        {"instruction_id": [], "kwargs": []},
+        {"instruction_id": [None], "kwargs": [{}]},
+        {"instruction_id": [["punctuation:no_comma"]], "kwargs": [{}]},
+        {"instruction_id": ["punctuation:no_comma"], "kwargs": [{}, {}]},
+        {"instruction_id": ["punctuation:no_comma"], "kwargs": [["a"]]},
+        {"instruction_id": ["punctuation:no_comma"], "kwargs": ["text"]},
+        {"func_name": None},
+        *("__import__('os')", "[" * 9999, "{[]: 1}", "", None, 5, True, []),
+    ],
+)
+def test_other_labels_of_constraints_are_refused_and_never_raise_anything_else(label):
+    with pytest.raises(ValueError, match="constraint"):
         constraints_of(label, {})
 
 
