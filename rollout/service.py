@@ -380,8 +380,7 @@ class RolloutService:
 
         Another may follow while the trainer brings an engine its weights.
         """
-        held_out = {one.given.key: one.prompts.record().saved() for one in self._evaluator.sets}
-        return {**self._snapshot.encoded(), "held_out": held_out}
+        return {**self._snapshot.encoded(), "held_out": self._evaluator.records()}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a snapshot; draws that were in flight when it was taken are drawn again.
@@ -390,8 +389,7 @@ class RolloutService:
             DataError: the prompts are not those of the snapshot.
         """
         state = self._queue.beginning() if state is None else state
-        for held_out in self._evaluator.sets:
-            held_out.warn_of_changes(state.get("held_out", {}))
+        self._evaluator.warn_of_changes(state.get("held_out", {}))
         # decoded in this thread, since a large buffer would hold up the loop
         groups = decode(state.get("ahead", {}).get("groups", ()))
         self._call(self._restore(state, groups), CLOSE_ENGINES_S, "restoring the rollout service")

@@ -173,7 +173,7 @@ def prompt_stream(config: Config, prompts: PromptSet) -> PromptStream:
 def _in_turn(config: Config, prompts: PromptSet) -> PromptStream:
     """Return draws in which the rows of all, or of each source, come in turn."""
     data = config.data
-    record = prompts.record()
+    record = prompts.record
     if not any(source.weight for source in data.sources.values()):
         stream = PromptStream(
             len(prompts),

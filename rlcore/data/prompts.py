@@ -7,6 +7,7 @@ from array import array
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
@@ -251,14 +252,15 @@ class PromptSet:
         """The number of tokens of each prompt, int64 [N]."""
         return np.diff(self.ragged.offsets)
 
+    @cached_property
     def record(self) -> RowRecord:
-        """Return what a resumed run must find again: the same rows, in order."""
+        """What a resumed run must find again: the same rows, in order."""
         files = {part.path: len(part.rows) for part in self.all_examples.parts}
         return RowRecord(self.digests, files, self.examples.where)
 
     def fingerprint(self) -> str:
         """Return a digest of all that the rows contribute, and their order."""
-        return self.record().fingerprint
+        return self.record.fingerprint
 
 
 def _chunks(examples: Iterator[Example]) -> Iterator[list[Example]]:

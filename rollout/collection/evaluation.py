@@ -42,19 +42,6 @@ class HeldOutSet:
     on_error: float  # reward of a rollout that failed
     is_running: bool = False
 
-    def warn_of_changes(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Log where the rows are not those of the run that is resumed."""
-        before = saved.get(self.given.key)
-        now = self.prompts.record()
-        if before is not None and dict(before) != now.saved():
-            logger.warning(
-                "%s: the held-out rows are not those of the saved run%s; what is measured from here"
-                " on cannot be compared with what was measured before (checkpoint.best and early"
-                " stopping compare it)",
-                self.given.key,
-                now.changes(before),
-            )
-
     async def run(self) -> Scored:
         """The metrics of all prompts and the samples behind them. Raises as `GroupRunner.run`.
 
@@ -178,6 +165,24 @@ class Evaluator:
         """Refuse a reward that failed on every sample of the first evaluation (EmptyBatch)."""
         for scorer in self._scorers:
             scorer.check_works("evaluation", "the evaluation")
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """Return what a resumed run compares with, by the key of each set."""
+        return {one.given.key: one.prompts.record.saved() for one in self.sets}
+
+    def warn_of_changes(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Log which sets are not those of the saved run, whose `records` these are."""
+        for one in self.sets:
+            before = saved.get(one.given.key)
+            now = one.prompts.record
+            if before is not None and before != now.saved():
+                logger.warning(
+                    "%s: the held-out rows are not those of the saved run%s; what is measured from"
+                    " here on cannot be compared with what was measured before (checkpoint.best and"
+                    " early stopping compare it)",
+                    one.given.key,
+                    now.changes(before),
+                )
 
     def has(self, names: Sequence[str] | None) -> bool:
         """Whether there is anything to score among the sets `names`; None: among all."""

@@ -282,21 +282,21 @@ def test_values_of_arrow_have_digests_that_stay(tmp_path, tokenizer):
 def test_a_resume_names_the_row_that_differs(write_rows, tokenizer, size):
     rows = [{"prompt": f"{i}=", "label": str(i)} for i in range(size)]
     path = write_rows(rows)
-    before = PromptSet.load([path], tokenizer).record()
+    before = PromptSet.load([path], tokenizer).record
     saved = json.loads(json.dumps(before.saved()))
     assert before.changes(saved) == ""
     assert len(saved["blocks"]) <= 75
     for place in {0, size // 3, size - 1}:
         write_rows([*rows[:place], {**rows[place], "label": "-"}, *rows[place + 1 :]])
-        now = PromptSet.load([path], tokenizer).record()
+        now = PromptSet.load([path], tokenizer).record
         assert now.fingerprint != before.fingerprint
         assert now.changes(saved) == f"; {path}:{place + 1} differs"
     write_rows([{**row, "label": "-"} for row in rows])
     also = "; others differ too" if size > 1 else ""
-    assert PromptSet.load([path], tokenizer).record().changes(saved) == f"; {path}:1 differs{also}"
+    assert PromptSet.load([path], tokenizer).record.changes(saved) == f"; {path}:1 differs{also}"
     if size == 1000:
         write_rows([*rows[:500], *({**row, "label": "-"} for row in rows[500:510]), *rows[510:]])
-        said = PromptSet.load([path], tokenizer).record().changes(saved)
+        said = PromptSet.load([path], tokenizer).record.changes(saved)
         first, last = re.findall(r"rows\.jsonl:(\d+)", said)
         assert said.startswith("; several rows differ, the first of them between")
         assert int(first) <= 501 <= int(last) < int(first) + 20
