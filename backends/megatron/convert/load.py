@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.hf_tensors import hf_shapes
 from backends.megatron.convert.layout import Slice, owned_parameters, pack, tp_slice
+from backends.megatron.convert.shards import open_shard, tensor_files
 from backends.megatron.convert.table import VALUE_HEAD, Split
 from backends.megatron.parallel.state import ParallelState
 from rlcore.errors import ModelError
@@ -30,7 +29,7 @@ class SafetensorsFolder:
         self.folder = folder
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
-        self._file_of = self._index()
+        self._file_of = tensor_files(folder)
 
     def __enter__(self) -> SafetensorsFolder:
         return self
@@ -71,33 +70,9 @@ class SafetensorsFolder:
         one, other = (self._file(self._file_of[name]).get_tensor(name) for name in (first, second))
         return one.dtype == other.dtype and torch.equal(one, other)
 
-    def _index(self) -> dict[str, str]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            try:
-                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ModelError(f"{index}: not a safetensors index: {error}") from error
-        names: dict[str, str] = {}
-        for path in sorted(self.folder.glob("*.safetensors")):
-            names.update(dict.fromkeys(self._file(path.name).keys(), path.name))
-        return names
-
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            path = self.folder / name
-            if not path.is_file():
-                raise ModelError(
-                    f"{self.folder}: shard {name} is missing; model.safetensors.index.json names it"
-                )
-            try:
-                self._open[name] = self._stack.enter_context(
-                    safe_open(path, framework="pt", device="cpu")
-                )
-            except SafetensorError as error:
-                raise ModelError(
-                    f"{path}: not a readable safetensors file ({error}); copy the folder again"
-                ) from error
+            self._open[name] = self._stack.enter_context(open_shard(self.folder / name, "pt"))
         return self._open[name]
 
 

@@ -20,12 +20,12 @@ from backends.megatron.convert.fields import (
     read_rope,
     rope_arguments,
 )
+from backends.megatron.convert.shards import INDEX, tensor_files
 from backends.megatron.convert.table import Family
 from rlcore.errors import ModelError
 from rlcore.hf_config.fields import check_fields, refusal
 from rlcore.hf_config.read import read_config
 
-_INDEX = "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -203,16 +203,17 @@ def _check_weights(folder: Path, arch: Architecture) -> None:
 
     transformers 5 unties such a model by its weights; engines go by `config.json`.
     """
-    if not (folder / _INDEX).is_file() and not any(folder.glob("*.safetensors")):
+    if not (folder / INDEX).is_file() and not any(folder.glob("*.safetensors")):
         hint = ""
         if any(folder.glob("pytorch_model*.bin")):
             hint = (
                 "; it has pytorch_model*.bin: load it in transformers and save it again with"
                 " safe_serialization=True"
             )
-        raise ModelError(f"{folder}: no weights: no *.safetensors and no {_INDEX}{hint}")
-    if not arch.tie_word_embeddings or arch.head == "value":
+        raise ModelError(f"{folder}: no weights: no *.safetensors and no {INDEX}{hint}")
+    if not arch.tie_word_embeddings or arch.head == "value" or _HEAD not in tensor_files(folder):
         return
+    # it needs torch, which a command that only checks does not load otherwise
     from backends.megatron.convert.load import SafetensorsFolder
 
     with SafetensorsFolder(folder) as source:
