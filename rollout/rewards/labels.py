@@ -36,7 +36,7 @@ READERS: dict[str, Reader] = {
     "text": lambda label, _: accepted(label),
     "mathematics": lambda label, _: _mathematics(label),
     "constraints": constraints_of,
-    "tests": lambda label, _: read_tests(label),
+    "tests": read_tests,
     "entry": lambda _, row: entry_of(row),
 }
 

@@ -13,7 +13,14 @@ from typing import Literal
 from rlcore.data.sample import Sample
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict
-from rollout.rewards.graders.code_tests import CodeTest, last_block, passed, program_of, read_tests
+from rollout.rewards.graders.code_tests import (
+    CannotJudge,
+    CodeTest,
+    last_block,
+    passed,
+    program_of,
+    read_tests,
+)
 from rollout.sandbox.base import Sandbox
 
 
@@ -49,7 +56,7 @@ class CodePart(RewardPart):
 
     async def _score(self, sample: Sample) -> Score:
         try:
-            tests = read_tests(sample.label)[: self._most]
+            tests = read_tests(sample.label, sample.metadata)[: self._most]
         except ValueError as error:
             return RewardFailure("error", str(error))
         code = last_block(sample.response_text)
@@ -59,6 +66,8 @@ class CodePart(RewardPart):
             problems = await self._problems(tests, code)
         except SandboxFailed as error:
             return RewardFailure("error", f"reward.sandbox: {error}")
+        except CannotJudge as error:
+            return RewardFailure("error", str(error))
         first = next((f"test {at + 1}: {problem}" for at, problem in problems), None)
         return self._verdict(len(tests) - len(problems), tests, first)
 

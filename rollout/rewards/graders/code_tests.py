@@ -7,62 +7,53 @@ A label is one of these, or its JSON text, as verl, APPS, DeepCoder and MBPP wri
     [{"input": ..., "output": ...}, ...]                          either, one map a test
     ["assert add(1, 2) == 3", ...]                                statements that must not raise
 
-What a program should answer never enters the sandbox, statements aside: there the code that is
-tested shares a process with its tests, and could cheat.
+What a program or a function should answer never enters the sandbox. Statements are executed there
+by a process that the solution cannot reach (`code_harness.py`).
 """
 
 from __future__ import annotations
 
-import ast
 import json
-import math
 import re
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Context, Decimal, InvalidOperation
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from rollout.rewards.graders.code_assertions import (
+    PRELUDE,
+    Statement,
+    statement_of,
+    statements_of,
+)
 from rollout.rewards.graders.label_text import literal_of
 from rollout.rewards.graders.places import after_thinking
 from rollout.sandbox.base import Program
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = {"", "py", "python", "python3"}
-# What solutions in the style of LeetCode take for granted; last what `math` hides, `pow`.
-_PRELUDE = "\n".join(
-    f"from {name} import *"
-    for name in (
-        *("typing", "collections", "heapq", "bisect", "itertools", "functools", "math"),
-        "builtins",
-    )
-)
-# The token says that the end was reached. The solution is not told: it stood in standard input,
-# which is empty by the time that the solution runs.
-# Dataclasses and pickle look for the solution's module by its name.
-_HARNESS = """import json, os, sys, types
-task = json.loads(sys.stdin.read())
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-module = sys.modules["solution"] = types.ModuleType("solution")
-names = module.__dict__
-if task["name"]:
-    sys.setrecursionlimit(100_000)
-    exec(task["prelude"], names)
-with open("solution.py", encoding="utf-8") as file:
-    exec(compile(file.read(), "solution.py", "exec"), names)
-if task["name"]:
-    if task["name"] not in names and "Solution" in names:
-        found = getattr(names["Solution"](), task["name"])
-    else:
-        found = names[task["name"]]
-    result = json.dumps(found(*task["arguments"]))
-else:
-    exec(compile(task["statement"], "test", "exec"), names)
-    result = "null"
-sys.stdout.flush()
-os.write(1, ("\\n" + task["token"] + result + "\\n").encode())
+_HARNESS = Path(__file__).with_name("code_harness.py")
+# Python's limit of 4,300 digits is lifted, and the program is `__main__`, as it would be by itself.
+_MAIN = """import sys
+getattr(sys, "set_int_max_str_digits", int)(0)
+del sys
+exec(compile(open("solution.py", encoding="utf-8").read(), "solution.py", "exec"))
 """
+_PRELUDE = "\n".join(f"from {name} import *" for name in PRELUDE)
+_NUMBER = re.compile(
+    r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?inf(inity)?|nan", re.IGNORECASE | re.ASCII
+)
+_DIGITS = 4000
+_NO_TESTS = (AttributeError, KeyError, TypeError, ValueError, RecursionError, MemoryError)
+TOLERANCE = Decimal("1e-6")
+_EXACT_ENOUGH = Context(prec=40, Emax=10**17, Emin=-(10**17), traps=[])
+_digits_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -72,7 +63,11 @@ class CodeTest:
     given: Any
     expected: Any = None
     function: str | None = None
-    statement: bool = False
+    statement: Statement | None = None
+
+
+class CannotJudge(ValueError):
+    """The label asks for what cannot be judged, whatever the solution is."""
 
 
 def last_block(response: str) -> str | None:
@@ -85,40 +80,39 @@ def last_block(response: str) -> str | None:
 # --- labels ---------------------------------------------------------------------------------------
 
 
-def read_tests(label: Any) -> list[CodeTest]:
-    """Return the tests of a label. Raises ValueError for anything else."""
-    value = literal_of(label)
-    try:
-        tests = _assertions(value) if isinstance(value, str) else _read(value)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        problem = f" ({error})"
-    else:
-        problem = ""
-    if problem or not tests:
-        raise ValueError(
-            "the label must be tests: {inputs, outputs}, a list of {input, output}, or a list of"
-            f" assertions; got {type(label).__name__} {str(label)[:80]!r}{problem}"
-        )
-    return tests
-
-
-def _assertions(text: str) -> list[CodeTest]:
-    """The assertions of a text, MBPP's, each behind the other statements before it."""
-    tests = []
-    before: list[str] = []
-    try:
-        body = ast.parse(text).body
-    except SyntaxError as error:
-        raise ValueError(f"no Python: {error}") from error
-    for node in body:
-        if isinstance(node, ast.Assert):
-            tests.append(CodeTest("\n".join([*before, ast.unparse(node)]), statement=True))
+def read_tests(label: Any, row: Mapping[str, Any]) -> list[CodeTest]:
+    """Return the tests of a label; `row` has the other columns. Raises ValueError for no tests."""
+    with _any_number_of_digits():
+        try:
+            value = literal_of(label)
+            tests = _read(value, row)
+        except _NO_TESTS as error:
+            problem = f" ({error})"
         else:
-            before.append(ast.unparse(node))
+            problem = ""
+        if problem or not tests:
+            raise ValueError(
+                "the label must be tests: {inputs, outputs}, a list of {input, output}, or a list"
+                f" of assertions; got {type(label).__name__} {str(label)[:80]!r}{problem}"
+            )
     return tests
 
 
-def _read(value: Any) -> list[CodeTest]:
+@contextmanager
+def _any_number_of_digits() -> Iterator[None]:
+    """Lift Python's limit on the digits of integers, for labels: whoever wrote these is trusted."""
+    with _digits_lock:
+        limit = sys.get_int_max_str_digits()
+        sys.set_int_max_str_digits(0)
+        try:
+            yield
+        finally:
+            sys.set_int_max_str_digits(limit)
+
+
+def _read(value: Any, row: Mapping[str, Any]) -> list[CodeTest]:
+    if isinstance(value, str):
+        return [CodeTest(None, statement=one) for one in statements_of(value, row)]
     if isinstance(value, Mapping):
         if value.get("inputs") is None or value.get("outputs") is None:
             raise ValueError("a map of tests has inputs and outputs")
@@ -127,12 +121,12 @@ def _read(value: Any) -> list[CodeTest]:
             raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
         name = value.get("fn_name") or None
         return [_pair(given, wanted, name) for given, wanted in zip(inputs, outputs)]
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise ValueError("expected a map or a list")
     tests = []
     for one in value:
         if isinstance(one, str):
-            tests.append(CodeTest(one, statement=True))
+            tests.append(CodeTest(None, statement=statement_of(one, row)))
         else:
             metadata = one.get("metadata") or {}
             name = one.get("fn_name") or metadata.get("func_name") or None
@@ -177,37 +171,55 @@ def _text(value: Any) -> str:
 # --- programs -------------------------------------------------------------------------------------
 
 
+@cache
+def _harness() -> str:
+    return _HARNESS.read_text(encoding="utf-8")
+
+
 def program_of(test: CodeTest, code: str, token: str, **limits: Any) -> Program:
     """Return what to run; its output is for `passed`."""
-    if test.function is None and not test.statement:
-        return Program(code, stdin=test.given, **limits)
-    task = {
-        "name": test.function,
-        "arguments": None if test.statement else test.given,
-        "statement": test.given if test.statement else None,
-        "prelude": _PRELUDE,
-        "token": token,
-    }
     files = {"solution.py": code.encode("utf-8", "replace")}
-    return Program(_HARNESS, stdin=json.dumps(task), files=files, **limits)
+    if test.function is None and test.statement is None:
+        return Program(_MAIN, stdin=test.given, files=files, **limits)
+    statement = test.statement or Statement("", ())
+    task = {
+        "token": token,
+        "function": test.function,
+        "arguments": test.given,
+        "prelude": "" if test.statement else _PRELUDE,
+        "statement": statement.text,
+        "names": statement.names,
+        "imports": statement.imports,
+    }
+    with _any_number_of_digits():
+        return Program(_harness(), stdin=json.dumps(task), files=files, **limits)
 
 
 def passed(test: CodeTest, output: str, token: str) -> bool:
-    """Tell whether the output of a program that succeeded is right."""
-    if test.function is None and not test.statement:
+    """Tell whether the output of a program that succeeded is right. Raises CannotJudge."""
+    if test.function is None and test.statement is None:
         return same_text(output, test.expected)
-    _, found, result = output.rpartition("\n" + token)
+    _, found, answer = output.rpartition("\n" + token)
     if not found:
         return False
-    if test.statement:
-        return True
     try:
-        value = json.loads(result)
-    except (ValueError, RecursionError):
+        said = json.loads(answer, parse_int=_whole)
+        if "cannot_judge" in said:
+            raise CannotJudge(f"the label cannot be judged: {said['cannot_judge']}")
+        if test.statement is not None:
+            return True
+        value = said["value"]
+        # APPS wraps results into lists; some write a result as its JSON beside arguments
+        with _any_number_of_digits():
+            results = (test.expected, _decoded(test.expected))
+        return any(same_value(one, result) for one in (value, [value]) for result in results)
+    except RecursionError:
         return False
-    # APPS wraps results into lists; some write a result as its JSON beside arguments that are none
-    results = (test.expected, _decoded(test.expected))
-    return any(same_value(one, result) for one in (value, [value]) for result in results)
+
+
+def _whole(text: str) -> int | Decimal:
+    """A number of a solution's, which may have so many digits that `int` would take minutes."""
+    return int(text) if len(text) < _DIGITS else Decimal(text)
 
 
 def same_text(output: str, expected: str) -> bool:
@@ -216,24 +228,38 @@ def same_text(output: str, expected: str) -> bool:
     if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
         return False
     return all(
-        one == other or _close(one, other) for pair in zip(*lines) for one, other in zip(*pair)
+        one == other or _same_number(one, other)
+        for pair in zip(*lines)
+        for one, other in zip(*pair)
     )
 
 
-def _close(one: str, other: str) -> bool:
+def _same_number(one: str, other: str) -> bool:
+    if not _NUMBER.fullmatch(one) or not _NUMBER.fullmatch(other):
+        return False
     try:
         # whole numbers must be equal in all digits, however they are written
-        if not any(mark in other for mark in ".eE"):
-            return Decimal(one) == Decimal(other)
-        return math.isclose(float(one), float(other), rel_tol=1e-6, abs_tol=1e-9)
-    except (ValueError, InvalidOperation):
+        return _close(Decimal(one), Decimal(other), exact=not any(mark in other for mark in ".eE"))
+    except InvalidOperation:
+        # an exponent that no number has
         return False
+
+
+def _close(value: Decimal, expected: Decimal, *, exact: bool) -> bool:
+    """As judges of contests have it: 1e-6, absolute or relative to what is expected."""
+    if value.is_nan() or expected.is_nan():
+        return value.is_nan() and expected.is_nan()
+    if exact or value.is_infinite() or expected.is_infinite():
+        return value == expected
+    tolerance = _EXACT_ENOUGH.multiply(TOLERANCE, max(Decimal(1), expected.copy_abs()))
+    return _EXACT_ENOUGH.subtract(value, expected).copy_abs() <= tolerance
 
 
 def same_value(value: Any, expected: Any) -> bool:
     """Compare values of JSON; decimals may differ in their last digits."""
-    if isinstance(expected, float) and isinstance(value, float | int):
-        return math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
+    if isinstance(value, int | float | Decimal) and isinstance(expected, int | float):
+        # True is 1 and 2.0 is 2, as an assertion would say
+        return _close(Decimal(value), Decimal(expected), exact=not isinstance(expected, float))
     if isinstance(expected, list | tuple):
         return (
             isinstance(value, list)
@@ -246,6 +272,4 @@ def same_value(value: Any, expected: Any) -> bool:
             and value.keys() == {str(key) for key in expected}
             and all(same_value(value[str(key)], expected[key]) for key in expected)
         )
-    if isinstance(value, bool | int | float) and isinstance(expected, bool | int):
-        return value == expected  # True is 1 and 2.0 is 2, as an assertion would say
     return type(value) is type(expected) and bool(value == expected)

@@ -1,0 +1,162 @@
+"""Reads assertions, as MBPP and HumanEval write them: into tests, and what each has of the solution.
+
+A test is executed apart from the solution, so every name in it is Python's, the test's own, or the
+solution's. Only the last are asked of the solution: with a `len` or `isclose` of its own it could
+say what is equal.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+# What solutions in the style of LeetCode take for granted; last what `math` hides, `pow`.
+PRELUDE = (
+    *("typing", "collections", "heapq", "bisect", "itertools", "functools", "math"),
+    "builtins",
+)
+MORE = ("copy", "datetime", "decimal", "fractions")
+ALIASES = {"np": "numpy", "pd": "pandas"}
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A text that must not raise, the names that it takes from the solution, and its imports."""
+
+    text: str
+    names: tuple[str, ...]
+    imports: str = ""
+
+
+def statements_of(text: str, row: Mapping[str, Any]) -> list[Statement]:
+    """Return a test for each assertion of a text, behind the other statements before it.
+
+    What stands behind the last assertion and asserts too, as a loop or `check(function)` do, is one
+    more test. Raises ValueError for what is no test.
+    """
+    body, entry = _parsed(text, row)
+    tests: list[Statement] = []
+    before: list[ast.stmt] = []
+    last = 0
+    for at, node in enumerate(body):
+        if isinstance(node, ast.Assert):
+            tests.append(_statement([*before, node], entry))
+            last = at + 1
+        else:
+            before.append(node)
+    acts = any(not isinstance(node, DEFINITIONS) for node in body[last:])
+    if acts and any(isinstance(inner, ast.Assert) for node in before for inner in ast.walk(node)):
+        tests.append(_statement(before, entry))
+    return tests
+
+
+def statement_of(text: str, row: Mapping[str, Any]) -> Statement:
+    """Return a text as one test. Raises ValueError for what is no test."""
+    return _statement(*_parsed(text, row))
+
+
+def _parsed(text: str, row: Mapping[str, Any]) -> tuple[list[ast.stmt], str]:
+    """The statements; and what HumanEval's `check` tests, which only the row's column names."""
+    try:
+        body = ast.parse(text).body
+    except SyntaxError as error:
+        raise ValueError(f"no Python: {error}") from error
+    wanted = {name for one in body for node in ast.walk(one) for name in _wanted(node)}
+    defined = {name for one in body for name in _bound(one)}
+    if "check" not in defined or "check" in wanted:
+        return body, ""
+    entry = row.get("entry_point")
+    if not isinstance(entry, str):
+        raise ValueError(
+            "check(candidate) is defined and never called: end the text with check(FUNCTION), or"
+            " have the function's name in the column entry_point"
+        )
+    return [*body, *ast.parse(f"check({entry})").body], entry
+
+
+def _statement(body: Sequence[ast.stmt], entry: str) -> Statement:
+    text = "\n".join(map(ast.unparse, body))
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    bound = {name for node in nodes for name in _bound(node)}
+    # in the order of the text
+    free = dict.fromkeys(name for node in nodes for name in _wanted(node) if name not in bound)
+    modules = {
+        node.value.id
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    imports = {name: _import_of(name, name in modules) for name in free if name != entry}
+    names = [name for name in free if imports.get(name) is None]
+    if not names:
+        # MBPP has functions that are called `sum`: the first call in which there is no other
+        calls = [node for node in nodes if isinstance(node, ast.Call) and _is_innermost(node)]
+        found = [c.func.id for c in calls if isinstance(c.func, ast.Name) and c.func.id in imports]
+        names = found[:1]
+    if not names:
+        raise ValueError(f"nothing of a solution is tested by {text[:80]!r}")
+    lines = [line for name, line in imports.items() if line and name not in names]
+    return Statement(text, tuple(names), "\n".join(lines))
+
+
+def _is_innermost(call: ast.Call) -> bool:
+    return sum(isinstance(node, ast.Call) for node in ast.walk(call)) == 1
+
+
+def _wanted(node: ast.AST) -> list[str]:
+    """The names that must come from somewhere for this node."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        return [node.id]
+    if isinstance(node, ast.ImportFrom) and node.module == "solution":
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names if alias.name == "solution"]
+    return []
+
+
+def _bound(node: ast.AST) -> list[str]:
+    """The names that this node gives a meaning."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()):
+            return [name]
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return [name]
+        case ast.ClassDef(name=name) | ast.arg(arg=name):
+            return [name]
+        case ast.ExceptHandler(name=str(name)):
+            return [name]
+        case ast.Import(names=aliases) if aliases[0].name != "solution":
+            return [(alias.asname or alias.name).partition(".")[0] for alias in aliases]
+        case ast.ImportFrom(module=module, names=aliases) if module != "solution":
+            return [alias.asname or alias.name for alias in aliases]
+        case ast.ImportFrom(names=aliases):
+            return [alias.asname for alias in aliases if alias.asname]
+    return []
+
+
+def _import_of(name: str, is_module: bool) -> str | None:
+    """How a test gets a name of Python's own; empty if it has it, None if it is no such name."""
+    if hasattr(builtins, name):
+        return ""
+    if is_module and name in ALIASES:
+        return f"import {ALIASES[name]} as {name}"
+    if is_module and name in sys.stdlib_module_names:
+        return f"import {name}"
+    module = _modules_of_names().get(name)
+    return None if module is None else f"from {module} import {name}"
+
+
+@cache
+def _modules_of_names() -> Mapping[str, str]:
+    found: dict[str, str] = {}
+    for module in (*PRELUDE, *MORE):
+        known = importlib.import_module(module)
+        public = getattr(known, "__all__", [name for name in dir(known) if name[0] != "_"])
+        found |= dict.fromkeys(public, module)
+    return found
