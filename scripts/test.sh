@@ -28,6 +28,7 @@ step() {    # step NAME COMMAND...
 step install ./scripts/install.sh dev ray tensorboard wandb plot
 step engine ./scripts/install_sglang.sh
 step chromium ./scripts/install_chromium.sh
+step bubblewrap ./scripts/install_debian.sh bubblewrap bwrap
 if [ -z "$checks" ] || [ "${options[1]}" = "" ]; then step verifiers ./scripts/install_verifiers.sh; fi     # of those tests alone
 PATH="$PWD/.venv/bin:$PATH"
 if [ -n "$checks" ]; then

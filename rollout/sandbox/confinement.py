@@ -58,7 +58,10 @@ class Interpreter:
 
 @cache
 def interpreter(path: str | None) -> Interpreter:
-    """Ask an interpreter, by default our own, where it lives. Raises ConfigError if it cannot."""
+    """Ask an interpreter, by default our own, where it lives.
+
+    Raises ConfigError if it does not start, or lives where it would show programs too much.
+    """
     python = path or sys.executable
     code = "import os, sys; print('\\0'.join([sys.prefix, sys.base_prefix]), end='')"
     try:
@@ -74,11 +77,28 @@ def interpreter(path: str | None) -> Interpreter:
             f"reward.sandbox.python: {python} is no interpreter that starts: {error}"
         ) from error
     real = Path(python).resolve()
-    found = [*answer.stdout.split("\0"), str(real.parent.parent), str(Path(python).parent)]
+    found = [*answer.stdout.split("\0"), str(Path(python).parent)]
+    # a script that starts an interpreter may be anywhere, as in a home folder's bin
+    if is_installation(real.parent.parent):
+        found.append(str(real.parent.parent))
     wanted = [part for one in found for part in (one, os.path.realpath(one))]
     # a link between them, as uv makes, is a folder that must be seen too
     links = [str(Path(os.readlink(python)).parent)] if os.path.islink(python) else []
-    return Interpreter(python, minimal([*wanted, *(p for p in links if os.path.isabs(p))]))
+    folders = minimal([*wanted, *(p for p in links if os.path.isabs(p))])
+    for folder in folders:
+        for kept, what in ((Path.home(), "home folder"), (Path.cwd(), "current folder")):
+            if kept.resolve().is_relative_to(os.path.realpath(folder)):
+                raise ConfigError(
+                    f"reward.sandbox.python: {python} needs {folder}, and with it programs that a"
+                    f" model wrote could read your {what} {kept}; name an interpreter in a folder"
+                    " of its own, as `python -m venv` makes"
+                )
+    return Interpreter(python, folders)
+
+
+def is_installation(folder: Path) -> bool:
+    """Tell whether a folder holds a Python, or an environment of one."""
+    return (folder / "pyvenv.cfg").exists() or any(folder.glob("lib*/python3.*/os.py"))
 
 
 def minimal(folders: Sequence[str]) -> tuple[str, ...]:

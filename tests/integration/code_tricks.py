@@ -63,8 +63,8 @@ class Yes:
     def __contains__(self, other): return True
 """
 
-TRICKS = {
-    # objects that say yes
+# what `f` returns says yes to everything
+VALUES = {
     "equal to everything": "f = lambda x: Yes()",
     "an int that is equal": "class I(int):\n    __eq__ = Yes.__eq__; __ne__ = Yes.__ne__\n"
     "    __sub__ = Yes.__sub__; __hash__ = int.__hash__; __lt__ = Yes.__lt__\nf = lambda x: I(3)",
@@ -88,6 +88,10 @@ TRICKS = {
     "infinite": "f = lambda x: float('inf')",
     "a huge exponent": "from decimal import Decimal\nf = lambda x: Decimal('1e999999999')",
     "a mock": "from unittest.mock import ANY, MagicMock\nf = lambda x: ANY",
+}
+
+# the harness, its files, its token, or the process around it
+ATTACKS = {
     # the end comes before the test
     "sys.exit": "sys.exit(0)",
     "SystemExit when called": "def f(x): raise SystemExit(0)",

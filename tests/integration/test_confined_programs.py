@@ -1,14 +1,14 @@
 """Programs in a sandbox: nothing leaks, nothing survives, and the next program runs.
 
-`unshare` is tested on every machine, `bubblewrap` where it is installed. What namespaces forbid is
-also tried under `rlimits`, which does not forbid it: so the attempts are real ones.
+`unshare` and `bubblewrap` are both needed: `scripts/install_debian.sh bubblewrap bwrap` brings the second.
+What namespaces forbid is also tried under `rlimits`, which does not forbid it: so the attempts are
+real ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,7 +27,7 @@ from rollout.sandbox.build import build_sandbox
 from tests.limits import adopting_orphans
 from tests.process_facts import command_of
 
-NAMESPACES = ["unshare", *(["bubblewrap"] if shutil.which("bwrap") else [])]
+NAMESPACES = ["unshare", "bubblewrap"]
 ALL = [*NAMESPACES, "rlimits"]
 LIMIT_S = 300.0
 
@@ -145,6 +145,47 @@ def test_no_network(kind: str) -> None:
         targets = [("127.0.0.1", server.getsockname()[1])]
         (found,) = run(kind, NETWORK.format(targets=targets))
     assert found.stdout == ("['127.0.0.1']\n" if kind == "rlimits" else "[]\n")
+
+
+KEYS = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+join, search, read, session = 1, 10, 11, -3
+def keyctl(*args): return libc.syscall({number}, *args)
+if len(sys.argv) > 1:
+    keyctl(join, b"of-the-trainer")
+    libc.syscall({add}, b"user", b"ticket", b"SECRET", 6, session)
+    import os
+    os.execv(sys.executable, [sys.executable, "-c", sys.argv[1], *sys.argv[2:]])
+buffer = ctypes.create_string_buffer(64)
+keyctl(read, keyctl(search, session, b"user", b"ticket", 0), buffer, 64)
+print(buffer.value)
+"""
+NUMBERS = {"x86_64": {"number": 250, "add": 248}, "aarch64": {"number": 219, "add": 217}}
+
+PRINTS = """
+import asyncio, sys
+from rlcore.config.sections.sandbox import SandboxConfig
+from rollout.sandbox.base import Program
+from rollout.sandbox.build import build_sandbox
+
+async def main():
+    sandbox = build_sandbox(SandboxConfig(kind=sys.argv[1]))
+    print((await sandbox.run(Program(sys.argv[2], timeout_s=20))).stdout, end="")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_no_key_of_the_session_is_read(kind: str) -> None:
+    """No namespace has keyrings of its own. The key is there: who has it reads it."""
+    keys = KEYS.format(**NUMBERS[os.uname().machine])
+    holder = [sys.executable, "-c", keys]
+    found = subprocess.run([*holder, keys], capture_output=True, text=True, check=True)
+    assert found.stdout == "b'SECRET'\n"
+    found = subprocess.run([*holder, PRINTS, kind, keys], capture_output=True, text=True, check=True)
+    assert found.stdout == "b''\n", found.stderr
 
 
 FILES = """

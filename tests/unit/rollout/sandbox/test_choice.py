@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
 from rlcore.config.sections.sandbox import SandboxConfig
+from rlcore.errors import ConfigError
 from rollout.sandbox.build import build_sandbox
 from rollout.sandbox.confinement import Bubblewrap, Confinement, Unshare, interpreter, minimal
 
@@ -34,6 +37,50 @@ def test_command_lines(monkeypatch: pytest.MonkeyPatch, root: bool) -> None:
 def test_folders_that_others_hold_are_not_shown_twice() -> None:
     found = minimal(["/opt/env", "/opt/env/lib", "/usr/lib/python", "/opt/environment", "/opt/env"])
     assert found == ("/opt/env", "/opt/environment")
+
+
+def script(folder: Path) -> str:
+    """An interpreter that is a script, as people have them in a bin of their own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "python3"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_script_in_a_home_folder_shows_its_own_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = script(tmp_path / "bin")
+    seen = interpreter(path).folders
+    assert str(tmp_path / "bin") in seen
+    for hidden in (tmp_path, tmp_path / ".ssh" / "id_ed25519"):
+        assert not any(hidden.is_relative_to(folder) for folder in seen)
+
+
+@pytest.mark.parametrize("place", [".", "a/b"])
+def test_an_interpreter_that_would_show_a_home_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """By the folder that it is in, or by what it says its installation is."""
+    monkeypatch.setenv("HOME", str(tmp_path / place))
+    path = script(tmp_path)
+    with pytest.raises(ConfigError, match=r"reward.sandbox.python: .* could read your home folder"):
+        interpreter(path)
+    # an installation in the home folder itself: python built with --prefix=$HOME
+    (tmp_path / "lib" / "python3.11").mkdir(parents=True)
+    (tmp_path / "lib" / "python3.11" / "os.py").touch()
+    with pytest.raises(ConfigError, match="could read your home folder"):
+        interpreter(script(tmp_path / "bin"))
+
+
+def test_an_interpreter_that_would_show_the_current_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="your current folder"):
+        interpreter(script(tmp_path))
 
 
 def test_wrong_configurations() -> None:

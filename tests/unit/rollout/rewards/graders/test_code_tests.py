@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,8 +41,8 @@ PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 )
 def test_standard_input_and_output(label: object) -> None:
     expected = [CodeTest("1 2\n", "3\n"), CodeTest("3 4\n", "7\n")]
-    assert read_tests(label) == expected
-    assert read_tests(label if isinstance(label, str) else repr(label)) == expected
+    assert read_tests(label, {}) == expected
+    assert read_tests(label if isinstance(label, str) else repr(label), {}) == expected
 
 
 @pytest.mark.parametrize(
@@ -52,33 +54,16 @@ def test_standard_input_and_output(label: object) -> None:
     ],
 )
 def test_calls(label: object) -> None:
-    assert read_tests(label) == [CodeTest([1, [2, 3]], [4], "add")]
-
-
-@pytest.mark.parametrize(
-    "label", [["assert f(1) == 2"], json.dumps(["assert f(1) == 2"]), "assert f(1) == 2\n"]
-)
-def test_statements(label: object) -> None:
-    assert read_tests(label) == [CodeTest("assert f(1) == 2", statement=True)]
-
-
-def test_assertions_of_a_text_have_what_stands_before_them() -> None:
-    text = "import math\nx = 3\nassert math.isclose(f(x), 1)\nassert f(1) == [\n    1,\n    2,\n]\n"
-    first, second = read_tests(text)
-    assert first.given == "import math\nx = 3\nassert math.isclose(f(x), 1)"
-    assert second.given == "import math\nx = 3\nassert f(1) == [1, 2]"
-    with pytest.raises(ValueError, match="the label must be tests"):
-        read_tests("assert f(1) == [")
-    with pytest.raises(ValueError, match="the label must be tests"):
-        read_tests("def check(f): assert f(1)")
+    assert read_tests(label, {}) == [CodeTest([1, [2, 3]], [4], "add")]
 
 
 def test_a_text_that_looks_like_json_is_the_result_as_it_is() -> None:
-    [test] = read_tests({"fn_name": "add", "inputs": [["11", "123"]], "outputs": ["134"]})
+    [test] = read_tests({"fn_name": "add", "inputs": [["11", "123"]], "outputs": ["134"]}, {})
     assert test.expected == "134"
-    for result in ('"134"', "134"):  # the second where the label has JSON
-        assert passed(test, f"\ntoken{result}", "token")
-    assert not passed(test, '\ntoken"135"', "token")
+    # the second where the label has JSON
+    for result in ('"134"', "134"):
+        assert passed(test, said(result, "token"), "token")
+    assert not passed(test, said('"135"', "token"), "token")
 
 
 @pytest.mark.parametrize(
@@ -94,11 +79,18 @@ def test_a_text_that_looks_like_json_is_the_result_as_it_is() -> None:
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ([{"input": "1"}], "'output'"),
         ({"inputs": ["x y"], "outputs": ["1"], "fn_name": "f"}, "the label must be tests"),
+        ("assert f(1) == [", "the label must be tests.*no Python"),
+        (["assert f(1) == 2", "assert f(1) == ["], "no Python"),
+        ("def check(candidate): assert candidate(1)", "column entry_point"),
+        (["assert True"], "nothing of a solution is tested by 'assert True'"),
+        ("def f(x): return x\nassert f(1) == 1", "nothing of a solution is tested"),
+        ("[" * 100_000, "the label must be tests"),
+        ("assert f(" + "-" * 100_000 + "1)", "the label must be tests"),
     ],
 )
 def test_other_labels_are_refused(label: object, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        read_tests(label)
+        read_tests(label, {})
 
 
 @pytest.mark.parametrize(
@@ -134,6 +126,27 @@ def test_the_last_block(response: str, code: str | None) -> None:
         ("", "", True),
         ("1", "", False),
         ("x.", "1.", False),
+        ("0.000000", "0.0000004", True),
+        ("0.000002", "0.0000004", False),
+        ("1000000.9", "1000000.0", True),
+        ("1000002.1", "1000000.0", False),
+        ("1" + "0" * 400, "0.5", False),
+        ("7" * 5000, "7" * 5000 + ".0", True),
+        ("7" * 5000, "7" * 4999 + "8", False),
+        ("1e400", "1e500", False),
+        ("1e999999999", "0.5", False),
+        ("1e999999999", "1e999999999.", False),
+        ("1e99999999999999999999", "0.5", False),
+        ("1e-999999999", "0.0", True),
+        ("inf", "1e400", False),
+        ("inf", "Infinity", True),
+        ("-inf", "inf", False),
+        ("nan", "NaN", True),
+        ("nan", "1.5", False),
+        ("snan", "nan", False),
+        ("1_000.0", "1000.0", False),
+        ("(1+2j)", "(1+2j)", True),
+        ("(1+2j)", "1.0", False),
     ],
 )
 def test_same_text(output: str, expected: str, same: bool) -> None:
@@ -152,25 +165,71 @@ def test_same_text(output: str, expected: str, same: bool) -> None:
         ({"1": 2}, {1: 2}, True),
         ([1], [1, 2], False),
         (None, None, True),
+        (10**400, 0.5, False),
+        (0.5, 10**400, False),
+        (0.0000004, 0.0, True),
+        (0.000002, 0.0, False),
+        (float("nan"), float("nan"), True),
+        (float("inf"), float("inf"), True),
+        (float("inf"), 1e308, False),
+        (1e308, float("-inf"), False),
+        ([], 0.0, False),
     ],
 )
 def test_same_value(value: object, expected: object, same: bool) -> None:
     assert same_value(value, expected) is same
 
 
+def said(result: str, token: str = "TOKEN") -> str:
+    """What the harness writes last."""
+    return f'noise\n\n{token}{{"value": {result}}}\n'
+
+
 def test_an_output_before_the_token_is_the_programs_own() -> None:
     test = CodeTest([1], 2, "f")
-    assert passed(test, "noise\n\nTOKEN2\n", "TOKEN")
-    assert passed(CodeTest([1], [2], "f"), "\nTOKEN2\n", "TOKEN")  # as APPS wraps them
+    assert passed(test, said("2"), "TOKEN")
+    # as APPS wraps them
+    assert passed(CodeTest([1], [2], "f"), said("2"), "TOKEN")
     assert not passed(test, "2\n", "TOKEN")
-    assert not passed(test, "\nTOKENnonsense", "TOKEN")
-    assert not passed(CodeTest("assert True", statement=True), "", "TOKEN")
+    assert not passed(test, said("2", "other"), "TOKEN")
+    assert not passed(read_tests(["assert f(1)"], {})[0], "", "TOKEN")
+
+
+def test_a_result_of_any_depth_or_length_is_judged() -> None:
+    assert not passed(CodeTest([1], 2, "f"), said("[" * 100_000 + "]" * 100_000), "TOKEN")
+    assert not passed(CodeTest([1], 2, "f"), said("7" * 100_000), "TOKEN")
+    for depth in (1, 50, 100, 300, 900, 2000, 20_000):
+        nested: Any = []
+        for _ in range(depth):
+            nested = [nested]
+        text = "[" * (depth + 1) + "]" * (depth + 1)
+        assert passed(CodeTest([1], nested, "f"), said(text), "TOKEN") or depth > 100
 
 
 def test_what_is_expected_does_not_enter_the_sandbox() -> None:
     program = program_of(CodeTest([1], "EXPECTED", "f"), "code", "TOKEN")
     assert "EXPECTED" not in str(program)
     assert program.files == {"solution.py": b"code"}
+
+
+def test_the_limit_of_digits_is_lifted_for_labels_alone() -> None:
+    digits = "7" * 5000
+    labels = [
+        {"inputs": [digits], "outputs": [digits], "fn_name": "f"},
+        f'{{"inputs": [[{digits}]], "outputs": [{digits}], "fn_name": "f"}}',
+        f'{{"inputs": [{digits}], "outputs": [{digits}]}}',
+        f"assert f({digits}) == {digits}",
+    ]
+    for label in labels:
+        (test,) = read_tests(label, {})
+        assert digits in program_of(test, "code", "TOKEN").stdin
+    (test,) = read_tests(labels[1], {})
+    assert passed(test, said(digits), "TOKEN")
+    assert not passed(test, said(digits[:-1] + "8"), "TOKEN")
+    with pytest.raises(ValueError, match="got int '"):
+        read_tests(7**6000, {})
+    with pytest.raises(ValueError, match="4300 digits"):
+        int(digits)
 
 
 CLASS = """
@@ -194,7 +253,11 @@ def f(x):
         ("def f(a): return [pow(3, a), gcd(4, 6), sqrt(4)]", CodeTest([40], [3**40, 2, 2], "f")),
         ("def f(n): return 0 if n == 0 else 1 + f(n - 1)", CodeTest([20_000], 20_000, "f")),
         (CLASS, CodeTest([3], 3, "f")),
-        (CLASS, CodeTest("assert f(3) == 3", statement=True)),
+        ("class Solution:\n    def merge(self, a): return a[::-1]", CodeTest([[1]], [1], "merge")),
+        ("def f(n): return 7**n", CodeTest([6000], 7**6000, "f")),
+        (CLASS, read_tests(["assert f(3) == 3"], {})[0]),
+        ("print(7 ** 6000 > int(input()))", CodeTest("7" * 5000, "True")),
+        ("print(__name__, end='')", CodeTest("", "__main__")),
     ],
 )
 def test_what_a_right_solution_takes_for_granted(code: str, test: CodeTest, tmp_path: Path) -> None:
