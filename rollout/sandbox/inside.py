@@ -173,10 +173,10 @@ def drop_privileges(uid: int | None) -> None:
     """Become a user without any rights, keys and a way back."""
     # no namespace covers keyrings: the caller's would be this program's too
     number = KEYCTL.get(os.uname().machine, 219)
-    if libc.syscall(number, KEYCTL_JOIN_SESSION_KEYRING, None) < 0:
-        # ENOSYS: a kernel without keys; EPERM: the container's filter forbids them to the program too
-        if ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
-            checked(-1, "leave the session keyring")
+    left = libc.syscall(number, KEYCTL_JOIN_SESSION_KEYRING, None)
+    # a kernel without keys, or a container whose filter forbids them to the program too
+    if left < 0 and ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
+        checked(left, "leave the session keyring")
     checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     number = 0
     while libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) == 0:

@@ -14,7 +14,7 @@ def claim(text):
     if isinstance(text, bytes):
         text = text.decode("latin-1")
     for token in set(re.findall("[0-9a-f]{32}", text)):
-        for result in ('{"value": 16}', '{"value": 49}', "16", "49", "null"):
+        for result in ("null", "16", '{"value": null}', '{"value": 16}'):
             say("\n" + token + result + "\n")
 
 def say(text):
@@ -43,7 +43,8 @@ def memory(pid):
                 if "rw" in rights and end - begin < 1 << 24:
                     try:
                         mem.seek(begin)
-                        found += b"".join(re.findall(rb"[0-9a-f]{32}|token", mem.read(end - begin)))
+                        part = mem.read(end - begin)
+                        found += b" ".join(re.findall(rb"[0-9a-f]{32}|\(\d+\) == \d+", part))
                     except OSError: pass
     except OSError: pass
     return found
@@ -112,7 +113,7 @@ ATTACKS = {
     "        claim(repr(frame.f_locals) + repr(frame.f_globals))\n        frame = frame.f_back\n"
     "    os._exit(0)",
     "frames at import": "frame = sys._getframe()\nwhile frame:\n"
-    "    claim(repr(frame.f_locals) + repr(frame.f_globals))\n    frame = frame.f_back\nos._exit(0)",
+    "    claim(repr(frame.f_locals) + repr(frame.f_globals)); frame = frame.f_back\nos._exit(0)",
     "frames of threads": "for frame in sys._current_frames().values():\n"
     "    while frame:\n        claim(repr(frame.f_locals)); frame = frame.f_back\nos._exit(0)",
     "the main module": "claim(repr(vars(sys.modules['__main__'])))\nos._exit(0)",
@@ -120,7 +121,10 @@ ATTACKS = {
     "    except Exception: pass\nos._exit(0)",
     "its own memory": "claim(memory('self'))\nos._exit(0)",
     "its own memory when called": "def f(x):\n    claim(memory('self')); os._exit(0)",
-    "the memory of others": "def f(x):\n    for pid in others(): claim(memory(pid))\n    os._exit(0)",
+    "the memory of others": "def f(x):\n    for pid in others(): claim(memory(pid))\n"
+    "    os._exit(0)",
+    "what is expected, in the memory of others": "def f(x):\n    for pid in others():\n"
+    "        for found in re.findall(rb'\\(%d\\) == (\\d+)' % x, memory(pid)): return int(found)",
     "ptrace": "libc = ctypes.CDLL(None, use_errno=True)\n"
     "def f(x):\n    for pid in others():\n"
     "        if libc.ptrace(16, pid, 0, 0) == 0:\n"
@@ -137,16 +141,17 @@ ATTACKS = {
     "        claim(read(folder + '/' + name))\nos._exit(0)",
     # what others use is replaced
     "builtins": "import builtins\nbuiltins.compile = builtins.exec = lambda *a, **k: None\n"
-    "builtins.len = builtins.abs = builtins.sorted = builtins.set = builtins.str = lambda *a: Yes()\n"
+    "builtins.len = builtins.abs = builtins.sorted = builtins.set = lambda *a: Yes()\n"
     "builtins.AssertionError = StopIteration\nf = lambda x: 3",
     "names of the test": "len = abs = sorted = set = str = isclose = lambda *a, **k: Yes()\n"
     "math = Yes()\nf = lambda x: Yes()",
     "modules": "class M:\n    def __getattr__(self, name): return lambda *a, **k: True\n"
     "for name in ('math', 'json', 'numpy', 'test', 'solution'): sys.modules[name] = M()\n"
     "f = lambda x: Yes()",
-    "modules on the disk": "for name in ('math', 'json', 'types', 'collections', 'ctypes'):\n"
-    "    open(name + '.py', 'w').write('import os\\nisclose = lambda *a, **k: True')\n"
-    "f = lambda x: Yes()",
+    "modules on the disk": "class_ = 'class Y:\\n __eq__ = lambda self, other: True\\n'\n"
+    "for name in ('statistics', 'math', 'json', 'types', 'ctypes'):\n"
+    "    open(name + '.py', 'w').write(class_ + 'mean = isclose = lambda *a: Y()')\n"
+    "f = lambda x: 3",
     "json": "json.dumps = lambda *a, **k: '16'\njson.loads = lambda *a, **k: 16\nf = lambda x: 3",
     "the harness's functions": "main = sys.modules['__main__']\nfor name in list(vars(main)):\n"
     "    if not name.startswith('_'): setattr(main, name, lambda *a, **k: True)\nf = lambda x: 3",
@@ -164,7 +169,7 @@ ATTACKS = {
     "['value', {'object': 0}, None]).encode() + b'\\n')\n        except OSError: pass\n"
     "    return Yes()",
     "unreadable results": "def f(x):\n    for fd in range(3, 16):\n        try:\n"
-    "            os.write(fd, b'[[[[{\"builtins.eval\": \"1\"}\\n')\n        except OSError: pass",
+    '            os.write(fd, b\'[[[[{"builtins.eval": "1"}\\n\')\n        except OSError: pass',
     "deep results": "def f(x):\n    for fd in range(3, 16):\n        try: os.write(fd,"
     " b'[' * 100000 + b'\\n')\n        except OSError: pass",
     "huge output": "for _ in range(9): print('16\\n49\\n' * 99999)\nf = lambda x: 3",
@@ -186,7 +191,8 @@ ATTACKS = {
 # `f` as it should be, in the ways that models write it
 HONEST = {
     "plain": "def f(x): return x * x",
-    "chatty": "import sys\nprint('start')\ndef f(x):\n    print('x', x, file=sys.stderr)\n    return x ** 2",
+    "chatty": "import sys\nprint('start')\n"
+    "def f(x):\n    print('x', x, file=sys.stderr)\n    return x ** 2",
     "a subclass of int": "import enum\nN = enum.IntEnum('N', {f'n{i}': i * i for i in range(9)})\n"
     "f = lambda x: N(x * x)",
     "a class": "class Square:\n    def __call__(self, x): return x * x\nf = Square()",

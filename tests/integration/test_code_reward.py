@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,35 @@ def test_statements() -> None:
     batch = [sample("def add(a, b): return a + b", STATEMENTS), sample("add = min", STATEMENTS)]
     assert score(*batch) == [1.0, 0.0]
     assert score(*batch, score="share") == [1.0, 0.0]
+
+
+def test_the_column_of_the_entry_point_names_what_a_check_is_for() -> None:
+    label = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    batch = [sample("def add(a, b): return a + b", label), sample("add = min", label)]
+    for one in batch:
+        one.metadata["entry_point"] = "add"
+    assert score(*batch) == [1.0, 0.0]
+
+
+def test_a_label_that_cannot_be_judged_is_an_error_and_no_wrong_answer() -> None:
+    one = sample("def call(f): return f(1)", ["assert call(lambda x: x) == 1"])
+    assert score(one) == [-9.0]
+    assert "gives the solution a function" in one.metadata["reward_error"]
+
+
+def test_numbers_of_more_than_4300_digits() -> None:
+    power = {"inputs": ["7 6000"], "outputs": [str(Decimal(7**6000))]}
+    program = "a, b = map(int, input().split())\nprint(a ** b)"
+    echo = {"inputs": power["outputs"], "outputs": power["outputs"]}
+    function = {"inputs": ["7\n6000"], "outputs": power["outputs"], "fn_name": "f"}
+    batch = [
+        sample(program, power),
+        sample("print(int(input()))", echo),
+        sample("def f(a, b): return a ** b", function),
+        sample("def f(a, b): return a ** b", [f"assert f(7, 6000) == {power['outputs'][0]}"]),
+        sample("def f(a, b): return a ** b + 1", function),
+    ]
+    assert score(*batch) == [1.0, 1.0, 1.0, 1.0, 0.0]
 
 
 CHEATS = [

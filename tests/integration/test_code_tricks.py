@@ -14,12 +14,14 @@ from tests.integration.code_tricks import ATTACKS, HELPERS, HONEST, VALUES
 from tests.integration.test_code_reward import sample, score
 
 CHECK = """
+from statistics import mean
+
 METADATA = {"author": "x"}
 
 
 def check(candidate):
-    assert candidate(4) == 16, "the first"
-    assert [candidate(x) for x in (2, 3)] == [4, 9]
+    assert mean([candidate(4), 0]) == 8, "the first"
+    assert mean([candidate(x) for x in (2, 3)]) == 6.5
 
 
 check(f)

@@ -1,8 +1,8 @@
 """Programs in a sandbox: nothing leaks, nothing survives, and the next program runs.
 
-`unshare` and `bubblewrap` are both needed: `scripts/install_debian.sh bubblewrap bwrap` brings the second.
-What namespaces forbid is also tried under `rlimits`, which does not forbid it: so the attempts are
-real ones.
+`unshare` and `bubblewrap` are both needed: `scripts/install_debian.sh bubblewrap bwrap` brings the
+second. What namespaces forbid is also tried under `rlimits`, which does not forbid it: so the
+attempts are real ones.
 """
 
 from __future__ import annotations
@@ -184,7 +184,9 @@ def test_no_key_of_the_session_is_read(kind: str) -> None:
     holder = [sys.executable, "-c", keys]
     found = subprocess.run([*holder, keys], capture_output=True, text=True, check=True)
     assert found.stdout == "b'SECRET'\n"
-    found = subprocess.run([*holder, PRINTS, kind, keys], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [*holder, PRINTS, kind, keys], capture_output=True, text=True, check=True
+    )
     assert found.stdout == "b''\n", found.stderr
 
 

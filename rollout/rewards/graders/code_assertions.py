@@ -1,4 +1,4 @@
-"""Reads assertions, as MBPP and HumanEval write them: into tests, and what each has of the solution.
+"""Splits assertions, as MBPP and HumanEval write them, into tests.
 
 A test is executed apart from the solution, so every name in it is Python's, the test's own, or the
 solution's. Only the last are asked of the solution: with a `len` or `isclose` of its own it could

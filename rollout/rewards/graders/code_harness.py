@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
 
 
 class CannotJudge(BaseException):
-    """The test gives the solution what cannot cross; no handler of the test's takes it for an error."""
+    """The test gives the solution what cannot cross; no handler in the test catches it."""
 
 
 class Remote:
@@ -202,7 +202,7 @@ class Remote:
         return self._ask("repr")
 
     def __eq__(self, other: object) -> bool:
-        raise TypeError("an object of a class of the solution cannot be compared, only plain values")
+        raise TypeError("an object of the solution's cannot be compared, only plain values")
 
 
 class Link:
@@ -300,7 +300,7 @@ def hide() -> None:
     # ctypes itself takes 4 ms to import
     import _ctypes
 
-    prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")
+    prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]
     if _ctypes.call_function(prctl, (PR_SET_DUMPABLE, 0, 0, 0, 0)) != 0:
         fail("this process cannot be hidden from the solution's")
     # the solution can write here, and send signals

@@ -66,7 +66,7 @@ class CodeTest:
     statement: Statement | None = None
 
 
-class CannotJudge(ValueError):
+class CannotJudge(Exception):
     """The label asks for what cannot be judged, whatever the solution is."""
 
 
@@ -204,16 +204,17 @@ def passed(test: CodeTest, output: str, token: str) -> bool:
         return False
     try:
         said = json.loads(answer, parse_int=_whole)
-        if "cannot_judge" in said:
-            raise CannotJudge(f"the label cannot be judged: {said['cannot_judge']}")
+        reason, value = said.get("cannot_judge"), said.get("value")
+        if reason is not None:
+            raise CannotJudge(f"the label cannot be judged: {reason}")
         if test.statement is not None:
             return True
-        value = said["value"]
         # APPS wraps results into lists; some write a result as its JSON beside arguments
         with _any_number_of_digits():
             results = (test.expected, _decoded(test.expected))
         return any(same_value(one, result) for one in (value, [value]) for result in results)
-    except RecursionError:
+    except (AttributeError, ValueError, RecursionError):
+        # too deep, or of a solution that came by the token
         return False
 
 

@@ -30,7 +30,7 @@ from tests.integration.code_tricks import HELPERS, HONEST, VALUES
 
 @pytest.fixture(autouse=True)
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder for the solution, no module of it afterwards, and failures that do not end pytest."""
+    """A folder for the solution, none of its modules later, and failures that do not end pytest."""
 
     def failed(reason: str) -> None:
         raise AssertionError(reason)
@@ -77,7 +77,7 @@ def passes(statement: str, code: str, row: dict[str, Any] | None = None) -> list
     for test in read_tests(statement, row or {}):
         try:
             run(test, code)
-        except Exception:
+        except Exception:  # noqa: BLE001 - by whatever the test fails
             found.append(False)
         else:
             found.append(True)
@@ -129,9 +129,9 @@ FORMS = [
 @pytest.mark.parametrize("statement", FORMS)
 def test_no_value_says_yes_and_honest_ones_do(statement: str) -> None:
     tricks = {name: passes(statement, f"{HELPERS}\n{code}") for name, code in VALUES.items()}
-    assert tricks == dict.fromkeys(VALUES, [False])
-    honest = {name: passes(statement, code) for name, code in HONEST.items() if "stderr" not in code}
-    assert honest == dict.fromkeys(honest, [True])
+    assert tricks == {name: [False] for name in VALUES}
+    honest = {name: passes(statement, code) for name, code in HONEST.items()}
+    assert honest == {name: [True] for name in HONEST}
 
 
 def test_a_check_is_for_the_column_of_the_entry_point() -> None:
@@ -188,8 +188,16 @@ def test_objects_of_the_solution_are_used_and_not_compared(statement: str, right
         ("def f(a, k): a[k] = {1}", "a = {}\nf(a, 2)\nassert a == {2: {1}}", True),
         # a solution that empties what it should have sorted
         ("def f(a):\n    a.clear()\n    return a", "a = [2, 1]\nassert f(a) == sorted(a)", False),
-        ("def f(a): raise KeyError('no')", "try: f(1)\nexcept KeyError as e: assert e.args[0] == 'no'", True),
-        ("class Bad(ValueError): pass\ndef f(a): raise Bad", "try: f(1)\nexcept ValueError: assert 1", True),
+        (
+            "def f(a): raise KeyError('no')",
+            "try: f(1)\nexcept KeyError as e: assert e.args == ('no',)",
+            True,
+        ),
+        (
+            "class Bad(ValueError): pass\ndef f(a): raise Bad",
+            "try: f(1)\nexcept ValueError: assert 1",
+            True,
+        ),
         ("def f(a): raise SystemExit", "try: f(1)\nexcept ValueError: assert 1", False),
         ("def sum(a, b): return a * b", "assert sum(3, 4) == 12", True),
         ("def gcd(a, b): return 1", "assert gcd(12, 18) == 1", True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
