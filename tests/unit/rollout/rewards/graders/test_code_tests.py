@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollout.rewards.graders.code_tests import (
     CodeTest,
@@ -229,6 +233,44 @@ def test_the_limit_of_digits_is_lifted_for_labels_alone() -> None:
         read_tests(7**6000, {})
     with pytest.raises(ValueError, match="4300 digits"):
         int(digits)
+
+
+NUMBERS = st.one_of(
+    st.integers(),
+    st.integers(-1, 1).map(lambda sign: sign * 10**5000),
+    st.floats(),
+    st.booleans(),
+)
+JSON = st.recursive(
+    st.one_of(st.none(), NUMBERS, st.text(max_size=8)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+WORDS = st.one_of(
+    NUMBERS.map(lambda number: str(Decimal(number))),
+    st.from_regex(r"[+-]?[0-9]{0,4}\.?[0-9]{0,3}([eE][+-]?[0-9]{1,22})?", fullmatch=True),
+    st.sampled_from(["nan", "sNaN", "-inf", "Infinity", "1_0", "٣.٣", "0x1p3", "1e", "--1"]),
+    st.text(max_size=4),
+)
+
+
+@given(JSON, JSON)
+def test_any_two_values_are_the_same_or_not(value: Any, expected: Any) -> None:
+    assert same_value(value, expected) in (True, False)
+
+
+@given(WORDS, WORDS)
+def test_any_two_words_are_the_same_or_not(output: str, expected: str) -> None:
+    assert same_text(output, expected) in (True, False)
+    assert same_text(output, output)
+
+
+@given(st.one_of(JSON, st.text(max_size=20), JSON.map(lambda value: [value])))
+def test_any_label_has_tests_or_is_refused(label: Any) -> None:
+    with suppress(ValueError):
+        assert read_tests(label, {})
 
 
 CLASS = """
