@@ -313,7 +313,8 @@ def main() -> None:
     """Part into two processes, and run the test."""
     # older Pythons have no limit
     getattr(sys, "set_int_max_str_digits", int)(0)
-    requests, replies = os.pipe(), os.pipe()
+    requests = os.pipe()
+    replies = os.pipe()
     if os.fork() == 0:
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, 0)
