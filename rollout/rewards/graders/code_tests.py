@@ -204,11 +204,12 @@ def passed(test: CodeTest, output: str, token: str) -> bool:
         return False
     try:
         said = json.loads(answer, parse_int=_whole)
-        reason, value = said.get("cannot_judge"), said.get("value")
+        reason = said.get("cannot_judge")
         if reason is not None:
             raise CannotJudge(f"the label cannot be judged: {reason}")
         if test.statement is not None:
             return True
+        value = said.get("value")
         # APPS wraps results into lists; some write a result as its JSON beside arguments
         with _any_number_of_digits():
             results = (test.expected, _decoded(test.expected))
