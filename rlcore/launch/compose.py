@@ -296,7 +296,8 @@ def build_rank0(
     tracker = build_trackers(
         config, directory, found.state["tracker"] if found else None, total_steps=steps
     )
-    tracker.start({"run": str(directory.path), **backend.describe()})
+    threads = f"{torch.get_num_threads()} a process (run.threads)"
+    tracker.start({"run": str(directory.path), **backend.describe(), "threads": threads})
     if handles.prompt_lengths is not None:
         tracker.show_prompt_lengths(handles.prompt_lengths)
     rank0 = RankZero(

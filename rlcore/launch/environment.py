@@ -107,14 +107,16 @@ def here_key(rank: int) -> str:
     return f"here/{rank}"
 
 
-def rank_threads() -> int | None:
-    """The intra-op threads of a rank: its share of the cores; None: as torch or the user decides.
+def threads_at_most() -> int | None:
+    """The intra-op threads of this process: its share of the cores; None where the user says.
 
     torchrun starts several processes with one thread each, which rank 0 would prepare whole steps
     with.
     """
-    if not is_rank() or threads_given():
+    if threads_given():
         return None
+    if not is_rank():
+        return cores()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(MOST_THREADS, max(1, cores() // ranks))
 
@@ -122,9 +124,10 @@ def rank_threads() -> int | None:
 def threads_given() -> bool:
     """Whether the user has set OMP_NUM_THREADS.
 
-    torchrun's own setting is in the environment of its ranks, not in the one it was started with.
+    The setting of torchrun and of our own launcher is in the environment of their ranks, not in the
+    one that they were started with.
     """
-    if THREADS not in os.environ or not started_by_torchrun():
+    if THREADS not in os.environ or not (started_by_torchrun() or STORE_FOLDER in os.environ):
         return THREADS in os.environ
     try:
         before = Path(f"/proc/{os.getppid()}/environ").read_bytes()

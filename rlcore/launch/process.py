@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -24,14 +26,15 @@ from rlcore.config.derived import in_weight_group
 from rlcore.config.secrets import hide_secrets
 from rlcore.deadlines import SAME_SIGNAL_S, STORE_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RlcoreError, RunFailed
+from rlcore.hf_config.read import text_model_size
 from rlcore.launch.environment import (
     STORE_FOLDER,
     allow_connections,
     first_on_node,
     is_rank,
     orphaned,
-    rank_threads,
     supervised,
+    threads_at_most,
 )
 from rlcore.launch.heartbeat import Heartbeat, HeartbeatMonitor
 from rlcore.launch.logs import RankLog, describe_failure, rank_log
@@ -43,6 +46,8 @@ from rlcore.timeline.start import START
 from rlcore.trainer.rank_sync import Failure, RankSync
 from rollout.weight_sync.process_group import SHARED_GPU, SHARED_SINCE, ranks_share_gpus
 
+logger = logging.getLogger(__name__)
+
 # Libraries read these when they are first used on a GPU, so they are set before that.
 DETERMINISTIC_LIBRARIES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS refuses
@@ -51,6 +56,13 @@ DETERMINISTIC_LIBRARIES = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
 }
 
+
+# Of the choice of threads: what several must save, how often each is tried, the widest layer and
+# the work that are tried.
+WORTHWHILE = 0.8
+THREAD_TRIALS = 7
+MAX_PROBED = 1024
+PROBE_FLOPS = 100_000_000
 
 # Gloo groups that may hold all ranks: the default one, and a replica's; NCCL has sockets too.
 GROUPS_OF_ALL_RANKS = 2
@@ -117,6 +129,8 @@ def join(config: Config, *, has_steps: bool = True) -> Iterator[Process]:
     hide_secrets(config.model_dump())
     with rank_log(int(os.environ["RANK"]) if is_rank() else 0) as log:
         set_up_torch(config)
+        if config.run.threads is None and threads_at_most() is not None:
+            choose_threads(config)
         if is_rank():
             with _among_ranks(config, log, has_steps) as process:
                 yield process
@@ -130,7 +144,7 @@ def join(config: Config, *, has_steps: bool = True) -> Iterator[Process]:
 def set_up_torch(config: Config) -> None:
     """Set torch's threads, libraries and random numbers as the run's processes have them."""
     run = config.run
-    threads = run.threads or rank_threads()
+    threads = run.threads or threads_at_most()
     if threads is not None:
         torch.set_num_threads(threads)
     if torch.version.cuda is not None:
@@ -143,6 +157,42 @@ def set_up_torch(config: Config) -> None:
         # An operation without a deterministic kernel (a sum in a metric, say) only warns.
         torch.use_deterministic_algorithms(True, warn_only=True)
     seed_rng(run.seed)
+
+
+def choose_threads(config: Config) -> None:
+    """Compute with one thread on the CPU where several are no faster, as measured now.
+
+    A small model's operations end before other threads have woken, and on a machine that others use
+    each waits for the slowest. A deterministic run keeps its share of the cores, since sums depend
+    on their number.
+    """
+    several = torch.get_num_threads()
+    if several == 1 or config.run.deterministic or torch.cuda.is_available():
+        return
+    hidden = min(text_model_size(config.model.path, "hidden_size") or MAX_PROBED, MAX_PROBED)
+    seconds: dict[int, list[float]] = {1: [], several: []}
+    for _ in range(THREAD_TRIALS):
+        for threads, taken in seconds.items():
+            torch.set_num_threads(threads)
+            taken.append(_seconds_of_a_layer(hidden))
+    one, all_of_them = (statistics.median(taken) for taken in seconds.values())
+    chosen = several if all_of_them < WORTHWHILE * one else 1
+    torch.set_num_threads(chosen)
+    logger.info(
+        "threads: %d (a layer of width %d takes %.1f ms with 1, %.1f ms with %d, measured now;"
+        " run.threads sets it)",
+        *(chosen, hidden, 1e3 * one, 1e3 * all_of_them, several),
+    )
+
+
+def _seconds_of_a_layer(hidden: int) -> float:
+    """Measure an MLP of `hidden`, on as many tokens as take some milliseconds, forth and back."""
+    tokens = max(64, min(2048, PROBE_FLOPS // (48 * hidden**2)))
+    x = torch.ones(tokens, hidden)
+    up = torch.ones(hidden, 4 * hidden, requires_grad=True)
+    started = time.perf_counter()
+    torch.nn.functional.gelu(x @ up).matmul(up.t()).sum().backward()
+    return time.perf_counter() - started
 
 
 def cuda_environment(config: Config, torch_version: str) -> dict[str, str]:

@@ -17,4 +17,5 @@ class RunConfig(Section):
     deterministic: bool = False
     """Use torch's deterministic algorithms: bit-equal reruns on one layout."""
     threads: int | None = None
-    """Torch's intra-op threads a process; default: OMP_NUM_THREADS, else a share of the cores."""
+    """Torch's intra-op threads a process; default: OMP_NUM_THREADS, else a share of the cores, or 1
+    where that is as fast, as measured at the start."""

@@ -40,6 +40,7 @@ def _cheap(needs: Needs) -> Iterator[Finding]:
     """Those that start no process and open no connection."""
     yield from machine.shared_memory(needs)
     yield from machine.open_files(needs)
+    yield from machine.threads(needs)
     yield from machine.bytecode()
     yield from machine.run_folder(needs)
     yield from network.network(needs)

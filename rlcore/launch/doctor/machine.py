@@ -16,6 +16,7 @@ from pathlib import Path
 import rlcore
 from rlcore.launch.doctor.finding import GIB, Finding, gib
 from rlcore.launch.doctor.needs import Needs
+from rlcore.launch.environment import THREADS, cores
 
 SHM = Path("/dev/shm")
 SHM_LEAST = 16 << 20  # for a trainer of one process
@@ -41,6 +42,13 @@ def shared_memory(needs: Needs) -> Iterator[Finding]:
         yield Finding("note", "/dev/shm", found, needed, advice)
     else:
         yield Finding("ok", "/dev/shm", found)
+
+
+def threads(needs: Needs) -> Iterator[Finding]:
+    """The threads that a process computes with: too many of them fight where others compute."""
+    given = os.environ.get(THREADS)
+    chosen = f"{THREADS}={given}" if given else "measured when a run starts on a CPU"
+    yield Finding("ok", "threads", f"{cores()} cores, {chosen}; run.threads sets another number")
 
 
 def open_files(needs: Needs) -> Iterator[Finding]:

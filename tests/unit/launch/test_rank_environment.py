@@ -44,7 +44,7 @@ AGENT = """
 import os, subprocess, sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 subprocess.run([sys.executable, "-c", "from rlcore.launch import environment as e\\n"
-                "e.cores = lambda: 96\\nprint(e.rank_threads())"], check=True)
+                "e.cores = lambda: 96\\nprint(e.threads_at_most())"], check=True)
 """
 
 
@@ -71,10 +71,45 @@ def test_ranks_of_torchrun_share_the_cores_unless_the_user_decides(
     assert done.stdout.strip() == expected
 
 
-def test_a_run_of_one_process_keeps_torchs_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("one", "several", "chosen"), [(1.0, 0.5, 4), (1.0, 0.9, 1), (1.0, 9.0, 1)]
+)
+def test_a_run_computes_with_several_threads_where_they_are_faster(
+    one: float,
+    several: float,
+    chosen: int,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(
+        process, "_seconds_of_a_layer", lambda _: one if torch.get_num_threads() == 1 else several
+    )
+    try:
+        torch.set_num_threads(4)
+        with caplog.at_level("INFO"):
+            process.choose_threads(make_config(model={"path": str(tiny_model)}))
+        assert torch.get_num_threads() == chosen
+        assert f"threads: {chosen} (a layer of width 32" in caplog.text
+        torch.set_num_threads(4)
+        deterministic = {"name": "a", "deterministic": True}
+        process.choose_threads(make_config(model={"path": str(tiny_model)}, run=deterministic))
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_layer_that_threads_are_tried_on_is_computed() -> None:
+    assert process._seconds_of_a_layer(32) > 0
+
+
+def test_a_run_of_one_process_takes_its_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    assert environment.rank_threads() is None
+    monkeypatch.setattr(environment, "cores", lambda: 8)
+    assert environment.threads_at_most() == 8
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_a_machine_that_has_all_of_it(examined):
     assert code == 0, lines
     assert list(lines) == [
         "trainer environment", "engine environment", "GPUs", "NCCL", "kernels", "/dev/shm",
-        "open files", "bytecode", "disk", "locks", "clock", "interfaces",
+        "open files", "threads", "bytecode", "disk", "locks", "clock", "interfaces",
         "peers connect to", "Ray", "Slurm", "keys",
     ]  # fmt: skip
     assert "FAIL" not in "".join(lines.values())
