@@ -35,7 +35,7 @@ def test_math_agrees_with_math_verifys_tests() -> None:
     assert len(CASES) > 200
     differs = []
     for gold, prediction, right in CASES:
-        verdict = math(SimpleNamespace(response_text=prediction, label=gold))  # type: ignore[arg-type]
+        verdict = math(SimpleNamespace(response_text=prediction, prompt_text="", label=gold))  # type: ignore[arg-type]
         if verdict["correct"] is not right:
             differs.append([gold, prediction, right])
     assert differs == DIFFERENT

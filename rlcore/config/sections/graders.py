@@ -31,6 +31,8 @@ class MathArgs(GraderArgs):
     `<answer></answer>`, or in the last line `Answer: ...`."""
     strict: bool = False
     """Nothing but that place counts; else the last answer in the text does where it is empty."""
+    form: Literal["evaluated", "any"] = "evaluated"
+    """A number must be written out (`evaluated`), or `59+63` counts for 122 too (`any`)."""
 
     @model_validator(mode="after")
     def _strict_needs_a_place(self) -> MathArgs:

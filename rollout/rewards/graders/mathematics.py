@@ -1,26 +1,37 @@
 """The reward `math`: 1 where the answer in the response equals the label, else 0.
 
-math-verify compares them. Only worker processes import this module: sympy may run for ever, and
-then the pool's deadline ends it. math-verify's own time limits are signals, which fail off the main
-thread, so they are switched off.
+math-verify finds and compares them; `forms` says whether the answer is a value. Only worker
+processes import this module: sympy may run for ever, and then the pool's deadline ends it.
+math-verify's own time limits are signals, which fail off the main thread, so they are switched off.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from math import isclose, log10
+from operator import itemgetter
 from typing import Any
 
-from math_verify import parse, verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, verify
+from math_verify.grader import get_pct_val
+from math_verify.parser import extract_match, get_extraction_regexes
+from sympy import Basic, Expr, FiniteSet, Integer, Interval, Pow, Tuple
+from sympy.core.relational import Equality
 
 from rlcore.data.sample import Sample
+from rollout.rewards.graders.forms import SYMBOL, UNREDUCED, pending, repeats
 from rollout.rewards.graders.places import (
     accepted,
-    after_thinking,
+    answered,
     find_answer,
     last_boxed,
     last_hash,
-    plain_characters,
+    plain_numbers,
+    unmarked,
 )
 
 # these warn once that their time limits are off
@@ -29,65 +40,100 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 # "72 dollars" is 72; a word of one or two letters may be a product of variables
 _NUMBER_AND_WORDS = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s+(?!or\b|and\b)[A-Za-z]{3,}[A-Za-z /]*")
 _LEAD = re.compile(r"(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s*", re.IGNORECASE)
-_DOLLAR = re.compile(r"\\\$(?=\s*[\d.])")
+_DOLLAR = re.compile(r"\\\$(?=\s*-?[\d.])")
 _THIN_SPACE = re.compile(r"(?<=\d)\\[,!;: ](?=\d{3})")
 _PLUS = re.compile(r"(?:(?<=is )|(?<=[=:] )|^)\+(?=\d)")
 # "1 1/2", which math-verify reads as a product
-_MIXED = re.compile(r"(?<![\d/.,^])(\d+) (\d+)/(\d+)(?![\d/])")
+_MIXED = re.compile(r"(?<![\d/.,^])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d/])")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)\b")
+_RELATION = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|leq|geq)(?![a-z])")
+_FRACTION = re.compile(r"/|\\frac|:")
+_BY_PRIORITY = [
+    [(pattern, target) for _, pattern, target in found]
+    for _, found in groupby(
+        sorted(
+            (
+                (priority, pattern, target)
+                for patterns, target in get_extraction_regexes(
+                    [LatexExtractionConfig(), ExprExtractionConfig()]
+                )
+                for pattern, priority in patterns
+            ),
+            key=itemgetter(0),
+        ),
+        key=itemgetter(0),
+    )
+]
+# math-verify compares six decimals; numbers below this must agree in three digits
+_SMALL = 1e-3
+# of expressions that are multiplied out for a vote
+_MAX_OPERATIONS = 40
+_MAX_EXPONENT = 12
 
 
-def math(sample: Sample, answer: str = "last", strict: bool = False) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Reading:
+    """A text as mathematics: the values that math-verify compares, and the text behind them."""
+
+    values: tuple[Any, ...]
+    text: str
+
+
+def math(
+    sample: Sample, answer: str = "last", strict: bool = False, form: str = "evaluated"
+) -> dict[str, Any]:
     """Compare the answer with the label: plain ("3/4") or LaTeX, bare or in `$` or `\\boxed`.
 
     Args:
         answer: where the answer stands, see `rlcore.config.sections.graders.MathArgs`.
         strict: read nothing but that place.
+        form: `evaluated` takes no computation for a number; `any` does.
 
     Raises:
         ValueError: the label is no mathematics; the sample then counts as a reward error.
     """
-    golds = [parse_label(label) for label in accepted(sample.label)]
-    text = plain_characters(after_thinking(sample.response_text))
-    found = _last_of_all(text) if answer == "last" else find_answer(text, answer)
-    if found is not None:
-        given = parse_answer(found)
-    else:
-        given = [] if strict else parse(readable(text), parsing_timeout=None)
-    right = any(
-        verify(gold, given, timeout_seconds=None, allow_set_relation_comp=True) for gold in golds
-    )
-    # what maj@k counts: equal answers are mostly written alike once they were read
-    voted = str(given[0]) if given else None
+    golds = [gold for label in accepted(sample.label) for gold in parse_label(label)]
+    given = _given(plain_numbers(answered(sample)), answer, strict)
+    if given is None:
+        return {"score": 0.0, "correct": False, "info": {"answer": None}}
+    fitting = [gold for gold in golds if form == "any" or _is_value(given, gold, sample)]
+    gold = next((gold for gold in fitting if _equal(gold, given)), None)
+    right = gold is not None
+    # maj@k counts equal texts: an answer that equals the label is written as the label is
+    voted = normal_form(given if gold is None else gold) if fitting else None
     return {"score": float(right), "correct": right, "info": {"answer": voted}}
 
 
-def _last_of_all(text: str) -> str | None:
-    """The last box, unless a final answer is said after it; None leaves it to math-verify.
+def _given(text: str, place: str, strict: bool) -> Reading | None:
+    """The answer of a response; the last box is read first where no place is set."""
+    if place == "last":
+        # math-verify takes all boxes of a text for one set; here a correction counts
+        said_later = "final answer is" in text[text.rfind("\\boxed") :].lower()
+        found = None if said_later else last_boxed(text)
+    else:
+        found = find_answer(text, place)
+    if found is not None:
+        return parse_answer(found)
+    return None if strict else _read(readable(unmarked(text)))
 
-    math-verify takes all boxes of a text for one set; here a correction counts.
-    """
-    said_later = "final answer is" in text[text.rfind("\\boxed") :].lower()
-    return None if said_later else last_boxed(text)
 
-
-def parse_label(label: str) -> list[Any]:
+@lru_cache(maxsize=256)
+def parse_label(label: str) -> list[Reading]:
     """The label as mathematics; GSM8K's labels are a solution that ends in `#### 72`.
 
     A bare one is read as an answer is, and as it stands: what is written alike is right.
     """
-    text = _DOLLAR.sub("", plain_characters(last_hash(label) or label))
+    text = _DOLLAR.sub("", plain_numbers(last_hash(label) or label))
     bare = "$" not in text and "\\boxed" not in text
-    gold = parse_answer(text) if bare else []
-    text = _MIXED.sub(r"(\1+\2/\3)", text)
-    as_it_is = parse(f"\\boxed{{{text}}}" if bare else text, parsing_timeout=None)
-    gold += [one for one in as_it_is if one not in gold]
-    if not gold:
+    as_answer = parse_answer(text) if bare else None
+    text = _MIXED.sub(_improper, text)
+    as_it_is = _read(f"\\boxed{{{text}}}" if bare else text)
+    if as_it_is is None:
         raise ValueError(f"the label {label!r} cannot be parsed as mathematics")
-    return gold
+    return [as_it_is] if as_answer in (None, as_it_is) else [as_answer, as_it_is]
 
 
-def parse_answer(answer: str) -> list[Any]:
+def parse_answer(answer: str) -> Reading | None:
     """What stood at the answer's place, as mathematics."""
     answer = _LEAD.sub("", answer.strip(" \n\t*_`").rstrip(" .,;"))
     answer = readable(answer).replace("°", "").strip()
@@ -96,12 +142,125 @@ def parse_answer(answer: str) -> list[Any]:
     with_words = _NUMBER_AND_WORDS.fullmatch(answer)
     if with_words:
         answer = with_words[1]
-    found: list[Any] = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
-    return found
+    return _read(f"\\boxed{{{answer}}}")
 
 
 def readable(text: str) -> str:
     """Numbers as math-verify reads them: no `\\$`, thin spaces, `+`, `1.5e3`, `1 1/2`."""
     text = _THIN_SPACE.sub("", _DOLLAR.sub("", text))
     text = _PLUS.sub("", _SCIENTIFIC.sub(r"\1*10^(\2)", text))
-    return _MIXED.sub(r"(\1+\2/\3)", text)
+    return _MIXED.sub(_improper, text)
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    whole, above, below = map(int, mixed.groups())
+    return f"\\frac{{{whole * below + above}}}{{{below}}}"
+
+
+def _read(text: str) -> Reading | None:
+    """The last answer in a text, in the order of math-verify's patterns, with its own words."""
+    first = ""
+    for patterns in _BY_PRIORITY:
+        matches = [
+            (match.end(), -match.start(), match, target)
+            for pattern, target in patterns
+            for match in pattern.finditer(text)
+        ]
+        for _, _, match, target in sorted(matches, key=itemgetter(0, 1), reverse=True):
+            try:
+                value, written = extract_match(match, target)
+            except ValueError:  # more digits than Python reads
+                continue
+            first = first or written
+            if value is not None:
+                return Reading((value, first) if first else (value,), written)
+    return Reading((first,), first) if first else None
+
+
+# --- right or wrong -------------------------------------------------------------------------------
+
+
+def _is_value(given: Reading, gold: Reading, sample: Sample) -> bool:
+    """Whether nothing is left to compute in an answer, and it does not repeat the prompt."""
+    allowed = _allowed(gold.text)
+    if SYMBOL not in allowed:
+        every_side = _RELATION.search(gold.text) is not None
+        if not pending(given.text, every_side=every_side) <= allowed:
+            return False
+    return not repeats(sample.prompt_text, given.text, gold.text)
+
+
+@lru_cache(maxsize=256)
+def _allowed(label: str) -> frozenset[str]:
+    found = pending(label, every_side=True)
+    return found | {UNREDUCED} if _FRACTION.search(label) else found
+
+
+def _equal(gold: Reading, given: Reading) -> bool:
+    same = verify(
+        list(gold.values), list(given.values), timeout_seconds=None, allow_set_relation_comp=True
+    )
+    if not same:
+        return False
+    one, other = _real(gold.values[0]), _real(given.values[0])
+    if one is None or other is None or min(abs(one), abs(other)) >= _SMALL:
+        return True
+    return isclose(one, other, rel_tol=_SMALL)
+
+
+def _real(value: Any) -> float | None:
+    if isinstance(value, FiniteSet) and len(value.args) == 1:
+        value = value.args[0]
+    if isinstance(value, Equality):
+        value = value.rhs
+    if not isinstance(value, Basic) or not value.is_number:
+        return None
+    value = value.evalf(15)
+    return float(value) if value.is_Float or value.is_Rational else None
+
+
+# --- votes ----------------------------------------------------------------------------------------
+
+
+def normal_form(reading: Reading) -> str:
+    """One text for answers that the grader holds for equal, as far as that is cheap to see."""
+    return _written(reading.values[0])
+
+
+def _written(value: Any) -> str:
+    if not isinstance(value, Basic):
+        return str(value)
+    if isinstance(value, Equality):
+        return _written(value.rhs)
+    if isinstance(value, FiniteSet | Tuple):
+        parts = [_written(part) for part in value.args]
+        if isinstance(value, Tuple):
+            return f"({', '.join(parts)})"
+        return parts[0] if len(parts) == 1 else f"{{{', '.join(sorted(parts))}}}"
+    if isinstance(value, Interval):
+        left = "(" if value.left_open else "["
+        right = ")" if value.right_open else "]"
+        return f"{left}{_written(value.start)}, {_written(value.end)}{right}"
+    percent = get_pct_val(value)
+    if percent is not None:
+        return _written(percent)
+    if isinstance(value, Integer):
+        return str(value)
+    if value.is_number:
+        return _written_number(value)
+    if not isinstance(value, Expr):
+        return str(value)
+    small = value.count_ops() <= _MAX_OPERATIONS and all(
+        power.exp.is_number and abs(power.exp) <= _MAX_EXPONENT for power in value.atoms(Pow)
+    )
+    return str(value.expand() if small else value)
+
+
+def _written_number(value: Basic) -> str:
+    number = value.evalf(15)
+    if not (number.is_Float or number.is_Rational) or abs(number) >= 10**15:
+        return str(number)
+    size = abs(float(number))
+    decimals = 6 if size >= _SMALL or not size else 9 - int(log10(size))
+    text = f"{float(number):.{decimals}f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import re
 from typing import Any
+from unicodedata import normalize
+
+from rlcore.data.sample import Sample
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _JOINED = re.compile(
@@ -16,19 +19,101 @@ _LINE = re.compile(
     r"^[\s*_#>-]*(?:the\s+)?(?:final\s+)?(?:answer|答案)[*_]*\s*[:：][*_]*[ \t]*(\S.*)$",
     re.IGNORECASE | re.MULTILINE,
 )
-_ASCII = {full: full - 0xFEE0 for full in range(0xFF01, 0xFF5F)} | {
-    ord("："): ": ",
-    ord("。"): ".",
-    ord("−"): "-",
-    ord("\u00a0"): " ",
-    ord("\u202f"): " ",
-}
+_DASHES = "‐‑‒–—―−⁃⁻˗﹘﹣－➖"
+_ASCII = (
+    {full: full - 0xFEE0 for full in range(0xFF01, 0xFF5F)}
+    | {ord(dash): "-" for dash in _DASHES}
+    | {ord(sign): "+" for sign in "➕﹢⁺∔⊕"}
+    | {ord(sign): "*" for sign in "×✕✖⨯⨉⊗·⋅∙∗"}
+    | {ord(sign): "/" for sign in "÷➗∕⁄"}
+    | {ord(space): " " for space in "\u00a0\u202f\u2007\u2009"}
+    | {ord(unseen): "" for unseen in "\u200b\u2060\ufeff\u00ad"}
+    | {ord("："): ": ", ord("。"): "."}
+    | {
+        ord(one): f" {normalize('NFKC', one)}".replace("\u2044", "/")
+        for one in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+    }
+)
+_SUPERSCRIPT = re.compile(r"(?<=[\d)])[⁰¹²³⁴-⁹⁻]+")
+_ROOT = re.compile(r"√\s*\(?(\d+)\)?")
+# marks that may stand before a number: boxes, dollars, emphasis, currencies
+_OPENING = r"(?:\$+|\\[\[(]|[€£¥]|[*_`]+|\\\$|\\(?:boxed|fbox)\s*\{)"
+_NUMBER = rf"(?=(?:{_OPENING}|\()*[\d.\\])"
+_VERBS = r"(?:is|are|was|be|to|get|gets|gives|equals?|becomes)"
+_OPERATOR = r"plus|minus|times|multiplied by|divided by|over|percent of|% of|\\% of"
+_OPERATORS = {"plus": "+", "minus": "-", "divided by": "/", "over": "/"}
+_SIGNS: list[tuple[re.Pattern[str], Any]] = [
+    # "59 plus 63" is no number
+    (
+        re.compile(rf"(?<=[\d)$%])\s*(?<!\w)({_OPERATOR})\s+(?=[\d(.$\\-])", re.IGNORECASE),
+        lambda found: f" {_OPERATORS.get(found[1].lower(), '*')} ",
+    ),
+    (re.compile(r"\\text\s*\{\s*(minus|negative)\s*\}", re.IGNORECASE), r"\1 "),
+    (re.compile(rf"(?<![\w)\-])(?:minus|negative)[ \t]+{_NUMBER}", re.IGNORECASE), "-"),
+    # a dash without spaces between a word and a number
+    (re.compile(r"(?<=[a-z]{2})-(?=[\d.,]+(?:\s|$))"), " "),
+    # the marks of a list
+    (re.compile(r"(?<=\n)(?<!<answer>\n)(?<!\$\n)(?<!\\\[\n)[ \t]*[-+*•][ \t]+(?=\S)"), ""),
+    (re.compile(r"\A\s*[-+*•][ \t]+(?=[^\n]+\n)"), ""),
+    # "is - 3", "= - 3", "(- 3", "**- 3"; not "is - 3 -"
+    (
+        re.compile(
+            rf"((?:\A|\b{_VERBS}[ \t]|[=:<>≤≥≈(\[{{,$*_`][ \t]*)|<answer>\s*|\n)"
+            rf"-[ \t]+{_NUMBER}(?!\S+[ \t]+-[ \t])"
+        ),
+        r"\1-",
+    ),
+    # the sign goes inside dollars, boxes and emphasis, and behind a currency; "5 -$3$" has none
+    (
+        re.compile(
+            rf"(?<![\w)}}\]\-])(?<![\d)}}\]$][ \t])(?<!\b[A-Za-z][ \t])-({_OPENING}+)"
+            r"(?=[\d.\\][^-+={}$]*(?:\{[^{}]*\}[^-+={}$]*)*(?:[}$*_`.,\s]|\\[\])]|$))"
+        ),
+        r"\1-",
+    ),
+    (re.compile(r"(?<![\d.\w}])\.(?=\d)"), "0."),
+    (re.compile(r"(?<=[\d}])\s*\\(?:times|cdot)\s*(?=10\b)"), "*"),
+]
+_SINGLE = r"-?[$€£]?\d[\d.,/]*%?"
+_SAID = rf"((?:\A|\n|\b{_VERBS}|[=:])\s*)"
+_MARKS: list[tuple[re.Pattern[str], str]] = [
+    (
+        re.compile(
+            r"(?<![\w)\\*`])(\*{1,3}|_{1,3}|`{1,3}|~{2,3})(?=[^\s*_`~])([^*`\n]*?)(?<=[^\s*])\1(?![\w*])"
+        ),
+        r" \2 ",
+    ),
+    (re.compile(rf"[\"'“”‘’「」『』«»]({_SINGLE})\.?[\"'“”‘’「」『』«»]"), r" \1 "),
+    (re.compile(rf"{_SAID}[(\[]\s*({_SINGLE})\s*[)\]](?=\s*(?:[.!\n]|\Z))"), r"\1 \2"),
+    # "is (1, 2)" and "is 2√3", which math-verify reads between dollars alone
+    (
+        re.compile(rf"{_SAID}([(\[]\s*{_SINGLE}(?:\s*,\s*{_SINGLE})+\s*[)\]])(?=\s*(?:[.!\n]|\Z))"),
+        r"\1$\2$",
+    ),
+    (
+        re.compile(
+            rf"{_SAID}(-?[\d.]*(?:\\pi\b|\\sqrt(?:\d+|\{{\d+\}}))(?:/\d+)?)(?=\s*(?:[.!\n]|\Z))"
+        ),
+        r"\1$\2$",
+    ),
+    (re.compile(r"(?<=[A-Za-z*]):(?=-?[\d$])|(?:->|→|⇒|≈|~)(?=\s*-?[\d$])"), ": "),
+]
 _CHINESE = re.compile("[\u3000-\u9fff]+")
 
 
 def after_thinking(text: str) -> str:
     """What follows the last `</think>`; all of it where there is none."""
     return text.rpartition("</think>")[2]
+
+
+def answered(sample: Sample) -> str:
+    """The response behind its thought; a thought that is not closed has no answer behind it."""
+    text = after_thinking(sample.response_text)
+    opened = text.find("<think>")
+    if opened >= 0:
+        return text[:opened]
+    thinks = sample.prompt_text.rstrip().endswith("<think>")
+    return "" if thinks and "</think>" not in sample.response_text else text
 
 
 def find_answer(text: str, place: str) -> str | None:
@@ -87,6 +172,27 @@ def last_hash(text: str) -> str | None:
 def plain_characters(text: str) -> str:
     """Full-width digits, letters and punctuation as ASCII ones, and Chinese words set apart."""
     return _CHINESE.sub(r" \g<0> ", text.translate(_ASCII)) if not text.isascii() else text
+
+
+def plain_numbers(text: str) -> str:
+    """The text with plain characters, each number's sign before it, operators as characters."""
+    if not text.isascii():
+        text = _ROOT.sub(r"\\sqrt{\1}", _SUPERSCRIPT.sub(_raised, text)).replace("π", r"\pi ")
+        text = plain_characters(text)
+    for pattern, replacement in _SIGNS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _raised(digits: re.Match[str]) -> str:
+    return f"^({normalize('NFKC', digits[0])})"
+
+
+def unmarked(text: str) -> str:
+    """The text without the marks of Markdown and the quotes and brackets around single numbers."""
+    for pattern, replacement in _MARKS:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def accepted(label: Any) -> list[str]:
