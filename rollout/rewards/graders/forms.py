@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd
@@ -18,41 +18,64 @@ SYMBOL = "symbol"
 UNREDUCED = "unreduced fraction"
 # deeper nesting is no answer, and Python's stack is finite
 MAX_DEPTH = 40
+# Python reads no number of more digits than 4300
+MAX_DIGITS = 1000
 # a power of whole numbers with more digits is its own shortest form
 MAX_WRITTEN_DIGITS = 15
 
 _TOKEN = re.compile(
-    r"\s+|\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+|\*\*|<=|>=|\\[A-Za-z]+|\\.|.", re.DOTALL
+    r"\s+|\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+"
+    r"|\*\*|<=|>=|\\[A-Za-z]+|\\.|.",
+    re.DOTALL,
 )
 # a command whose backslash was escaped once too often
 _DOUBLED = re.compile(r"\\(?=\\[A-Za-z]{2})")
 _DROPPED = re.compile(
-    r"\\(?:left|right)(?![a-z])|\\[,!;: ()]|\\(?:q?quad|text|mathbf)(?![a-z])|~|\$|\^\s*\{?\\circ\}?|°|\\degree|_\{?10\}?(?!\d)"
+    r"\\(?:left|right|q?quad|text|mathbf|degree)(?![a-z])|\\[,!;: ()]|~|\$"
+    r"|\^\s*\{?\\circ\}?|°|_\{?10\}?(?!\d)"
 )
 _WORDS = re.compile(r"\\(?:text|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\\\|&|;|\\cup|∪")
-_ENVIRONMENT = re.compile(r"\\(begin|end)\s*\{[a-z]*matrix\}|\\(begin|end)\s*\{array\}(?:\{[lcr|]*\})?")
-_RELATION = {"=", "<", ">", "<=", ">=", "\\le", "\\leq", "\\ge", "\\geq", "\\lt", "\\gt", "\\in", "\\neq"}
-_RELATION |= {"\\ne", "\\to", "\\leqslant", "\\geqslant", "≤", "≥", "∈"}
+_ENVIRONMENT = re.compile(
+    r"\\(begin|end)\s*\{[a-z]*matrix\}|\\(begin|end)\s*\{array\}(?:\{[lcr|]*\})?"
+)
+_RELATION = {*"=<>≤≥∈", "<=", ">=", "\\le", "\\leq", "\\leqslant", "\\ge", "\\geq", "\\geqslant"}
+_RELATION |= {"\\lt", "\\gt", "\\in", "\\ne", "\\neq", "\\to"}
 _ABOUT = {"\\approx", "≈", "\\sim", "\\simeq"}
 _TIMES = {"*", "\\cdot", "\\times", "×", "·"}
 _OVER = {"/", "\\div", "÷", ":"}
 _SIGNS = {"+", "-", "\\pm", "±", "\\mp"}
-_OPEN = {"(": ")", "[": ")", "{": "}", "\\{": "\\}", "\\lbrace": "\\}", "\\begin": "\\end"}
+_OPEN = {"(", "[", "{", "\\{", "\\lbrace", "\\begin"}
 _CLOSE = {")", "]", "}", "\\}", "\\rbrace", "\\end"}
 _ENDS = {",", "|", "\\mid", *_CLOSE, *_SIGNS, *_RELATION, *_ABOUT}
-_CONSTANTS = {"e": "e", "i": "i", "\\pi": "pi", "π": "pi", "\\infty": "", "∞": "", "\\imath": "i"}
-_CONSTANTS |= {"\\emptyset": "", "\\varnothing": "", "\\mathbb": "", "\\R": ""}
-_FUNCTIONS = {f"\\{name}" for name in "ln log lg exp sin cos tan cot sec csc arcsin arccos arctan".split()}
+# what stands for itself, and the operation that it counts as, if any
+_CONSTANTS = {"e": "e", "i": "i", "\\imath": "i", "\\pi": "pi", "π": "pi"}
+_CONSTANTS |= dict.fromkeys(("\\infty", "∞", "\\emptyset", "\\varnothing", "\\mathbb", "\\R"), "")
+_FUNCTIONS = {
+    "\\ln",
+    "\\log",
+    "\\lg",
+    "\\exp",
+    "\\sin",
+    "\\cos",
+    "\\tan",
+    "\\cot",
+    "\\sec",
+    "\\csc",
+}
+_FUNCTIONS |= {"\\arcsin", "\\arccos", "\\arctan"}
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'*(?:\([^()=]*\))?|\([a-z](?:,[a-z])+\)")
 
 
 @dataclass(frozen=True)
 class _Value:
-    """What was read: a rational number, or something named by its text."""
+    """What was read: a number, or a number's multiple of what `key` names."""
 
+    # None: no number was written
     number: Fraction | None = None
-    form: str = ""  # of a number: whole, decimal, fraction, ten (a power of ten)
-    key: str = ""  # of others; terms with the same one can be added
+    # of the number: whole, decimal, fraction, ten (a power of ten)
+    form: str = ""
+    # terms with the same key can be added; those of numbers is empty
+    key: str = ""
 
 
 def pending(text: str, *, every_side: bool) -> frozenset[str]:
@@ -92,6 +115,11 @@ def _split(tokens: Sequence[str], separators: set[str]) -> list[list[str]]:
         else:
             parts[-1].append(token)
     return parts
+
+
+def _is_mixed(whole: _Value, factor: _Value) -> bool:
+    proper = factor.form == "fraction" and factor.number is not None and factor.number < 1
+    return proper and not factor.key and whole.form == "whole" and not whole.key
 
 
 class _Reader:
@@ -151,50 +179,57 @@ class _Reader:
                 factor = self._power()
                 if self._at == at:
                     return self._quotient(above, below)
-                last = above[-1]
-                if last.form == "whole" and factor.form == "fraction" and not below and factor.number < 1:
-                    above[-1] = _Value(last.number + factor.number, "fraction")
-                else:
-                    above.append(factor)
+                if not below and _is_mixed(above[-1], factor):
+                    above.pop()
+                    factor = replace(factor, number=Fraction(1))
+                above.append(factor)
             else:
                 return self._quotient(above, below)
 
     def _quotient(self, above: list[_Value], below: list[_Value]) -> _Value:
-        number, key = self._multiplied(above)
+        upper = self._multiplied(above)
         if not below:
-            return _Value(key=key) if key else number or _Value()
-        divisor, key_below = self._multiplied(below)
-        if divisor is not None:
-            number = self._fraction(number, divisor)
-        key += f"/{key_below}" if key_below else ""
-        return _Value(key=key) if key else number
+            return upper
+        lower = self._multiplied(below)
+        key = f"{upper.key}/{lower.key}" if lower.key else upper.key
+        if lower.number is None:
+            return replace(upper, key=key)
+        number, form = self._fraction(upper, lower.number, lower.form)
+        return _Value(number, form, key)
 
-    def _multiplied(self, factors: list[_Value]) -> tuple[_Value | None, str]:
-        """The number among the factors, and the others by their text."""
+    def _multiplied(self, factors: list[_Value]) -> _Value:
         numbers = [one for one in factors if one.number is not None]
         plain = [one for one in numbers if one.form != "ten"]
-        keys = sorted(one.key for one in factors if one.number is None)
-        if len(plain) > 1 or len(numbers) > len(plain) + 1 or len(set(keys)) < len(keys):
+        keys = sorted(one.key for one in factors if one.key)
+        roots = sum(key.startswith("\\sqrt") for key in keys)
+        if (
+            len(plain) > 1
+            or len(numbers) > len(plain) + 1
+            or len(set(keys)) < len(keys)
+            or roots > 1
+        ):
             self._found.add("product")
-        if sum(key.startswith("\\sqrt") for key in keys) > 1:
-            self._found.add("product")
-        if len(numbers) == 2 and len(plain) == 1:
-            return _Value(numbers[0].number, "decimal"), " ".join(keys)
-        return (plain or numbers or [None])[0], " ".join(keys)
+        if not numbers:
+            return _Value(key=" ".join(keys))
+        # 1.5 * 10^3 is a decimal number
+        form = "decimal" if len(numbers) > 1 else numbers[0].form
+        return _Value(numbers[0].number, form, " ".join(keys))
 
-    def _fraction(self, above: _Value | None, below: _Value) -> _Value:
-        if above is None:
-            # \pi/2; \pi/1 is to be computed
-            if below.form != "whole" or below.number == 1:
-                self._found.add("division")
-            return below
-        forms = {above.form, below.form}
-        if not forms <= {"whole", "ten"} or not below.number or above.number % below.number == 0:
+    def _fraction(self, above: _Value, below: Fraction, form: str) -> tuple[Fraction | None, str]:
+        """The number that a quotient is, if it can be a fraction of whole numbers."""
+        number = above.number
+        if number is None:
+            # of \pi/2; \pi/1 is to be computed
+            number = Fraction(1)
+        elif above.form not in {"whole", "ten"} or not below or number % below == 0:
             self._found.add("division")
-            return _Value(above.number, "decimal")
-        if gcd(int(above.number), int(below.number)) > 1:
+            return number, "decimal"
+        if form != "whole" or below in {0, 1}:
+            self._found.add("division")
+            return number, "decimal"
+        if gcd(int(number), int(below)) > 1:
             self._found.add(UNREDUCED)
-        return _Value(above.number / below.number, "fraction")
+        return number / below, "fraction"
 
     def _power(self) -> _Value:
         base = self._base()
@@ -202,7 +237,7 @@ class _Reader:
             token = self._take()
             if token in {"%", "\\%"}:
                 # a percentage is a literal
-                base = _Value(base.number, "decimal", base.key) if base.number is not None else base
+                base = replace(base, form="decimal") if base.number is not None else base
             elif token in {"^", "**"}:
                 base = self._raised(base)
             elif token == "_":
@@ -215,23 +250,23 @@ class _Reader:
     def _raised(self, base: _Value) -> _Value:
         negative = self._next() == "-" and bool(self._take())
         exponent = self._base()
-        number = exponent.number
-        if base.number is None:
-            if base.key not in {"e", "pi"}:
+        key = f"{base.number}{base.key}^{exponent.number}{exponent.key}"
+        if base.key or base.number is None:
+            if base.key not in {"e", "pi"} or base.number is not None:
                 self._found.add("power")
-            return _Value(key=f"{base.key}^{exponent.key or number}")
-        if number is None:
+            return _Value(key=key)
+        if exponent.key or exponent.number is None:
             self._found.add("power")
-            return _Value(key=f"{base.number}^{exponent.key}")
+            return _Value(key=key)
         if exponent.form == "fraction":
             self._found.add("root")
-            return _Value(key=f"\\sqrt{base.number}")
-        if base.form == "whole" and base.number == 10 and exponent.form == "whole":
+            return _Value(key=f"\\sqrt {key}")
+        if base.form == exponent.form == "whole" and base.number == 10:
             return _Value(Fraction(10), "ten")
-        digits = len(str(abs(base.number.numerator))) * min(abs(number), 99)
+        digits = len(str(abs(base.number.numerator))) * min(int(abs(exponent.number)), 99)
         if base.form != "whole" or negative or digits < MAX_WRITTEN_DIGITS:
             self._found.add("power")
-        return _Value(base.number, "whole")
+        return base
 
     def _base(self) -> _Value:
         self._depth += 1
@@ -249,6 +284,9 @@ class _Reader:
         if not token or token in _CLOSE:
             return _Value()
         self._take()
+        if len(token) > MAX_DIGITS:
+            self._found.add("digits")
+            return _Value(key=token)
         if token[0].isdecimal() or (token[0] == "." and len(token) > 1):
             plain = token.replace(",", "").rstrip(".")
             return _Value(Fraction(plain), "decimal" if "." in plain else "whole")
@@ -266,17 +304,16 @@ class _Reader:
                 self._base()
             argument = self._power()
             self._found.add(token)
-            return _Value(key=f"{token} {argument.key or argument.number}")
+            return _Value(key=f"{token} {argument.number}{argument.key}")
         if token in _CONSTANTS:
             if token == "\\mathbb":
-                self._base()
-                self._found.discard(SYMBOL)
+                self._at = min(self._at + (3 if self._next() == "{" else 1), len(self._tokens) - 1)
             elif _CONSTANTS[token]:
                 self._found.add(_CONSTANTS[token])
             return _Value(key=_CONSTANTS[token] or token)
         if token.isalpha():
             self._found.add(SYMBOL)
-        elif token not in {"\\setminus"}:
+        elif token != "\\setminus":
             self._found.add(token)
         return _Value(key=token)
 
@@ -284,7 +321,7 @@ class _Reader:
         parts = [self._sum()]
         while self._next() and self._next() not in _CLOSE:
             token = self._take()
-            if token != "," and token not in {"|", "\\mid"} and token not in _RELATION:
+            if token not in {",", "|", "\\mid", *_RELATION}:
                 self._found.add(token)
             parts.append(self._sum())
         if self._next():
@@ -292,49 +329,52 @@ class _Reader:
         return parts[0] if len(parts) == 1 else _Value(key="a tuple")
 
     def _root(self) -> _Value:
-        degree = 2
+        degree = _Value()
         if self._next() == "[":
             self._take()
-            index = self._group()
-            degree = int(index.number) if index.number is not None and index.form == "whole" else 2
+            degree = self._group()
         before = set(self._found)
         inner = self._base()
         if "root" in self._found - before:
             self._found.add("nested root")
         self._found.add("root")
-        return _Value(key=f"\\sqrt[{degree}]{inner.key or inner.number}")
+        return _Value(key=f"\\sqrt[{degree.number}]{inner.number}{inner.key}")
 
 
 # --- the prompt -----------------------------------------------------------------------------------
 
 _MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_PLAIN = re.compile(
-    r"(?<!\S)\(*-?[\w.\\{}]+(?:\s*(?:[-+*/^=×÷·!<>]|\*\*|\)|\()+\s*[\w.\\{}]*)+"
-)
+_PLAIN = re.compile(r"(?<!\S)\(*-?[\w.\\{}]+(?:\s*(?:[-+*/^=×÷·!<>]|\*\*|\)|\()+\s*[\w.\\{}]*)+")
 _IN_PROMPT = re.compile(r"[=<>,;:?]|\\[lg]eq?(?![a-z])")
 _LITERAL = re.compile(r"[\d.,%-]*")
 _SLASHED = re.compile(r"\\[dtc]?frac\{([^{}]*)\}\{([^{}]*)\}")
+# what changes no value: +0, *1, /1, ^1
+_PADDING = re.compile(r"[+-]0(?![\d.])|[/^]1(?![\d.])|(?<![\d.^/+-])1(?=[a-zA-Z\\])")
+_ATOM = re.compile(r"\d[\d.,]*|\\[A-Za-z]+|.")
+_LEADING_WORDS = re.compile(r"\A(?:[A-Za-z]{2,}\s+)+")
 _NEUTRAL = re.compile(r"\\left|\\right|\\cdot|\\times|\\[,!;: ]|\\q?quad|\\text|[\s$*×·(){}\[\]]")
 
 
 def repeats(prompt: str, answer: str, label: str) -> bool:
     """Whether an answer is an expression of the prompt, in any order, and the label is not."""
+    if "=" not in label:
+        answer = answer.rpartition("=")[2]
     written = _normal(answer)
-    if _LITERAL.fullmatch(written) or written == _normal(label):
+    if _LITERAL.fullmatch(answer.strip()) or written == _normal(label):
         return False
     return written in _expressions(prompt)
 
 
 @lru_cache(maxsize=64)
-def _expressions(prompt: str) -> frozenset[str]:
+def _expressions(prompt: str) -> frozenset[tuple[str, ...]]:
     found = ["".join(groups) for groups in _MATH.findall(prompt)]
-    found += [run.rstrip(".") for run in _PLAIN.findall(_MATH.sub(" ", prompt))]
-    return frozenset(
-        _normal(part) for one in found for part in (one, *_IN_PROMPT.split(one))
-    )
+    found += [
+        _LEADING_WORDS.sub("", run).rstrip(".") for run in _PLAIN.findall(_MATH.sub(" ", prompt))
+    ]
+    return frozenset(_normal(part) for one in found for part in (one, *_IN_PROMPT.split(one)))
 
 
-def _normal(text: str) -> str:
-    """Characters in order: the order of terms and factors does not matter, nor do brackets."""
+def _normal(text: str) -> tuple[str, ...]:
+    """Its tokens in order: the order of terms and factors does not matter, nor do brackets."""
     text = _SLASHED.sub(r"\1/\2", text.replace("÷", "/").replace("**", "^"))
-    return "".join(sorted(_NEUTRAL.sub("", text)))
+    return tuple(sorted(_ATOM.findall(_PADDING.sub("", _NEUTRAL.sub("", text)))))

@@ -130,7 +130,11 @@ def parse_label(label: str) -> list[Reading]:
     as_it_is = _read(f"\\boxed{{{text}}}" if bare else text)
     if as_it_is is None:
         raise ValueError(f"the label {label!r} cannot be parsed as mathematics")
-    return [as_it_is] if as_answer in (None, as_it_is) else [as_answer, as_it_is]
+    if as_answer is None or as_answer == as_it_is:
+        return [as_it_is]
+    # of "18 apples", the number alone
+    has_words = SYMBOL in _allowed(as_it_is.text) and SYMBOL not in _allowed(as_answer.text)
+    return [as_answer] if has_words else [as_answer, as_it_is]
 
 
 def parse_answer(answer: str) -> Reading | None:

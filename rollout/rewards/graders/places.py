@@ -40,12 +40,12 @@ _ROOT = re.compile(r"√\s*\(?(\d+)\)?")
 _OPENING = r"(?:\$+|\\[\[(]|[€£¥]|[*_`]+|\\\$|\\(?:boxed|fbox)\s*\{)"
 _NUMBER = rf"(?=(?:{_OPENING}|\()*[\d.\\])"
 _VERBS = r"(?:is|are|was|be|to|get|gets|gives|equals?|becomes)"
-_OPERATOR = r"plus|minus|times|multiplied by|divided by|over|percent of|% of|\\% of"
+_OPERATOR = r"(?<!\w)(?:plus|minus|times|multiplied by|divided by|over|percent of)|\\?% of"
 _OPERATORS = {"plus": "+", "minus": "-", "divided by": "/", "over": "/"}
 _SIGNS: list[tuple[re.Pattern[str], Any]] = [
     # "59 plus 63" is no number
     (
-        re.compile(rf"(?<=[\d)$%])\s*(?<!\w)({_OPERATOR})\s+(?=[\d(.$\\-])", re.IGNORECASE),
+        re.compile(rf"(?<=[\d)$%])\s*({_OPERATOR})\s+(?=[\d(.$\\-])", re.IGNORECASE),
         lambda found: f" {_OPERATORS.get(found[1].lower(), '*')} ",
     ),
     (re.compile(r"\\text\s*\{\s*(minus|negative)\s*\}", re.IGNORECASE), r"\1 "),
@@ -85,9 +85,12 @@ _MARKS: list[tuple[re.Pattern[str], str]] = [
     ),
     (re.compile(rf"[\"'“”‘’「」『』«»]({_SINGLE})\.?[\"'“”‘’「」『』«»]"), r" \1 "),
     (re.compile(rf"{_SAID}[(\[]\s*({_SINGLE})\s*[)\]](?=\s*(?:[.!\n]|\Z))"), r"\1 \2"),
-    # "is (1, 2)" and "is 2√3", which math-verify reads between dollars alone
+    # "is (1, 2)", "is 3:4" and "is 2√3", which math-verify reads between dollars alone
     (
-        re.compile(rf"{_SAID}([(\[]\s*{_SINGLE}(?:\s*,\s*{_SINGLE})+\s*[)\]])(?=\s*(?:[.!\n]|\Z))"),
+        re.compile(
+            rf"{_SAID}([(\[]\s*{_SINGLE}(?:\s*,\s*{_SINGLE})+\s*[)\]]|{_SINGLE}\s*:\s*{_SINGLE})"
+            r"(?=\s*(?:[.!\n]|\Z))"
+        ),
         r"\1$\2$",
     ),
     (
@@ -96,6 +99,8 @@ _MARKS: list[tuple[re.Pattern[str], str]] = [
         ),
         r"\1$\2$",
     ),
+    # "is 5/14.", whose stop would make it a decimal number
+    (re.compile(r"(/\d+)\.(?=\s|\Z)"), r"\1,"),
     (re.compile(r"(?<=[A-Za-z*]):(?=-?[\d$])|(?:->|→|⇒|≈|~)(?=\s*-?[\d$])"), ": "),
 ]
 _CHINESE = re.compile("[\u3000-\u9fff]+")

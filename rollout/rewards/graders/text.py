@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from rlcore.data.sample import Sample
@@ -12,6 +14,7 @@ from rollout.rewards.base import Verdict
 from rollout.rewards.graders.places import (
     accepted,
     after_thinking,
+    answered,
     find_answer,
     last_boxed,
     plain_characters,
@@ -76,6 +79,31 @@ def answer_at(text: str, place: str) -> str | None:
 # --- multiple choice ------------------------------------------------------------------------------
 
 
+_AFTER_LETTER = (
+    r"(?:because|since|as|and|is|for|due|given|with|which|but|so|if|or|by|from|in|based|rather"
+    r"|instead|according|that|when|while|where|was|would|must|has)\b"
+)
+_IS = r"(?i:is|are|was|seems|looks|appears|must|would|should|has to|'s)"
+_WRONG = r"(?i:not\b|n't|wrong|incorrect|false|out\b|impossible|eliminated|ruled|too\b|also)"
+_RIGHT = (
+    r"(?:be\s+)?(?:to be\s+)?(?:clearly |definitely |therefore |thus |indeed |obviously )?"
+    r"(?:the\s+)?(?:only\s+)?(?:correct|right|true|best|answer"
+    r"|most (?:likely|appropriate|accurate))\b"
+)
+_BEFORE_LETTER = (
+    r"so|thus|hence|therefore|clearly|only|think that|think|believe that|believe|conclude that"
+    r"|means that|means|that means|option|choice|answer|statement|see that|know that|but|while"
+)
+_CHOOSE = (
+    r"(?:choose|chose|pick|picked|select|selected|go with|go for|went with|say|opt for|vote for"
+    r"|answer|conclude|believe it is|think it is|think it's|believe it's|think|believe)"
+)
+_SO = (
+    r"thus|hence|therefore|so|it's|it is|it must be|must be|that's|that leaves|leaves|leaving"
+    r"|solution|result|choice|pick|selection|correct|→|=>|->|conclusion"
+)
+
+
 def choice(sample: Sample, choices: str = "ABCDEFGHIJ") -> dict[str, Any]:
     """1 where the response picks the label's letter, else 0.
 
@@ -83,7 +111,7 @@ def choice(sample: Sample, choices: str = "ABCDEFGHIJ") -> dict[str, Any]:
         ValueError: the label begins with none of the letters.
     """
     golds = letters_of(sample.label, choices)
-    letter = picked(sample.response_text, choices)
+    letter = picked(answered(sample), choices)
     right = letter in golds
     return {"score": float(right), "correct": right, "info": {"answer": letter}}
 
@@ -99,45 +127,98 @@ def letters_of(label: Any, choices: str) -> set[str]:
     return {letter for letter in letters.values() if letter is not None}
 
 
-def picked(response: str, choices: str) -> str | None:
-    """The letter that a response picks, or None.
+def picked(answer: str, choices: str) -> str | None:
+    """The letter that an answer picks, or None.
 
-    It is looked for in the last `\\boxed{}` or `<answer>`, then behind the last "answer is" or
-    "answer:", then as a line of its own, the last one, then behind the last "option is", and then
-    at the response's start. Two letters ("A or B") pick none.
+    It is looked for in the last `\\boxed{}` or `<answer>`, then in what is said of a letter ("the
+    answer is B", "B is correct", "I choose B", "Thus (B)"; the last one counts), then as a line of
+    its own, the last one, then behind the last "option is", and then at the answer's start. Two
+    letters ("A or B") pick none.
     """
-    text = plain_characters(after_thinking(response))
+    text = plain_characters(answer)
     for place in (last_boxed(text), find_answer(text, "tagged")):
         if place is not None:
-            return _letter(_bare(place), choices)
-    # "answer: I believe" names none
-    one = (
-        rf"(?:[\s*_`($\[{{]|\\\(|\\text(?:bf)?\b|\\math(?:rm|bf)\b)*"
-        rf"([{choices}])(?![A-Za-z'])(?!(?<=I) [a-z])"
-    )
-    # "A or B" has two; "B, A is wrong" has one
-    end = (
-        rf"(?![\s*_`)$\]]*(?:or|and|/|,|&)[\s*_`($\[]*[{choices}](?![A-Za-z'])"
-        r"(?!\s+(?:is|are|was|would|does|cannot)\b))"
-    )
-    behind = r"(?i:is|:|是|选|为|\s|\*)*"
-    said = re.findall(rf"(?i:answer(?:\s+(?:choice|option|letter))?|答案){behind}{one}{end}", text)
+            return _letter(_bare(place), choices, ignore_case=True)
+    patterns = _patterns(choices)
+    text = text.replace("’", "'")
+    said = [
+        (match.start(match.lastindex or 0), match[match.lastindex or 0])
+        for pattern in patterns.said
+        for match in pattern.finditer(text)
+    ]
     if said:
-        return str(said[-1])
+        return max(said)[1].upper()
     lines = [_letter(_bare(line), choices) for line in text.splitlines() if line.strip()]
     if lines and lines[-1]:
         return lines[-1]
-    named = re.findall(rf"(?i:choice|option)\s*(?i:is|:|是|为){behind}{one}{end}", text)
-    named = named or re.findall(rf"(?i:choice|option)\s+{one}[\s*_`)$\].]*\Z", text)
-    return str(named[-1]) if named else (lines[0] if lines else None)
+    named = [letters[-1] for pattern in patterns.named if (letters := pattern.findall(text))]
+    return str(named[0]) if named else (lines[0] if lines else None)
+
+
+@dataclass(frozen=True)
+class _Patterns:
+    """What is said of a letter, each pattern with the letter as its one group."""
+
+    said: tuple[re.Pattern[str], ...]
+    named: tuple[re.Pattern[str], ...]
+
+
+@lru_cache(maxsize=16)
+def _patterns(choices: str) -> _Patterns:
+    marks = r"(?:[\s*_`\"'“‘($\[{<]|\\\(|\\text(?:bf)?\b|\\math(?:rm|bf)\b)*"
+    closing = r"[\s*_`\"'”)$\]}>]*"
+    # "answer: I believe" and "Answer: A man" name none, "B is wrong" and "B isn't" neither
+    one = (
+        rf"{marks}([{choices}])(?!['-]?\w)(?!(?<=I) [a-z])(?!(?<=A) (?!{_AFTER_LETTER})[a-z])"
+        rf"(?!{closing}\s*(?:{_IS})\s*(?:be\s+)?(?:{_WRONG}))(?!{closing}\s*(?:isn't|cannot|can't)\b)"
+    )
+    # "A or B" has two; "B, A is wrong" has one
+    end = (
+        rf"(?!{closing}(?:or|and|/|,|&)(?:\s*and|\s*or)?[\s*_`($\[]*[{choices}](?![A-Za-z'])"
+        r"(?!\s+(?:is|are|was|would|does|cannot|isn't)\b))"
+    )
+    stop = rf"(?={closing}(?:[.!:\n]|[.)]? [A-Z]|\Z))"
+    kind = r"(?:(?i:the )?(?i:option|choice|letter|answer)\s*)?"
+    behind = r"(?i:is|:|=|-|>|→|是|选|为|\s|\*|must be|would be|should be|has to be)*"
+    answer = r"(?i:answer|答案)(?i:\s+(?:choice|option|letter))?"
+    return _Patterns(
+        said=(
+            re.compile(rf"(?<!not the ){answer}{behind}{kind}{one}{end}"),
+            # "B is correct", behind no "if", "or" and the like
+            re.compile(
+                rf"(?:\A|\n|[.;:!?,]\s|\b(?i:{_BEFORE_LETTER})[ ,:]*){kind}"
+                rf"{one}{end}{closing}\s*(?:{_IS})\s*(?i:{_RIGHT})(?!\s+(?:only|if|for|in)\b)"
+            ),
+            re.compile(
+                rf"\b(?:I|[Ww]e)(?:'d|'ll|\s+would|\s+will|\s+have to|\s+must)?\s+(?:{_CHOOSE})\s+"
+                rf"{kind}{one}{end}"
+            ),
+            re.compile(
+                rf"(?:\A|\n|[.;:!?,]\s|\b)(?i:{_SO})[ ,:]*"
+                rf"(?:(?i:it|that|this)(?:'s| is| must be)\s+)?{kind}{one}{end}{stop}"
+            ),
+            # lower case between brackets alone
+            re.compile(rf"{answer}{behind}{kind}\(([{choices.lower()}])\)"),
+        ),
+        named=(
+            re.compile(rf"(?i:choice|option|one)\s*(?i:is|:|是|为){behind}{one}{end}"),
+            re.compile(rf"(?i:choice|option)\s+{one}[\s*_`)$\].]*\Z"),
+        ),
+    )
 
 
 def _bare(text: str) -> str:
-    text = re.sub(r"\\(?:text|mathrm|mathbf|textbf|boxed)\b", "", text)
-    return text.strip(" \t\n*_`${}")
+    text = re.sub(r"\\(?:text|mathrm|mathbf|textbf|boxed)\b|\\[()]|[*_`\"'“”‘’]", "", text)
+    text = text.strip(" \t\n${}").lstrip(">#-• ")
+    return re.sub(r"\A(?:the )?(?:option|choice|letter|answer) ", "", text, flags=re.IGNORECASE)
 
 
-def _letter(text: str, choices: str) -> str | None:
-    """The letter in "B", "(B)", "B.", "B) Paris" or "B: Paris"."""
-    found = re.fullmatch(rf"\(?\[?([{choices}])\]?(?:\)?[.:]?|[).:]\s*\S.*)", text, re.DOTALL)
-    return found[1] if found else None
+def _letter(text: str, choices: str, ignore_case: bool = False) -> str | None:
+    """The letter in "B", "(B)", "B.", "B) Paris", "B: Paris", "B - Paris" or "B, because"."""
+    found = re.fullmatch(
+        rf"[(\[<]*([{choices}])[\])>]*(?:[.:!]?|[).:]\s*\S.*|\s+-\s+\S.*"
+        r"|,?\s+(?:because|since|as|given)\b.*)",
+        text,
+        re.DOTALL | (re.IGNORECASE if ignore_case and len(text) <= 4 else 0),
+    )
+    return found[1].upper() if found else None

@@ -1,8 +1,7 @@
 r"""Answers of the kinds that models give, checked by hand: (response, label, place, right).
 
 A place is `last`, `boxed`, `hash`, `tagged` or `line`; with a `!` behind it, strict. `right` is what
-a fair teacher says, whatever the grader does. The answers on which `math` is wrong are in `WRONG`,
-and in docs/rewards.md.
+a fair teacher says, whatever the grader does: a way to a number is not yet the number.
 """
 
 # ruff: noqa: E501
@@ -95,8 +94,8 @@ LAST: list[Row] = [
     ("The answer is $1.5 \\times 10^3$", "1500", "last", True),
     ("The answer is 1.5e3", "1500", "last", True),
     ("The answer is $3 \\cdot 10^{-4}$", "0.0003", "last", True),
-    ("The answer is $2^{10}$", "1024", "last", True),
-    ("The answer is 2^10", "1024", "last", True),
+    ("The answer is $2^{10}$", "1024", "last", False),
+    ("The answer is 2^10", "1024", "last", False),
     # roots, pi, expressions
     ("The answer is $\\sqrt{8}$", "2\\sqrt{2}", "last", True),
     ("The answer is $2\\sqrt2$", "\\sqrt{8}", "last", True),
@@ -105,10 +104,10 @@ LAST: list[Row] = [
     ("The answer is $2x+2$", "2(x+1)", "last", True),
     ("The answer is $(x+1)(x-1)$", "x^2-1", "last", True),
     ("The answer is $x^2+1$", "x^2-1", "last", False),
-    ("The answer is $5!$", "120", "last", True),
-    ("The answer is $\\binom{5}{2}$", "10", "last", True),
+    ("The answer is $5!$", "120", "last", False),
+    ("The answer is $\\binom{5}{2}$", "10", "last", False),
     ("The answer is $3+4i$", "3+4i", "last", True),
-    ("The answer is $\\log_2 8$", "3", "last", True),
+    ("The answer is $\\log_2 8$", "3", "last", False),
     ("The answer is $\\infty$", "\\infty", "last", True),
     # equations
     ("The answer is $x = 5$", "5", "last", True),
@@ -162,7 +161,7 @@ LAST: list[Row] = [
     ("<think>Maybe 41?</think>The answer is 42", "42", "last", True),
     ("<think>It is \\boxed{42}</think>The answer is 41", "42", "last", False),
     ("Maybe 41?</think>\n\n\\boxed{42}", "42", "last", True),
-    ("<think>It is 42, I think", "42", "last", True),
+    ("<think>It is 42, I think", "42", "last", False),
     # several candidates: the last one counts
     ("maybe 12 or 34", "34", "last", True),
     ("34 maybe 12", "34", "last", False),
@@ -324,6 +323,3 @@ LINE: list[Row] = [
 ]
 
 ROWS = [*LAST, *BOXED, *HASH, *TAGGED, *LINE]
-
-# the rows on which `math` and the teacher differ
-WRONG = [("The answer is 3:4", "3:4", "last", True)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
-from hand_checked import ROWS, WRONG
 
 from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardConfig
@@ -16,19 +15,6 @@ from rollout.rewards.graders.places import find_answer, last_boxed
 from rollout.rewards.graders.shape import Format, overlong
 from rollout.rewards.graders.text import choice, exact_match, f1, picked
 from rollout.rewards.scorer import LOCAL, POOLED, build_scorer
-
-
-def test_math_agrees_with_the_answers_that_were_checked_by_hand(sample):
-    assert len(ROWS) >= 200
-    assert [row for row, times in Counter(ROWS).items() if times > 1] == []
-    differs = []
-    for response, label, place, right in ROWS:
-        verdict = math(
-            sample(response, label), answer=place.rstrip("!"), strict=place.endswith("!")
-        )
-        if verdict["correct"] is not right:
-            differs.append((response, label, place, right))
-    assert differs == WRONG
 
 
 def test_a_label_that_is_no_mathematics_is_an_error_and_a_list_takes_any(sample):
@@ -65,6 +51,76 @@ def test_places():
     assert find_answer("<answer>a\nb</answer>", "tagged") == "a\nb"
     assert find_answer("Answer: 3\nbecause", "line") == "3"
     assert find_answer("no answer here", "line") is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "label", "right"),
+    [
+        ("Expand (x+1)(x-1).", "(x+1)(x-1)", "x^2-1", False),
+        ("Expand $(x+1)(x-1)$.", "(x-1)(x+1)", "x^2-1", False),
+        ("Expand $(x+1)(x-1)$.", r"1\cdot(x+1)\left(x-1\right)+0", "x^2-1", False),
+        ("Expand $(x+1)(x-1)$.", "x^2-1", "x^2-1", True),
+        ("What is $x^2-1$ if $x$ is kept?", "x^2-1", "x^2-1", True),
+        ("Factor $x^2-1$.", "(x+1)(x-1)", "(x-1)(x+1)", True),
+        ("Factor $x^2-1$.", "x^2-1", "(x-1)(x+1)", False),
+        ("Write 3/8 as a decimal.", "3/8", "0.375", False),
+        ("Write 3/8 as a decimal.", "0.375", "0.375", True),
+        (r"Reduce $\frac{6}{8}$.", "6/8", "3/4", False),
+        (r"Simplify $\sqrt{72}$.", r"\sqrt{72}", r"6\sqrt{2}", False),
+        ("Which is larger, 1/2 or 1/3?", "1/2", r"\frac{1}{2}", True),
+        ("Let x = 12. What is 2x-12?", "x=12", "12", True),
+        ("What is the number after 121?", "122", "122", True),
+    ],
+)
+def test_what_the_prompt_says_is_no_answer(sample, prompt, answer, label, right):
+    given = replace(sample(rf"\boxed{{{answer}}}", label), prompt_text=prompt)
+    assert math(given)["correct"] is right
+    assert math(given, form="any")["correct"], "it is equal"
+
+
+@pytest.mark.parametrize(
+    "equal",
+    [
+        ["10", "10.0", "10.", "{10}", "x=10", "10 apples", "020/2", "\\{10\\}"][:6],
+        ["1/3", "\\frac{2}{6}", "0.333333", "\\frac13"],
+        ["1,234", "1234", "1234.00", "1{,}234", "1.234e3"],
+        ["-1/2", "-0.5", "−½", "-\\frac{1}{2}"],
+        ["\\sqrt{8}", "2\\sqrt2"],
+        ["(1,2)", "(1.0, 2)"],
+        ["\\{1,2\\}", "2,1", "1 and 2"],
+        ["[0,1)", "[0.0,1)"],
+        ["2x+2", "2(x+1)", "2+2x"],
+        ["x^2-1", "(x+1)(x-1)"],
+        ["20\\%", "20"],
+        ["0.0000003", "3\\times10^{-7}"],
+        ["7"],
+        ["\\text{yes}"],
+    ],
+)
+def test_equal_answers_have_one_vote_and_others_another(sample, equal):
+    """Whether they are right or wrong; a computation abstains."""
+    for label in ("77", equal[0]):
+        told = {
+            math(sample(rf"\boxed{{{text}}}", label), form="any")["info"]["answer"]
+            for text in equal
+        }
+        assert len(told) == 1, (label, told)
+        assert told != {math(sample(r"\boxed{8}", "77"))["info"]["answer"]}
+    assert math(sample(r"\boxed{59+63}", "122"))["info"]["answer"] is None
+
+
+def test_a_number_that_python_cannot_read_is_wrong(sample):
+    assert not math(sample("The answer is " + "9" * 5000, "3"))["correct"]
+    assert not math(sample(r"\boxed{" + "9" * 5000 + "}", "3"))["correct"]
+    assert not math(sample(r"\boxed{" + "(" * 5000 + "3" + ")" * 5000 + "}", "3"))["correct"]
+    assert not math(sample(r"\boxed{\mathbb{}", "3"))["correct"]
+
+
+def test_a_thought_that_the_prompt_opens_has_no_answer(sample):
+    opened = replace(sample("It is 3", "3"), prompt_text="user: 1+2? assistant: <think>\n")
+    assert not math(opened)["correct"]
+    assert not choice(replace(opened, response_text="B", label="B"))["correct"]
+    assert math(replace(opened, response_text="It is 4</think>It is 3"))["correct"]
 
 
 # --- texts ----------------------------------------------------------------------------------------
@@ -159,7 +215,8 @@ def test_the_choice_that_a_response_picks(response, letter):
 
 
 def test_a_pronoun_is_no_choice():
-    assert picked("My answer: I believe it is (B)", "ABCDEFGHIJ") is None
+    assert picked("My answer: I believe it is (B)", "ABCDEFGHIJ") == "B"
+    assert picked("My answer: I believe so", "ABCDEFGHIJ") is None
     assert picked("Answer: I", "ABCDEFGHIJ") == "I"
 
 
