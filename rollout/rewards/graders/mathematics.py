@@ -206,7 +206,8 @@ def _equal(gold: Reading, given: Reading) -> bool:
     )
     if not same:
         return False
-    one, other = _real(gold.values[0]), _real(given.values[0])
+    one = _real(gold.values[0])
+    other = _real(given.values[0])
     if one is None or other is None or min(abs(one), abs(other)) >= _SMALL:
         return True
     return isclose(one, other, rel_tol=_SMALL)
