@@ -72,8 +72,9 @@ def _f1(found: list[str], gold: list[str]) -> float:
 
 
 def answer_at(text: str, place: str) -> str | None:
-    """The answer at a place; for `all`, everything behind the thinking."""
-    return after_thinking(text) if place == "all" else find_answer(text, place)
+    """The answer at a place, behind the thinking; for `all`, everything there."""
+    said = after_thinking(text)
+    return said if place == "all" else find_answer(said, place)
 
 
 # --- multiple choice ------------------------------------------------------------------------------
