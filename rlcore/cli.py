@@ -140,7 +140,8 @@ def data(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
     from rlcore.launch.commands.data import show_data
 
-    return _print_lines(show_data(loaded.config, rows=arguments.rows))
+    shown = show_data(loaded.config, rows=arguments.rows, ask_services=arguments.ask_services)
+    return _print_lines(shown)
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -52,6 +52,7 @@ LEAVE_FLEET_S = 180.0  # a run to let an engine go, which may have to end a publ
 KILL_ENGINE_S = 30.0  # more than TERMINATE_S and REAP_S: how long the fleet waits for an end
 CLOSE_ENGINES_S = 30.0  # a transport or a service to close
 REWARD_START_S = 120.0  # imports of the user's reward modules in a worker
+AUDIT_S = 10.0  # the audit of a reward while the engines start; usual rewards take half a second
 STRAYS_S = 2.0  # processes that a reward or a sandboxed program left, to be killed
 MCP_CLOSE_S = 10.0  # an MCP server to end: its package asks, then kills, within 7 s
 SANDBOX_START_S = 30.0  # namespaces, mounts and an interpreter, before a program's own time

@@ -24,7 +24,7 @@ from rlcore.data.batch import StepRollouts
 from rlcore.data.loading import load_prompts, prompt_stream
 from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
-from rlcore.deadlines import CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
+from rlcore.deadlines import AUDIT_S, CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
 from rlcore.errors import ConfigError, DeadlineExceeded, EmptyBatch
 from rlcore.interfaces import BoundedEngine, RolloutEngine
 from rollout.accounting.prompt_queue import PromptQueue
@@ -46,6 +46,7 @@ from rollout.fleet.admission import Admission
 from rollout.fleet.announcements import EngineFolder, why_closed
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
+from rollout.rewards.audit import RewardAudit
 from rollout.rewards.labels import check_labels
 from rollout.rewards.scorer import build_scorer
 
@@ -107,6 +108,7 @@ class RolloutService:
             device=rollout.engine.device,
             max_new_tokens=rollout.sampling.max_new_tokens,
         )
+        self._audit = RewardAudit(config.reward, prompts, tokenizer)
         self._queue = PromptQueue(self.prompts, prompt_stream(config, self.prompts))
         self.ledger = self._queue.ledger
         limit_s = longest_request_s(config)
@@ -155,9 +157,9 @@ class RolloutService:
             RunFailed: one of them did not start; the service is closed then, as for the next.
             ConfigError: a prompt does not fit into an engine.
         """
-        limit = self.fleet.comeback_s + REWARD_START_S
+        limit = self.fleet.comeback_s + REWARD_START_S + AUDIT_S
         starting = gather_or_cancel(
-            self._scorer.start(), self._evaluator.start(), self.fleet.start(again=again)
+            self._start_rewards(again), self._evaluator.start(), self.fleet.start(again=again)
         )
         try:
             self._call(starting, limit, "starting the engines and rewards")
@@ -166,6 +168,12 @@ class RolloutService:
         except BaseException:
             self.close()
             raise
+
+    async def _start_rewards(self, again: bool) -> None:
+        """Start the reward, and warn of cheap answers that it pays for."""
+        await self._scorer.start()
+        if not again:
+            await self._audit.warn(self._scorer)
 
     def _check_length(self, engine: RolloutEngine) -> None:
         """Refuse prompts that leave no room for a response in an engine that just started."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -128,9 +128,16 @@ class Scorer:
     `metadata["reward_error"]` says why. `metadata["reward_info"]` has what parts tell of a sample.
     """
 
-    def __init__(self, config: RewardConfig, parts: Mapping[str, RewardPart]) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        parts: Mapping[str, RewardPart],
+        *,
+        max_warnings: int = MAX_WARNINGS,
+    ) -> None:
         self._config = config
         self._parts = dict(parts)
+        self._max_warnings = max_warnings
         self._by_source = PartsBySource(config)
         # a failure of these counts as wrong: left out, it would make accuracy look better
         self._verifiers = {
@@ -142,6 +149,11 @@ class Scorer:
         self._warnings = 0
         self._tried = {name: Tried() for name in self._parts}
         self._unchecked = {"step", "evaluation"}
+
+    def only(self, names: Iterable[str]) -> Scorer:
+        """Return a scorer with some of the parts, these very ones, that logs no failure."""
+        parts = {name: self._parts[name] for name in names}
+        return Scorer(self._config, parts, max_warnings=0)
 
     async def start(self) -> None:
         """Start all parts."""
@@ -278,7 +290,8 @@ class Scorer:
 
     def _warn(self, sample: Sample) -> None:
         self._warnings += 1
-        if self._warnings <= MAX_WARNINGS:
+        left = self._max_warnings - self._warnings
+        if left >= 0:
             logger.warning(
                 "reward of sample %d of draw %d (%s) failed and is scored %g (reward.on_error):"
                 " %s%s",
@@ -287,7 +300,9 @@ class Scorer:
                 sample.prompt_id,
                 self._config.on_error,
                 sample.metadata["reward_error"],
-                "; further failures are only counted" if self._warnings == MAX_WARNINGS else "",
+                "; further failures are only counted"
+                if self._warnings == self._max_warnings
+                else "",
             )
 
     async def close(self) -> None:

@@ -6,7 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlcore.config.sections.base import PositiveFloat, PositiveInt, Section
+from rlcore.config.sections.base import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from rlcore.config.sections.reward_services import JudgeConfig, RewardServiceConfig
 from rlcore.config.sections.sandbox import SandboxConfig
 
@@ -81,6 +86,9 @@ class RewardConfig(Section):
     environment: list[str] = Field(default_factory=list)
     """Names of environment variables that reward functions get beside the usual, as
     OPENAI_API_KEY; keys of the run are not passed on by themselves."""
+    audit_rows: NonNegativeInt = 8
+    """Rows on which `rlcore data`, and a run before its first step, try whether the reward pays for
+    answers that solve nothing; 0: none. Services and judges are not asked."""
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
 
     @field_validator("environment")

@@ -12,20 +12,17 @@ from numpy.typing import NDArray
 
 from rlcore.config import Config
 from rlcore.config.evaluation_sets import evaluation_sets
-from rlcore.config.sections.reward import RewardPartConfig
 from rlcore.data.examples import SOURCE, Example
 from rlcore.data.loading import load_prompts, prompt_stream, shares
-from rlcore.data.prompts import Prompt, PromptSet
-from rlcore.data.sample import Sample, VersionSpan
-from rlcore.data.tokenizer import encode, load_tokenizer
+from rlcore.data.prompts import PromptSet
+from rlcore.data.tokenizer import load_tokenizer
 from rlcore.deadlines import REWARD_START_S
-from rlcore.errors import DataError
 from rlcore.trainer.answers import Answers, labelled_rows
-from rollout.asyncio_utils import within
 from rollout.engines.checks import check_vocabulary
+from rollout.rewards.audit import RewardAudit, Scored
+from rollout.rewards.audit_answers import OTHER, REFUSED, RIGHT
 from rollout.rewards.labels import check_labels
 from rollout.rewards.scorer import build_scorer
-from rollout.rewards.trial_answers import TrialAnswers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,12 +30,13 @@ if TYPE_CHECKING:
 _TOKENS = 24  # of a prompt that are spelled
 
 
-def show_data(config: Config, *, rows: int) -> Iterator[str]:
+def show_data(config: Config, *, rows: int, ask_services: bool = False) -> Iterator[str]:
     """Yield the report. Everything is read and tokenised as at the start of a run.
 
     Args:
         rows: how many to print of the data, and of each evaluation set; of several files at least
             one each.
+        ask_services: ask reward services and judges too.
 
     Raises:
         UserError: the data could not be trained on, as `rlcore train` would say.
@@ -48,8 +46,23 @@ def show_data(config: Config, *, rows: int) -> Iterator[str]:
     if config.is_sft:
         yield from _supervised(config, tokenizer, rows)
         return
+
+    def report(key: str, of: Config, prompts: PromptSet) -> Iterator[str]:
+        check_labels(of, prompts)
+        yield from (f"{key}: {part}" for part in prompts.all_examples.parts)
+        rewards = _Rewards(of, prompts, tokenizer, ask_services)
+        shown = _shown(prompts, rows)
+        scored = rewards.score(shown, vocab_size)
+        for row in shown:
+            yield ""
+            yield from _row(prompts, row, tokenizer)
+            yield from rewards.of_row([one for one in scored if one.row == row])
+        yield ""
+        yield from rewards.of_cheap_answers(scored)
+        yield from ("", *_lengths(prompts, None))
+
     prompts = load_prompts(config, tokenizer)
-    yield from _prompts("data", config, prompts, tokenizer, vocab_size, rows)
+    yield from report("data", config, prompts)
     if any(source.weight for source in config.data.sources.values()):
         yield from ("", *_weights(config, prompts))
     for given in evaluation_sets(config):
@@ -62,7 +75,7 @@ def show_data(config: Config, *, rows: int) -> Iterator[str]:
             max_new_tokens=own.evaluation.max_new_tokens,
         )
         yield ""
-        yield from _prompts(given.key, own, prompts, tokenizer, vocab_size, rows)
+        yield from report(given.key, own, prompts)
 
 
 def _supervised(config: Config, tokenizer: PreTrainedTokenizerBase, rows: int) -> Iterator[str]:
@@ -74,26 +87,6 @@ def _supervised(config: Config, tokenizer: PreTrainedTokenizerBase, rows: int) -
         yield from _row(prompts, row, tokenizer)
         yield from _trained(answers, row, tokenizer)
     yield from ("", *_lengths(prompts, answers))
-
-
-def _prompts(
-    key: str,
-    config: Config,
-    prompts: PromptSet,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    rows: int,
-) -> Iterator[str]:
-    """Yield the report of the prompts that a section `key` names."""
-    check_labels(config, prompts)
-    yield from (f"{key}: {part}" for part in prompts.all_examples.parts)
-    shown = _shown(prompts, rows)
-    scores = _rewards(config, prompts, shown, tokenizer, vocab_size)
-    for row in shown:
-        yield ""
-        yield from _row(prompts, row, tokenizer)
-        yield from scores.get(row, ())
-    yield from ("", *_lengths(prompts, None))
 
 
 def _shown(prompts: PromptSet, rows: int) -> list[int]:
@@ -126,105 +119,83 @@ def _trained(answers: Answers, row: int, tokenizer: PreTrainedTokenizerBase) -> 
 # --- rewards --------------------------------------------------------------------------------------
 
 
-def _rewards(
-    config: Config,
-    prompts: PromptSet,
-    rows: Sequence[int],
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-) -> dict[int, list[str]]:
-    """Return of each row what the reward says of its label as the answer, and of a wrong one."""
-    reward = config.reward.model_copy(deep=True)
-    elsewhere = {name: who for name, part in reward.parts.items() if (who := _who_gives(part))}
-    reward.parts = {name: part for name, part in reward.parts.items() if name not in elsewhere}
-    if not reward.parts:
-        givers = " and ".join(dict.fromkeys(elsewhere.values()))
-        return {row: [f"reward   not asked: {givers} gives it"] for row in rows if elsewhere}
-    trial = TrialAnswers(reward, prompts)
-    asked = {row: trial.of(prompts.examples[row]) for row in rows}
-    asked = {row: responses for row, responses in asked.items() if responses}
-    untried = {row: ["reward   not tried: the label is no answer"] for row in rows}
-    if not asked:
-        return untried
-    samples = {
-        (row, response): _sample(prompts[row], row, response, tokenizer)
-        for row, responses in asked.items()
-        for response in responses
-    }
-    scorer = build_scorer(
-        reward,
-        vocab_size=vocab_size,
-        device=config.rollout.engine.device,
-        max_new_tokens=config.rollout.sampling.max_new_tokens,
-    )
+class _Rewards:
+    """The reports of what the reward says of answers to rows."""
 
-    async def score() -> None:
-        try:
-            await scorer.start()
-            await scorer.score([*samples.values()])
-        finally:
-            await scorer.close()
+    def __init__(
+        self, config: Config, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, asks: bool
+    ) -> None:
+        self._config = config
+        self._audit = RewardAudit(config.reward, prompts, tokenizer, ask_services=asks)
+        self._left_out = [f"{name} ({why})" for name, why in self._audit.left_out.items()]
 
-    limit_s = REWARD_START_S + reward.timeout_s * len(samples)
-    late = f"the reward has not answered after {limit_s:g} s (reward.timeout_s)"
-    asyncio.run(within(limit_s, score(), lambda: late))
-    lines = {
-        row: [
-            f"reward   {_said(samples[row, response])} for {what}: {response!r}"
-            for response, what in responses.items()
-        ]
-        for row, responses in asked.items()
-    }
-    if elsewhere:
-        left_out = ", ".join(f"{name} ({who})" for name, who in elsewhere.items())
-        next(iter(lines.values())).append(f"         without {left_out}: not asked")
-    for row, responses in asked.items():
-        *right, wrong = [samples[row, response].reward for response in responses]
-        if right and max(right) <= wrong:
-            lines[row].append(
+    def score(self, rows: Sequence[int], vocab_size: int) -> list[Scored]:
+        """Score the answers to `rows` and to those of the audit."""
+        reward = self._audit.reward
+        if not reward.parts:
+            return []
+        scorer = build_scorer(
+            reward,
+            vocab_size=vocab_size,
+            device=self._config.rollout.engine.device,
+            max_new_tokens=self._config.rollout.sampling.max_new_tokens,
+        )
+        asked = list(dict.fromkeys([*rows, *self._audit.rows]))
+        limit_s = REWARD_START_S + reward.timeout_s * len(asked)
+
+        async def score() -> list[Scored]:
+            try:
+                await scorer.start()
+                return await self._audit.score(scorer, asked, limit_s)
+            finally:
+                await scorer.close()
+
+        return asyncio.run(score())
+
+    def of_row(self, scored: Sequence[Scored]) -> Iterator[str]:
+        """Yield what the reward says of the label of a row as the answer, and of a wrong one."""
+        if not self._audit.reward.parts:
+            yield f"reward   not asked: {', '.join(self._left_out)}"
+            return
+        right = [one for one in scored if one.answer.kind is RIGHT]
+        wrong = [one for one in scored if one.answer.kind in (OTHER, REFUSED)][:1]
+        if not scored:
+            yield "reward   has not answered in time (reward.timeout_s)"
+        elif not right:
+            yield "reward   not tried: the label is no answer"
+        if not right:
+            return
+        for one in (*right, *wrong):
+            what = one.answer.described if one in right else "a wrong answer"
+            yield f"reward   {_said(one)} for {what}: {one.answer.text!r}"
+        if self._left_out:
+            yield f"         without {', '.join(self._left_out)}"
+        if wrong and max(one.sample.reward for one in right) <= wrong[0].sample.reward:
+            yield (
                 "! the reward finds the label no better than a wrong answer: see that"
                 " data.label_key names the answer, and reward.parts reads it"
             )
-    return {**untried, **lines}
+
+    def of_cheap_answers(self, scored: Sequence[Scored]) -> Iterator[str]:
+        """Yield which kinds of answer score, on how many of the audited rows."""
+        audited = set(self._audit.rows)
+        tried = [one for one in scored if one.row in audited]
+        if not tried:
+            return
+        yield f"answers that score, of {len(tried)} to {len(audited)} rows"
+        for found in self._audit.findings(tried):
+            mark = "!" if found.pays else " "
+            counts = f"{found.paid:>4} of {found.tried}"
+            example = f"  {found.example(self._audit.reward)}" if found.paid else ""
+            yield f"{mark} {found.kind.name:36}{counts}{example}"
+        failed = [one.failed for one in tried if one.failed]
+        if failed:
+            yield f"  the reward failed on {len(failed)} of them; the first: {failed[0]}"
 
 
-def _who_gives(part: RewardPartConfig) -> str | None:
-    """Who gives a part of the reward that cannot be asked here."""
-    if part.model is not None:
-        return "a model"
-    return "the workflow" if part.source == "workflow" else None
-
-
-def _sample(prompt: Prompt, row: int, response: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    try:
-        made = encode(tokenizer, [response], [prompt.prompt_id])[0]
-    except DataError:  # a tokenizer of few symbols; rewards of text do not care
-        made = np.zeros(0, dtype=np.int32)
-    mask = np.zeros(len(prompt.tokens) + len(made), dtype=np.uint8)
-    mask[len(prompt.tokens) :] = 1
-    return Sample(
-        draw=row,
-        index=0,
-        prompt_id=prompt.prompt_id,
-        group_id=row,
-        rollout_id=row << 20,
-        tokens=np.concatenate([prompt.tokens, made]),
-        loss_mask=mask,
-        rollout_logprobs=np.zeros(len(made), dtype=np.float32),
-        versions=(VersionSpan(0, 0, len(made)),),
-        finish_reason="stop",
-        prompt_text=prompt.text,
-        response_text=response,
-        label=prompt.label,
-        metadata=dict(prompt.row),
-    )
-
-
-def _said(sample: Sample) -> str:
-    error = sample.metadata.get("reward_error")
-    return (
-        f"{sample.reward:g}" if error is None else f"an error ({error}), scored {sample.reward:g}"
-    )
+def _said(one: Scored) -> str:
+    given = f"{one.sample.reward:g}"
+    return given if one.failed is None else f"an error ({one.failed}), scored {given}"
 
 
 # --- counts ---------------------------------------------------------------------------------------

@@ -55,10 +55,10 @@ def test_a_reward_that_does_not_know_the_answer_is_pointed_out(report):
 def test_what_a_workflow_rewards_is_not_asked(report):
     own = "env: {source: workflow}"
     lines = report(f"reward.parts={{{own}}}", rows=1)
-    assert "reward   not asked: the workflow gives it" in lines
+    assert "reward   not asked: env (the workflow gives it)" in lines
     lines = report(f"reward.parts={{right: {{function: exact_match}}, {own}}}", rows=1)
     assert "reward   1 for the label itself: '2'" in lines
-    assert "         without env (the workflow): not asked" in lines
+    assert "         without env (the workflow gives it)" in lines
     assert not any(line.startswith("!") for line in lines)
 
 

@@ -1,0 +1,275 @@
+"""Audits a reward: scores cheap answers to a few rows, and reports which of them pay.
+
+`rlcore data` prints the whole report. A run makes the audit while its engines start, and warns.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlcore.config.sections.reward import RewardConfig, RewardPartConfig
+from rlcore.data.prompts import Prompt, PromptSet
+from rlcore.data.sample import Sample, VersionSpan
+from rlcore.data.tokenizer import encode
+from rlcore.deadlines import AUDIT_S
+from rlcore.errors import DataError, DeadlineExceeded
+from rollout.asyncio_utils import within
+from rollout.rewards.audit_answers import KINDS, RIGHT, AuditAnswer, AuditAnswers, Kind
+from rollout.rewards.scorer import Scorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 16  # answers that are scored together
+# A cheap answer that scores on so few rows may be right there by chance, as a number of the prompt.
+CHANCE = 0.25
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An answer to a row, with the sample that the reward scored."""
+
+    row: int
+    answer: AuditAnswer
+    sample: Sample
+
+    @property
+    def failed(self) -> str | None:
+        """Why the reward failed on it, if it did."""
+        return self.sample.metadata.get("reward_error")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """On how many rows answers of one kind score.
+
+    Attributes:
+        tried: rows that have such an answer.
+        paid: rows on which one of them scores.
+        best: one that has the highest reward.
+        pays: whether that is more than chance explains, though it should not score.
+    """
+
+    kind: Kind
+    tried: int
+    paid: int
+    best: Scored
+    pays: bool
+
+    def describe(self, reward: RewardConfig) -> str:
+        """Return "the prompt scores on 8 of 8 rows (...)"."""
+        text = f"{self.kind.name} scores on {self.paid} of {self.tried} rows"
+        return f"{text} ({self.example(reward)})" if self.paid else text
+
+    def example(self, reward: RewardConfig) -> str:
+        """Return the best answer with its reward, its row and the part that paid most."""
+        sample = self.best.sample
+        parts = {
+            name: reward.parts[name].weight * score
+            for name, score in sample.reward_parts.items()
+            if name in reward.parts
+        }
+        paid = max(parts, key=lambda name: parts[name], default="")
+        by = f" by reward.parts.{paid}" if len(reward.parts) > 1 else ""
+        text = sample.response_text
+        shown = text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
+        return f"{sample.reward:g}{by} for {shown!r}, {sample.prompt_id}"
+
+
+class RewardAudit:
+    """Scores answers that nobody worked for, with the parts that need no more than their text.
+
+    Args:
+        ask_services: ask services and judges too, which may cost money.
+    """
+
+    def __init__(
+        self,
+        reward: RewardConfig,
+        prompts: PromptSet,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        ask_services: bool = False,
+    ) -> None:
+        whys = {name: _why_not(part, ask_services) for name, part in reward.parts.items()}
+        self.left_out: Mapping[str, str] = {name: why for name, why in whys.items() if why}
+        self.reward = reward.model_copy(
+            update={"parts": {name: p for name, p in reward.parts.items() if not whys[name]}}
+        )
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._answers: AuditAnswers | None = None
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows to audit, `reward.audit_rows` of them, spread over the data."""
+        count = min(self.reward.audit_rows, len(self._prompts)) if self.reward.parts else 0
+        return np.linspace(0, len(self._prompts) - 1, count).astype(int).tolist()
+
+    async def score(self, scorer: Scorer, rows: Sequence[int], limit_s: float) -> list[Scored]:
+        """Score the answers to `rows`, and return those that were scored in time.
+
+        Args:
+            scorer: with at least the parts of `self.reward`, and started. Its counts of failures
+                stay as they are.
+            limit_s: after half of it nothing more is begun, and after it what hangs is cancelled.
+        """
+        audited = scorer.only(self.reward.parts)
+        began = time.monotonic()
+        asked = [one for row in rows for one in self._of(row)]
+        done: list[Scored] = []
+        for first in range(0, len(asked), CHUNK):
+            used = time.monotonic() - began
+            if used > limit_s / 2:
+                break
+            chunk = asked[first : first + CHUNK]
+            work = audited.score([one.sample for one in chunk])
+            try:
+                await within(limit_s - used, work, lambda: "")
+            except DeadlineExceeded:  # recovery: fewer answers are audited
+                break
+            done += chunk
+        return done
+
+    async def warn(self, scorer: Scorer) -> None:
+        """Audit the reward of a run, and log what it pays for. Nothing that fails here ends a run.
+
+        Raises nothing: the functions of users run here, and their failures are told of step 1.
+        """
+        try:
+            scored = await self.score(scorer, self.rows, AUDIT_S)
+        except Exception as error:  # noqa: BLE001 - recovery: the run goes on without an audit
+            logger.warning("the reward was not audited: %s: %s", type(error).__name__, error)
+            return
+        found = [one.describe(self.reward) for one in self.findings(scored) if one.pays]
+        if found:
+            logger.warning(
+                "the reward pays for answers that solve nothing: %s. A policy finds these first:"
+                " change reward.parts, or look at `rlcore data` and docs/rewards.md (gaming)",
+                "; ".join(found),
+            )
+
+    def findings(self, scored: Sequence[Scored]) -> list[Finding]:
+        """Return what the reward pays for, by kind of answer, in the order of `KINDS`."""
+        rows: dict[int, list[Scored]] = defaultdict(list)
+        for one in scored:
+            if not one.failed:
+                rows[one.row].append(one)
+        # of each kind and row the best answer, and whether it pays
+        by_kind: dict[Kind, list[tuple[Scored, bool]]] = defaultdict(list)
+        for answers in rows.values():
+            pays = _paying(answers)
+            for one in {one.answer.kind: one for one in sorted(answers, key=_rank)}.values():
+                by_kind[one.answer.kind].append((one, pays(one.sample)))
+        chance = max(CHANCE, _commonest(scored))
+        return [_finding(kind, by_kind[kind], chance) for kind in KINDS if kind in by_kind]
+
+    @property
+    def _made(self) -> AuditAnswers:
+        # labels are read when the first row is audited
+        if self._answers is None:
+            self._answers = AuditAnswers(self.reward, self._prompts)
+        return self._answers
+
+    def _of(self, row: int) -> Iterator[Scored]:
+        prompt = self._prompts[row]
+        for answer in self._made.of(self._prompts.examples[row], _asked(prompt)):
+            yield Scored(row, answer, _sample(prompt, row, answer, self._tokenizer))
+
+
+def _why_not(part: RewardPartConfig, ask_services: bool) -> str | None:
+    """Why a part of the reward is not asked."""
+    if part.function == "overlong":
+        return "it scores lengths"
+    if part.model is not None:
+        return "a model gives it"
+    if part.source == "workflow":
+        return "the workflow gives it"
+    if (part.service is not None or part.judge is not None) and not ask_services:
+        return f"a {'judge' if part.judge else 'service'} gives it, see --ask-services"
+    return None
+
+
+def _paying(answers: Sequence[Scored]) -> Callable[[Sample], bool]:
+    """Return whether a sample's reward counts as one, from those of all answers to a row.
+
+    It does from half way between the lowest reward, or 0, and that of the label. Where no label
+    is an answer, any reward above 0 does.
+    """
+    right = [_reward(one) for one in answers if one.answer.kind is RIGHT]
+    if not right:
+        return lambda sample: sample.reward > 0
+    most = max(right)
+    least = min(map(_reward, answers))
+    if most > 0:
+        least = max(least, 0.0)
+    half = (least + most) / 2
+    return lambda sample: (
+        (sample.reward > half or sample.reward >= most) and sample.reward > min(least, 0.0)
+    )
+
+
+def _reward(one: Scored) -> float:
+    return one.sample.reward
+
+
+def _rank(one: Scored) -> tuple[float, int]:
+    """The order of answers: by reward, and of equal ones the shortest last."""
+    return one.sample.reward, -len(one.answer.text)
+
+
+def _commonest(scored: Sequence[Scored]) -> float:
+    """The share of the rows that a constant answer gets: those with the commonest label."""
+    labels = {one.row: one.sample.label for one in scored if one.answer.kind is RIGHT}
+    counts = Counter(map(str, labels.values()))
+    return max(counts.values()) / len(labels) if len(labels) > 1 else 0.0
+
+
+def _finding(kind: Kind, rows: Sequence[tuple[Scored, bool]], chance: float) -> Finding:
+    paid = sum(pays for _, pays in rows)
+    best = max(rows, key=lambda found: (found[1], _reward(found[0])))[0]
+    pays = kind.verdict == "wrong" and paid > chance * len(rows)
+    return Finding(kind, len(rows), paid, best, pays)
+
+
+def _asked(prompt: Prompt) -> str:
+    """The text of the last message to the model; of a prompt that is no chat, all of it."""
+    contents = [message.get("content") for message in prompt.messages or ()]
+    return str(next((text for text in reversed(contents) if text), prompt.text))
+
+
+def _sample(
+    prompt: Prompt, row: int, answer: AuditAnswer, tokenizer: PreTrainedTokenizerBase
+) -> Sample:
+    try:
+        made = encode(tokenizer, [answer.text], [prompt.prompt_id])[0]
+    except DataError:  # a tokenizer of few symbols; rewards of text do not care
+        made = np.zeros(0, dtype=np.int32)
+    mask = np.zeros(len(prompt.tokens) + len(made), dtype=np.uint8)
+    mask[len(prompt.tokens) :] = 1
+    return Sample(
+        draw=row,
+        index=0,
+        prompt_id=prompt.prompt_id,
+        group_id=row,
+        rollout_id=row << 20,
+        tokens=np.concatenate([prompt.tokens, made]),
+        loss_mask=mask,
+        rollout_logprobs=np.zeros(len(made), dtype=np.float32),
+        versions=(VersionSpan(0, 0, len(made)),),
+        finish_reason=answer.finish_reason,
+        prompt_text=prompt.text,
+        response_text=answer.text,
+        label=prompt.label,
+        metadata=dict(prompt.row),
+        messages=prompt.messages,
+    )
