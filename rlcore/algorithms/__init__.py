@@ -64,7 +64,7 @@ from rlcore.algorithms.registry import (
     register_policy_loss,
 )
 from rlcore.algorithms.scan import discounted_suffix_sum
-from rlcore.algorithms.token_hash import token_uniform
+from rlcore.algorithms.token_hash import prompt_overlap, token_uniform
 from rlcore.algorithms.types import (
     Advantages,
     EstimatorInputs,
@@ -130,6 +130,7 @@ __all__ = [
     "policy_loss_plugin",
     "register_estimator",
     "register_policy_loss",
+    "prompt_overlap",
     "rollout_metrics",
     "segment_index",
     "segment_lengths",

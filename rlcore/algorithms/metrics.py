@@ -6,9 +6,13 @@ count as one sequence.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING
+
+import torch
 
 from rlcore.algorithms.corrections import mismatch_vectors, stale_tokens
 from rlcore.algorithms.errors import InputError
@@ -35,6 +39,8 @@ def rollout_metrics(
     inputs: EstimatorInputs,
     *,
     finish_reasons: Sequence[str] | None = None,
+    responses: Sequence[str] | None = None,
+    prompt_overlap: Tensor | None = None,
     entropy: Tensor | None = None,
     correct: Tensor | None = None,
     returns: Tensor | None = None,
@@ -47,6 +53,8 @@ def rollout_metrics(
     Args:
         inputs: the whole batch with every field that was computed, whatever the estimator takes.
         finish_reasons: `B` of "stop", "length" and so on; that of a rollout is its last segment's.
+        responses: `B` texts; that of a rollout is its last segment's.
+        prompt_overlap: float `[B]`, the share of each response's n-grams that stand in its prompt.
         entropy: float `[M]`, of the policy at each token.
         correct: bool or float `[B]`, whether a verifier accepted the answer; NaN where none was
             asked.
@@ -55,10 +63,12 @@ def rollout_metrics(
         version: the policy version that is about to be trained.
         max_staleness: tokens older than this many versions are not trained on (see `stale_tokens`).
     """
-    _check(inputs, finish_reasons, {"correct": correct}, {"entropy": entropy, "returns": returns})
+    per_sequence = {"correct": correct, "prompt_overlap": prompt_overlap}
+    _check(inputs, finish_reasons, per_sequence, {"entropy": entropy, "returns": returns})
     rollouts = _Sequences.of(inputs)
     metrics = _scores(rollouts, entropy, correct, reward_coef)
     metrics |= _responses(rollouts, finish_reasons)
+    metrics |= _gaming(rollouts, finish_reasons, responses, prompt_overlap)
     metrics |= _groups(rollouts)
     metrics |= _distances(inputs)
     if inputs.versions is not None and version is not None:
@@ -100,6 +110,10 @@ class _Sequences:
         if self.rollouts is None:
             return [*per_sequence]
         return [per_sequence[i] for i in self.rollouts.last.tolist()]
+
+    def last_value(self, per_sequence: Tensor) -> Tensor:
+        """Return the value of the last segment of each from a vector `[B]`."""
+        return per_sequence if self.rollouts is None else per_sequence[self.rollouts.last]
 
     def _total(self, per_sequence: Tensor) -> Tensor:
         return per_sequence if self.rollouts is None else self.rollouts.total(per_sequence)
@@ -227,6 +241,56 @@ def _responses(sequences: _Sequences, finish_reasons: Sequence[str] | None) -> d
     return metrics
 
 
+_GAMING = (
+    MetricSpec(
+        "rollout/rewarded_truncated",
+        "1 where the sequence ended by a limit (length, context, turns, timeout)",
+        "sequences with at least the mean reward",
+        "share",
+    ),
+    MetricSpec(
+        "rollout/rewarded_prompt_overlap",
+        "share of the runs of three tokens of the response, its last 512 tokens, that stand in"
+        " the prompt",
+        "sequences with at least the mean reward",
+        "share",
+    ),
+    MetricSpec(
+        "rollout/commonest_response",
+        "1 where the response is the text that most of them are",
+        "sequences",
+        "share",
+    ),
+)
+_LIMITS = frozenset({"length", "context", "turns", "timeout"})
+
+
+def _gaming(
+    sequences: _Sequences,
+    finish_reasons: Sequence[str] | None,
+    responses: Sequence[str] | None,
+    prompt_overlap: Tensor | None,
+) -> dict[str, float]:
+    """Return what tells of a reward that is gamed, of sequences with a trainable token."""
+    counted = sequences.sizes > 0
+    if not bool(counted.any()):
+        return {}
+    metrics: dict[str, float] = {}
+    rewards = sequences.shared(sequences.inputs.rewards, "rewards").double()
+    # a sum of float64 may round the mean of equal rewards above them
+    rewarded = counted & (rewards >= rewards[counted].mean().clamp(max=rewards[counted].max()))
+    if finish_reasons is not None:
+        ends = torch.tensor([reason in _LIMITS for reason in sequences.last(finish_reasons)])
+        metrics["rollout/rewarded_truncated"] = float(ends[rewarded].double().mean())
+    if prompt_overlap is not None:
+        shares = sequences.last_value(prompt_overlap)[rewarded]
+        metrics["rollout/rewarded_prompt_overlap"] = float(shares.mean())
+    if responses is not None:
+        texts = Counter(compress(sequences.last(responses), counted.tolist()))
+        metrics["rollout/commonest_response"] = max(texts.values()) / texts.total()
+    return metrics
+
+
 _GROUPS = (
     MetricSpec("rollout/reward", "outcome reward", "all sequences", "reward"),
     MetricSpec(
@@ -335,7 +399,7 @@ def staleness_metrics(
     return metrics
 
 
-BATCH_METRICS = (*_SCORES, *_RESPONSES, _EXPLAINED_VARIANCE, *_GROUPS, *_STALENESS)
+BATCH_METRICS = (*_SCORES, *_RESPONSES, *_GAMING, _EXPLAINED_VARIANCE, *_GROUPS, *_STALENESS)
 
 
 def _check(

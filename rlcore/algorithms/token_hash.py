@@ -1,4 +1,4 @@
-"""Random numbers that belong to a token: the same in every layout, order and micro-batch."""
+"""Hashes of tokens: random numbers that belong to each, and n-grams that are found again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlcore.algorithms.ragged import expand_to_tokens
+from rlcore.algorithms.ragged import expand_to_tokens, segment_index
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+MAX_RESPONSE = 512  # last tokens of a sequence in which repetitions of its prompt are looked for
 
 
 def token_uniform(
@@ -53,3 +55,40 @@ def mix64(x: Tensor) -> Tensor:
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Shift int64 as if it were unsigned; torch's own shift copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def prompt_overlap(
+    tokens: Tensor, cu_tokens: Tensor, loss_mask: Tensor, group_ids: Tensor, *, n: int = 3
+) -> Tensor:
+    """Return the share of each response's n-grams of tokens that its prompt holds, float64 `[B]`.
+
+    It is 0 where a response has no n-gram. An n-gram of a response has trainable tokens alone; the
+    prompt is what stands before the first of these.
+
+    Args:
+        tokens, loss_mask: `[T]`.
+        cu_tokens: int64 `[B+1]`.
+        group_ids: int64 `[B]`; the prompts of a group are looked through together.
+    """
+    sequences = segment_index(cu_tokens, tokens.numel())
+    shares = torch.zeros(cu_tokens.numel() - 1, dtype=torch.float64)
+    count = tokens.numel() - n + 1
+    if count < 1:
+        return shares
+    trained = loss_mask.bool()
+    keys = mix64(group_ids.long())[sequences[:count]]
+    inside = sequences[:count] == sequences[n - 1 :]
+    response = inside.clone()
+    for offset in range(n):
+        keys = mix64(keys + tokens[offset : offset + count].long() * _GOLDEN)
+        response &= trained[offset : offset + count]
+    # before the first trainable token, and at most so far from the end of the sequence
+    begun = trained.cumsum(0)
+    begun = begun - torch.cat([begun.new_zeros(1), begun])[cu_tokens[:-1]][sequences]
+    prompt = inside & (begun[n - 1 :] == 0)
+    left = cu_tokens[1:][sequences[:count]] - torch.arange(count)
+    response &= left <= MAX_RESPONSE
+    found = torch.isin(keys[response], keys[prompt].unique()).double()
+    owners = sequences[:count][response]
+    hits = shares.index_add(0, owners, found)
+    return hits / shares.index_add(0, owners, torch.ones_like(found)).clamp(min=1)

@@ -24,7 +24,40 @@ WINDOW = 20  # rows before the newest that it is compared with
 LEAST = 5  # of them, for a comparison
 RAISED: Literal["raised"] = "raised"
 CLEARED: Literal["cleared"] = "cleared"
+RISEN = 0.25  # of the reward's standard deviation: a rise that is no noise
 ONE_STEP = "one step moves the policy far"
+
+
+@dataclass(frozen=True)
+class History:
+    """Rows that the newest is compared with.
+
+    Attributes:
+        lately: up to `WINDOW` of them, those just before it.
+        first: the first `LEAST` of the run.
+        groups: that a step trains on; 0 if there are none.
+    """
+
+    lately: Sequence[Row]
+    first: Sequence[Row]
+    groups: int
+
+    def risen(self, row: Row) -> str:
+        """Say how the reward has risen since the first rows; "" where it has not."""
+        reward = first(row, REWARD)
+        earlier = _firsts(self.first, REWARD)
+        if reward is None or len(earlier) < LEAST:
+            return ""
+        began = statistics.mean(earlier)
+        spread = [*_values(self.first, "rollout/reward_std"), row.get("rollout/reward_std", 0.0)]
+        if reward - began <= RISEN * max(spread):
+            return ""
+        return f"the reward has risen from {number(began)} to {number(reward)}"
+
+    def began(self, name: str) -> float | None:
+        """The mean of a metric over the first rows."""
+        values = _values(self.first, name)
+        return statistics.mean(values) if values else None
 
 
 @dataclass(frozen=True)
@@ -35,11 +68,11 @@ class Rule:
         check: from the newest row and those before it, what is wrong; "" for nothing. It begins
             behind the name of the rule, as in "kl: it is ...".
         why: the reason for its threshold.
-        look_at: what to do next.
+        look_at: what to do next; `{step}` stands for the step.
     """
 
     name: str
-    check: Callable[[Row, Sequence[Row], int], str]
+    check: Callable[[Row, History], str]
     why: str
     look_at: str
     patience: int = 1
@@ -64,10 +97,10 @@ class Notice:
 # --- the rules ------------------------------------------------------------------------------------
 
 
-def _kl(row: Row, before: Sequence[Row], groups: int) -> str:
+def _kl(row: Row, history: History) -> str:
     length = first(row, LENGTH)
     kl = row.get("objective/kl")
-    earlier = _values(before, "objective/kl")
+    earlier = _values(history.lately, "objective/kl")
     if kl is None or not length or len(earlier) < LEAST:
         return ""
     usual = statistics.median(earlier)
@@ -79,16 +112,16 @@ def _kl(row: Row, before: Sequence[Row], groups: int) -> str:
     )
 
 
-def _one_step(row: Row, before: Sequence[Row], groups: int) -> str:
+def _one_step(row: Row, history: History) -> str:
     moved = row.get("policy/approxkl_avg", 0.0)
     return f"policy/approxkl_avg is {number(moved)}, above 0.1" if moved > 0.1 else ""
 
 
-def _entropy(row: Row, before: Sequence[Row], groups: int) -> str:
+def _entropy(row: Row, history: History) -> str:
     entropy = row.get("policy/entropy_avg")
-    earlier = _values(before, "policy/entropy_avg")
+    earlier = _values(history.lately, "policy/entropy_avg")
     # supervised fine-tuning, which has no groups, is for that
-    if not groups or entropy is None or len(earlier) < LEAST:
+    if not history.groups or entropy is None or len(earlier) < LEAST:
         return ""
     most = max(earlier)
     if entropy >= 0.1 * most and entropy >= 0.005:
@@ -96,16 +129,19 @@ def _entropy(row: Row, before: Sequence[Row], groups: int) -> str:
     return f"policy/entropy_avg is {number(entropy)} nats a token; it was {number(most)} lately"
 
 
-def _variance(row: Row, before: Sequence[Row], groups: int) -> str:
+def _variance(row: Row, history: History) -> str:
     equal = row.get("rollout/zero_std_groups", 0.0)
-    if not groups or equal < groups:
+    if not history.groups or equal < history.groups:
         return ""
     reward = first(row, REWARD)
     mean = "" if reward is None else f" (their mean is {number(reward)})"
-    return f"the rewards of all {groups} groups are equal within the group{mean}: nothing is learnt"
+    return (
+        f"the rewards of all {history.groups} groups are equal within the group{mean}: nothing is"
+        " learnt"
+    )
 
 
-def _apart(row: Row, before: Sequence[Row], groups: int) -> str:
+def _apart(row: Row, history: History) -> str:
     gap = row.get("rollout/train_rollout_logprob_diff", 0.0)
     share = row.get("rollout/ess", 1.0)
     if gap <= 0.2 and share >= 0.5:
@@ -116,7 +152,7 @@ def _apart(row: Row, before: Sequence[Row], groups: int) -> str:
     )
 
 
-def _dropped(row: Row, before: Sequence[Row], groups: int) -> str:
+def _dropped(row: Row, history: History) -> str:
     stale = row.get("correction/stale_fraction", 0.0)
     masked = row.get("correction/masked_fraction", 0.0)
     if max(stale, masked) <= 0.5:
@@ -126,7 +162,7 @@ def _dropped(row: Row, before: Sequence[Row], groups: int) -> str:
     return f"algorithm.correction masks the policy loss of {masked:.0%} of the tokens"
 
 
-def _rewards(row: Row, before: Sequence[Row], groups: int) -> str:
+def _rewards(row: Row, history: History) -> str:
     scored = row.get("rollout/scored_samples", 0.0)
     failed = row.get("rollout/reward_errors", 0.0) + row.get("rollout/reward_timeouts", 0.0)
     if not scored or failed <= 0.05 * scored:
@@ -134,7 +170,7 @@ def _rewards(row: Row, before: Sequence[Row], groups: int) -> str:
     return f"the reward failed on {failed:.0f} of {scored:.0f} samples, {failed / scored:.0%}"
 
 
-def _finite(row: Row, before: Sequence[Row], groups: int) -> str:
+def _finite(row: Row, history: History) -> str:
     names = (*REWARD, *LOSS, "train/grad_norm", "objective/kl")
     bad = [name for name in names if not math.isfinite(row.get(name, 0.0))]
     skipped = row.get("train/skipped_updates", 0.0)
@@ -144,9 +180,11 @@ def _finite(row: Row, before: Sequence[Row], groups: int) -> str:
     return "; ".join(found)
 
 
-def _speed(row: Row, before: Sequence[Row], groups: int) -> str:
+def _speed(row: Row, history: History) -> str:
     speed = first(row, TOKENS_PER_SECOND)
-    earlier = [value for one in before if (value := first(one, TOKENS_PER_SECOND)) is not None]
+    earlier = [
+        value for one in history.lately if (value := first(one, TOKENS_PER_SECOND)) is not None
+    ]
     if speed is None or len(earlier) < LEAST or speed >= 0.5 * statistics.median(earlier):
         return ""
     usual = statistics.median(earlier)
@@ -155,14 +193,59 @@ def _speed(row: Row, before: Sequence[Row], groups: int) -> str:
     )
 
 
-def _engines(row: Row, before: Sequence[Row], groups: int) -> str:
+def _engines(row: Row, history: History) -> str:
     serving = row.get("rollout/engines_serving")
-    most = max(_values(before, "rollout/engines_serving"), default=0.0)
+    most = max(_values(history.lately, "rollout/engines_serving"), default=0.0)
     if serving is None or serving >= most:
         return ""
     return f"{serving:.0f} engines serve, where {most:.0f} did"
 
 
+def _repeats(row: Row, history: History) -> str:
+    name = "rollout/rewarded_prompt_overlap"
+    share = row.get(name, 0.0)
+    began = history.began(name)
+    risen = history.risen(row)
+    if not risen or began is None or share < 0.3 or share < 1.5 * began:
+        return ""
+    return f"{risen}, and {name} from {number(began)} to {number(share)}"
+
+
+def _cut_off(row: Row, history: History) -> str:
+    share = row.get("rollout/rewarded_truncated", 0.0)
+    risen = history.risen(row)
+    if not risen or share < 0.75:
+        return ""
+    return f"{risen}, and {share:.0%} of the responses that earn it are cut off"
+
+
+def _one_text(row: Row, history: History) -> str:
+    share = row.get("rollout/commonest_response", 0.0)
+    risen = history.risen(row)
+    if not risen or history.groups < 4 or share < 0.8:
+        return ""
+    return f"{risen}, and {share:.0%} of the responses, of all prompts, are one and the same text"
+
+
+def _grows(row: Row, history: History) -> str:
+    length = first(row, LENGTH)
+    earlier = _firsts(history.lately, LENGTH)
+    risen = history.risen(row)
+    if not risen or length is None or len(earlier) < LEAST:
+        return ""
+    usual = statistics.median(earlier)
+    if length < 2 * usual:
+        return ""
+    return (
+        f"{risen}, and responses have {number(length)} tokens, where the median over"
+        f" {len(earlier)} steps is {number(usual)}"
+    )
+
+
+_SAMPLES = (
+    "`rlcore show RUN --step {step} --best` (`rlcore view RUN`; step_{step:06d}.parquet in"
+    " rollouts/); "
+)
 RULES = (
     Rule(
         "the KL runs away",
@@ -243,6 +326,36 @@ RULES = (
         "rollout/engine_restarts and the log of rank 0 (under Ray: service.log)",
         patience=2,
     ),
+    Rule(
+        "rewarded responses repeat the prompt",
+        _repeats,
+        "a grader may take a way to the answer for the answer; half as much again as in the first"
+        " five steps is no chance, and below 0.3 a response is mostly words of its own",
+        _SAMPLES
+        + "`rlcore data` shows whether reward.parts pays for the prompt or its expressions",
+        patience=2,
+    ),
+    Rule(
+        "rewarded responses are cut off",
+        _cut_off,
+        "what is right is mostly finished; below three quarters it is a limit that is too low",
+        _SAMPLES + "reward.non_stop_penalty, rollout.sampling.max_new_tokens",
+        patience=2,
+    ),
+    Rule(
+        "one response answers all prompts",
+        _one_text,
+        "prompts of four groups or more have different answers, unless labels are all alike",
+        _SAMPLES + "the labels of the data, and whether reward.parts reads them",
+        patience=2,
+    ),
+    Rule(
+        "rewarded responses grow",
+        _grows,
+        "twice the length within 20 steps is faster than reasoning grows",
+        _SAMPLES + "whether reward.parts pays for length; an `overlong` part bounds it",
+        patience=2,
+    ),
 )
 
 
@@ -262,7 +375,7 @@ class Notices:
 
     Args:
         path: notices.jsonl of the run.
-        groups: that a step trains on; 0 if there are none.
+        groups: as in `History`.
         earlier: rows that the run has written before this process.
         without: names of rules that say nothing of this run.
     """
@@ -279,6 +392,7 @@ class Notices:
         self._groups = groups
         self._earlier = earlier
         self._rows: deque[Row] = deque(maxlen=WINDOW)
+        self._first: list[Row] = []
         self._rules = [rule for rule in RULES if rule.name not in without]
         self._streaks = {rule.name: _Streak() for rule in self._rules}
         self._begun = False
@@ -294,14 +408,14 @@ class Notices:
             self._go_on(step)
         found = [notice for rule in self._rules if (notice := self._check(rule, step, row))]
         if step > 0:  # the evaluation before training is no step to compare with
-            self._rows.append(row)
+            self._remember([row])
         if found:
             with open(self.path, "a") as file:
                 file.writelines(json.dumps(asdict(notice)) + "\n" for notice in found)
         return found
 
     def _check(self, rule: Rule, step: int, row: Row) -> Notice | None:
-        text = rule.check(row, list(self._rows), self._groups)
+        text = rule.check(row, History(list(self._rows), self._first, self._groups))
         streak = self._streaks[rule.name]
         if bool(text) == streak.said:
             streak.rows = 0
@@ -312,7 +426,7 @@ class Notices:
         streak.rows = 0
         streak.said = not streak.said
         if streak.said:
-            return Notice(step, rule.name, RAISED, text, rule.look_at)
+            return Notice(step, rule.name, RAISED, text, rule.look_at.format(step=step))
         return Notice(step, rule.name, CLEARED, "it has not been so since")
 
     def _go_on(self, step: int) -> None:
@@ -325,7 +439,11 @@ class Notices:
         for notice in kept:
             if notice.notice in self._streaks:
                 self._streaks[notice.notice].said = notice.state == RAISED
-        self._rows.extend(row for row in self._earlier() if 0 < row["step"] < step)
+        self._remember([row for row in self._earlier() if 0 < row["step"] < step])
+
+    def _remember(self, rows: Sequence[Row]) -> None:
+        self._rows.extend(rows)
+        self._first += rows[: LEAST - len(self._first)]
 
 
 def read_notices(path: Path) -> list[Notice]:
@@ -338,3 +456,8 @@ def read_notices(path: Path) -> list[Notice]:
 
 def _values(rows: Sequence[Row], name: str) -> list[float]:
     return [row[name] for row in rows if name in row and math.isfinite(row[name])]
+
+
+def _firsts(rows: Sequence[Row], names: Sequence[str]) -> list[float]:
+    """The value of each row under the first of `names` that it has."""
+    return [value for row in rows if (value := first(row, names)) is not None]

@@ -12,6 +12,7 @@ from rlcore.algorithms import (
     EstimatorInputs,
     Moments,
     conversation_metrics,
+    prompt_overlap,
     rollout_metrics,
     staleness_metrics,
 )
@@ -106,6 +107,10 @@ def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) 
     measured = rollout_metrics(
         inputs,
         finish_reasons=[sample.finish_reason for sample in samples],
+        responses=[sample.response_text for sample in samples],
+        prompt_overlap=prompt_overlap(
+            batch.tokens, batch.cu_tokens, batch.loss_mask, vectors["group_ids"]
+        ),
         entropy=vectors.get("entropy"),
         correct=correct,
         returns=vectors.get("returns"),

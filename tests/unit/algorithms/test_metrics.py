@@ -119,6 +119,27 @@ def test_explained_variance() -> None:
     )
 
 
+def test_what_tells_of_a_gamed_reward_by_hand() -> None:
+    """The mean of the four that have a token is 3, which the last three reach."""
+    metrics = rollout_metrics(
+        batch(),
+        finish_reasons=["length", "abort", "length", "stop", "turns"],
+        responses=["a", "", "b", "b", "c"],
+        prompt_overlap=torch.tensor([1.0, 0.0, 0.5, 0.25, 0.0]),
+    )
+    assert metrics["rollout/rewarded_truncated"] == pytest.approx(2 / 3)
+    assert metrics["rollout/rewarded_prompt_overlap"] == pytest.approx(0.25)
+    assert metrics["rollout/commonest_response"] == pytest.approx(2 / 4)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
+def test_equal_rewards_are_all_rewarded(reward: float) -> None:
+    inputs = batch(rewards=torch.full((5,), reward))
+    ends = ["length", "abort", "length", "stop", "stop"]
+    found = rollout_metrics(inputs, finish_reasons=ends)
+    assert found["rollout/rewarded_truncated"] == pytest.approx(0.5)
+
+
 def test_what_was_not_measured_is_absent() -> None:
     assert set(rollout_metrics(batch(kl=None))) == {
         "objective/scores", "val/sequence_lengths", "val/sequence_lengths_min",

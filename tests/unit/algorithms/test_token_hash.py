@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.algorithms import token_uniform
+from rlcore.algorithms import prompt_overlap, token_uniform
 from rlcore.algorithms.token_hash import mix64
 
 from .helpers import LENGTHS, cu
@@ -83,3 +85,54 @@ def test_the_same_bits_on_a_gpu() -> None:
     ids = torch.arange(len(LENGTHS)) * 2**55 - 40
     on_gpu = token_uniform(ids.cuda(), cu(LENGTHS).cuda(), sum(LENGTHS))
     assert torch.equal(on_gpu.cpu(), token_uniform(ids, cu(LENGTHS)))
+
+
+# --- n-grams of the prompt ------------------------------------------------------------------------
+
+
+def slow_overlap(prompt: list[int], response: list[int]) -> float:
+    """The same, one n-gram at a time."""
+    grams = {tuple(prompt[i : i + 3]) for i in range(len(prompt) - 2)}
+    own = [tuple(response[i : i + 3]) for i in range(len(response) - 2)][-510:]
+    return sum(gram in grams for gram in own) / len(own) if own else 0.0
+
+
+def flattened(
+    pairs: list[tuple[list[int], list[int]]], groups: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = torch.tensor([t for pair in pairs for part in pair for t in part], dtype=torch.int32)
+    mask = torch.tensor([k for pair in pairs for k in (0, 1) for _ in pair[k]], dtype=torch.bool)
+    lengths = torch.tensor([0, *(len(a) + len(b) for a, b in pairs)])
+    return tokens, lengths.cumsum(0), mask, torch.tensor(groups)
+
+
+def test_the_overlap_is_that_of_a_count_by_hand() -> None:
+    random = Random(3)
+
+    def text(most: int) -> list[int]:
+        return [random.randrange(4) for _ in range(random.randrange(1, most))]
+
+    # few symbols, so that many n-grams are found again
+    pairs = [(text(30), text(20)) for _ in range(60)]
+    pairs += [(text(30), []), (text(30), [1]), ([1], text(20)), (text(30), text(1400))]
+    found = prompt_overlap(*flattened(pairs, list(range(len(pairs)))))
+    expected = [slow_overlap(*pair) for pair in pairs]
+    assert found.tolist() == pytest.approx(expected)
+    assert len({round(one, 3) for one in expected}) > 10
+
+
+def test_an_overlap_crosses_no_border() -> None:
+    prompt = [1, 2, 3, 4]
+    pairs = [(prompt, [3, 4, 9]), (prompt, [9, 1, 2]), ([7, 7, 7, 7], [1, 2, 3])]
+    assert prompt_overlap(*flattened(pairs, [0, 0, 1])).tolist() == [0.0, 0.0, 0.0]
+    pairs = [(prompt, [9, 1, 2, 3]), (prompt, [2, 3, 4])]
+    assert prompt_overlap(*flattened(pairs, [0, 0])).tolist() == [0.5, 1.0]
+    # a tool's output, between two turns, is no response, and no prompt either
+    tokens, cu, mask, groups = flattened([(prompt, [1, 2, 3, 4, 1, 2])], [0])
+    mask[6:8] = False
+    assert prompt_overlap(tokens, cu, mask, groups).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2]])
+def test_what_is_too_short_has_no_overlap(tokens: list[int]) -> None:
+    assert prompt_overlap(*flattened([(tokens, [])], [0])).tolist() == [0.0]

@@ -14,6 +14,10 @@ from rlcore.tracking.notices import RULES, Notice, Notices, Rule, read_notices
 
 GOOD = {
     "rollout/reward": 0.4,
+    "rollout/reward_std": 0.4,
+    "rollout/rewarded_prompt_overlap": 0.25,
+    "rollout/rewarded_truncated": 0.2,
+    "rollout/commonest_response": 0.1,
     "objective/kl": 0.2,
     "val/sequence_lengths": 20.0,
     "policy/approxkl_avg": 0.004,
@@ -38,6 +42,13 @@ BAD: dict[str, dict[str, float]] = {
     "a number is not finite": {"train/grad_norm": math.nan},
     "the run has become slow": {"perf/tokens_per_second": 1500.0},
     "an engine is out": {"rollout/engines_serving": 1.0},
+    "rewarded responses repeat the prompt": {
+        "rollout/reward": 0.7,
+        "rollout/rewarded_prompt_overlap": 0.4,
+    },
+    "rewarded responses are cut off": {"rollout/reward": 0.7, "rollout/rewarded_truncated": 0.8},
+    "one response answers all prompts": {"rollout/reward": 0.7, "rollout/commonest_response": 0.9},
+    "rewarded responses grow": {"rollout/reward": 0.7, "val/sequence_lengths": 45.0},
 }
 
 
@@ -80,7 +91,7 @@ def test_each_rule_is_said_once_until_it_is_over(rule: Any, tmp_path: Path) -> N
     assert [n.step for n in found] == [8 + rule.patience, 8 + long + rule.patience]
     raised = found[0]
     assert raised.text
-    assert raised.look_at == rule.look_at
+    assert raised.look_at == rule.look_at.format(step=raised.step)
     assert str(raised).startswith(f"NOTICE of step {raised.step}: {rule.name}: ")
     assert rule.why
     assert read_notices(path) == found
@@ -137,3 +148,55 @@ def test_a_run_without_groups_or_engines_has_nothing_to_say(tmp_path: Path) -> N
     notices = Notices(tmp_path / "n")
     assert [n for step in range(1, 30) for n in notices.check(step, sft)] == []
     assert notices.current == []
+
+
+# --- rewards that are gamed -----------------------------------------------------------------------
+
+GAMED = [rule.name for rule in RULES if rule.name.startswith(("rewarded", "one response"))]
+
+
+@pytest.mark.parametrize("name", GAMED)
+def test_without_a_rising_reward_nothing_is_gamed(name: str, tmp_path: Path) -> None:
+    odd = {key: value for key, value in BAD[name].items() if key != "rollout/reward"}
+    assert len(GAMED) == 4
+    assert rows_of(tmp_path / "n", [GOOD] * 8 + [GOOD | odd] * 6) == []
+
+
+@pytest.mark.parametrize("name", GAMED)
+def test_a_gamed_reward_names_the_samples_to_look_at(name: str, tmp_path: Path) -> None:
+    (found,) = rows_of(tmp_path / "n", [GOOD] * 8 + [GOOD | BAD[name]] * 2)
+    assert found.notice == name
+    assert "the reward has risen from 0.400 to 0.700" in found.text
+    assert "`rlcore show RUN --step 10 --best`" in found.look_at
+    assert "step_000010.parquet in rollouts/" in found.look_at
+
+
+def recorded(run: str) -> list[dict[str, float]]:
+    path = Path(__file__).parent / "recorded" / f"{run}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_recorded_run_that_was_gamed_is_flagged_before_step_10(tmp_path: Path) -> None:
+    """GRPO of a model of 135 M parameters on sums, with a grader that took 59+63 for 122."""
+    rows = recorded("gamed")
+    assert (rows[0]["rollout/reward"], rows[11]["rollout/reward"]) == (0.1406, 0.9219)
+    notices = Notices(tmp_path / "n", groups=8)
+    found = [n for row in rows for n in notices.check(int(row["step"]), row)]
+    assert [(n.step, n.notice) for n in found] == [(8, "rewarded responses repeat the prompt")]
+    assert notices.current == ["rewarded responses repeat the prompt"]
+
+
+@pytest.mark.parametrize(("run", "groups"), [("honest", 8), ("quickstart", 32)])
+def test_recorded_runs_that_learn_are_left_in_peace(run: str, groups: int, tmp_path: Path) -> None:
+    """The same model and sums with a grader that takes the number alone; the quickstart."""
+    rows = recorded(run)
+    assert rows[-1]["rollout/reward"] > rows[0]["rollout/reward"] + 0.15
+    notices = Notices(tmp_path / "n", groups=groups)
+    assert [n for row in rows for n in notices.check(int(row["step"]), row)] == []
+
+
+def test_a_resumed_run_remembers_how_it_began(tmp_path: Path) -> None:
+    rows = recorded("gamed")
+    notices = Notices(tmp_path / "n", groups=8, earlier=lambda: rows[:6])
+    found = [n for row in rows[6:] for n in notices.check(int(row["step"]), row)]
+    assert [n.step for n in found] == [8]
