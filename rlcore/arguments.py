@@ -88,7 +88,7 @@ def _add_configured(commands: Commands) -> None:
     text = "print rows as the model will see them, what the reward says, and how long they are"
     sub = _configured(commands, "data", text)
     sub.add_argument("--rows", type=_positive, default=3, metavar="N", help="how many rows (3)")
-    text = "ask reward services and judges too: some 40 answers to each row"
+    text = "ask reward services and judges too: about 30 answers to each row"
     sub.add_argument("--ask-services", action="store_true", help=text)
     text = "look at this machine and its environments; exit code 1 if a run would fail"
     sub = _command(commands, "doctor", text)

@@ -249,7 +249,7 @@ def test_a_recipe_trains_on_rows_of_its_data(
         given.append(f"critic.path={workspace.folder / 'value_model'}")
     valid = workspace.command("validate", *given)
     assert valid.code == 0, valid.err
-    shown = workspace.command("data", *given)
+    shown = workspace.command("data", "--ask-services", *given)
     assert shown.code == 0, shown.err
     assert f"format {case.format}, prompt in " in shown.out
     assert "!" not in [line[:1] for line in shown.out.splitlines()], shown.out

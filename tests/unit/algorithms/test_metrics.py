@@ -190,8 +190,8 @@ def test_every_definition_is_computed_and_everything_computed_is_defined(make_in
     })  # fmt: skip
     made = rollout_metrics(
         full, finish_reasons=["stop"] * 9, entropy=noise, correct=torch.ones(9), returns=noise,
-        reward_coef=0.1, version=1,
-        max_staleness=1,
+        reward_coef=0.1, version=1, max_staleness=1, responses=["a"] * 9,
+        prompt_overlap=torch.ones(9),
     )  # fmt: skip
     moments = train(full.cu_seqlens, [(0, 9)])
     assert {*made, *moments.reduce()} == {

@@ -19,6 +19,22 @@ from rlcore.errors import (
     RunFailed,
 )
 
+# --- the start ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "warned"), [(8, True), (0, False)])
+def test_a_reward_that_pays_for_cheap_answers_is_named_before_the_first_step(
+    make_service, caplog, rows, warned
+):
+    """The reward of the user counts the label anywhere, as in a list of answers."""
+    parts = {"mine": {"function": "user_parts:contains_label"}}
+    service = make_service(reward={"parts": parts, "audit_rows": rows})
+    said = [r.getMessage() for r in caplog.records if r.name == "rollout.rewards.audit"]
+    assert ["a list of answers scores on 8 of 8 rows" in text for text in said] == [True] * warned
+    assert len(service.next_step(1).samples) == 8
+    assert service.next_step(2).metrics["rollout/scored_samples"] == 8, "the audit is not counted"
+
+
 # --- a step ---------------------------------------------------------------------------------------
 
 

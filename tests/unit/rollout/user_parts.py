@@ -198,3 +198,8 @@ LIES: dict[str, Callable[[Sample], None]] = {
 def leaves(group: Sequence[Sample]) -> bool:
     """A filter that ends its process."""
     sys.exit(0)
+
+
+def contains_label(sample: Sample) -> float:
+    """Pay for the label anywhere in the response."""
+    return float(str(sample.label) in sample.response_text)
