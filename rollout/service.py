@@ -158,9 +158,8 @@ class RolloutService:
             ConfigError: a prompt does not fit into an engine.
         """
         limit = self.fleet.comeback_s + REWARD_START_S + AUDIT_S
-        starting = gather_or_cancel(
-            self._start_rewards(again), self._evaluator.start(), self.fleet.start(again=again)
-        )
+        rewards = self._scorer.start() if again else self._audit.start(self._scorer)
+        starting = gather_or_cancel(rewards, self._evaluator.start(), self.fleet.start(again=again))
         try:
             self._call(starting, limit, "starting the engines and rewards")
             for engine in self.fleet.engines:
@@ -168,12 +167,6 @@ class RolloutService:
         except BaseException:
             self.close()
             raise
-
-    async def _start_rewards(self, again: bool) -> None:
-        """Start the reward, and warn of cheap answers that it pays for."""
-        await self._scorer.start()
-        if not again:
-            await self._audit.warn(self._scorer)
 
     def _check_length(self, engine: RolloutEngine) -> None:
         """Refuse prompts that leave no room for a response in an engine that just started."""

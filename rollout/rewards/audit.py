@@ -140,11 +140,16 @@ class RewardAudit:
             done += chunk
         return done
 
-    async def warn(self, scorer: Scorer) -> None:
-        """Audit the reward of a run, and log what it pays for. Nothing that fails here ends a run.
+    async def start(self, scorer: Scorer) -> None:
+        """Start the reward of a run, audit it, and log what it pays for.
 
-        Raises nothing: the functions of users run here, and their failures are told of step 1.
+        No failure of the audit ends a run. A reward that fails here fails in step 1 too, which
+        counts and names it.
+
+        Raises:
+            UserError: as `Scorer.start`.
         """
+        await scorer.start()
         try:
             scored = await self.score(scorer, self.rows, AUDIT_S)
         except Exception as error:  # noqa: BLE001 - recovery: the run goes on without an audit

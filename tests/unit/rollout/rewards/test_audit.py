@@ -191,9 +191,8 @@ def warnings_of(
     scorer = build_scorer(config, vocab_size=128)
 
     async def run() -> None:
-        await scorer.start()
         try:
-            await made.warn(scorer)
+            await made.start(scorer)
         finally:
             await scorer.close()
 
