@@ -461,20 +461,18 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task}, timeout=GIVE_UP_S)
 
 
-def _held_out(
-    config: Config, tokenizer: PreTrainedTokenizerBase, given: EvaluationSet
-) -> PromptSet:
+def _held_out(config: Config, tokenizer: PreTrainedTokenizerBase, of: EvaluationSet) -> PromptSet:
     """The prompts of an evaluation set, tokenised.
 
     Raises:
         ConfigError, DataError: a bad row, or labels that a verifier cannot compare with.
     """
-    config = given.config(config)
+    config = of.config(config)
     prompts = load_prompts(
         config,
         tokenizer,
-        given.paths,
-        max_prompts=given.max_prompts,
+        of.paths,
+        max_prompts=of.max_prompts,
         max_new_tokens=config.evaluation.max_new_tokens,
     )
     check_labels(config, prompts)

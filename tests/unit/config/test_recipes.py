@@ -76,10 +76,11 @@ def models(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
             "architectures": ["LlamaForSequenceClassification"],
             "num_labels": 1,
         }
+    index = json.dumps({"weight_map": {}})
     for name, config in written.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-        (tmp_path / name / "model.safetensors.index.json").write_text("{}")
+        (tmp_path / name / "model.safetensors.index.json").write_text(index)
     critic = [f"critic.path={tmp_path / 'critic'}"] if "critic" in written else []
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")

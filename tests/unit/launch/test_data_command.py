@@ -64,7 +64,7 @@ def test_what_a_workflow_rewards_is_not_asked(report):
 
 def test_supervised_rows_show_what_is_trained(report):
     lines = report("algorithm.loss.name=sft", "training.batch_size=4")
-    assert "trained  2 tokens: '4<eos>'" in lines
+    assert "trained  2 tokens behind 3: '4<eos>'" in lines
     assert "tokens of prompts with their answers" in lines
 
 

@@ -22,7 +22,7 @@ from backends.megatron.convert.table import OUTPUT_LAYER, VALUE_HEAD, Split
 from rlcore.errors import ModelError
 from rlcore.weights import TensorSpec
 
-HEAD_DIM = 3
+HEAD_DIM = 4
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -45,7 +45,7 @@ def test_megatron_interleaves_qkv_by_group() -> None:
     out = torch.empty(8 * HEAD_DIM, dtype=torch.int64)
     pack(Split.QKV, [query, key, value], HEAD_DIM, out)
     heads = out.view(8, HEAD_DIM)[:, 0].tolist()
-    assert heads == [0, 3, 100, 200, 6, 9, 103, 203]
+    assert heads == [0, 4, 100, 200, 8, 12, 104, 204]
 
 
 def test_gate_above_up() -> None:

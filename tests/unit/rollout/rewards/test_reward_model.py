@@ -89,7 +89,7 @@ def test_folders_that_are_no_reward_model(tmp_path, caplog):
     with pytest.raises(ModelError, match="missing is not a folder"):
         scorer(tmp_path / "missing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"empty holds no config\.json"):
+    with pytest.raises(ModelError, match=r"empty: no config\.json"):
         scorer(tmp_path / "empty")
     Qwen3ForSequenceClassification(qwen3(num_labels=3)).save_pretrained(tmp_path / "three")
     with pytest.raises(ModelError, match="three has 3 outputs, a reward model has 1"):
