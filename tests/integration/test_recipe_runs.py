@@ -255,7 +255,7 @@ def test_a_recipe_trains_on_rows_of_its_data(
     pointed_out = [line for line in shown.out.splitlines() if line.startswith("!")]
     assert not any("finds the label no better" in line for line in pointed_out), shown.out
     if "judge" not in case.parts:  # a stub, which takes any text with the right digit
-        assert all("an expression of the prompt" in line for line in pointed_out), shown.out
+        assert not pointed_out, shown.out
     assert f" for the label {case.tried}" in shown.out
     given.append(f"model.path={warmed_up(workspace, case, chat_model)}")
     run = workspace.command("train", *given, name=case.name)

@@ -116,6 +116,7 @@ BOXED = {"answer": "boxed", "strict": True}
         (part("exact_match"), SUMS),
         (part("exact_match", answer="tagged"), SUMS),
         (part("math"), STORIES),
+        (part("math"), SUMS),
         (part("math", **BOXED), STORIES),
         (part("f1"), STORIES),
         (part("choice"), CHOICES),
