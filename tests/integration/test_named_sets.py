@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from workspace import LEARNING, Run, Workspace
 
@@ -94,7 +95,12 @@ def test_one_set_of_a_chosen_checkpoint_is_scored_as_in_the_run(
         done = workspace.command(*command, "--checkpoint", str(checkpoint), "--set", name)
         assert done.code == 0, done.err
         found = json.loads(output.read_text())
-        assert found.pop("samples") == (4 if name == "greedy" else 16)
+        answers = found.pop("answers")
+        assert found.pop("samples") == len(answers) == (4 if name == "greedy" else 16)
+        assert {answer["set"] for answer in answers} == {name}
+        scores = [answer["score"] for answer in answers]
+        assert np.mean(scores) == pytest.approx(found[f"eval/{name}/score"])
+        assert all(answer["prompt"] and answer["row"] and answer["parts"] for answer in answers)
         logged = evaluations(trained)[step]
         assert found == {key: logged[key] for key in logged if f"/{name}/" in key}
 

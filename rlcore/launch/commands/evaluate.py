@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -32,12 +32,14 @@ from rlcore.launch.input_checks import check_model
 from rlcore.launch.local import launch_ranks
 from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import pin_initial_policy
+from rlcore.runs.sample_table import to_json
 from rlcore.runs.versions import VersionJournal
-from rlcore.terminal import printable
+from rlcore.terminal import printable, redacted
 from rlcore.tracking.format import pick_samples, sample_lines
 from rlcore.trainer.gpu_sharing import GpuPhase
 from rlcore.trainer.rank0 import CATCH_UP, READY
 from rlcore.trainer.rank_sync import on_rank0
+from rollout.rewards.scorer import VERDICTS
 
 Scored = tuple[dict[str, float], list[Sample]]
 
@@ -156,7 +158,25 @@ def _show(
     for name, value in metrics.items():
         print(f"{name:{width}} {value:.6g}")
     if output is not None:
-        output.write_text(json.dumps({"samples": len(samples), **metrics}, indent=2) + "\n")
+        found = {"samples": len(samples), **metrics, "answers": [_answer(one) for one in samples]}
+        output.write_text(redacted(to_json(found).decode()) + "\n")
+
+
+def _answer(sample: Sample) -> dict[str, Any]:
+    """Return what one sample said and how it was scored, JSON-able."""
+    found = {
+        "set": sample.metadata.get(SET_KEY, ""),
+        "row": sample.prompt_id,
+        "prompt": sample.prompt_text,
+        "response": sample.response_text,
+        "label": sample.label,
+        "score": sample.reward,
+        "parts": sample.reward_parts,
+        "finish_reason": sample.finish_reason,
+    }
+    if sample.turn_spans:
+        found["messages"] = sample.messages
+    return found | {key: sample.metadata[key] for key in VERDICTS if key in sample.metadata}
 
 
 def _in_one_process(config: Config) -> Config:
