@@ -78,9 +78,7 @@ def test_a_secret_of_the_engines_must_be_given_again(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_and_a_run_that_has_finished(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"no run takes engines there.*the folder of a run"
-    ):
+    with pytest.raises(UserError, match=r"no run takes engines there.*the folder of a run"):
         join_run(tmp_path, [], [])
     run = make_run(tmp_path)
     RunDirectory(run).write_result("completed", 3)
