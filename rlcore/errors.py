@@ -12,6 +12,7 @@ RlcoreError
 |   +-- EngineFailed     one engine died, hangs or answers nonsense: another can take its requests
 |   |   +-- EngineHangs  it did not answer in time; a DeadlineExceeded too
 |   |   +-- NoEngineLeft none runs and none can be started again: the run saves, then stops
+|   +-- TooManyFailed    rollouts or rewards fail too often: the run saves, then stops
 |   +-- EmptyBatch       prompts, rewards and filters leave nothing to train on: exit code 2
 +-- PublicationFailed    an engine missed a part of a publication: it runs again with the others
 +-- RolloutFailed        one rollout failed, not the run: it is tried again, then its group given up
@@ -71,11 +72,12 @@ class NoEngineLeft(EngineFailed):
     """No engine runs and none can be started again; the message says how each one ended."""
 
 
-class EmptyBatch(RunFailed):
-    """Nothing is left to train on: bad input that shows only in the run. Earlier steps are kept.
+class TooManyFailed(RunFailed):
+    """More rollouts or rewards failed than the run may ignore. What was trained is saved first."""
 
-    A reward that fails on all samples of the first step or evaluation leaves nothing either.
-    """
+
+class EmptyBatch(RunFailed):
+    """Nothing is left to train on: bad input that shows only in the run. Earlier steps are kept."""
 
 
 class PublicationFailed(RlcoreError):

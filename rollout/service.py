@@ -25,7 +25,7 @@ from rlcore.data.loading import load_prompts, prompt_stream
 from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
 from rlcore.deadlines import AUDIT_S, CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
-from rlcore.errors import ConfigError, DeadlineExceeded, EmptyBatch
+from rlcore.errors import ConfigError, DeadlineExceeded
 from rlcore.interfaces import BoundedEngine, RolloutEngine
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.asyncio_utils import LoopThread, gather_or_cancel, within
@@ -202,28 +202,22 @@ class RolloutService:
         Raises:
             DeadlineExceeded: `rollout.timeout_s` or `rollout.engine.request_timeout_s`; names who
                 was waited for.
-            EmptyBatch: the filters leave too little, or a part of the reward failed on every sample
-                of the first step.
+            EmptyBatch: the filters leave too little.
+            TooManyFailed: see `rollout.max_failed` and `reward.max_failed`.
             NoEngineLeft: none serves, and none can be started again.
             RunFailed: an engine or workflow failed.
 
         With `max_staleness` 0 the draws of a step that failed are requeued; else what failed since
         the last step is raised, and only its own draws are.
         """
-        try:
-            found = self._wait_for(
-                lambda: self._collector.collect(step),
-                f"the rollouts of step {step}",
-                f"step {step} has no rollouts",
-                self._collector.stuck,
-            )
-        except EmptyBatch:
-            # filters drop groups of equal rewards, which a broken reward makes all of
-            self._scorer.check_works("step", f"step {step}")
-            raise
+        found = self._wait_for(
+            lambda: self._collector.collect(step),
+            f"the rollouts of step {step}",
+            f"step {step} has no rollouts",
+            self._collector.stuck,
+        )
         if found is None:
             return None
-        self._scorer.check_works("step", f"step {step}")
         self._queue.stream.check_told()
         done, seconds = found
         self._snapshot = done.snapshot
@@ -236,8 +230,11 @@ class RolloutService:
         engines = self._dispatcher.engines_of(
             self._config.run.seed, [group.draw for group in done.groups]
         )
-        steps = self._versions.of_samples(done.samples)
-        return StepRollouts(done.samples, metrics, done.epoch, done.snapshot.queue, engines, steps)
+        unscored = done.unscored
+        steps = self._versions.of_samples([*done.samples, *unscored])
+        return StepRollouts(
+            done.samples, metrics, done.epoch, done.snapshot.queue, engines, steps, unscored
+        )
 
     def published(self, step: int, version: int, incarnation: int) -> None:
         """Note that weights of policy step `step` are in force as `version`.
@@ -316,7 +313,11 @@ class RolloutService:
         counts = done.drop_counts
         return {
             "rollout/requeued_prompts": float(counts.requeued),
-            "rollout/failed_groups": float(len(counts.failures)),
+            "rollout/failed_groups": float(counts.given_up),
+            "rollout/scored_samples": float(counts.rewards.samples),
+            "rollout/reward_errors": float(counts.rewards.errors),
+            "rollout/reward_timeouts": float(counts.rewards.timeouts),
+            "rollout/unscored_samples": float(len(counts.rewards.unscored)),
             "rollout/excluded_prompts": float(self.prompts.num_excluded),
             **{
                 f"rollout/dropped_{name}": float(counts.dropped[name])
@@ -339,11 +340,7 @@ class RolloutService:
 
     def _so_far(self) -> dict[str, float]:
         partial = self._training.partial
-        failures = self._training.failures
         return {
-            "rollout/scored_samples": float(failures.samples),
-            "rollout/reward_errors": float(failures.errors),
-            "rollout/reward_timeouts": float(failures.timeouts),
             "rollout/engine_restarts": float(self.fleet.restarts),
             "rollout/retried_requests": float(self._dispatcher.retried),
             "rollout/overdue_requests": float(self._dispatcher.overdue),
@@ -371,7 +368,6 @@ class RolloutService:
         )
         if found is None:
             return None
-        self._evaluator.check_works()
         return found[0]
 
     # --- state ------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ class MegatronBackend:
     def update(self, minibatch: int, *, train_policy: bool = True) -> UpdateResult:
         """Take one optimizer step of the policy, and of the critic where there is one.
 
-        A gradient norm that is not finite skips it.
+        A model whose gradient norm is not finite, or exactly 0, takes none.
         """
         moments = Moments()
         reports: dict[str, StepReport] = {}
@@ -243,8 +243,12 @@ class MegatronBackend:
         if "critic" in reports:
             metrics["train/critic_lr"] = reports["critic"].lr
             metrics["train/critic_grad_norm"] = reports["critic"].grad_norm
+        skipped = [report.grad_norm for report in reports.values() if report.skipped]
         return UpdateResult(
-            metrics, moments, skipped=any(report.skipped for report in reports.values())
+            metrics,
+            moments,
+            not_finite=any(norm != 0.0 for norm in skipped),
+            without_signal=any(norm == 0.0 for norm in skipped),
         )
 
     def updated_vectors(self) -> dict[str, Tensor] | None:

@@ -32,6 +32,8 @@ _ROWS = (
     ("train/optimizer_steps", "optimizer steps that this step's batch got", "-", "steps"),
     ("train/skipped_updates", "of those, steps left out because the gradient norm was not finite",
      "-", "steps"),
+    ("train/updates_without_signal", "of those, steps left out because the gradient of the policy, "
+     "or of the critic, was exactly 0: weights, moments and schedule stay", "-", "steps"),
     ("train/moe_aux_loss", "the policy's load-balancing loss, without its coefficient: 1 where "
      "routing is even", "tokens and layers with experts", "1"),
     ("train/moe_z_loss", "squared log of the denominator of its routers' softmax, without its "
@@ -44,16 +46,19 @@ _ROWS = (
     # rollout service
     ("rollout/scored_samples", "samples that were given a reward, since the row before; with those "
      "that filters dropped and the greedy ones of a baseline", "-", "samples"),
-    ("rollout/reward_errors", "samples whose reward raised or returned no number, scored "
-     "reward.on_error", "-", "samples"),
-    ("rollout/reward_timeouts", "samples whose reward took longer than reward.timeout_s, scored so "
-     "too", "-", "samples"),
+    ("rollout/reward_errors", "samples on which a part of the reward raised or returned no number",
+     "-", "samples"),
+    ("rollout/reward_timeouts", "samples on which a part took longer than its timeout_s", "-",
+     "samples"),
+    ("rollout/unscored_samples", "of both, samples that have no score for it: left out of group "
+     "and loss, or given the number reward.on_error; the others are answers that a built-in grader "
+     "failed over, and count as wrong", "-", "samples"),
     ("rollout/failed_tries", "tries of rollouts that failed (rollout.workflow.retries), since the "
      "row before", "-", "tries"),
     ("rollout/failed_tries_<kind>", "of those: error (an exception), timeout, exit, result "
      "(nonsense was returned); absent where there were none", "-", "tries"),
-    ("rollout/failed_groups", "groups given up since a rollout failed in its last try, in whose "
-     "place others were drawn", "-", "groups"),
+    ("rollout/failed_groups", "groups given up, in whose place others were drawn: a rollout failed "
+     "in its last try, or too few have a score", "-", "groups"),
     ("rollout/requeued_prompts", "prompts given back to the data set: cut again and again, or more "
      "than the step needed", "-", "prompts"),
     ("rollout/excluded_prompts", "rows of the data left out: longer than data.max_prompt_tokens, "
@@ -92,11 +97,14 @@ _ROWS = (
      "rollouts with a verdict", "share"),
     ("eval/sequence_lengths", "trainable tokens", "rollouts", "tokens"),
     ("eval/stop_token_rate", "1 where the response ended with a stop token", "rollouts", "share"),
-    ("eval/reward_errors", "samples whose reward raised or returned no number", "-", "samples"),
-    ("eval/reward_timeouts", "samples whose reward took longer than reward.timeout_s", "-",
+    ("eval/reward_errors", "samples on which a part of the reward raised or returned no number",
+     "-", "samples"),
+    ("eval/reward_timeouts", "samples on which a part took longer than its timeout_s", "-",
      "samples"),
-    ("eval/failed", "rollouts that failed in all tries, scored reward.on_error and taken for "
-     "wrong", "-", "rollouts"),
+    ("eval/unscored", "of both, samples that have no score for it: in no mean, or given the number "
+     "reward.on_error", "-", "samples"),
+    ("eval/failed", "rollouts that failed in all tries, taken for wrong; their score is 0, or the "
+     "number reward.on_error", "-", "rollouts"),
     ("eval/<metric>_low", "lower end of the metric's 95 % interval over prompts", "-",
      "as the metric"),
     ("eval/<metric>_high", "upper end of it", "-", "as the metric"),

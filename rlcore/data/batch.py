@@ -32,6 +32,8 @@ class StepRollouts:
     engines: Mapping[int, str] = field(default_factory=dict)  # draw -> its engine, if known
     # Version in `samples` -> updates behind those weights.
     policy_steps: Mapping[int, int] = field(default_factory=dict)
+    # Samples of the same groups whose reward failed. They are recorded, and not trained on.
+    unscored: Sequence[Sample] = ()
     # In a replay: the step that was recorded, and the version of the weights that it trained.
     recorded_step: int | None = None
     recorded_version: int | None = None
@@ -194,10 +196,18 @@ class RolloutBatch:
         (else 0); sampling masks if any has them (the others' tokens were drawn from the whole
         vocabulary); `routed_experts` if any has them (the others have no record).
 
+        Raises ValueError for a sample whose reward is not a finite number.
+
         Args:
             reward_parts: the parts of the reward whose scores become the columns of the matrix
                 `reward_parts`, NaN where a sample has none; without any there is no matrix.
         """
+        for s in samples:
+            if not math.isfinite(s.reward):
+                raise ValueError(
+                    f"sample {s.index} of draw {s.draw} has the reward {s.reward}, expected a"
+                    " finite number: a sample whose reward failed is not trained on"
+                )
         lengths = np.array([0] + [len(s.tokens) for s in samples], dtype=np.int64)
         optional: dict[str, Tensor] = {}
         if samples and all(s.baseline_reward is not None for s in samples):
@@ -294,7 +304,8 @@ class UpdateResult:
     # loss/policy_avg, policy/approxkl_avg, train/grad_norm, lr, ... by public name
     metrics: dict[str, float]
     moments: Moments  # sums behind the token means among the metrics
-    skipped: bool = False  # whether no step was taken (non-finite gradients)
+    not_finite: bool = False  # a model took no step, since its gradient is not finite
+    without_signal: bool = False  # a model took no step, since its gradient is exactly 0
 
 
 def _picked(values: Tensor, lengths: list[int], rows: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -66,7 +67,7 @@ class Sample:
     rollout_logprobs: NDArray[np.float32]  # [m], m = loss_mask.sum()
     versions: tuple[VersionSpan, ...]  # cover [0, m) in order
     finish_reason: FinishReason
-    reward: float = 0.0
+    reward: float = 0.0  # NaN: see `is_scored`
     reward_parts: dict[str, float] = field(default_factory=dict)
     turns: int = 1
     prompt_text: str = ""
@@ -175,6 +176,11 @@ class Sample:
             )
 
     @property
+    def is_scored(self) -> bool:
+        """Whether the reward is known: the reward of a sample whose reward failed is NaN."""
+        return not math.isnan(self.reward)
+
+    @property
     def num_trainable(self) -> int:
         """The number of trainable tokens, m."""
         return int(self.loss_mask.sum())
@@ -229,6 +235,8 @@ class Sample:
     def from_record(cls, record: dict[str, Any]) -> Sample:
         """Make a sample of a record; keys that a file adds (an advantage, say) are ignored."""
         known = {name: record[name] for name in cls.__slots__ if name in record}
+        if record.get("reward", 0.0) is None:  # JSON has no NaN
+            known["reward"] = math.nan
         known["tokens"] = np.asarray(record["tokens"], dtype=np.int32)
         known["loss_mask"] = np.asarray(record["loss_mask"], dtype=np.uint8)
         with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused later

@@ -68,6 +68,7 @@ class RolloutRecorder:
         samples: Sequence[Sample],
         batch: RolloutBatch,
         *,
+        unscored: Sequence[Sample] = (),
         version: int | None,
         policy_steps: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
@@ -75,6 +76,7 @@ class RolloutRecorder:
 
         Args:
             batch: nobody may change its vectors any more.
+            unscored: samples that were not trained on, since their reward failed.
             version, policy_steps: as in `write_rollouts`.
         """
 
@@ -90,6 +92,7 @@ class RolloutRecorder:
                 version=version,
                 policy_steps=policy_steps,
                 vectors=vectors_of(batch),
+                untrained=unscored,
             )
             self._recorded(step, scalars)
 

@@ -36,6 +36,7 @@ def write_rollouts(
     version: int | None = None,
     policy_steps: Mapping[int, int] = MappingProxyType({}),
     vectors: Mapping[str, Sequence[NDArray[np.float32]]] = MappingProxyType({}),
+    untrained: Sequence[Sample] = (),
 ) -> list[Scalars]:
     """Write all samples of `step` to `path`.
 
@@ -47,6 +48,7 @@ def write_rollouts(
         advantages: of each sample, float32 [m] for its m trainable tokens.
         vectors: more of these, by name: log-probs of the trainer, entropy, loss weights, ...
         version: of the policy that was trained.
+        untrained: further samples, which have neither advantages nor vectors.
         policy_steps: version -> updates behind those weights; written for each span of versions.
 
     Returns:
@@ -60,14 +62,16 @@ def write_rollouts(
         )
     aside = path.with_name(f".{path.name}.tmp")
     scalars: list[Scalars] = []
+    trained = len(samples)
+    samples = [*samples, *untrained]
     with open(aside, "wb") as file:
         table = TableWriter(file, [*vectors])
         for rows in _groups(samples):
             records = []
             for row in rows:
-                given = None if advantages is None else advantages[row]
+                given = None if advantages is None or row >= trained else advantages[row]
                 record = _record(step, samples[row], given, version, policy_steps)
-                if vectors:
+                if vectors and row < trained:
                     record["vectors"] = {name: of[row] for name, of in vectors.items()}
                 records.append(record)
             scalars += map(scalars_of, records)

@@ -310,7 +310,8 @@ def flat_groups(samples: Sequence[Scalars]) -> Iterator[int]:
     """Yield 1 for each sample of a group of several whose rewards are all equal, else 0."""
     rewards: dict[int, list[float]] = {}
     for sample in samples:
-        rewards.setdefault(sample["draw"], []).append(sample["reward"])
+        if not math.isnan(sample["reward"]):  # else its reward failed
+            rewards.setdefault(sample["draw"], []).append(sample["reward"])
     flat = {draw for draw, found in rewards.items() if len(found) > 1 and min(found) == max(found)}
     yield from (int(sample["draw"] in flat) for sample in samples)
 

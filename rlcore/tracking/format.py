@@ -84,9 +84,9 @@ def duration(seconds: float) -> str:
 def pick_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
     """Pick `count` samples spread evenly from the best reward to the worst.
 
-    A step's first samples would all answer one prompt.
+    A step's first samples would all answer one prompt. Samples whose reward failed come last.
     """
-    ranked = sorted(samples, key=lambda sample: -sample.reward)
+    ranked = sorted(samples, key=lambda sample: -sample.reward if sample.is_scored else math.inf)
     if count >= len(ranked):
         return ranked
     if count <= 1:

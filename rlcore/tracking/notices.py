@@ -131,7 +131,7 @@ def _entropy(row: Row, history: History) -> str:
 
 def _variance(row: Row, history: History) -> str:
     equal = row.get("rollout/zero_std_groups", 0.0)
-    if not history.groups or equal < history.groups:
+    if not history.groups or equal < history.groups or _no_update(row, history):
         return ""
     reward = first(row, REWARD)
     mean = "" if reward is None else f" (their mean is {number(reward)})"
@@ -139,6 +139,16 @@ def _variance(row: Row, history: History) -> str:
         f"the rewards of all {history.groups} groups are equal within the group{mean}: nothing is"
         " learnt"
     )
+
+
+def _no_update(row: Row, history: History) -> str:
+    updates = row.get("train/optimizer_steps", 0.0)
+    if not updates or row.get("train/updates_without_signal", 0.0) < updates:
+        return ""
+    equal = row.get("rollout/zero_std_groups", 0.0)
+    groups = history.groups
+    why = f"; the rewards of {equal:.0f} of {groups} groups are equal within the group"
+    return f"no optimizer step was taken, as the gradient is exactly 0{why if groups else ''}"
 
 
 def _apart(row: Row, history: History) -> str:
@@ -281,6 +291,13 @@ RULES = (
         patience=2,
     ),
     Rule(
+        "a step trained nothing",
+        _no_update,
+        "no term of the loss had a gradient: weights, moments and schedule stayed as they were",
+        "`rlcore show RUN --worst`: a reward that is always the same or fails, or prompts that are"
+        " all too easy or too hard (data.curriculum, rollout.filters)",
+    ),
+    Rule(
         "engines and trainer are apart",
         _apart,
         "0.2 nats is what FP8 engines may differ by, twice what bf16 does; below one half most"
@@ -292,8 +309,7 @@ RULES = (
     Rule(
         "most tokens are not trained on",
         _dropped,
-        "they were made in vain; where none is left a step trains nothing, and the optimizer's"
-        " momentum moves the weights all the same",
+        "they were made in vain; where none is left a step trains nothing",
         "rollout/staleness_mean against algorithm.correction.max_staleness and"
         " rollout.max_staleness; bounds and level of algorithm.correction",
         patience=2,
@@ -301,8 +317,9 @@ RULES = (
     Rule(
         "the reward fails",
         _rewards,
-        "failed samples are trained with reward.on_error; one in twenty is more than noise",
-        "`rlcore show RUN --worst` and logs/ say why; reward.timeout_s, reward.workers",
+        "one in twenty is more than noise; samples without a score are left out (reward.on_error)",
+        "`rlcore show RUN --worst` and logs/ say why; reward.timeout_s, reward.workers, retries of"
+        " a service or judge; reward.max_failed ends a run",
     ),
     Rule(
         "a number is not finite",

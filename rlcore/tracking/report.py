@@ -89,7 +89,7 @@ def format_report(
         failed = f"{summary.reward_failures}"
         if summary.scored:
             share = summary.reward_failures / summary.scored
-            failed += f" of {summary.scored} samples ({share:.2%}), scored reward.on_error"
+            failed += f" of {summary.scored} samples ({share:.2%}), see reward.on_error"
         rows.append(("reward failed", failed))
     if summary.reward_last is None:
         rows += _change("loss", summary.loss_first, summary.loss_last)

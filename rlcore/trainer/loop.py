@@ -49,8 +49,9 @@ class Trainer:
     sharing: GpuSharing | None = None  # None: the engines, if any, have GPUs of their own
     replay_from: Path | None = None  # the shards that a replay starts from
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, since the last log row
-    # Why no engine can go on, the same on every rank; "" while engines run.
-    no_engines_reason: str = ""
+    # Why the run cannot go on, though it can be saved: no engine is left, or too many rollouts or
+    # rewards fail. The same on every rank; "" while there is no such reason.
+    stop_reason: str = ""
     start_s: float | None = field(init=False, default=None)  # until the first publication
     checkpoints: Path = field(init=False)
     checkpointer: Checkpointer = field(init=False)
@@ -65,7 +66,7 @@ class Trainer:
     # --- the loop ---------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
-        """Train until the last step, an early stop, a signal, or until no engine is left."""
+        """Train until the last step, an early stop, a signal, or a reason to save and fail."""
         self.switch_to(GpuPhase.TRAINING)
         step, status = self.resume()
         if status == CONTINUE:
@@ -80,10 +81,10 @@ class Trainer:
         self.seconds = {}
         RECORDER.drop()  # the publication of a resumed run is of no step
         self.record_start()
-        while status == CONTINUE and not self.no_engines_reason:
+        while status == CONTINUE and not self.stop_reason:
             with self.clock("step"):
                 batch = self.load_rollouts(step + 1)
-                if self.no_engines_reason:
+                if self.stop_reason:
                     break
                 step += 1
                 self.score(step, batch)
@@ -105,8 +106,8 @@ class Trainer:
                 self.save(
                     step, in_background=status == CONTINUE and self.config.checkpoint.async_save
                 )
-        if self.no_engines_reason:
-            self.end_without_engines(step, status)
+        if self.stop_reason:
+            self.save_and_fail(step, status)
         return Outcome(cast(Status, status), step)
 
     # --- its parts --------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class Trainer:
             self.wait_for_engines(
                 f"the rollouts of step {step}", lambda: on_rank0(self.rank0).generate(step)
             )
-        if self.no_engines_reason:
+        if self.stop_reason:
             return None
         self.switch_to(GpuPhase.TRAINING)
         with self.clock("transfer"):
@@ -202,12 +203,12 @@ class Trainer:
         if self.publisher is not None:
             self.switch_to(GpuPhase.HANDOVER)
             with self.clock("publish"):
-                self.no_engines_reason = self.publisher.publish(step)
+                self.stop_reason = self.publisher.publish(step)
 
     def evaluate(self, step: int, *, ended: bool = False) -> None:
         """Score the sets of held-out prompts that are due, with the weights after `step`."""
         due = sets_due(self.config, step, ended=ended)
-        if not due or self.publisher is None or self.no_engines_reason:
+        if not due or self.publisher is None or self.stop_reason:
             return
         self.switch_to(GpuPhase.GENERATING)
         with self.clock("evaluation"):
@@ -229,8 +230,8 @@ class Trainer:
         """Wait for generation on rank 0, and bring the weights to engines that restarted meanwhile.
 
         Args:
-            wait: answers `READY`, `CATCH_UP` if a restarted engine needs the weights, or why no
-                engine is left.
+            wait: answers `READY`, `CATCH_UP` if a restarted engine needs the weights, or why the
+                run cannot go on.
         """
         limit = self.config.rollout.timeout_s + STEP_GRACE_S
         while (answer := self.sync.broadcast(what, wait, timeout_s=limit)) == CATCH_UP:
@@ -240,11 +241,11 @@ class Trainer:
                 answer = reason
                 break
             self.switch_to(GpuPhase.GENERATING)
-        self.no_engines_reason = "" if answer == READY else answer
+        self.stop_reason = "" if answer == READY else answer
 
-    def end_without_engines(self, step: int, status: str) -> None:
+    def save_and_fail(self, step: int, status: str) -> None:
         """Save what was trained, then fail. A run that is complete gets a warning instead."""
-        reason = self.no_engines_reason
+        reason = self.stop_reason
         if status in FINISHED and not sets_due(self.config, step, ended=True):
             note = f"WARNING no engine has the weights of step {step}, the last: {reason}"
             self.sync.run_on_rank0("a last word", lambda: on_rank0(self.rank0).tracker.note(note))
@@ -255,7 +256,7 @@ class Trainer:
         def fail() -> None:
             raise RunFailed(f"{reason}; {saved}")
 
-        self.sync.run_on_rank0("the end without engines", fail)
+        self.sync.run_on_rank0("the end of a run that cannot go on", fail)
 
     def end_step(self, step: int, batch: RolloutBatch | None, updates: list[UpdateResult]) -> str:
         """Measure the step. Returns `CONTINUE`, or the status that the run ends with."""

@@ -20,7 +20,7 @@ from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan, split_minibatches
 from rlcore.data.sample import Sample
 from rlcore.data.token_versions import TokenVersions
-from rlcore.errors import ConfigError, EngineFailed, RunFailed
+from rlcore.errors import ConfigError, EngineFailed, RunFailed, TooManyFailed
 from rlcore.interfaces import RolloutSource, Tracker
 from rlcore.runs.checkpoints import Best, Checkpoint, CheckpointStore, best_of
 from rlcore.runs.directory import RunDirectory, Status
@@ -162,10 +162,13 @@ class RankZero:
     # --- batches ----------------------------------------------------------------------------------
 
     def generate(self, step: int) -> str:
-        """Wait for the samples of `step`: `READY`, `CATCH_UP`, or why no engine can make them."""
+        """Wait for the samples of `step`: `READY`, `CATCH_UP`, or why there will be none."""
         try:
             found = self.source.next_step(step)
-        except EngineFailed as error:  # recovery: the trainer saves what it has, then stops
+        except (
+            EngineFailed,
+            TooManyFailed,
+        ) as error:  # recovery: the trainer saves what it has, then stops
             return str(error)
         if found is None:
             return CATCH_UP
@@ -176,7 +179,7 @@ class RankZero:
         """Score held-out prompts for the next row of the log. Returns as `generate` does."""
         try:
             found = self.source.evaluate(sets)
-        except EngineFailed as error:  # recovery: as above
+        except (EngineFailed, TooManyFailed) as error:  # recovery: as above
             return str(error)
         if found is None:
             return CATCH_UP
@@ -303,6 +306,7 @@ class RankZero:
                 step,
                 self._rollouts.samples,
                 self._batch,
+                unscored=self._rollouts.unscored,
                 version=self._version,
                 policy_steps=self._rollouts.policy_steps,
             )

@@ -151,7 +151,9 @@ class ReplaySource(SourceWithoutEngine):
         if not records:
             raise DataError(f"training.replay: {path} holds no samples")
         try:
-            self.samples = [Sample.from_record(record) for record in records]
+            samples = [Sample.from_record(record) for record in records]
+            # those whose reward failed were not trained on
+            self.samples = [sample for sample in samples if sample.is_scored]
             for sample in self.samples:
                 check_sample(sample, vocab_size=vocab_size)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:

@@ -77,7 +77,8 @@ def update_metrics(
         **updates[-1].metrics,
         **moments.reduce(optimizer_steps=len(updates)),
         "train/optimizer_steps": len(updates),
-        "train/skipped_updates": sum(update.skipped for update in updates),
+        "train/skipped_updates": sum(update.not_finite for update in updates),
+        "train/updates_without_signal": sum(update.without_signal for update in updates),
     }
     if not one_update:
         return {name: value for name, value in metrics.items() if not name.startswith("rollout/")}

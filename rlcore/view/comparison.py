@@ -8,6 +8,7 @@ import numpy as np
 
 from rlcore.errors import DataError
 from rlcore.view.detail import excerpt_of
+from rlcore.view.evaluations import mean_of, rewards_of
 from rlcore.view.query import select
 from rlcore.view.reader import Record
 from rlcore.view.run import RunView
@@ -79,10 +80,9 @@ def _by_prompt(side: Side) -> dict[str, list[Record]]:
 
 
 def _told(records: list[Record]) -> dict[str, Any]:
-    rewards = [float(record.get("reward") or 0.0) for record in records]
     first = records[0]
     return excerpt_of(first) | {
-        "reward": sum(rewards) / len(rewards),
+        "reward": mean_of(rewards_of(records)),
         "samples": len(records),
         "draw": first.get("draw"),
         "index": first.get("index"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,12 @@ def sets_of(run: RunView) -> list[dict[str, Any]]:
     for step, path in list(run.evaluated().items())[-NEWEST:]:
         for name, answers in _by_set(run, path, JUDGED).items():
             earlier, known = before.get(name, (None, {}))
-            common = answers.keys() & known.keys()
-            better = sum(_is_right(answers[k]) and not _is_right(known[k]) for k in common)
-            worse = sum(_is_right(known[k]) and not _is_right(answers[k]) for k in common)
-            rewards = [float(answer.get("reward") or 0.0) for answer in answers.values()]
+            flips = Counter(_flip(answers[k], known[k]) for k in answers.keys() & known.keys())
+            rewards = rewards_of(answers.values())
             found.append(
                 {"step": step, "set": name, "answers": len(answers), "before": earlier}
-                | {"reward": sum(rewards) / len(rewards), "better": better, "worse": worse}
-                | {"right": sum(map(_is_right, answers.values()))}
+                | {"reward": mean_of(rewards), "better": flips["better"]}
+                | {"worse": flips["worse"], "right": sum(map(_is_right, answers.values()))}
             )
             before[name] = (step, answers)
     return found[::-1]
@@ -75,6 +75,17 @@ def _by_set(run: RunView, path: Path, columns: Sequence[str]) -> dict[str, dict[
     return found
 
 
+def rewards_of(records: Iterable[Record]) -> list[float]:
+    """Return the rewards of the records that have one: those whose reward failed have none."""
+    rewards = (float(record.get("reward") or 0.0) for record in records)
+    return [reward for reward in rewards if not math.isnan(reward)]
+
+
+def mean_of(rewards: Sequence[float]) -> float | None:
+    """Return the mean; None where there is no reward."""
+    return sum(rewards) / len(rewards) if rewards else None
+
+
 def _is_right(record: Record) -> bool:
     """Whether an answer is right: by the verdict, where there is one, else by half of a reward."""
     verdict = (record.get("metadata") or {}).get("correct")
@@ -82,7 +93,7 @@ def _is_right(record: Record) -> bool:
 
 
 def _flip(now: Record, then: Record | None) -> str:
-    if then is None or _is_right(now) == _is_right(then):
+    if then is None or len(rewards_of([now, then])) < 2 or _is_right(now) == _is_right(then):
         return ""
     return "better" if _is_right(now) else "worse"
 

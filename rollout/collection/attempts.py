@@ -24,8 +24,8 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +44,7 @@ from rlcore.data.sample import Sample, SamplingMasks, VersionSpan, join_experts
 from rlcore.deadlines import CANCEL_S, MAX_RETRY_S, RETRY_S
 from rlcore.errors import DataError, RlcoreError, RolloutFailed, UserError
 from rlcore.import_paths import place_of
+from rollout.failures import Failure
 from rollout.plugins import failure_of, place_of_task
 
 if TYPE_CHECKING:
@@ -194,32 +195,6 @@ Make = Callable[[Generate], Awaitable[Any]]
 """Calls the workflow, which asks for completions by the given function."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a rollout was given up."""
-
-    kind: str  # see `RolloutFailed`
-    workflow: str
-    where: str  # prompt and draw
-    reason: str
-    place: str  # ` (file:line in name)`, or empty
-
-    def __str__(self) -> str:
-        return f"workflow {self.workflow} failed on {self.where}: {self.reason}{self.place}"
-
-    @property
-    def alike(self) -> Hashable:
-        """What failures with the same cause have in common."""
-        return self.kind, self.place or self.reason
-
-
-def commonest(failures: Iterable[Failure]) -> tuple[Failure, int]:
-    """Return the first of the failures that occur most often, and how often they do."""
-    found = list(failures)
-    ((alike, count),) = Counter(failure.alike for failure in found).most_common(1)
-    return next(failure for failure in found if failure.alike == alike), count
-
-
 class GivenUp(Exception):
     """A rollout failed in its last try."""
 
@@ -282,7 +257,7 @@ class Attempts:
             if isinstance(found, list):
                 return _aborted(found) if attempt.aborted else found
             place = found.place or place_of(of)
-            failure = Failure(found.kind, self._name, where, found.message, place)
+            failure = Failure(found.kind, f"workflow {self._name}", where, found.message, place)
             if attempt.aborted:
                 raise Aborted(failure) from found
             self._note(failure, found, retries_left)

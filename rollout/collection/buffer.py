@@ -14,12 +14,13 @@ from functools import cached_property
 from typing import Any
 
 from rlcore.data.sample import Sample
-from rlcore.errors import EmptyBatch, RunFailed
+from rlcore.errors import EmptyBatch, TooManyFailed
 from rlcore.runs.rollouts import decode_samples, encode_samples
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.collection.attempts import Failure, commonest
 from rollout.collection.filters import ROLLED_BACK, STALE
 from rollout.collection.group_runner import Group
+from rollout.failures import Failure, commonest
+from rollout.rewards.scorer import FailureCounts
 
 # --- how old a group is ---------------------------------------------------------------------------
 
@@ -90,11 +91,9 @@ class BufferedGroup:
 
         It is kept, since each hand-over may ask for it, and takes about as much memory again.
         """
-        samples = base64.b64encode(encode_samples(self.group.samples)).decode()
-        return {
-            "draw": self.group.draw,
-            "policy_steps": [self.oldest, self.newest],
-            "samples": samples,
+        parts = {"samples": self.group.samples, "unscored": self.group.unscored}
+        return {"draw": self.group.draw, "policy_steps": [self.oldest, self.newest]} | {
+            name: base64.b64encode(encode_samples(given)).decode() for name, given in parts.items()
         }
 
 
@@ -152,7 +151,11 @@ def decode(states: Sequence[Mapping[str, Any]]) -> list[BufferedGroup]:
     """
     return [
         BufferedGroup(
-            Group(state["draw"], decode_samples(base64.b64decode(state["samples"]))),
+            Group(
+                state["draw"],
+                samples=decode_samples(base64.b64decode(state["samples"])),
+                unscored=decode_samples(base64.b64decode(state["unscored"])),
+            ),
             *state["policy_steps"],
         )
         for state in states
@@ -224,8 +227,15 @@ class DropCounts:
 
     dropped: Counter[str] = field(default_factory=Counter)  # by filter, or as stale
     failures: list[Failure] = field(default_factory=list)  # one a group that was given up
+    unscored: int = 0  # groups that were given up, since too few of their samples have a score
+    rewards: FailureCounts = field(default_factory=FailureCounts)
     requeued: int = 0
     draws: int = 0
+
+    @property
+    def given_up(self) -> int:
+        """The number of groups that were given up."""
+        return len(self.failures) + self.unscored
 
     def too_little(self, step: int, found: int, wanted: int) -> EmptyBatch:
         """The error of a step that got too few groups, with the reasons and what to do."""
@@ -244,6 +254,11 @@ class DropCounts:
         if self.failures:
             reasons.append(f"{len(self.failures)} failed")
             advice.append(f"the commonest failure: {commonest(self.failures)[0]}")
+        if self.unscored:
+            reasons.append(f"{self.unscored} had too few scores")
+            advice.append(
+                f"the commonest failure of rewards: {commonest(self.rewards.unscored)[0]}"
+            )
         if self.requeued:
             reasons.append(f"{self.requeued} were aborted by an engine")
             advice.append("look for why in the logs of the engines")
@@ -252,14 +267,44 @@ class DropCounts:
             f" {', '.join(reasons)}; {'; '.join(advice)}"
         )
 
-    def too_many_failed(self, step: int, draws: int, share: float) -> RunFailed:
-        """The error of a step of which more than `share` of `draws` groups failed."""
-        failure, count = commonest(self.failures)
-        return RunFailed(
-            f"step {step}: {len(self.failures)} of {draws} groups failed, which is more than"
-            f" rollout.max_failed ({share:g}) allows; the commonest failure, {count} times:"
-            f" {failure}"
-        )
+    def check_rollouts(self, step: int, groups: int, share: float) -> None:
+        """Raise TooManyFailed where more than `share` of a step's draws failed.
+
+        Args:
+            groups: of a step, for one that has made fewer draws so far.
+        """
+        _check_share(self.failures, max(self.draws, groups), share, step, "groups", "rollout")
+
+    def check_rewards(self, step: int, samples: int, share: float) -> None:
+        """Raise TooManyFailed where the rewards of more than `share` of a step's samples failed.
+
+        Failures of built-in graders do not count, since they are verdicts, unless nothing else is
+        left of a whole step: then it is no answer that made them fail.
+
+        Args:
+            samples: of a step, for one that has scored fewer so far.
+        """
+        rewards = self.rewards
+        of = max(rewards.samples, samples)
+        _check_share(rewards.unscored, of, share, step, "rewards", "reward")
+        if share < 1.0 and rewards.failed == of:
+            raise TooManyFailed(
+                f"step {step}: built-in graders failed on all {of} samples, so there is nothing to"
+                " learn from; the log says how (reward.timeout_s, reward.memory_gb)"
+            )
+
+
+def _check_share(
+    failures: Sequence[Failure], of: int, share: float, step: int, what: str, section: str
+) -> None:
+    # one failure of a small step ends no run
+    if len(failures) <= (max(1.0, share * of) if share else 0.0):
+        return
+    failure, count = commonest(failures)
+    raise TooManyFailed(
+        f"step {step}: {len(failures)} of {of} {what} failed, which is more than"
+        f" {section}.max_failed ({share:g}) allows; the commonest failure, {count} times: {failure}"
+    )
 
 
 @dataclass(frozen=True)
@@ -276,3 +321,8 @@ class StepGroups:
     def samples(self) -> list[Sample]:
         """The samples of all groups, in order."""
         return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def unscored(self) -> list[Sample]:
+        """The samples of all groups that are not trained on, since their rewards failed."""
+        return [sample for group in self.groups for sample in group.unscored]

@@ -24,7 +24,7 @@ from typing import Any
 
 from rlcore.config import Config
 from rlcore.deadlines import CANCEL_S
-from rlcore.errors import EmptyBatch
+from rlcore.errors import EmptyBatch, TooManyFailed
 from rlcore.timeline.recorder import RECORDER
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.buffer import (
@@ -42,6 +42,7 @@ from rollout.collection.staleness_scheduler import Rules, Scheduler
 
 logger = logging.getLogger(__name__)
 
+UNSCORED = "reward"  # the kind of the failure of a group with too few scores, in the ledger
 DRAWS_PER_GROUP = 16  # a step gives up after so many draws for each group that it needs
 
 
@@ -66,6 +67,7 @@ class Collector:
     ) -> None:
         rollout = config.rollout
         self._config = rollout
+        self._max_rewards_failed = config.reward.max_failed
         self._lockstep = rollout.max_staleness == 0
         self._whole_batches = self._lockstep or runner.batched
         self._queue = queue
@@ -206,6 +208,7 @@ class Collector:
             # not if a halt did not wait for this task
             if self._tasks.get(group.draw) is asyncio.current_task():
                 self._settle(group)
+        self._check_failures()
 
     def _ended(self, draws: Sequence[int], task: asyncio.Task[None]) -> None:
         """Requeue draws that `task` made no group of, and keep its error for the trainer.
@@ -245,17 +248,18 @@ class Collector:
         """Keep a group that was made, or drop it for a filter or as failed, or draw it again."""
         draw = group.draw
         scheduler = self._scheduler
+        self._counts.rewards.add(group.rewards)
         if group.aborted:
             self._counts.requeued += 1
             self._draw_again(draw)
             self._check_yield()
             return
-        if group.failures:
-            self._queue.fail(draw, group.failures[0].kind)
+        if not group.samples:
+            self._queue.fail(draw, group.failures[0].kind if group.failures else UNSCORED)
             del self._tasks[draw]
             scheduler.dropped(draw)
             self._counts.failures += group.failures
-            self._check_failures()
+            self._counts.unscored += not group.failures
             self._check_yield()
             return
         refused_by = self._filters.refusal(group.samples)
@@ -325,21 +329,23 @@ class Collector:
         self._queue.give_back(draw, reason)
 
     def _check_failures(self) -> None:
-        """Raises RunFailed where more groups of the step have failed than `rollout.max_failed`."""
+        """Raises TooManyFailed for `rollout.max_failed` or `reward.max_failed`."""
         counts = self._counts
-        share = self._config.max_failed
-        draws = max(counts.draws, self._rules.groups_per_step)
-        # one failure of a small step ends no run
-        if share and len(counts.failures) <= max(1, share * draws):
-            return
-        self._counts = DropCounts()
-        raise counts.too_many_failed(self._scheduler.steps_done + 1, draws, share)
+        step = self._scheduler.steps_done + 1
+        groups = self._rules.groups_per_step
+        samples = groups * self._config.samples_per_prompt
+        try:
+            counts.check_rollouts(step, groups, self._config.max_failed)
+            counts.check_rewards(step, samples, self._max_rewards_failed)
+        except TooManyFailed:
+            self._counts = DropCounts()
+            raise
 
     def _check_yield(self) -> None:
         """Raises EmptyBatch where the filters, or their age, leave too few groups for a step."""
         counts = self._counts
         wanted = self._rules.groups_per_step
-        lost = counts.dropped.total() + counts.requeued + len(counts.failures)
+        lost = counts.dropped.total() + counts.requeued + counts.given_up
         if len(self._buffer) < wanted and lost >= DRAWS_PER_GROUP * wanted:
             raise self._too_little()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,14 +16,14 @@ from rlcore.config.evaluation_sets import SET_KEY, EvaluationSet, evaluation_set
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
-from rlcore.errors import RunFailed
+from rlcore.errors import RunFailed, TooManyFailed
 from rollout.asyncio_utils import gather_or_cancel
-from rollout.collection.attempts import commonest
 from rollout.collection.evaluation_metrics import quoted_metrics, rollouts_of, verdict_of
 from rollout.collection.group_runner import Group, GroupRunner, evaluation_runner
 from rollout.conversation.samples import of_prompt
+from rollout.failures import commonest
 from rollout.fleet.dispatcher import Dispatcher
-from rollout.rewards.scorer import VERDICTS, Scorer
+from rollout.rewards.scorer import VERDICTS, FailureCounts, Scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,17 +39,22 @@ class HeldOutSet:
     given: EvaluationSet
     prompts: PromptSet
     runner: GroupRunner
-    on_error: float  # reward of a rollout that failed
+    failed_reward: float  # of a rollout that failed
     is_running: bool = False
+    has_scores: bool = False  # some evaluation of the set had a score
 
     async def run(self) -> Scored:
-        """The metrics of all prompts and the samples behind them. Raises as `GroupRunner.run`.
+        """The metrics of all prompts and the samples behind them.
+
+        Samples whose reward failed (`reward.on_error: drop`) are in no mean.
+
+        Raises:
+            TooManyFailed: all rewards of the set failed, and there never was one that did not.
+            Exception: as `GroupRunner.run`.
 
         The draw of a prompt is its row. So the random numbers (for a temperature above 0) depend on
         the set and the prompt alone, and are the same in each evaluation.
         """
-        rewards = self.runner.failures
-        before = replace(rewards)
         self.is_running = True
         try:
             groups = await self.runner.run(
@@ -58,28 +63,48 @@ class HeldOutSet:
         finally:
             self.is_running = False
         failures = [failure for group in groups for failure in group.failures]
-        by_prompt = [[*group.samples, *self._failed(group)] for group in groups]
-        samples = [sample for made in by_prompt for sample in made]
-        failed = len(samples) - sum(len(group.samples) for group in groups)
+        standing = [self._failed(group) for group in groups]
+        scored = [[*group.samples, *failed] for group, failed in zip(groups, standing)]
+        samples = [
+            sample for group, made in zip(groups, scored) for sample in (*made, *group.unscored)
+        ]
+        rewards = FailureCounts()
+        for group in groups:
+            rewards.add(group.rewards)
+        failed = sum(map(len, standing))
         if failed == len(samples):
             first, count = commonest(failures)
             raise RunFailed(
                 f"all {failed} rollouts of the evaluation failed; the commonest failure, {count}"
                 f" times: {first}"
             )
+        self._check(rewards)
         if self.given.name:
             for sample in samples:
                 sample.metadata[SET_KEY] = self.given.name
         # not in the loop: for a thousand prompts of 64 answers this takes seconds
+        by_prompt = [made for made in scored if made]
         quoted = await asyncio.to_thread(quoted_metrics, by_prompt, self.given)
         metrics = {
             **means([answer for group in by_prompt for answer in rollouts_of(group)]),
             **quoted,
-            "reward_errors": float(rewards.errors - before.errors),
-            "reward_timeouts": float(rewards.timeouts - before.timeouts),
+            "reward_errors": float(rewards.errors),
+            "reward_timeouts": float(rewards.timeouts),
+            "unscored": float(len(rewards.unscored)),
             "failed": float(failed),
         }
         return {self.given.prefix + name: value for name, value in metrics.items()}, samples
+
+    def _check(self, rewards: FailureCounts) -> None:
+        if len(rewards.unscored) < rewards.samples:
+            self.has_scores = True
+        elif rewards.unscored and not self.has_scores:
+            failure, count = commonest(rewards.unscored)
+            name = f" of set {self.given.name}" if self.given.name else ""
+            raise TooManyFailed(
+                f"the rewards of all {rewards.samples} samples of the evaluation{name} failed; the"
+                f" commonest failure, {count} times: {failure}"
+            )
 
     def _failed(self, group: Group) -> list[Sample]:
         """Return what stands for the rollouts that failed: wrong answers without a token.
@@ -88,7 +113,7 @@ class HeldOutSet:
         """
         if not group.failures:
             return []
-        made = {sample.rollout_id for sample in group.samples}
+        made = {sample.rollout_id for sample in (*group.samples, *group.unscored)}
         failure = group.failures[0]
         prompt = self.prompts[group.draw]
         standing = [
@@ -99,12 +124,12 @@ class HeldOutSet:
                 rollout_logprobs=np.zeros(0, dtype=np.float32),
                 versions=(),
                 finish_reason="timeout" if failure.kind == "timeout" else "env",
-                reward=self.on_error,
+                reward=self.failed_reward,
             )
             for index in range(self.given.samples_per_prompt)
         ]
         standing = [sample for sample in standing if sample.rollout_id not in made]
-        for place, sample in enumerate(standing, len(group.samples)):
+        for place, sample in enumerate(standing, len(group.samples) + len(group.unscored)):
             sample.index = place
             for key in VERDICTS:  # a column of the data that is called so is no verdict
                 sample.metadata.pop(key, None)
@@ -149,9 +174,9 @@ class Evaluator:
                 used = own.get(key) or own.setdefault(key, build_scorer(given.reward))
             runner = evaluation_runner(config, tokenizer, dispatcher, used, given)
             reward = given.reward or config.reward
-            self.sets.append(HeldOutSet(given, prompts, runner, reward.on_error))
+            failed_reward = 0.0 if reward.on_error == "drop" else reward.on_error
+            self.sets.append(HeldOutSet(given, prompts, runner, failed_reward))
         self.own_scorers = tuple(own.values())
-        self._scorers = (scorer, *self.own_scorers)
 
     async def start(self) -> None:
         """Start the rewards that only sets have."""
@@ -160,11 +185,6 @@ class Evaluator:
     async def close(self) -> None:
         """End the rewards that only sets have."""
         await gather_or_cancel(*(scorer.close() for scorer in self.own_scorers))
-
-    def check_works(self) -> None:
-        """Refuse a reward that failed on every sample of the first evaluation (EmptyBatch)."""
-        for scorer in self._scorers:
-            scorer.check_works("evaluation", "the evaluation")
 
     def records(self) -> dict[str, dict[str, Any]]:
         """Return what a resumed run compares with, by the key of each set."""
@@ -209,9 +229,12 @@ class Evaluator:
 def means(rollouts: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """Means over rollouts, each given by its samples; what conversations measured comes with them.
 
-    `accuracy` is the share of right answers, and absent where nothing says right or wrong.
+    `accuracy` is the share of right answers, and absent where nothing says right or wrong. Without
+    rollouts there are no means.
     """
     n = len(rollouts)
+    if not n:
+        return {}
     samples = [sample for rollout in rollouts for sample in rollout]
     verdicts = [right for rollout in rollouts if (right := verdict_of(rollout)) is not None]
     judged = any("correct" in s.metadata for s in samples)

@@ -36,9 +36,9 @@ def quoted_metrics(groups: Sequence[Sequence[Sample]], given: EvaluationSet) -> 
     prompt has fewer than k judged answers.
 
     Args:
-        groups: the samples of each prompt.
+        groups: the scored samples of each prompt that has any.
     """
-    if not given.k:
+    if not given.k or not groups:
         return {}
     found: dict[str, float] = {}
     scores = [
@@ -79,7 +79,8 @@ def _bounds(name: str, interval: Interval | None) -> dict[str, float]:
 def verdict(sample: Sample) -> bool | None:
     """Whether the answer is right; None if nothing says so.
 
-    A sample whose reward failed counts as wrong: left out, it would raise the accuracy.
+    A sample that has a score though its reward failed counts as wrong: left out, it would raise the
+    accuracy.
     """
     if "correct" in sample.metadata:
         return bool(sample.metadata["correct"])

@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from rlcore.algorithms import estimator_plugin
 from rlcore.config import Config
 from rlcore.config.derived import recorded_fields
 from rlcore.config.evaluation_sets import EvaluationSet
@@ -21,11 +22,12 @@ from rlcore.data.tokenizer import decode, stop_token_ids
 from rlcore.errors import RolloutFailed
 from rlcore.timeline.recorder import GROUP, group_key
 from rollout.asyncio_utils import gather_or_cancel
-from rollout.collection.attempts import Aborted, Attempts, Failure, GivenUp, PartialRollouts
+from rollout.collection.attempts import Aborted, Attempts, GivenUp, PartialRollouts
 from rollout.collection.stages import Stages, WorkflowKey
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.factories import kind_of
 from rollout.engines.sglang.limits import ANSWER_RESERVE
+from rollout.failures import Failure
 from rollout.fleet.dispatcher import Dispatcher, LockstepBatcher
 from rollout.fleet.fleet import Fleet
 from rollout.rewards.scorer import FailureCounts, Scorer
@@ -47,6 +49,10 @@ class Group:
     """The scored samples of one draw, and the greedy samples that are only their baseline.
 
     Attributes:
+        unscored: further samples, whose rewards failed (`reward.on_error: drop`). Nothing is
+            trained on them, and no filter sees them.
+        rewards: how the rewards of all of these fared. In training a group in which too few
+            rollouts are scored has no samples.
         failures: of its rollouts. In training the first one leaves no samples: part of a group is
             never trained on. In evaluation the samples are those of the other rollouts.
         cut: an engine aborted a response, and no samples came of it.
@@ -55,6 +61,8 @@ class Group:
     draw: int
     samples: list[Sample]
     greedy: list[Sample] = field(default_factory=list)
+    unscored: list[Sample] = field(default_factory=list)
+    rewards: FailureCounts = field(default_factory=FailureCounts)
     failures: list[Failure] = field(default_factory=list)
     cut: bool = False
 
@@ -79,7 +87,9 @@ class GroupRunner:
             samples.
         recorded: fields that every sample but the greedy ones must have, with the key that asks for
             them.
-        part_of_a_group: a rollout that fails leaves the others of its group, as in evaluation.
+        part_of_a_group: a rollout that fails, or that is not scored, leaves the others of its
+            group, however few, as in evaluation.
+        least_scored: rollouts that a group needs otherwise.
     """
 
     def __init__(
@@ -92,6 +102,7 @@ class GroupRunner:
         greedy: WorkflowContext | None = None,
         recorded: Mapping[str, str] = MappingProxyType({}),
         part_of_a_group: bool = False,
+        least_scored: int = 1,
     ) -> None:
         self.workflow_name = config.rollout.workflow.name
         self.workflow = build_workflow(context)
@@ -108,10 +119,10 @@ class GroupRunner:
         self.partial = PartialRollouts(context.tokenizer)
         self.attempts = Attempts(config.rollout.workflow)
         self.part_of_a_group = part_of_a_group
+        self._least_scored = least_scored
         self.batched = kind_of(config.rollout.engine.kind).batches
         self.recorded = recorded
         self._vocab_size = folder_vocab_size(config.model.path)
-        self.failures = FailureCounts()  # of all draws so far
         self._stages = Stages()
 
     async def run(self, prompts: Mapping[int, Prompt]) -> list[Group]:
@@ -216,17 +227,26 @@ class GroupRunner:
         return samples
 
     async def _scored(self, group: Group) -> Group:
-        """The same group with its rewards, from one call of the scorer."""
-        if group.samples:
-            counts = await self.scorer.score(group.samples, group.greedy)
-            self.failures.errors += counts.errors
-            self.failures.timeouts += counts.timeouts
-            self.failures.samples += counts.samples
-        if group.greedy:
-            baseline = sum(sample.reward for sample in group.greedy) / len(group.greedy)
-            for sample in group.samples:
-                sample.baseline_reward = baseline
-        return group
+        """The same group with its rewards, from one call of the scorer.
+
+        A rollout without a score leaves with all its samples. So do all samples of a group with too
+        few scored rollouts, or without a baseline that it needs.
+        """
+        if not group.samples:
+            return group
+        counts = await self.scorer.score(group.samples, group.greedy)
+        lost = {sample.rollout_id for sample in group.samples if not sample.is_scored}
+        scored = [sample for sample in group.samples if sample.rollout_id not in lost]
+        unscored = [sample for sample in group.samples if sample.rollout_id in lost]
+        baselines = [sample.reward for sample in group.greedy if sample.is_scored]
+        # a workflow may make fewer rollouts by itself
+        few = lost and len({sample.rollout_id for sample in scored}) < self._least_scored
+        if not self.part_of_a_group and (few or (group.greedy and not baselines)):
+            unscored = group.samples
+            scored = []
+        for sample in scored if baselines else ():
+            sample.baseline_reward = sum(baselines) / len(baselines)
+        return replace(group, samples=scored, unscored=unscored, rewards=counts)
 
     @staticmethod
     def _rollouts_of(workflow: object, context: WorkflowContext) -> Sequence[int]:
@@ -378,7 +398,18 @@ def training_runner(
         context,
         greedy=baseline if greedy_baseline else None,
         recorded=recorded_fields(config),
+        least_scored=_least_scored(config),
     )
+
+
+def _least_scored(config: Config) -> int:
+    """The scored rollouts that a group needs: two where the estimator compares them.
+
+    An estimator at an import path may, too: only registered ones say whether they do.
+    """
+    name = config.algorithm.estimator.name
+    compares = ":" in name or estimator_plugin(name).compares_group
+    return 2 if compares and config.rollout.samples_per_prompt > 1 else 1
 
 
 def evaluation_runner(

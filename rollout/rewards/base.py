@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import orjson
 
 from rlcore.data.sample import Sample
+from rlcore.errors import RlcoreError
 
+T = TypeVar("T")
 # Rewards are float32 in a batch: beyond this they would be infinite there.
 LARGEST = float(np.finfo(np.float32).max)
 MAX_INFO = 1 << 16  # bytes of `info` as JSON, since it is recorded with each sample
@@ -34,6 +37,15 @@ class RewardFailure:
 
     kind: Literal["error", "timeout"]
     reason: str
+    place: str = ""  # ` (file:line in name)` of a user's function
+    external: bool = False  # no answer caused it: a label, a sandbox, a worker that cannot start
+
+    def __str__(self) -> str:
+        return self.reason + self.place
+
+
+class LabelError(ValueError):
+    """A label that a grader cannot read: no answer to its prompt can be judged."""
 
 
 Score = Verdict | RewardFailure
@@ -56,6 +68,61 @@ class RewardPart:
 
     async def close(self) -> None:
         """End what `start` began."""
+
+
+# --- exceptions -----------------------------------------------------------------------------------
+
+
+async def each(
+    samples: Sequence[Sample], score: Callable[[Sample], Awaitable[Score]]
+) -> list[Score]:
+    """Score the samples side by side; an exception is the failure of its sample."""
+    return list(await asyncio.gather(*(attempted(score(sample)) for sample in samples)))
+
+
+async def attempted(work: Awaitable[T]) -> T | RewardFailure:
+    """The result of `work`, or the failure that its exception is.
+
+    SystemExit and KeyboardInterrupt are taken in here, since asyncio would let them out of a task
+    and so out of the loop. That loop runs beside the main thread, which alone gets a user's Ctrl-C.
+    """
+    try:
+        return await work
+    except GeneratorExit:
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return failed(error)  # code that was called raised it
+    except BaseException as error:  # noqa: BLE001 - recovery: no grader ends a run
+        return failed(error)
+
+
+def attempt(call: Callable[[], T]) -> T | RewardFailure:
+    """The result of `call`, or the failure that its exception is."""
+    try:
+        return call()
+    except BaseException as error:  # noqa: BLE001 - recovery: no grader ends a run
+        return failed(error)
+
+
+def failed(error: BaseException) -> RewardFailure:
+    """The failure that an exception of a grader is."""
+    external = isinstance(error, LabelError | RlcoreError)
+    return RewardFailure("error", raised(error), external=external)
+
+
+def raised(error: BaseException) -> str:
+    """Describe an exception, whatever its own methods raise."""
+    try:
+        text = " ".join(str(error).split())[:200]
+    except BaseException as another:  # noqa: BLE001 - recovery: the name of its type is enough
+        text = f"its text cannot be had, that raised {type(another).__name__}"
+    return f"raised {type(error).__name__}: {text}"
+
+
+# --- what a function returned ---------------------------------------------------------------------
 
 
 def checked(value: Any) -> Score:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rlcore.data.sample import Sample
-from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict
+from rollout.rewards.base import RewardPart, Score, Verdict, attempt
 
 Grader = Callable[[Sample], Verdict]
 
@@ -18,10 +19,4 @@ class LocalPart(RewardPart):
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         """See `RewardPart`."""
-        return [self._score(sample) for sample in samples]
-
-    def _score(self, sample: Sample) -> Score:
-        try:
-            return self._grader(sample)
-        except ValueError as error:  # of a label that it cannot read
-            return RewardFailure("error", f"raised ValueError: {error}")
+        return [attempt(partial(self._grader, sample)) for sample in samples]

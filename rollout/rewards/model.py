@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlcore.config.sections.reward import RewardModelConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import ModelError
 from rollout.engines.checks import folder_vocab_size
-from rollout.rewards.base import RewardPart, Score, checked
+from rollout.rewards.base import RewardFailure, RewardPart, Score, attempt, checked
 
 PendingCall = tuple[NDArray[np.int32], "asyncio.Future[Score]"]
 
@@ -69,18 +70,18 @@ class ModelPart(RewardPart):
             batch = self._pending[: self._batch_size]
             self._pending = self._pending[self._batch_size :]
             loop = asyncio.get_running_loop()
-            try:
-                scores = await loop.run_in_executor(
-                    self._thread, self.forward, [tokens for tokens, _ in batch]
-                )
-            except Exception as error:  # noqa: BLE001 - out of memory, say: the calls that wait raise it
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(error)
-                continue
+            sequences = [tokens for tokens, _ in batch]
+            found = await loop.run_in_executor(
+                self._thread, attempt, partial(self.forward, sequences)
+            )
+            scores: Sequence[Score] = (
+                [found] * len(batch)
+                if isinstance(found, RewardFailure)  # out of memory, say
+                else [checked(score) for score in found]
+            )
             for (_, future), score in zip(batch, scores, strict=True):
                 if not future.done():
-                    future.set_result(checked(score))
+                    future.set_result(score)
 
     @torch.inference_mode()
     def forward(self, sequences: Sequence[NDArray[np.int32]]) -> list[float]:

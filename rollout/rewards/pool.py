@@ -22,6 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import orjson
@@ -32,7 +33,7 @@ from rlcore.deadlines import CANCEL_S, REAP_S, REWARD_START_S, STRAYS_S, WORKER_
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
 from rlcore.timeline.recorder import RECORDER, Lanes, now, of_group
 from rollout.asyncio_utils import within
-from rollout.rewards.base import RewardFailure, RewardPart, Score, checked
+from rollout.rewards.base import RewardFailure, RewardPart, Score, checked, each
 from rollout.rewards.worker import HEADER, pack
 from rollout.sandbox.process_tree import kill_tree
 
@@ -217,7 +218,9 @@ def _score(reply: dict[str, Any], identity: str) -> Score:
     if reply.pop("id", None) != identity:
         raise BadAnswer("an answer to no call of ours; does the function write to descriptors?")
     if "error" in reply:
-        return RewardFailure("error", str(reply["error"]))
+        place = str(reply.get("place", ""))
+        external = bool(reply.get("external"))
+        return RewardFailure("error", str(reply["error"]), place, external)
     return checked(reply)
 
 
@@ -302,9 +305,7 @@ class PooledPart(RewardPart):
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         """See `RewardPart`."""
-        return list(
-            await asyncio.gather(*(self._pool.score(self._name, sample) for sample in samples))
-        )
+        return await each(samples, partial(self._pool.score, self._name))
 
     async def close(self) -> None:
         """See `RewardPart`."""

@@ -1,4 +1,4 @@
-"""Sums the weighted parts of a reward, with a defined score where a part fails.
+"""Sums the weighted parts of a reward, and says what becomes of a sample where a part fails.
 
 `build_scorer` makes the parts from the configuration.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -17,9 +20,10 @@ from rlcore.config.checks.reward import reward_problems
 from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.sample import Sample
-from rlcore.errors import ConfigError, DataError, EmptyBatch
+from rlcore.errors import ConfigError, DataError
 from rlcore.timeline.recorder import Lanes, of_group
-from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
+from rollout.failures import Failure
+from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, attempted, checked
 from rollout.rewards.graders import shape, text
 from rollout.rewards.graders.code import CodePart
 from rollout.rewards.local import LocalPart
@@ -47,28 +51,34 @@ POOLED = {
 }
 # keys of `Sample.metadata` that the scorer alone sets
 VERDICTS = ("correct", "reward_error", "reward_info")
-# failures that are logged one by one; all are counted
-MAX_WARNINGS = 20
+MAX_CAUSES = 20  # of failures that are logged; those of further causes are only counted
 # ends of a sample that are no end of its answer, for `non_stop_penalty`
 UNFINISHED = frozenset({"length", "context", "turns", "timeout"})
 
 
 @dataclass
 class FailureCounts:
-    """How many samples were scored, and how many of them got no score."""
+    """How many samples were scored, on how many a part failed, and which have no score for it.
 
+    A built-in grader that fails over an answer has found it wrong, so that sample has a score.
+    """
+
+    samples: int = 0
     errors: int = 0
     timeouts: int = 0
-    samples: int = 0
+    unscored: list[Failure] = field(default_factory=list)  # one a sample
 
+    @property
+    def failed(self) -> int:
+        """The number of samples on which a part failed."""
+        return self.errors + self.timeouts
 
-@dataclass
-class Tried:
-    """How a part has fared since the last check."""
-
-    asked: int = 0
-    failed: int = 0
-    first: str = ""  # the first failure, with its prompt
+    def add(self, other: FailureCounts) -> None:
+        """Add the counts of further samples."""
+        self.samples += other.samples
+        self.errors += other.errors
+        self.timeouts += other.timeouts
+        self.unscored += other.unscored
 
 
 class PartsBySource:
@@ -124,8 +134,10 @@ def _matches(value: str, sources: list[str] | None) -> bool:
 class Scorer:
     """Fills in `reward`, `reward_parts` and, where a part says right or wrong, `correct`.
 
-    That is `metadata["correct"]`. A sample of which any part failed gets `reward.on_error`, and
-    `metadata["reward_error"]` says why. `metadata["reward_info"]` has what parts tell of a sample.
+    That is `metadata["correct"]`. Where a part failed, `metadata["reward_error"]` says why, and the
+    sample gets `reward.on_error`. With `drop` its reward is NaN, unless a built-in grader failed
+    over the answer: then that part scores 0. `metadata["reward_info"]` has what parts tell of a
+    sample.
     """
 
     def __init__(
@@ -133,27 +145,26 @@ class Scorer:
         config: RewardConfig,
         parts: Mapping[str, RewardPart],
         *,
-        max_warnings: int = MAX_WARNINGS,
+        max_causes: int = MAX_CAUSES,
     ) -> None:
         self._config = config
         self._parts = dict(parts)
-        self._max_warnings = max_warnings
+        self._max_causes = max_causes
         self._by_source = PartsBySource(config)
-        # a failure of these counts as wrong: left out, it would make accuracy look better
-        self._verifiers = {
-            name
+        # What a built-in grader finds where an answer makes it fail. Left out, answers that are
+        # hard to check would make accuracy look better.
+        self._found_wrong = {
+            name: Verdict(0.0, False if GRADERS[part.function].verifies else None)
             for name, part in config.parts.items()
-            if part.function in GRADERS and GRADERS[part.function].verifies
+            if part.function in GRADERS
         }
         self._lanes = Lanes("rewards", "call")  # of parts without workers
-        self._warnings = 0
-        self._tried = {name: Tried() for name in self._parts}
-        self._unchecked = {"step", "evaluation"}
+        self._causes: Counter[Hashable] = Counter()
 
     def only(self, names: Iterable[str]) -> Scorer:
         """Return a scorer with some of the parts, these very ones, that logs no failure."""
         parts = {name: self._parts[name] for name in names}
-        return Scorer(self._config, parts, max_warnings=0)
+        return Scorer(self._config, parts, max_causes=0)
 
     async def start(self) -> None:
         """Start all parts."""
@@ -194,64 +205,41 @@ class Scorer:
                 scores[at][name] = score
         counts = FailureCounts(samples=len(samples))
         for sample, found in zip(samples, scores):
-            self._note(sample, found)
             self._settle(sample, found, counts)
         return counts
 
     async def _scored_by(self, name: str, samples: Sequence[Sample]) -> list[Score]:
         """The scores of one part, whose call is put into the timeline."""
         part = self._parts[name]
-        if part.records_samples or not samples:
-            return await part.score(samples)
-        with self._lanes.span(name, samples=len(samples), **of_group()):
-            return await part.score(samples)
+        if not samples:
+            return []
+        span = self._lanes.span(name, samples=len(samples), **of_group())
+        with nullcontext() if part.records_samples else span:
+            found = await attempted(part.score(samples))
+        return [found] * len(samples) if isinstance(found, RewardFailure) else found
 
     def _chosen(self, sample: Sample, found: dict[str, Score]) -> tuple[str, ...]:
         try:
             return self._by_source.of(sample.metadata)
         except DataError as error:  # a workflow may have changed the metadata
-            found["reward.by"] = RewardFailure("error", str(error))
+            found["reward.by"] = RewardFailure("error", str(error), external=True)
             return ()
-
-    def _note(self, sample: Sample, scores: Mapping[str, Score]) -> None:
-        for name, score in scores.items():
-            tried = self._tried.setdefault(name, Tried())
-            tried.asked += 1
-            if isinstance(score, RewardFailure):
-                tried.failed += 1
-                tried.first = tried.first or f"{sample.prompt_id}: {score.reason}"
-
-    def check_works(self, kind: str, where: str) -> None:
-        """Refuse a part that failed on every sample of the first step or evaluation.
-
-        Args:
-            kind: "step" or "evaluation"; only the first of each is checked.
-            where: for the message, as "step 1".
-
-        Raises:
-            EmptyBatch: names the part, and file and line of its first failure.
-        """
-        if kind not in self._unchecked:
-            return
-        self._unchecked.remove(kind)
-        for name, tried in self._tried.items():
-            if tried.asked and tried.failed == tried.asked:
-                part = self._config.parts.get(name)
-                function = f" ({part.function})" if part and part.function else ""
-                raise EmptyBatch(
-                    f"reward.parts.{name}{function} failed on all {tried.asked} samples of {where},"
-                    f" so there is nothing to learn from; the first: {tried.first}"
-                )
-        self._tried = {name: Tried() for name in self._parts}
 
     def _settle(self, sample: Sample, scores: Mapping[str, Score], counts: FailureCounts) -> None:
         for key in VERDICTS:  # a column of the data that is called so is no verdict
             sample.metadata.pop(key, None)
+        on_error = self._config.on_error
         verdicts = {name: score for name, score in scores.items() if isinstance(score, Verdict)}
         failures = {
             name: score for name, score in scores.items() if isinstance(score, RewardFailure)
         }
-        self._record(sample, verdicts, failures)
+        wrong = {
+            name: self._found_wrong[name]
+            for name, failure in failures.items()
+            if name in self._found_wrong and not failure.external
+        }
+        if on_error == "drop":
+            verdicts |= wrong
         total = checked(
             sum(self._config.parts[name].weight * v.score for name, v in verdicts.items())
         )
@@ -259,15 +247,26 @@ class Scorer:
             failures["the weighted sum"] = total
         else:
             sample.reward = total.score
+        without_score = [name for name in failures if name not in wrong]
+        dropped = bool(without_score) and on_error == "drop"
+        self._record(sample, verdicts, () if dropped else failures)
         if failures:
-            sample.reward = self._config.on_error
+            if on_error != "drop":
+                sample.reward = on_error
+            elif dropped:
+                sample.reward = math.nan
+                sample.metadata.pop("correct", None)
             sample.metadata["reward_error"] = "; ".join(
-                f"{name}: {f.reason}" for name, f in failures.items()
+                f"{name}: {failure}" for name, failure in failures.items()
             )
             timed_out = any(failure.kind == "timeout" for failure in failures.values())
             counts.timeouts += timed_out
             counts.errors += not timed_out
-            self._warn(sample)
+            name = next(iter(without_score or failures))
+            failure = self._failure(sample, name, failures[name])
+            if without_score:
+                counts.unscored.append(failure)
+            self._warn(failure, "left out" if dropped else f"scored {sample.reward:g}")
         if self._config.non_stop_penalty is not None and sample.finish_reason in UNFINISHED:
             sample.reward = self._config.non_stop_penalty
 
@@ -275,7 +274,7 @@ class Scorer:
         self,
         sample: Sample,
         verdicts: Mapping[str, Verdict],
-        failures: Mapping[str, RewardFailure],
+        failures: Iterable[str],
     ) -> None:
         sample.reward_parts = {name: verdict.score for name, verdict in verdicts.items()}
         for name, verdict in verdicts.items():
@@ -284,25 +283,31 @@ class Scorer:
         if info:
             sample.metadata["reward_info"] = info
         said = [verdict.correct for verdict in verdicts.values() if verdict.correct is not None]
-        said += [False for name in failures if name in self._verifiers]
+        verifiers = {name for name, found in self._found_wrong.items() if found.correct is False}
+        said += [False for name in failures if name in verifiers]
         if said:
             sample.metadata["correct"] = all(said)
 
-    def _warn(self, sample: Sample) -> None:
-        self._warnings += 1
-        left = self._max_warnings - self._warnings
-        if left >= 0:
+    def _failure(self, sample: Sample, name: str, failure: RewardFailure) -> Failure:
+        part = self._config.parts.get(name)
+        function = f" ({part.function})" if part and part.function else ""
+        what = f"reward.parts.{name}{function}" if part else name
+        where = f"sample {sample.index} of draw {sample.draw} ({sample.prompt_id})"
+        return Failure(failure.kind, what, where, failure.reason, failure.place)
+
+    def _warn(self, failure: Failure, outcome: str) -> None:
+        """Log the first, tenth, hundredth, ... failure of a cause."""
+        if failure.alike not in self._causes and len(self._causes) == self._max_causes:
+            return
+        self._causes[failure.alike] += 1
+        count = self._causes[failure.alike]
+        if str(count).strip("0") == "1":
             logger.warning(
-                "reward of sample %d of draw %d (%s) failed and is scored %g (reward.on_error):"
-                " %s%s",
-                sample.index,
-                sample.draw,
-                sample.prompt_id,
+                "%s; %s (reward.on_error: %s)%s",
+                failure,
+                outcome,
                 self._config.on_error,
-                sample.metadata["reward_error"],
-                "; further failures are only counted"
-                if self._warnings == self._max_warnings
-                else "",
+                "; more such failures are only counted" if count == 1 else f"; {count} so far",
             )
 
     async def close(self) -> None:

@@ -4,7 +4,8 @@ It exchanges frames with the rollout service over one socket: 4 bytes of length,
 Requests are pickles, which come from the service alone. Answers are JSON, since a function may let
 anything into them. First comes the set-up ({"functions": {part: (import path, keywords)},
 "sys_path": [...], "memory_gb": ...}), answered with {"problem": text or null}; then calls
-(id, part, sample), each answered with {"id": id, "score": ..., ...} or {"id": id, "error": text}.
+(id, part, sample), each answered with {"id": id, "score": ..., ...} or
+{"id": id, "error": text, "place": text, "external": bool}.
 
 A function may print, start processes, leave some of them behind, exit or run out of memory: it
 finds nothing on its standard input, its prints go to the log, its processes do not inherit the
@@ -24,7 +25,7 @@ import struct
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +36,7 @@ from rlcore.deadlines import STRAYS_S
 from rlcore.errors import ConfigError
 from rlcore.import_paths import call_method, place_of
 from rollout.plugins import load_object
-from rollout.rewards.base import RewardFailure, Score, checked
+from rollout.rewards.base import RewardFailure, Score, checked, failed
 from rollout.sandbox.process_tree import adopt_orphans, descendants, die_with_parent, kill_below
 
 HEADER = struct.Struct("<I")
@@ -199,12 +200,9 @@ def scored(function: RewardFunction, sample: Sample) -> Score:
     try:
         score = checked(function(sample))
     except BaseException as error:  # noqa: BLE001 - SystemExit too: one sample's failure
-        text = " ".join(str(error).split())[:200]
-        return RewardFailure(
-            "error", f"raised {type(error).__name__}: {text}{place_of(function, error)}"
-        )
+        return replace(failed(error), place=place_of(function, error))
     if isinstance(score, RewardFailure):
-        return RewardFailure(score.kind, score.reason + place_of(function))
+        return replace(score, place=place_of(function))
     return score
 
 
@@ -213,14 +211,17 @@ def call(function: Callable[..., Any], sample: Any, memory_gb: float) -> Score:
     score = scored(function, sample)
     if isinstance(score, RewardFailure) and score.reason.startswith("raised MemoryError"):
         gc.collect()
-        return RewardFailure("error", f"{score.reason}; reward.memory_gb is {memory_gb:g}")
+        return replace(score, reason=f"{score.reason} (reward.memory_gb is {memory_gb:g})")
     return score
 
 
 def encoded(identity: str, score: Score) -> dict[str, Any]:
     """Return the answer to a call."""
     if isinstance(score, RewardFailure):
-        return {"id": identity, "error": readable(score.reason)}
+        told = {"error": score.reason, "place": score.place}
+        return {"id": identity, "external": score.external} | {
+            key: readable(text) for key, text in told.items()
+        }
     return {"id": identity, **asdict(score)}
 
 

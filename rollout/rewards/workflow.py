@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from rlcore.data.sample import Sample
-from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, checked
+from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, attempt, checked
 
 ONLY = "reward"  # the name of an outcome that is one number
 
@@ -21,7 +22,7 @@ class WorkflowPart(RewardPart):
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         """See `RewardPart`."""
-        return [self._score(sample) for sample in samples]
+        return [attempt(partial(self._score, sample)) for sample in samples]
 
     def _score(self, sample: Sample) -> Score:
         outcome = sample.outcome

@@ -333,7 +333,7 @@ def test_a_reward_that_fails_has_a_defined_score_and_is_counted(
     monkeypatch.setattr(Worker, "call", patient)
     run = scene.workspace.train(
         "reward", "reward.parts={mine: {function: 'failing_rewards:one_way_each'}}",
-        "reward.on_error=-0.5", "reward.timeout_s=0.7", "training.steps=1",
+        "reward.on_error=-0.5", "reward.max_failed=0.9", "reward.timeout_s=0.7", "training.steps=1",
         "rollout.prompts_per_step=1", "rollout.samples_per_prompt=8",
     )  # fmt: skip
     assert run.code == 0, run.err
@@ -351,8 +351,11 @@ def test_a_reward_that_fails_has_a_defined_score_and_is_counted(
         assert re.sub(r" \(.*failing_rewards\.py:\d+ in \w+\)", "", said) == f"mine: {reason}"
         reason = said.removeprefix("mine: ")
         where = f"sample {sample['index']} of draw {sample['draw']} ({sample['prompt_id']})"
-        said = f"reward of {where} failed and is scored -0.5 (reward.on_error): mine: {reason}"
-        assert run.lines(said) == [f"warning: {said}"]
+        said = f"reward.parts.mine (failing_rewards:one_way_each) failed on {where}: {reason};"
+        (line,) = run.lines(f"warning: {said}")
+        assert line.endswith(
+            "; scored -0.5 (reward.on_error: -0.5); more such failures are only counted"
+        )
         assert said in log
 
 
@@ -361,9 +364,11 @@ def test_a_reward_that_never_works_ends_the_run(scene: Scene) -> None:
         "never", "reward.parts={mine: {function: 'failing_rewards:raises'}}",
         "rollout.prompts_per_step=1", "rollout.samples_per_prompt=8",
     )  # fmt: skip
-    assert run.code == 2, run.err
-    said = "reward.parts.mine (failing_rewards:raises) failed on all"
+    assert run.code == 1, run.err
+    said = "step 1: 8 of 8 rewards failed, which is more than reward.max_failed (0.1) allows;"
     (line,) = run.lines(f"rlcore: {said}")
+    assert "8 times: reward.parts.mine (failing_rewards:raises) failed on sample 7 of draw" in line
+    assert line.endswith("no step was trained yet")
     assert re.search(r"raised KeyError: 'solution' \(.*failing_rewards\.py:\d+ in raises\)", line)
     assert "Traceback" not in run.err + run.out
     assert run.result["status"] == "failed"

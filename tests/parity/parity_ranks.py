@@ -146,6 +146,11 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
     credit = CreditAssignment(config, objective)
     vectors = None if batch is None else vectors_of(case, credit, batch, result, plans)
     backend.assign(vectors)
+    if case.get("silent"):
+        backend.update(0)  # which gives the optimizers moments
+        if vectors is not None:
+            vectors = {**vectors, "advantages": vectors["advantages"].zero_()}
+        backend.assign(vectors)
     before = {name: weights(backend, *model) for name, model in models.items()}
     for _ in range(case.get("steps", 1)):
         update = backend.update(case.get("update", 0))
@@ -153,7 +158,7 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
     result["old_logprobs"] = None if vectors is None else vectors.get("old_logprobs")
     after = {name: weights(backend, *model) for name, model in models.items()}
     result["metrics"] = update.metrics
-    result["skipped"] = update.skipped
+    result["skipped"] = (update.not_finite, update.without_signal)
     result["gradients"] = {
         m: {k: gradient(before[m][k], after[m][k]) for k in before[m]} for m in models
     }
@@ -163,7 +168,7 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
     }
     result["padding_is_zero"] = padding_is_zero(list(backend.policy.chunks), backend)
     every: list[Any] = [None] * backend.world_size
-    dist.all_gather_object(every, (update.metrics, update.skipped, result["padding_is_zero"]))
+    dist.all_gather_object(every, (update.metrics, result["skipped"], result["padding_is_zero"]))
     assert all(one == every[0] or case.get("poison") for one in every), every
     assert all(one[1:] == every[0][1:] for one in every), every
     result["micro_batches"] = len(backend._batch.micro_batches(case.get("update", 0)))

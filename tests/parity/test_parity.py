@@ -57,6 +57,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
          "critic": True},
         {"name": "trained", "model": "qwen3", "plan": "uneven", "optimizer": TRAINED, "steps": 3},
         {"name": "poisoned", "model": "qwen3", "plan": "uneven", "poison": True},
+        {"name": "silent", "model": "qwen3", "plan": "uneven", "silent": True, "critic": True},
         {"name": "bf16", "model": "qwen3", "plan": "uneven", "dtype": "bf16", "critic": True},
         *({"name": f"{name}{split}", "model": "qwen3", "reference": "qwen3_other",
             "algorithm": algorithm, **how}
@@ -113,6 +114,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
          "optimizer": TRAINED, "steps": 3},
         {"name": "pp2_poisoned", "model": "qwen3", "plan": "uneven", "parallel": PP2,
          "poison": True},
+        {"name": "pp2_silent", "model": "qwen3", "plan": "uneven", "parallel": PP2,
+         "silent": True, "critic": True},
+        {"name": "dp2_silent", "model": "qwen3", "plan": "starved", "distributed": True,
+         "silent": True, "critic": True},
         {"name": "tp2_sp_bf16", "model": "qwen3", "plan": "uneven", "parallel": SP2,
          "dtype": "bf16", "critic": True},
         {"name": "cp2", "model": "qwen3", "plan": "uneven", "parallel": CP2, "critic": True},
@@ -291,7 +296,7 @@ RATIOS = [
     case["name"]
     for cases in CASES.values()
     for case in cases
-    if case.get("dtype") is None and case.get("steps", 1) == 1
+    if case.get("dtype") is None and case.get("steps", 1) == 1 and not case.get("silent")
 ]
 
 
@@ -319,7 +324,7 @@ EXACT = [
     for cases in CASES.values()
     for case in cases
     if case["name"] not in oracle.MODELS
-    and not {"poison", "dtype", "leave_out", "update", "steps", "own_old", "algorithm"}
+    and not {"poison", "silent", "dtype", "leave_out", "update", "steps", "own_old", "algorithm"}
     & case.keys()
 ]
 
@@ -344,7 +349,7 @@ def test_every_layout_equals_one_process(name: str, results: Results) -> None:
             expected["metrics"][metric], rel=1e-4, abs=1e-6
         ), metric
     assert got["padding_is_zero"]
-    assert not got["skipped"]
+    assert got["skipped"] == (False, False)
 
 
 def test_a_pack_holds_each_prefix_once(results: Results) -> None:
@@ -451,8 +456,17 @@ def test_a_step_without_finite_gradients_is_skipped_and_reported(
     name: str, results: Results
 ) -> None:
     got = results[name]
-    assert got["skipped"]
+    assert got["skipped"] == (True, False)
     assert got["unchanged"]["policy"]
+
+
+@pytest.mark.parametrize("name", each("silent", "dp2_silent", "pp2_silent"))
+def test_a_step_without_any_gradient_moves_nothing(name: str, results: Results) -> None:
+    """Moments of the step before would move the weights; the critic has a gradient of its own."""
+    got = results[name]
+    assert got["skipped"] == (False, True)
+    assert got["metrics"]["train/grad_norm"] == 0.0
+    assert got["unchanged"] == {"policy": True, "critic": False}
 
 
 @pytest.mark.parametrize("name", each("bf16", "tp2_sp_bf16", "cp2_bf16"))

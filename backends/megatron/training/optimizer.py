@@ -70,7 +70,7 @@ class StepReport:
 
     lr: float
     grad_norm: float
-    skipped: bool  # the norm was not finite, so nothing was changed
+    skipped: bool  # nothing was changed, since the norm was not finite or exactly 0
 
 
 class ScheduledOptimizer:
@@ -136,8 +136,10 @@ class ScheduledOptimizer:
     def step(self) -> StepReport:
         """Clip and apply the gradients that the schedule left in the DDP buffers.
 
-        A gradient norm that is not finite leaves every parameter and the schedule as they are; the
-        norm is all-reduced, so all ranks agree. Collective.
+        A gradient norm that is not finite, or exactly 0, leaves every parameter, the moments and
+        the schedule as they are; the norm is all-reduced, so all ranks agree. Where no term of the
+        loss has a gradient there is nothing to learn, and a step would still move the weights by
+        the moments of earlier steps. Collective.
         """
         with self.state.on_device():
             return self._step()
@@ -146,7 +148,7 @@ class ScheduledOptimizer:
         lr = learning_rate(self.config, self.steps_taken, self.total_steps)
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) or norm == 0.0:
             return StepReport(lr, norm, skipped=True)
         self._clip(norm)
         for group in self.megatron.param_groups:

@@ -94,10 +94,11 @@ def sum_ignored(config: Config) -> Iterator[Problem]:
     if reward.non_stop_penalty is not None:
         message = "replaces the sum, and " + why + "make it a part of its own, as `overlong` is"
         yield Problem("reward.non_stop_penalty", message)
-    if reward.on_error:
+    if reward.on_error not in ("drop", 0.0):
         message = f"got {reward.on_error:g}, a value of the sum, and {why}"
         yield Problem(
-            "reward.on_error", message + "leave it at 0; a part that failed counts for nothing"
+            "reward.on_error",
+            message + "drop such samples, or set 0: what failed counts for nothing",
         )
 
 

@@ -10,6 +10,7 @@ from rlcore.config.sections.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Probability,
     Section,
 )
 from rlcore.config.sections.reward_services import JudgeConfig, RewardServiceConfig
@@ -77,8 +78,11 @@ class RewardConfig(Section):
     """
     timeout_s: PositiveFloat = 10.0
     """Longest time for one call of a reward function."""
-    on_error: float = 0.0
-    """Score of a sample whose reward failed or timed out; such samples are counted."""
+    on_error: Literal["drop"] | float = "drop"
+    """A sample whose reward failed or timed out leaves its group and the loss (`drop`), or gets
+    this score."""
+    max_failed: Probability = 0.1
+    """Largest share of a step's samples whose reward may fail; one always may, unless it is 0."""
     workers: PositiveInt = 2
     """Processes that run reward functions."""
     memory_gb: PositiveFloat = 8.0

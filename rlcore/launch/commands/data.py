@@ -194,8 +194,8 @@ class _Rewards:
 
 
 def _said(one: Scored) -> str:
-    given = f"{one.sample.reward:g}"
-    return given if one.failed is None else f"an error ({one.failed}), scored {given}"
+    scored = f"{one.sample.reward:g}" if one.sample.is_scored else "without a score"
+    return scored if one.failed is None else f"an error ({one.failed}), {scored}"
 
 
 # --- counts ---------------------------------------------------------------------------------------

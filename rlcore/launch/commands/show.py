@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -36,8 +37,11 @@ def show_samples(
         raise DataError(f"{path}: no samples of step {step} ({run.rollouts}); {has}")
     records = read_rollouts(run.rollouts_path(step), arrays=True)
     samples = [Sample.from_record(record) for record in records]
-    mean = sum(sample.reward for sample in samples) / max(len(samples), 1)
-    yield f"step {step}: {len(samples)} samples, mean reward {mean:.3g}"
+    rewards = [sample.reward for sample in samples if sample.is_scored]
+    mean = sum(rewards) / max(len(rewards), 1)
+    left_out = len(samples) - len(rewards)
+    failed = f", {left_out} left out as their reward failed" if left_out else ""
+    yield f"step {step}: {len(samples)} samples, mean reward {mean:.3g}{failed}"
     for sample in _chosen(samples, count, order):
         head, *texts = sample_lines(sample, limit=characters)
         yield ""
@@ -50,4 +54,8 @@ def show_samples(
 def _chosen(samples: list[Sample], count: int, order: Order) -> list[Sample]:
     if order == "spread":
         return pick_samples(samples, count)
-    return sorted(samples, key=lambda s: s.reward, reverse=order == "best")[:count]
+    sign = -1 if order == "best" else 1
+    # of the worst, what has no score comes first
+    return sorted(samples, key=lambda s: sign * s.reward if s.is_scored else sign * -math.inf)[
+        :count
+    ]

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rlcore.data.sample import Sample
-from rollout.asyncio_utils import gather_or_cancel
-from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict
+from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, attempted, each
 from rollout.rewards.graders.code_tests import (
-    CannotJudge,
     CodeTest,
     last_block,
     passed,
@@ -22,10 +20,6 @@ from rollout.rewards.graders.code_tests import (
     read_tests,
 )
 from rollout.sandbox.base import Sandbox
-
-
-class SandboxFailed(Exception):
-    """The sandbox gave no outcome, so nobody knows whether the code is right."""
 
 
 class CodePart(RewardPart):
@@ -52,22 +46,19 @@ class CodePart(RewardPart):
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         """See `RewardPart`."""
-        return await gather_or_cancel(*(self._score(sample) for sample in samples))
+        return await each(samples, self._score)
 
     async def _score(self, sample: Sample) -> Score:
         try:
             tests = read_tests(sample.label, sample.metadata)[: self._most]
         except ValueError as error:
-            return RewardFailure("error", str(error))
+            return RewardFailure("error", str(error), external=True)
         code = last_block(sample.response_text)
         if code is None:
             return self._verdict(0, tests, "no block of Python between ``` in the response")
-        try:
-            problems = await self._problems(tests, code)
-        except SandboxFailed as error:
-            return RewardFailure("error", f"reward.sandbox: {error}")
-        except CannotJudge as error:
-            return RewardFailure("error", str(error))
+        problems = await self._problems(tests, code)
+        if isinstance(problems, RewardFailure):
+            return problems
         first = next((f"test {at + 1}: {problem}" for at, problem in problems), None)
         return self._verdict(len(tests) - len(problems), tests, first)
 
@@ -80,18 +71,28 @@ class CodePart(RewardPart):
             info = {"tests": len(tests)}
         return Verdict(score, right, info=info if right else {**info, "problem": problem})
 
-    async def _problems(self, tests: list[CodeTest], code: str) -> list[tuple[int, str]]:
-        """Return which tests failed, and how; with `all`, the first that is known to have."""
+    async def _problems(
+        self, tests: list[CodeTest], code: str
+    ) -> list[tuple[int, str]] | RewardFailure:
+        """Return which tests failed, and how; with `all`, the first that is known to have.
+
+        The sandbox may give no outcome: then nobody knows whether the code is right.
+        """
         runs = {
-            asyncio.ensure_future(self._problem(test, code)): at for at, test in enumerate(tests)
+            asyncio.ensure_future(attempted(self._problem(test, code))): at
+            for at, test in enumerate(tests)
         }
         waiting = set(runs)
         problems: list[tuple[int, str]] = []
         try:
             while waiting and (self._share or not problems):
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                found = [(runs[run], run.result()) for run in done]
-                problems += [(at, problem) for at, problem in found if problem is not None]
+                for run in done:
+                    problem = run.result()
+                    if isinstance(problem, RewardFailure):
+                        return problem
+                    if problem is not None:
+                        problems.append((runs[run], problem))
         finally:
             for run in waiting:
                 run.cancel()
@@ -99,14 +100,14 @@ class CodePart(RewardPart):
                 await asyncio.wait(waiting)
         return sorted(problems)
 
-    async def _problem(self, test: CodeTest, code: str) -> str | None:
+    async def _problem(self, test: CodeTest, code: str) -> str | RewardFailure | None:
         token = secrets.token_hex(16)
         program = program_of(
             test, code, token, timeout_s=self._timeout_s, memory_mb=self._memory_mb
         )
         outcome = await self._sandbox.run(program)
         if outcome.status == "error":
-            raise SandboxFailed(outcome.reason)
+            return RewardFailure("error", f"reward.sandbox: {outcome.reason}", external=True)
         if outcome.status != "finished":
             return outcome.reason
         if outcome.exit_code != 0:

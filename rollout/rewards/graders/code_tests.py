@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rollout.rewards.base import LabelError
 from rollout.rewards.graders.code_assertions import (
     PRELUDE,
     Statement,
@@ -66,7 +67,7 @@ class CodeTest:
     statement: Statement | None = None
 
 
-class CannotJudge(Exception):
+class CannotJudge(LabelError):
     """The label asks for what cannot be judged, whatever the solution is."""
 
 

@@ -23,6 +23,7 @@ from sympy import Basic, Expr, FiniteSet, Integer, Interval, Pow, Tuple
 from sympy.core.relational import Equality
 
 from rlcore.data.sample import Sample
+from rollout.rewards.base import LabelError
 from rollout.rewards.graders.forms import SYMBOL, UNREDUCED, pending, repeats
 from rollout.rewards.graders.places import (
     accepted,
@@ -129,7 +130,7 @@ def parse_label(label: str) -> list[Reading]:
     text = _MIXED.sub(_improper, text)
     as_it_is = _read(f"\\boxed{{{text}}}" if bare else text)
     if as_it_is is None:
-        raise ValueError(f"the label {label!r} cannot be parsed as mathematics")
+        raise LabelError(f"the label {label!r} cannot be parsed as mathematics")
     if as_answer is None or as_answer == as_it_is:
         return [as_it_is]
     # of "18 apples", the number alone

@@ -8,6 +8,7 @@ from typing import Any
 from unicodedata import normalize
 
 from rlcore.data.sample import Sample
+from rollout.rewards.base import LabelError
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _JOINED = re.compile(
@@ -209,7 +210,7 @@ def accepted(label: Any) -> list[str]:
         or (isinstance(one, float) and not math.isfinite(one))
         for one in labels
     ):
-        raise ValueError(
+        raise LabelError(
             "the label must be text or a number, or a list of these, got"
             f" {type(label).__name__} {str(label)[:80]!r}"
         )

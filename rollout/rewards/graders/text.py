@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from rlcore.data.sample import Sample
-from rollout.rewards.base import Verdict
+from rollout.rewards.base import LabelError, Verdict
 from rollout.rewards.graders.places import (
     accepted,
     after_thinking,
@@ -122,7 +122,7 @@ def letters_of(label: Any, choices: str) -> set[str]:
     letters = {one: _letter(one.strip(), choices) for one in accepted(label)}
     for one, letter in letters.items():
         if letter is None:
-            raise ValueError(
+            raise LabelError(
                 f"the label {one!r} is none of the choices {choices}, as B, (B) or B) and a text,"
             )
     return {letter for letter in letters.values() if letter is not None}

@@ -42,6 +42,7 @@ def client_of(where: str, config: ServerConfig) -> JsonClient:
     )
 
 
-def failure(error: NoAnswer) -> RewardFailure:
+def failure(error: NoAnswer, where: str, config: ServerConfig) -> RewardFailure:
     """Return the failure of the samples that were asked about."""
-    return RewardFailure("timeout" if error.kind == "timeout" else "error", str(error))
+    attempts = f", in {config.retries + 1} attempts ({where}.retries)" if error.again else ""
+    return RewardFailure("timeout" if error.kind == "timeout" else "error", f"{error}{attempts}")

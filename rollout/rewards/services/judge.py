@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from rlcore.config.sections.reward_services import PLACEHOLDER, JudgeConfig
 from rlcore.data.sample import Sample
 from rollout.json_client import NoAnswer
-from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict
+from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, each
 from rollout.rewards.services.client import client_of, failure
 
 ROUTE = "/chat/completions"
@@ -28,18 +27,19 @@ class JudgePart(RewardPart):
 
     def __init__(self, name: str, config: JudgeConfig) -> None:
         self._config = config
-        self._client = client_of(f"reward.parts.{name}.judge", config)
+        self._where = f"reward.parts.{name}.judge"
+        self._client = client_of(self._where, config)
         self._pattern = re.compile(config.pattern)
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         """See `RewardPart`."""
-        return list(await asyncio.gather(*(self._rate(sample) for sample in samples)))
+        return await each(samples, self._rate)
 
     async def _rate(self, sample: Sample) -> Score:
         try:
             said = _content(await self._client.post(self._request(sample), ROUTE))
         except NoAnswer as error:
-            return failure(error)
+            return failure(error, self._where, self._config)
         except ValueError as error:
             return RewardFailure("error", f"the judge answered {error}")
         return self._read(said)

@@ -11,7 +11,7 @@ from rlcore.config.sections.reward_services import RewardServiceConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError
 from rollout.json_client import NoAnswer
-from rollout.rewards.base import RewardFailure, RewardPart, Score, checked
+from rollout.rewards.base import RewardFailure, RewardPart, Score, attempted, checked
 from rollout.rewards.services.client import client_of, failure
 from rollout.rewards.services.formats import texts, wire_format
 
@@ -28,9 +28,9 @@ class ServicePart(RewardPart):
 
     def __init__(self, name: str, config: RewardServiceConfig) -> None:
         self._config = config
-        where = f"reward.parts.{name}.service"
-        self._client = client_of(where, config)
-        rendered = texts(config.tokenizer, f"{where}.tokenizer")
+        self._where = f"reward.parts.{name}.service"
+        self._client = client_of(self._where, config)
+        rendered = texts(config.tokenizer, f"{self._where}.tokenizer")
         self._format = wire_format(config.format, config.key, rendered)
         self._waiting: deque[_Call] = deque()
         self._senders: set[asyncio.Task[None]] = set()
@@ -60,15 +60,16 @@ class ServicePart(RewardPart):
             size = min(len(self._waiting), self._config.batch_size)
             calls = [self._waiting.popleft() for _ in range(size)]
             calls = [call for call in calls if not call[1].done()]
-            try:
-                scores = await self._ask([sample for sample, _ in calls]) if calls else []
-            except BaseException as error:
-                for _, future in calls:
-                    if not future.done():
-                        _end(future, error)
-                if isinstance(error, asyncio.CancelledError):
-                    raise
+            if not calls:
                 continue
+            try:
+                scores = await attempted(self._ask([sample for sample, _ in calls]))
+            except asyncio.CancelledError:
+                for _, future in calls:
+                    future.cancel()
+                raise
+            if isinstance(scores, RewardFailure):
+                scores = [scores] * len(calls)
             for (_, future), score in zip(calls, scores):
                 if not future.done():
                     future.set_result(score)
@@ -82,7 +83,7 @@ class ServicePart(RewardPart):
             answer = await self._client.post(body)
             return [checked(value) for value in self._format.values(answer, samples)]
         except NoAnswer as error:
-            return [failure(error)] * len(samples)
+            return [failure(error, self._where, self._config)] * len(samples)
         except ValueError as error:
             return [RewardFailure("error", f"the service answered {error}")] * len(samples)
 
@@ -92,10 +93,3 @@ class ServicePart(RewardPart):
             sender.cancel()
         await asyncio.gather(*self._senders, return_exceptions=True)
         await self._client.close()
-
-
-def _end(future: asyncio.Future[Score], error: BaseException) -> None:
-    if isinstance(error, asyncio.CancelledError):
-        future.cancel()
-    else:
-        future.set_exception(error)

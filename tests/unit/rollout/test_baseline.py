@@ -190,6 +190,6 @@ def test_a_workflow_may_reward_tokens(make_service):
 def test_token_rewards_of_another_size_name_the_workflow(make_service):
     with pytest.raises(
         RunFailed,
-        match=r"WronglyProcessed failed on .*: sample 0 of draw 0: token_rewards must be .*\(2,\)",
+        match=r"WronglyProcessed failed on .*: sample 0 of draw 3: token_rewards must be .*\(2,\)",
     ):
         make_service(rollout={"workflow": "user_parts:WronglyProcessed"}).next_step(1)

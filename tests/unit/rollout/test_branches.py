@@ -98,7 +98,7 @@ def test_the_reward_of_a_workflow(
     parts = {"parts": {"env": {"source": "workflow"}}}
     service = branching(make_service, workflow={"outcome": outcome}, reward=parts)
     if error:
-        with pytest.raises(Exception, match="failed on all 40 samples") as caught:
+        with pytest.raises(Exception, match="40 of 40 rewards failed") as caught:
             service.next_step(1)
         assert error in str(caught.value)
         return

@@ -41,6 +41,7 @@ def test_evaluation_is_greedy_and_disturbs_nothing(make_service, engine, tmp_pat
         "eval/stop_token_rate": 1.0,
         "eval/reward_errors": 0.0,
         "eval/reward_timeouts": 0.0,
+        "eval/unscored": 0.0,
         "eval/failed": 0.0,
     }
     assert [*got, addresses(service.next_step(2))] == expected
@@ -92,6 +93,7 @@ def test_named_sets_are_generated_together_and_scored_apart(make_service, engine
         "eval/easy/stop_token_rate": 1.0,
         "eval/easy/reward_errors": 0.0,
         "eval/easy/reward_timeouts": 0.0,
+        "eval/easy/unscored": 0.0,
         "eval/easy/failed": 0.0,
     }
     hard = {name: metrics[f"eval/hard/{name}"] for name in ("score", "accuracy", "avg@4", "pass@1")}

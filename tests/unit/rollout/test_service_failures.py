@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import threading
 import time
@@ -20,6 +21,7 @@ from rlcore.errors import (
     EngineFailed,
     ModelError,
     RunFailed,
+    TooManyFailed,
 )
 from rollout.collection.attempts import MOST_IN_VAIN
 
@@ -227,6 +229,7 @@ def test_nan_rewards_are_counted(make_service):
     reward = {
         "parts": {"nan": {"function": "user_parts:nan_for_odd"}},
         "on_error": -2.0,
+        "max_failed": 0.5,
         "workers": 1,
     }
     rollouts = make_service(reward=reward).next_step(1)
@@ -237,26 +240,79 @@ def test_nan_rewards_are_counted(make_service):
         .startswith("nan: returned nan, expected a finite number")
     )
     assert rollouts.metrics["rollout/reward_errors"] == 4.0
+    assert rollouts.metrics["rollout/unscored_samples"] == 4.0
     assert rollouts.metrics["rollout/scored_samples"] == 8.0
+    assert rollouts.unscored == []
+
+
+FAILS_OFTEN = {"parts": {"nan": {"function": "user_parts:nan_for_odd"}}, "workers": 1}
+
+
+def test_a_sample_whose_reward_failed_leaves_its_group(make_service):
+    """Two of the four samples of a group have a score: those are trained on, and filtered."""
+    seen: list[int] = []
+
+    def keeps(group):
+        seen.append(len(group))
+        return all(sample.is_scored for sample in group)
+
+    service = make_service(
+        reward={**FAILS_OFTEN, "max_failed": 0.5}, rollout={"samples_per_prompt": 4}
+    )
+    service._filters._filters["keeps"] = keeps
+    rollouts = service.next_step(1)
+    assert [(s.draw, s.index, s.reward) for s in rollouts.samples] == [
+        (draw, index, 1.0) for draw in range(4) for index in (0, 2)
+    ]
+    assert [(s.draw, s.index) for s in rollouts.unscored] == [
+        (draw, index) for draw in range(4) for index in (1, 3)
+    ]
+    assert all(math.isnan(s.reward) for s in rollouts.unscored)
+    assert seen == [2, 2, 2, 2]
+    assert rollouts.metrics["rollout/unscored_samples"] == 8.0
+    assert rollouts.metrics["rollout/failed_groups"] == 0.0
+
+
+def test_a_group_with_too_few_scores_is_given_up(make_service):
+    """One scored sample is no group for GRPO, and one for an estimator without groups."""
+    few = {**FAILS_OFTEN, "max_failed": 1.0}
+    service = make_service(reward=few)
+    with pytest.raises(EmptyBatch, match=r"64 had too few scores; the com.*: reward\.parts\.nan"):
+        service.next_step(1)
+    assert service.ledger.balance()["failed"] >= 64
+    alone = {"algorithm": {"estimator": "reinforce++"}}
+    rollouts = make_service(reward=few, options=alone).next_step(1)
+    assert [(s.draw, s.index) for s in rollouts.samples] == [(draw, 0) for draw in range(4)]
 
 
 @pytest.mark.parametrize("filters", [[], ["zero_variance"]])
-def test_a_reward_that_fails_on_the_whole_first_step_ends_it(make_service, filters):
-    reward = {"parts": {"nan": {"function": "user_parts:nan"}}, "workers": 1}
+@pytest.mark.parametrize("on_error", ["drop", 0.0])
+def test_rewards_that_fail_too_often_end_the_run(make_service, filters, on_error):
+    reward = {"parts": {"nan": {"function": "user_parts:nan"}}, "workers": 1, "on_error": on_error}
+    service = make_service(reward=reward, rollout={"filters": filters})
     with pytest.raises(
-        EmptyBatch,
-        match=r"reward\.parts\.nan \(user_parts:nan\) failed on all \d+ samples of step 1.*returned"
-        r" nan.*user_parts\.py:\d+ in nan",
+        TooManyFailed,
+        match=r"step 1: 8 of 8 rewards failed, which is more than reward\.max_failed \(0\.1\)"
+        r" allows; the commonest failure, 8 times: reward\.parts\.nan \(user_parts:nan\) failed on sample"
+        r" .*returned nan.*user_parts\.py:\d+ in nan",
     ):
-        make_service(reward=reward, rollout={"filters": filters}).next_step(1)
+        service.next_step(1)
+    assert service.ledger.unsettled() == []
 
 
-def test_a_reward_that_fails_on_the_whole_first_evaluation_ends_it(make_service, tmp_path):
+def test_an_evaluation_without_any_score_ends_the_run_unless_there_was_one(make_service, tmp_path):
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "7+1=", "label": "8"}\n')
     reward = {"parts": {"nan": {"function": "user_parts:nan"}}, "workers": 1}
     service = make_service(reward=reward, evaluation={"paths": [str(tmp_path / "held_out.jsonl")]})
-    with pytest.raises(EmptyBatch, match="failed on all 1 samples of the evaluation"):
+    with pytest.raises(
+        TooManyFailed, match="the rewards of all 1 samples of the evaluation failed"
+    ):
         service.evaluate()
+    service._evaluator.sets[0].has_scores = True
+    metrics, (sample,) = service.evaluate()
+    assert not sample.is_scored
+    assert metrics["eval/unscored"] == metrics["eval/reward_errors"] == 1.0
+    assert "eval/score" not in metrics
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -30,12 +30,15 @@ GOOD = {
     "rollout/engines_serving": 2.0,
     "perf/tokens_per_second": 4000.0,
     "train/grad_norm": 0.5,
+    "train/optimizer_steps": 2.0,
+    "train/updates_without_signal": 1.0,
 }
 BAD: dict[str, dict[str, float]] = {
     "the KL runs away": {"objective/kl": 1.2},
     "one step moves the policy far": {"policy/approxkl_avg": 0.3},
     "the entropy has collapsed": {"policy/entropy_avg": 0.07},
     "no group has a variance": {"rollout/zero_std_groups": 4.0},
+    "a step trained nothing": {"train/updates_without_signal": 2.0},
     "engines and trainer are apart": {"rollout/ess": 0.4},
     "most tokens are not trained on": {"correction/stale_fraction": 1.0},
     "the reward fails": {"rollout/reward_errors": 2.0, "rollout/reward_timeouts": 3.0},

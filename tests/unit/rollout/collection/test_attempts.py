@@ -17,7 +17,8 @@ from rlcore.data.generation import Completion, Generate, GenerateRequest, Sampli
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import ConfigError, DataError, EngineFailed, RolloutFailed, UserError
 from rollout.collection import attempts as attempts_module
-from rollout.collection.attempts import Aborted, Attempts, Failure, GivenUp, commonest
+from rollout.collection.attempts import Aborted, Attempts, GivenUp
+from rollout.failures import Failure, commonest
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 
@@ -317,4 +318,4 @@ def test_the_commonest_failure_is_that_of_a_place() -> None:
 
     here, there = failure("KeyError: 1", " (a.py:3 in f)"), failure("no", " (a.py:9 in f)")
     other = failure("KeyError: 2", " (a.py:3 in f)")
-    assert commonest([there, here, other]) == (here, 2)
+    assert commonest([there, here, other]) == (other, 2), "the newest of them"

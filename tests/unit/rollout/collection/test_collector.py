@@ -257,7 +257,7 @@ def test_a_group_is_encoded_once_however_long_it_waits(make, monkeypatch):
     encoded = []
 
     def encode(samples: Sequence[Sample]) -> bytes:
-        encoded.append(samples[0].draw)
+        encoded.extend(sample.draw for sample in samples)
         return encode_samples(samples)
 
     async def main() -> None:

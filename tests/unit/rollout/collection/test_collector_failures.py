@@ -9,9 +9,9 @@ import pytest
 from collector_kit import Reply, Runner, at_once, sample, until
 
 from rlcore.errors import EmptyBatch, RunFailed
-from rollout.collection.attempts import Failure
 from rollout.collection.buffer import DropCounts
 from rollout.collection.group_runner import Group
+from rollout.failures import Failure
 
 # --- errors in callbacks ------------------------------------------------------------------------
 
@@ -115,7 +115,9 @@ def test_aborted_groups_are_not_reported_as_stale(make):
 
 
 def failure(draw: int, place: str = "a.py:3") -> Failure:
-    return Failure("timeout", "mine", f"f:{draw} (draw {draw})", "too late", f" ({place} in f)")
+    return Failure(
+        "timeout", "workflow mine", f"f:{draw} (draw {draw})", "too late", f" ({place} in f)"
+    )
 
 
 def failing(which: Callable[[int], bool]) -> Reply:

@@ -9,24 +9,22 @@ import broken_rewards
 import pytest
 
 from rlcore.config.sections.reward import RewardConfig
-from rlcore.errors import ConfigError, EmptyBatch
-from rollout.rewards.scorer import build_scorer
+from rlcore.errors import ConfigError
+from rollout.failures import commonest
+from rollout.rewards.scorer import FailureCounts, build_scorer
 from rollout.rewards.worker import load_function
 
 
-def run(config: dict, *batches, check: str | None = None) -> None:
-    async def scenario() -> None:
+def run(config: dict, *batches) -> list[FailureCounts]:
+    async def scenario() -> list[FailureCounts]:
         scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=31)
         try:
             await asyncio.wait_for(scorer.start(), 60)
-            for batch in batches:
-                await asyncio.wait_for(scorer.score(batch), 30)
-            if check is not None:
-                scorer.check_works("step", check)
+            return [await asyncio.wait_for(scorer.score(batch), 30) for batch in batches]
         finally:
             await asyncio.wait_for(scorer.close(), 30)
 
-    asyncio.run(scenario())
+    return asyncio.run(scenario())
 
 
 def part(function: str, **args) -> dict:
@@ -82,45 +80,32 @@ def test_arguments_go_to_functions_and_to_constructors(sample):
     assert batch[1].metadata["reward_info"] == {"mine": {"length": 2}}
 
 
-def test_a_function_that_fails_every_time_ends_the_run_with_file_and_line(sample):
+def test_a_failure_names_part_function_prompt_and_line(sample):
     batch = [sample("abc", index=i) for i in range(4)]
     line = line_of(broken_rewards.on_a_line, 'response["score"]')
-    with pytest.raises(EmptyBatch) as error:
-        run(part("on_a_line"), batch, check="step 1")
-    said = str(error.value)
-    assert "reward.parts.mine (broken_rewards:on_a_line) failed on all 4 samples of step 1" in said
-    assert "book.jsonl:7: raised TypeError: string indices must be integers" in said
-    assert f"broken_rewards.py:{line} in on_a_line)" in said
+    (counts,) = run(part("on_a_line"), batch)
+    assert (counts.samples, counts.failed, len(counts.unscored)) == (4, 4, 4)
+    failure, count = commonest(counts.unscored)
+    assert count == 4
+    assert str(failure).startswith(
+        "reward.parts.mine (broken_rewards:on_a_line) failed on sample 3 of draw 4 (book.jsonl:7):"
+        " raised TypeError: string indices must be integers"
+    )
+    assert f"broken_rewards.py:{line} in on_a_line)" in failure.place
 
 
-def test_a_function_that_returns_nothing_is_shown_too(sample):
+def test_a_function_that_returns_nothing_is_named_too(sample):
     line = line_of(broken_rewards.nothing, "def nothing")
-    message = rf"returned NoneType 'None', expected a number \(.*\.py:{line} in nothing\)"
-    with pytest.raises(EmptyBatch, match=message):
-        run(part("nothing"), [sample("abc")], check="step 1")
-
-
-def test_one_success_is_enough_and_later_failures_are_only_counted(sample):
-    config = {"parts": {"f": {"function": "reward_functions:fickle"}}, "workers": 1}
-
-    async def scenario() -> None:
-        scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=31)
-        try:
-            await scorer.score([sample("raise"), sample("fine")])
-            scorer.check_works("step", "step 1")
-            counts = await scorer.score([sample("raise")])
-            assert counts.errors == 1
-            scorer.check_works("step", "step 2")
-            with pytest.raises(EmptyBatch, match="failed on all 1 samples of the evaluation"):
-                scorer.check_works("evaluation", "the evaluation")
-        finally:
-            await scorer.close()
-
-    asyncio.run(scenario())
+    (counts,) = run(part("nothing"), [sample("abc")])
+    (failure,) = counts.unscored
+    assert failure.reason == "returned NoneType 'None', expected a number"
+    assert failure.place.endswith(f".py:{line} in nothing)")
 
 
 def test_another_part_that_works_does_not_hide_a_broken_one(sample):
     config = part("nothing")
     config["parts"]["right"] = {"function": "exact_match"}
-    with pytest.raises(EmptyBatch, match=r"reward\.parts\.mine"):
-        run(config, [sample("2")], check="step 1")
+    (counts,) = run(config, [sample("2")])
+    assert [failure.what for failure in counts.unscored] == [
+        "reward.parts.mine (broken_rewards:nothing)"
+    ]

@@ -163,8 +163,8 @@ def test_memory_beyond_the_limit_costs_its_sample_alone(sample):
     limits = WorkerLimits(memory_gb=0.75)
     bad, good = scores("eats_memory", sample("eat"), sample("x"), limits=limits)
     assert "raised MemoryError" in failure(bad).reason
-    assert "hostile_rewards.py" in failure(bad).reason
-    assert failure(bad).reason.endswith("reward.memory_gb is 0.75")
+    assert "hostile_rewards.py" in failure(bad).place
+    assert failure(bad).reason.endswith("(reward.memory_gb is 0.75)")
     assert verdict(good).score == 1.0
 
 
@@ -176,7 +176,7 @@ def test_where_the_machine_has_no_memory_left_a_worker_ends_before_the_trainer(s
 
 def test_an_exit_is_an_error_of_its_sample(sample):
     first, second = scores("exits", sample("x"), sample("x"))
-    assert failure(first).reason.startswith("raised SystemExit: I give up (")
+    assert failure(first).reason == "raised SystemExit: I give up"
     assert first == second
 
 
@@ -190,7 +190,7 @@ def test_prints_go_to_the_log(sample, capfd):
 
 def test_a_reason_is_text_that_can_be_recorded(sample):
     (found,) = scores("unprintable", sample("x"))
-    assert "raised ValueError: half a character: ? (" in failure(found).reason
+    assert failure(found).reason == "raised ValueError: half a character: ?"
 
 
 def test_arguments_reach_functions_and_classes(sample):
