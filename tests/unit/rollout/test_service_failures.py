@@ -280,8 +280,8 @@ def test_a_group_with_too_few_scores_is_given_up(make_service):
     with pytest.raises(EmptyBatch, match=r"64 had too few scores; the com.*: reward\.parts\.nan"):
         service.next_step(1)
     assert service.ledger.balance()["failed"] >= 64
-    alone = {"algorithm": {"estimator": "reinforce++"}}
-    rollouts = make_service(reward=few, options=alone).next_step(1)
+    alone = {"estimator": {"name": "reinforce++"}}
+    rollouts = make_service(reward=few, algorithm=alone).next_step(1)
     assert [(s.draw, s.index) for s in rollouts.samples] == [(draw, 0) for draw in range(4)]
 
 
@@ -293,8 +293,8 @@ def test_rewards_that_fail_too_often_end_the_run(make_service, filters, on_error
     with pytest.raises(
         TooManyFailed,
         match=r"step 1: 8 of 8 rewards failed, which is more than reward\.max_failed \(0\.1\)"
-        r" allows; the commonest failure, 8 times: reward\.parts\.nan \(user_parts:nan\) failed on sample"
-        r" .*returned nan.*user_parts\.py:\d+ in nan",
+        r" allows; the commonest failure, 8 times: reward\.parts\.nan \(user_parts:nan\) failed on"
+        r" sample .*returned nan.*user_parts\.py:\d+ in nan",
     ):
         service.next_step(1)
     assert service.ledger.unsettled() == []
@@ -304,9 +304,7 @@ def test_an_evaluation_without_any_score_ends_the_run_unless_there_was_one(make_
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "7+1=", "label": "8"}\n')
     reward = {"parts": {"nan": {"function": "user_parts:nan"}}, "workers": 1}
     service = make_service(reward=reward, evaluation={"paths": [str(tmp_path / "held_out.jsonl")]})
-    with pytest.raises(
-        TooManyFailed, match="the rewards of all 1 samples of the evaluation failed"
-    ):
+    with pytest.raises(TooManyFailed, match="rewards of all 1 samples of the evaluation failed"):
         service.evaluate()
     service._evaluator.sets[0].has_scores = True
     metrics, (sample,) = service.evaluate()
