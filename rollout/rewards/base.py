@@ -116,7 +116,7 @@ def failed(error: BaseException) -> RewardFailure:
 def raised(error: BaseException) -> str:
     """Describe an exception, whatever its own methods raise."""
     try:
-        text = " ".join(str(error).split())[:200]
+        text = " ".join(str(error).split())[:200].encode("utf-8", "replace").decode()
     except BaseException as another:  # noqa: BLE001 - recovery: the name of its type is enough
         text = f"its text cannot be had, that raised {type(another).__name__}"
     return f"raised {type(error).__name__}: {text}"

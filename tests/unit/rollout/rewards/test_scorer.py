@@ -12,6 +12,8 @@ import time
 
 import psutil
 import pytest
+import yaml
+from pydantic import ValidationError
 
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.errors import ConfigError
@@ -227,3 +229,54 @@ def test_workers_die_with_a_killed_parent():
         parent.kill()
     _, alive = psutil.wait_procs([worker], timeout=60)
     assert alive == []
+
+
+# --- samples without a score ----------------------------------------------------------------------
+
+
+def test_a_sample_without_a_score_is_dropped_by_default(sample):
+    config = {"parts": {"f": {"function": "reward_functions:fickle"}, "right": {"function": "f1"}}}
+    batch = [sample("raise"), sample("fine", "fine")]
+    (counts,) = score({**config, "workers": 1}, batch)
+    assert [s.is_scored for s in batch] == [False, True]
+    assert "correct" not in batch[0].metadata, "it says nothing of right and wrong"
+    assert batch[0].reward_parts == {"right": 0.0}, "what is known is recorded"
+    assert (counts.errors, len(counts.unscored)) == (1, 1)
+
+
+def test_an_answer_that_a_verifier_fails_over_is_wrong(sample, only_what_hangs_is_late):
+    only_what_hangs_is_late("$9^{9^{9^{9}}}!$")
+    config = {
+        "parts": {
+            "math": {"function": "math"},
+            "short": {"function": "reward_functions:length", "weight": 0.5},
+        }
+    }
+    batch = [sample("$9^{9^{9^{9}}}!$", "2"), sample("2", "2")]
+    (counts,) = score({**config, "workers": 1, "timeout_s": 2.0}, batch)
+    assert [s.metadata["correct"] for s in batch] == [False, True]
+    assert [s.reward for s in batch] == [0.5 * len(batch[0].response_text), 1.5]
+    assert batch[0].reward_parts["math"] == 0.0
+    assert (counts.timeouts, counts.unscored) == (1, [])
+
+
+@pytest.mark.parametrize("function", ["exact_match", "math", "choice"])
+def test_a_label_that_cannot_be_read_says_nothing_of_the_answer(sample, function):
+    batch = [sample("2", {"no": "label"})]
+    (counts,) = score({**parts(right=function), "workers": 1}, batch)
+    assert not batch[0].is_scored
+    assert len(counts.unscored) == 1
+
+
+def test_the_penalty_of_an_unfinished_response_needs_no_score(sample):
+    batch = [sample("raise", finish_reason="length"), sample("raise")]
+    config = {**parts(f="reward_functions:fickle"), "non_stop_penalty": -5.0, "workers": 1}
+    score(config, batch)
+    assert batch[0].reward == -5.0
+    assert not batch[1].is_scored
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "mean", None, True])
+def test_on_error_is_drop_or_a_number(value):
+    with pytest.raises(ValidationError):
+        RewardConfig.model_validate({"on_error": yaml.safe_load(str(value)) if value else value})
