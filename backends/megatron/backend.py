@@ -244,12 +244,7 @@ class MegatronBackend:
             metrics["train/critic_lr"] = reports["critic"].lr
             metrics["train/critic_grad_norm"] = reports["critic"].grad_norm
         skipped = [report.grad_norm for report in reports.values() if report.skipped]
-        return UpdateResult(
-            metrics,
-            moments,
-            not_finite=any(norm != 0.0 for norm in skipped),
-            without_signal=any(norm == 0.0 for norm in skipped),
-        )
+        return UpdateResult(metrics, moments, any(n != 0.0 for n in skipped), 0.0 in skipped)
 
     def updated_vectors(self) -> dict[str, Tensor] | None:
         """Return `ratio` and `clipped` of each token at its last update. Collective."""

@@ -165,10 +165,8 @@ class RankZero:
         """Wait for the samples of `step`: `READY`, `CATCH_UP`, or why there will be none."""
         try:
             found = self.source.next_step(step)
-        except (
-            EngineFailed,
-            TooManyFailed,
-        ) as error:  # recovery: the trainer saves what it has, then stops
+        # recovery: the trainer saves what it has, then stops
+        except (EngineFailed, TooManyFailed) as error:
             return str(error)
         if found is None:
             return CATCH_UP

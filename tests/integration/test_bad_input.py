@@ -346,12 +346,18 @@ def test_a_reward_that_fails_has_a_defined_score_and_is_counted(
         1.0,
     ], "the pool goes on"
     log = (run.folder / "logs" / "rank_0.log").read_text()
+    causes: set[str] = set()
     for sample, reason in zip(samples, WHY, strict=False):
         said = sample["metadata"]["reward_error"]
         assert re.sub(r" \(.*failing_rewards\.py:\d+ in \w+\)", "", said) == f"mine: {reason}"
         reason = said.removeprefix("mine: ")
         where = f"sample {sample['index']} of draw {sample['draw']} ({sample['prompt_id']})"
         said = f"reward.parts.mine (failing_rewards:one_way_each) failed on {where}: {reason};"
+        place = re.search(r"\(\S*failing_rewards\.py:\d+ in", reason)
+        cause = place[0] if place else reason
+        if cause in causes:
+            continue
+        causes.add(cause)
         (line,) = run.lines(f"warning: {said}")
         assert line.endswith(
             "; scored -0.5 (reward.on_error: -0.5); more such failures are only counted"

@@ -42,7 +42,7 @@ def test_failed_rewards_are_in_the_closing_table() -> None:
         {"step": 2, "rollout/scored_samples": 64, "rollout/reward_timeouts": 1},
     ]
     report = format_report(summarize(rows))
-    assert "reward failed  4 of 128 samples (3.12%), scored reward.on_error" in report
+    assert "reward failed  4 of 128 samples (3.12%), see reward.on_error" in report
     fine = [{"step": 1, "rollout/scored_samples": 64, "rollout/reward_errors": 0}]
     assert "reward failed" not in format_report(summarize(fine))
     old = [{"step": 1, "rollout/reward_errors": 3}]

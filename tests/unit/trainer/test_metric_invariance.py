@@ -146,7 +146,7 @@ def test_what_is_measured(config: Config) -> None:
         "rollout/scored_samples", "rollout/failed_tries", "rollout/failed_groups",
         "rollout/excluded_prompts", "rollout/baseline_reward", "val/clipfrac_avg",
         "correction/clipped_fraction", "rollout/engine_restarts", "rollout/retried_requests",
-        "rollout/overdue_requests",
+        "rollout/overdue_requests", "rollout/unscored_samples",
         "rollout/engines_serving", "rollout/resumed_responses", "rollout/resumed_tokens",
         "rollout/buffered_groups", "rollout/in_flight_groups", "rollout/dropped_stale",
     }  # fmt: skip

@@ -20,10 +20,11 @@ def make(make_config) -> Callable[..., tuple[Collector, PromptQueue, Runner]]:
     """Version v is policy step v - 1."""
 
     def made(
-        runner: Runner, publications: int = 5, **rollout: Any
+        runner: Runner, publications: int = 5, reward: dict[str, Any] | None = None, **rollout: Any
     ) -> tuple[Collector, PromptQueue, Runner]:
         config = make_config(
-            rollout={"max_staleness": 1, "prompts_per_step": 1, "samples_per_prompt": 1, **rollout}
+            rollout={"max_staleness": 1, "prompts_per_step": 1, "samples_per_prompt": 1, **rollout},
+            reward=reward or {},
         )
         queue = PromptQueue(range(PROMPTS), PromptStream(PROMPTS, seed=1))
         versions = PublishedVersions()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 
 import pytest
 from collector_kit import Reply, Runner, at_once, sample, until
 
-from rlcore.errors import EmptyBatch, RunFailed
+from rlcore.errors import EmptyBatch, RunFailed, TooManyFailed
 from rollout.collection.buffer import DropCounts
 from rollout.collection.group_runner import Group
 from rollout.failures import Failure
+from rollout.rewards.scorer import FailureCounts
 
 # --- errors in callbacks ------------------------------------------------------------------------
 
@@ -200,3 +202,83 @@ def test_the_advice_follows_from_the_reasons_of_the_drops():
     said = str(counts.too_little(3, 1, 4))
     assert "stale dropped 5, short dropped 1; use other prompts" in said
     assert "rollout.max_staleness" in said
+
+
+# --- rewards that failed --------------------------------------------------------------------------
+
+
+def unscored(draw: int, *, all_of: bool) -> Group:
+    """A group of two samples of which one or both have no score."""
+    where = f"sample 1 of draw {draw}"
+    found = [Failure("error", "reward.parts.rm", where, "down", "")] * (1 + all_of)
+    rewards = FailureCounts(samples=2, errors=len(found), unscored=found)
+    return Group(draw, [] if all_of else [sample(draw, 1)], rewards=rewards)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("share", "fails", "ends"),
+    [
+        (0.05, {3}, ""),
+        (0.1, {3, 9}, ""),
+        (0.1, {3, 5, 9}, "step 1: 3 of 20 rewards failed, which is more than reward.max_failed"),
+        (0.0, {3}, "1 of 20 rewards failed"),
+        (1.0, set(range(10)), ""),
+    ],
+)
+def test_the_share_of_rewards_that_may_fail(make, staleness, share, fails, ends):
+    async def reply(draw: int) -> Group:
+        return unscored(draw, all_of=False) if draw in fails else Group(draw, [sample(draw, 1)])
+
+    async def main() -> None:
+        collector, queue, _ = make(
+            Runner(reply),
+            max_staleness=staleness,
+            prompts_per_step=10,
+            samples_per_prompt=2,
+            reward={"max_failed": share},
+        )
+        collector.published(0)
+        if ends:
+            with pytest.raises(TooManyFailed, match=re.escape(ends)):
+                await collector.collect(1)
+            await collector.halt()
+            return
+        done = await collector.collect(1)
+        assert len(done.drop_counts.rewards.unscored) >= len(fails)
+        assert "failed" not in queue.ledger.balance()
+        await collector.halt()
+
+    asyncio.run(main())
+
+
+def test_a_group_without_scores_is_replaced(make):
+    async def reply(draw: int) -> Group:
+        return unscored(draw, all_of=True) if draw == 1 else Group(draw, [sample(draw, 1)])
+
+    async def main() -> None:
+        collector, queue, _ = make(
+            Runner(reply), max_staleness=0, prompts_per_step=4, reward={"max_failed": 0.9}
+        )
+        collector.published(0)
+        done = await collector.collect(1)
+        assert [group.draw for group in done.groups] == [0, 2, 3, 4]
+        assert done.drop_counts.given_up == 1
+        assert queue.ledger.state(1) == "failed"
+
+    asyncio.run(main())
+
+
+def test_built_in_graders_that_fail_on_a_whole_step_end_it(make):
+    async def reply(draw: int) -> Group:
+        return Group(draw, [sample(draw, 1)], rewards=FailureCounts(samples=2, timeouts=2))
+
+    async def main() -> None:
+        collector, _, _ = make(
+            Runner(reply), max_staleness=0, prompts_per_step=4, samples_per_prompt=2
+        )
+        collector.published(0)
+        with pytest.raises(TooManyFailed, match="built-in graders failed on all 8 samples"):
+            await collector.collect(1)
+
+    asyncio.run(main())
