@@ -40,6 +40,11 @@ class RewardFailure:
     place: str = ""  # ` (file:line in name)` of a user's function
     external: bool = False  # no answer caused it: a label, a sandbox, a worker that cannot start
 
+    def __post_init__(self) -> None:
+        # it is logged and recorded, and half of a surrogate pair can be neither
+        plain = self.reason.encode("utf-8", "replace").decode()
+        object.__setattr__(self, "reason", plain)
+
     def __str__(self) -> str:
         return self.reason + self.place
 
@@ -116,7 +121,7 @@ def failed(error: BaseException) -> RewardFailure:
 def raised(error: BaseException) -> str:
     """Describe an exception, whatever its own methods raise."""
     try:
-        text = " ".join(str(error).split())[:200].encode("utf-8", "replace").decode()
+        text = " ".join(str(error).split())[:200]
     except BaseException as another:  # noqa: BLE001 - recovery: the name of its type is enough
         text = f"its text cannot be had, that raised {type(another).__name__}"
     return f"raised {type(error).__name__}: {text}"
