@@ -248,7 +248,7 @@ def test_an_answer_that_a_verifier_fails_over_is_wrong(sample, only_what_hangs_i
     only_what_hangs_is_late("$9^{9^{9^{9}}}!$")
     config = {
         "parts": {
-            "math": {"function": "math"},
+            "math": {"function": "math", "args": {"form": "any"}},
             "short": {"function": "reward_functions:length", "weight": 0.5},
         }
     }
