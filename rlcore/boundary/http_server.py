@@ -40,6 +40,16 @@ class TooLong(Exception):
     """A body is longer than its reader accepts."""
 
 
+def bound(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on the address, on a free port unless one is given.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
+
+
 class HttpServer(web.Server):
     """An aiohttp server that closes connections without a request.
 
@@ -85,21 +95,16 @@ class HttpServer(web.Server):
         super().connection_lost(handler, exc)
 
     async def listen(
-        self, host: str, port: int = 0, *, closes_s: float, tls: ssl.SSLContext | None = None
+        self, listener: socket.socket, *, closes_s: float, tls: ssl.SSLContext | None = None
     ) -> web.ServerRunner:
-        """Listen until `cleanup` of the result; its `addresses` name the port.
+        """Answer until `cleanup` of the result; its `addresses` name the port.
 
         Args:
-            port: 0 for a free one.
+            listener: see `bound`; it is closed at the end.
             closes_s: how long open requests may take at the end.
-
-        Raises:
-            OSError: the address cannot be had.
         """
         runner = web.ServerRunner(self, shutdown_timeout=closes_s)
         await runner.setup()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family)
         await web.SockSite(runner, listener, ssl_context=tls, backlog=ACCEPTED_AT_ONCE).start()
         # the kernel's queue; the loop accepts as many at once as its own backlog says
         listener.listen(BACKLOG)

@@ -22,11 +22,11 @@ def unknown_key(path: KeyPath, value: Any = None) -> str:
     """
     if "." in path[-1]:
         return "unknown key: in a file, nest the parts instead of joining them with dots"
-    if isinstance(value, dict) and not keys_like(path):
+    near = suggest(path) or ""
+    if isinstance(value, dict) and not near:
         found = {inner: suggest(inner) for inner in _leaves(path, value)}
         if known := [f"{'.'.join(inner)} is {key} here" for inner, key in found.items() if key]:
             return f"unknown key; {', '.join(known)}"
-    near = suggest(path) or ""
     if near.startswith("("):
         return f"unknown key {near}"
     return "unknown key" + (f"; did you mean {near}?" if near else "")

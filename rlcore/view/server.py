@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import orjson
 from aiohttp import web
 
-from rlcore.boundary.http_server import HttpServer
+from rlcore.boundary.http_server import HttpServer, bound
 from rlcore.errors import DataError
 from rlcore.runs import sample_table
 from rlcore.view.api import Api
@@ -74,14 +74,10 @@ class ViewServer:
 
     def __init__(self, api: Api, *, port: int = 0) -> None:
         self.api = api
+        self._listener = bound(HOST, port)
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
-        try:
-            self._runner = self._loop.run_until_complete(self._listen(port))
-        except OSError:
-            self._loop.close()
-            raise
-        self.address: tuple[str, int] = self._runner.addresses[0]
+        self.address: tuple[str, int] = self._listener.getsockname()
         self.token = secrets.token_urlsafe(24)
 
     @property
@@ -94,16 +90,17 @@ class ViewServer:
         """The address of the page, with the token."""
         return f"http://{HOST}:{self.port}/{self.token}/"
 
-    async def _listen(self, port: int) -> web.ServerRunner:
-        return await HttpServer(self._answer).listen(HOST, port, closes_s=0.0)
-
     def serve(self) -> None:
         """Answer requests until `stop` or an exception of a signal's handler."""
+        runner = self._loop.run_until_complete(self._listen())
         try:
             self._loop.run_until_complete(self._end.wait())
         finally:
-            self._loop.run_until_complete(self._runner.cleanup())
+            self._loop.run_until_complete(runner.cleanup())
             self._loop.close()
+
+    async def _listen(self) -> web.ServerRunner:
+        return await HttpServer(self._answer).listen(self._listener, closes_s=0.0)
 
     def stop(self) -> None:
         """End `serve`, from another thread."""

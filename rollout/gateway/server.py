@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from rlcore.boundary.http_server import BodyRefused, HttpServer, read_body
+from rlcore.boundary.http_server import BodyRefused, HttpServer, bound, read_body
 from rlcore.deadlines import GATEWAY_CLOSES_S, GATEWAY_STARTS_S
 from rlcore.errors import RunFailed
 from rollout.asyncio_utils import within
@@ -85,7 +85,7 @@ class Gateway:
         # routes and middlewares cost more than the bookkeeping of a call
         server = HttpServer(self._handle, cancel=True)
         try:
-            runner = await server.listen("127.0.0.1", closes_s=GATEWAY_CLOSES_S)
+            runner = await server.listen(bound("127.0.0.1"), closes_s=GATEWAY_CLOSES_S)
         except OSError as error:
             port.set_exception(RunFailed(f"the gateway of agent programs cannot start: {error}"))
             return

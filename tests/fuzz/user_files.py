@@ -53,7 +53,7 @@ COMMAND = 0.02  # of the cases go through the command itself, which is slower
 def open_configurations() -> Iterator[Case]:
     """Files and overrides, as every command loads them."""
     texts = [(ROOT / "examples" / name).read_bytes() for name in EXAMPLES]
-    trees = [yaml.load(text, Loader=ConfigLoader) for text in texts]
+    trees = [yaml.load(text.decode(), Loader=ConfigLoader) for text in texts]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         (Path(folder) / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')

@@ -28,7 +28,7 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
-from rlcore.boundary.http_server import BodyRefused, HttpServer, read_body
+from rlcore.boundary.http_server import BodyRefused, HttpServer, bound, read_body
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import DeadlineExceeded, ModelError, RlcoreError, RunFailed, UserError
@@ -258,7 +258,7 @@ async def serve(config: ServerConfig) -> None:
     await engine.start()
     tls = None if config.tls is None else server_context(config.tls)
     server = HttpServer(EngineServer(engine, config.key).serve)
-    runner = await server.listen(config.engine.host, closes_s=1.0, tls=tls)
+    runner = await server.listen(bound(config.engine.host), closes_s=1.0, tls=tls)
     port = runner.addresses[0][1]
     logger.info(
         "%s serves on %s:%d (%s, %s threads)",

@@ -21,7 +21,7 @@ import orjson
 from aiohttp import web
 from numpy.typing import NDArray
 
-from rlcore.boundary.http_server import BodyRefused, HttpServer, read_body
+from rlcore.boundary.http_server import BodyRefused, HttpServer, bound, read_body
 from rlcore.deadlines import CLOSE_ENGINES_S, SCORE_S
 from rlcore.errors import ConfigError, DataError, DeadlineExceeded
 from rollout.asyncio_utils import LoopThread, within
@@ -89,7 +89,7 @@ class ClassifyServer:
             # a client that leaves takes its texts along
             server = HttpServer(self._serve, cancel=True)
             try:
-                self._runner = await server.listen(host, port, closes_s=1.0, tls=tls)
+                self._runner = await server.listen(bound(host, port), closes_s=1.0, tls=tls)
             except OSError as error:
                 raise ConfigError(f"--host {host} --port {port}: cannot listen: {error}") from error
             return int(self._runner.addresses[0][1])

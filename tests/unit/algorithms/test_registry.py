@@ -152,7 +152,8 @@ def test_one_class_may_be_registered_again(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     path = tmp_path / "loaded.py"
     for scale, name in enumerate(("first_name", "first_name", "second_name")):
-        path.write_text(MODULE.format(scale=scale))
+        # of another length, so that no bytecode of the one before is taken
+        path.write_text(MODULE.format(scale=scale) + "#" * scale)
         load(name, path)
         assert estimator_plugin("loaded").factory.scale == scale, "the newest counts"
         assert policy_loss_plugin("loaded").factory.scale == scale

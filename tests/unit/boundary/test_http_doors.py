@@ -18,7 +18,7 @@ import pytest
 
 import rlcore
 from rlcore.boundary import http_server
-from rlcore.boundary.http_server import HttpServer
+from rlcore.boundary.http_server import HttpServer, bound
 from rlcore.view.api import Api
 from rlcore.view.server import ViewServer
 from rollout.engines.embedded import server as embedded
@@ -65,7 +65,7 @@ async def gateway() -> AsyncIterator[Door]:
 @asynccontextmanager
 async def engine() -> AsyncIterator[Door]:
     server = EngineServer(Engine(), "the-key")  # type: ignore[arg-type]
-    runner = await HttpServer(server.serve).listen("127.0.0.1", closes_s=0.1)
+    runner = await HttpServer(server.serve).listen(bound("127.0.0.1"), closes_s=0.1)
     yield Door(runner.addresses[0][1], "/bucket_digests", "the-key")
     await runner.cleanup()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.boundary.http_server import HttpServer
+from rlcore.boundary.http_server import HttpServer, bound
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.server import EngineServer
 
@@ -50,7 +50,7 @@ def test_only_the_key_opens(
 ) -> None:
     async def main() -> bytes:
         server = EngineServer(Engine(), "the-key")  # type: ignore[arg-type]
-        runner = await HttpServer(server.serve).listen("127.0.0.1", closes_s=0.1)
+        runner = await HttpServer(server.serve).listen(bound("127.0.0.1"), closes_s=0.1)
         try:
             return await ask(runner.addresses[0][1], authorization)
         finally:
