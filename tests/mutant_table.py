@@ -315,7 +315,7 @@ MUTANTS = [
     # found by a check from outside: twelve defects that no test noticed
     ("a group of weights that are not announced counts as of now", "rollout/collection/collector.py", "(now + 1 if publication is None",
      "(now if publication is None", U + "rollout/collection/test_collector.py::test_a_restart_keeps_no_group_of_weights_that_it_forgets"),
-    ("failed rewards of an evaluation are always none", "rollout/collection/evaluation.py", "before = replace(rewards)", "before = rewards",
+    ("failed rewards of an evaluation are always none", "rollout/collection/evaluation.py", "float(rewards.errors)", "0.0",
      U + "rollout/test_service_evaluation.py::test_failed_rewards_are_those_of_this_evaluation"),
     ("a reward call that is given up leaves its answer to the next", "rollout/rewards/pool.py",
      "            # an answer that is not read would be taken for the answer to the next call\n            await self.kill()\n", "",

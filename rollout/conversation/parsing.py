@@ -134,9 +134,9 @@ def _checked(number: int, call: WrittenCall, tools: Sequence[dict[str, Any]]) ->
             as_json([name, arguments])
             problem = problem_of(name, arguments, tools)
         except ValueError as error:
+            arguments = None
             problem = f"a call must be JSON that can be written again: {error}"
-    if problem:
+    if arguments is None:
         # half of a surrogate pair, which nothing can write
         name = name.encode(errors="replace").decode()
-        return ToolCall(f"call{number:05d}", name, None, problem, call.raw)
-    return ToolCall(f"call{number:05d}", name, arguments, "", call.raw)
+    return ToolCall(f"call{number:05d}", name, arguments, problem, call.raw)

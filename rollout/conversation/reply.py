@@ -11,7 +11,12 @@ from rlcore.data.sample import FinishReason
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool. Arguments that cannot be parsed are None, and `problem` says why."""
+    """A call of a tool; one with a problem is not run, and the problem is the tool's answer.
+
+    Attributes:
+        arguments: None if they cannot be read. Those that the tool's schema refuses, or that call
+            no tool there is, are as the model wrote them.
+    """
 
     id: str
     name: str

@@ -143,7 +143,7 @@ class Session:
         self.model_calls += 1
         calls = reply.calls if request.may_call else ()
         conversation.measure("tool_calls", len(calls))
-        conversation.measure("tool_errors", sum(call.arguments is None for call in calls))
+        conversation.measure("tool_errors", sum(bool(call.problem) for call in calls))
         message = self._message(reply, request)
         size = 0
         if reply.message:
@@ -181,17 +181,17 @@ class Session:
     def _message(self, reply: Reply, request: ChatRequest) -> Message:
         """Return the turn as the program sees it.
 
-        Calls that cannot be read stay in the text, as they were written, and so do all calls where
-        the request wants none.
+        Where a call has a problem all calls stay in the text, as they were written, and so they do
+        where the request wants none.
         """
         calls = reply.calls if request.may_call else ()
-        readable = all(call.arguments is not None for call in calls)
-        plain = not readable or (reply.calls and not request.may_call)
+        runnable = not any(call.problem for call in calls)
+        plain = not runnable or (reply.calls and not request.may_call)
         text = _before(reply.raw if plain else reply.text, (*self.stops, *request.stop))
         message: Message = {"role": "assistant", "content": text, "refusal": None}
         if reply.reasoning and not plain:
             message["reasoning_content"] = reply.reasoning
-        if calls and readable:
+        if calls and runnable:
             message["content"] = text or None
             message["tool_calls"] = [
                 {

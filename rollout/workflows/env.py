@@ -176,7 +176,7 @@ class EnvironmentWorkflow:
     ) -> tuple[Message, bool]:
         """Call a tool. Returns its message, and whether it is an error."""
         try:
-            if call.arguments is None:
+            if call.problem or call.arguments is None:
                 raise ToolError(call.problem)
             if call.name in remote:
                 session = remote[call.name]

@@ -72,8 +72,10 @@ def test_the_policy_talks_to_it_and_a_resumed_run_says_the_same(
     assert [s["tokens"] for s in read_rollouts(again.rollouts(2))] == [s["tokens"] for s in samples]
     groups = check_timeline(again.folder, again.rows, tmp_path / "trace.json.gz", lockstep=True)
     used = [span for span in groups["tools"] if span.step == 2 and span.name in ("add", "subtract")]
-    right = [call for called in calls for call in called or ()]
-    assert 0 < len(used) <= len(right), "each call of a tool that there is, with its arguments"
+    held_out = read_rollouts(again.folder / "evaluations" / "step_000002.parquet")
+    talks = [sample["messages"] for sample in (*samples, *held_out)]
+    right = [call for talk in talks for message in talk for call in message.get("tool_calls") or ()]
+    assert 0 < len(used) == len(right), "each call of a tool that there is, with its arguments"
     assert all("/" in span.args["group"] for span in used)
 
 

@@ -125,7 +125,7 @@ def training_metrics(row: dict[str, Any]) -> dict[str, Any]:
     others = ("time/", "perf/", "episode", "epoch", "step", "eval/", "rollout/requeued",
               "rollout/excluded", "rollout/reward_e", "rollout/reward_t", "rollout/engine",
               "rollout/retried", "rollout/resumed", "rollout/overdue", "rollout/failed",
-              "rollout/scored")  # fmt: skip
+              "rollout/scored", "rollout/unscored")  # fmt: skip
     return {name: value for name, value in row.items() if not name.startswith(others)}
 
 
@@ -265,6 +265,7 @@ def test_eval_agrees_on_run_checkpoint_and_folder(
         )
         assert done.code == 0, done.err
         scores[name] = json.loads((tmp_path / "scores.json").read_text())
+        assert len(scores[name].pop("answers")) == 8
         assert done.lines("eval/score")
         assert "< " in done.out, "a sample is shown"
     assert scores["run"] == scores["checkpoint"] == scores["hf"]

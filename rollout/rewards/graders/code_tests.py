@@ -206,17 +206,20 @@ def passed(test: CodeTest, output: str, token: str) -> bool:
     try:
         said = json.loads(answer, parse_int=_whole)
         reason = said.get("cannot_judge")
-        if reason is not None:
-            raise CannotJudge(f"the label cannot be judged: {reason}")
-        if test.statement is not None:
-            return True
         value = said.get("value")
+    except (AttributeError, ValueError, RecursionError):
+        # too deep, or of a solution that came by the token
+        return False
+    if reason is not None:
+        raise CannotJudge(f"the label cannot be judged: {reason}")
+    if test.statement is not None:
+        return True
+    try:
         # APPS wraps results into lists; some write a result as its JSON beside arguments
         with _any_number_of_digits():
             results = (test.expected, _decoded(test.expected))
         return any(same_value(one, result) for one in (value, [value]) for result in results)
     except (AttributeError, ValueError, RecursionError):
-        # too deep, or of a solution that came by the token
         return False
 
 
