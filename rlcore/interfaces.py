@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlcore.algorithms import Moments
     from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
     from rlcore.data.generation import Completion, Generate, GenerateRequest, MemoryTag, PauseMode
     from rlcore.data.packing.plan import MinibatchPlan, PlanRules
@@ -61,6 +62,14 @@ class PolicyBackend(Protocol):
 
     def update(self, minibatch: int, *, train_policy: bool = True) -> UpdateResult:
         """Take one optimizer step on a mini-batch of the plan, of policy and critic (if any)."""
+
+    def step_distance(self) -> Moments:
+        """Measure how far the updates of the loaded batch moved the policy.
+
+        Returns:
+            `step_kl` of tokens that were just trained, the same on every rank; nothing where the
+            policy was not trained.
+        """
 
     def updated_vectors(self) -> dict[str, Tensor] | None:
         """Return what the updates of the loaded batch did to each token, for its record.

@@ -61,6 +61,7 @@ with importing_megatron():
         policy_loss,
         score_pass,
         shared_moments,
+        step_distance,
         training_pass,
     )
     from backends.megatron.weights.export import WeightExporter
@@ -222,6 +223,7 @@ class MegatronBackend:
                 loss = policy_loss(self.objective, self._batch, minibatch, moments)
                 with self.policy.on_device(training=True) as policy:
                     reports["policy"] = self._train(policy, minibatch, loss)
+                self._batch.updates.moved |= not reports["policy"].skipped
             if self.critic is not None:
                 loss = critic_loss(self.config.critic, self._batch, moments)
                 with self.critic.on_device(training=True) as critic:
@@ -245,6 +247,11 @@ class MegatronBackend:
             metrics["train/critic_grad_norm"] = reports["critic"].grad_norm
         skipped = [report.grad_norm for report in reports.values() if report.skipped]
         return UpdateResult(metrics, moments, any(n != 0.0 for n in skipped), 0.0 in skipped)
+
+    def step_distance(self) -> Moments:
+        """Measure how far the updates of the loaded batch moved the policy, as `step_kl`."""
+        with self._on_device("policy") as policy, megatron_device(self.device):
+            return step_distance(policy, self._batch, self._head, self.parallel)
 
     def updated_vectors(self) -> dict[str, Tensor] | None:
         """Return `ratio` and `clipped` of each token at its last update. Collective."""
@@ -396,14 +403,8 @@ class MegatronBackend:
         if p.cp_size > 1:
             attention += ", keys and values gathered over CP"
         models = ["policy", *self.frozen, *([] if self.critic is None else ["critic"])]
-        sequence = " + sequence parallel" if self.config.policy.parallel.sequence else ""
-        context = f" x CP {p.cp_size}" if p.cp_size > 1 else ""
-        experts = f" x EP {p.ep_size}" if p.ep_size > 1 else ""
         return {
-            "layout": (
-                f"TP {p.tp_size}{sequence} x PP {p.pp_size} x DP {p.dp_size}{context}{experts} "
-                f"on {p.world_size} {self.device.type} ranks"
-            ),
+            "layout": p.describe(self.device, sequence=self.config.policy.parallel.sequence),
             "attention": "Transformer Engine" if layers.transformer_engine else attention,
             "prefixes": str(self._prefixes()),
             "layers": str(layers),

@@ -86,6 +86,9 @@ _ROWS: tuple[tuple[str, Statistic, str, str, str, str], ...] = (
     ("approxkl", mean, "policy/approxkl_avg", "half the squared log-ratio of the policy to the one "
      "before the step; with algorithm.old_logprobs: rollout, to the engine's, of older weights too",
      "tokens", "nats"),
+    ("step_kl", mean, "policy/step_kl", "half the squared log-ratio of the policy after the step, "
+     "of one optimizer step or more, to the one before it; 0 where none was taken",
+     "tokens of a micro-batch a replica", "nats"),
     ("clipfrac", mean, "policy/clipfrac_avg", "1 where the clip changes the policy loss", "tokens",
      "share"),
     ("clipfrac_high", mean, "policy/clipfrac_high_avg", "1 where the upper limit does", "tokens",

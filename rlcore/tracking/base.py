@@ -39,7 +39,7 @@ class BaseTracker:
         """Show one line to the people who watch."""
 
     def show_notices(self, names: Sequence[str]) -> None:
-        """Show what looks wrong now, by the names of the rules of `rlcore.tracking.notices`."""
+        """Show what looks wrong now, by the names of the rules in `tracking.notice_rules`."""
 
     def state(self) -> dict[str, Any]:
         """Return, JSON-able, what the tracker needs to go on in another process."""

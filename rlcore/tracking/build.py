@@ -17,7 +17,7 @@ from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
 from rlcore.tracking.base import BaseTracker, JsonlTracker
 from rlcore.tracking.format import TRAINING
-from rlcore.tracking.notices import ONE_STEP, Notices
+from rlcore.tracking.notices import Notices
 from rlcore.tracking.progress import open_progress
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,5 @@ def build_trackers(
         directory.notices_path,
         groups=0 if config.is_sft else config.rollout.prompts_per_step,
         earlier=lambda: read_metrics(directory.metrics_path),
-        # policy/approxkl_avg then counts from the weights that made the tokens
-        without=[ONE_STEP] if config.algorithm.old_logprobs == "rollout" else [],
     )
     return Trackers(required, optional, notices=notices)

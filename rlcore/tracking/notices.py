@@ -1,81 +1,25 @@
 """Says in words when something looks wrong in a run, once until it is over.
 
-`RULES` is the table: what is wrong, why from there on, and what to look at. A rule is said once
-it holds in `patience` rows of the log in a row, and is over once it has not held in as many. Both
-are kept in notices.jsonl.
+A rule (`rlcore.tracking.notice_rules`) is said once it holds in `patience` rows of the log in a
+row, and is over once it has not held in `calm` rows. From the first row that it holds in until it
+is over, it compares with the rows before that one: what stays wrong does not become the usual.
+Both ends are kept in notices.jsonl.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import statistics
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from rlcore.runs.files import write_atomic
-from rlcore.tracking.format import LENGTH, LOSS, REWARD, TOKENS_PER_SECOND, first, number
+from rlcore.tracking.notice_rules import LEAST, RULES, WINDOW, History, Row, Rule
 
-Row = Mapping[str, float]
-WINDOW = 20  # rows before the newest that it is compared with
-LEAST = 5  # of them, for a comparison
 RAISED: Literal["raised"] = "raised"
 CLEARED: Literal["cleared"] = "cleared"
-RISEN = 0.25  # of the reward's standard deviation: a rise that is no noise
-ONE_STEP = "one step moves the policy far"
-
-
-@dataclass(frozen=True)
-class History:
-    """Rows that the newest is compared with.
-
-    Attributes:
-        lately: up to `WINDOW` of them, those just before it.
-        first: the first `LEAST` of the run.
-        groups: that a step trains on; 0 if there are none.
-    """
-
-    lately: Sequence[Row]
-    first: Sequence[Row]
-    groups: int
-
-    def risen(self, row: Row) -> str:
-        """Say how the reward has risen since the first rows; "" where it has not."""
-        reward = first(row, REWARD)
-        earlier = _firsts(self.first, REWARD)
-        if reward is None or len(earlier) < LEAST:
-            return ""
-        began = statistics.mean(earlier)
-        spread = [*_values(self.first, "rollout/reward_std"), row.get("rollout/reward_std", 0.0)]
-        if reward - began <= RISEN * max(spread):
-            return ""
-        return f"the reward has risen from {number(began)} to {number(reward)}"
-
-    def began(self, name: str) -> float | None:
-        """The mean of a metric over the first rows."""
-        values = _values(self.first, name)
-        return statistics.mean(values) if values else None
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One thing that may look wrong.
-
-    Attributes:
-        check: from the newest row and those before it, what is wrong; "" for nothing. It begins
-            behind the name of the rule, as in "kl: it is ...".
-        why: the reason for its threshold.
-        look_at: what to do next; `{step}` stands for the step.
-    """
-
-    name: str
-    check: Callable[[Row, History], str]
-    why: str
-    look_at: str
-    patience: int = 1
 
 
 @dataclass(frozen=True)
@@ -94,297 +38,13 @@ class Notice:
         return f"NOTICE of step {self.step}: {self.notice}: {self.text}. Look at: {self.look_at}"
 
 
-# --- the rules ------------------------------------------------------------------------------------
-
-
-def _kl(row: Row, history: History) -> str:
-    length = first(row, LENGTH)
-    kl = row.get("objective/kl")
-    earlier = _values(history.lately, "objective/kl")
-    if kl is None or not length or len(earlier) < LEAST:
-        return ""
-    usual = statistics.median(earlier)
-    if kl / length < 0.02 or kl < 5 * usual:
-        return ""
-    return (
-        f"objective/kl is {number(kl)} nats a sequence, {number(kl / length)} a token, and its"
-        f" median over {len(earlier)} steps was {number(usual)}"
-    )
-
-
-def _one_step(row: Row, history: History) -> str:
-    moved = row.get("policy/approxkl_avg", 0.0)
-    return f"policy/approxkl_avg is {number(moved)}, above 0.1" if moved > 0.1 else ""
-
-
-def _entropy(row: Row, history: History) -> str:
-    entropy = row.get("policy/entropy_avg")
-    earlier = _values(history.lately, "policy/entropy_avg")
-    # supervised fine-tuning, which has no groups, is for that
-    if not history.groups or entropy is None or len(earlier) < LEAST:
-        return ""
-    most = max(earlier)
-    if entropy >= 0.1 * most and entropy >= 0.005:
-        return ""
-    return f"policy/entropy_avg is {number(entropy)} nats a token; it was {number(most)} lately"
-
-
-def _variance(row: Row, history: History) -> str:
-    equal = row.get("rollout/zero_std_groups", 0.0)
-    if not history.groups or equal < history.groups or _no_update(row, history):
-        return ""
-    reward = first(row, REWARD)
-    mean = "" if reward is None else f" (their mean is {number(reward)})"
-    return (
-        f"the rewards of all {history.groups} groups are equal within the group{mean}: nothing is"
-        " learnt"
-    )
-
-
-def _no_update(row: Row, history: History) -> str:
-    updates = row.get("train/optimizer_steps", 0.0)
-    if not updates or row.get("train/updates_without_signal", 0.0) < updates:
-        return ""
-    equal = row.get("rollout/zero_std_groups", 0.0)
-    groups = history.groups
-    why = f"; the rewards of {equal:.0f} of {groups} groups are equal within the group"
-    return f"no optimizer step was taken, as the gradient is exactly 0{why if groups else ''}"
-
-
-def _apart(row: Row, history: History) -> str:
-    gap = row.get("rollout/train_rollout_logprob_diff", 0.0)
-    share = row.get("rollout/ess", 1.0)
-    if gap <= 0.2 and share >= 0.5:
-        return ""
-    return (
-        f"the engines' log-probs are {number(gap)} nats from the trainer's on average, and the"
-        f" effective sample size is {share:.0%}"
-    )
-
-
-def _dropped(row: Row, history: History) -> str:
-    stale = row.get("correction/stale_fraction", 0.0)
-    masked = row.get("correction/masked_fraction", 0.0)
-    if max(stale, masked) <= 0.5:
-        return ""
-    if stale >= masked:
-        return f"{stale:.0%} of the tokens are older than algorithm.correction.max_staleness"
-    return f"algorithm.correction masks the policy loss of {masked:.0%} of the tokens"
-
-
-def _rewards(row: Row, history: History) -> str:
-    scored = row.get("rollout/scored_samples", 0.0)
-    failed = row.get("rollout/reward_errors", 0.0) + row.get("rollout/reward_timeouts", 0.0)
-    if not scored or failed <= 0.05 * scored:
-        return ""
-    return f"the reward failed on {failed:.0f} of {scored:.0f} samples, {failed / scored:.0%}"
-
-
-def _finite(row: Row, history: History) -> str:
-    names = (*REWARD, *LOSS, "train/grad_norm", "objective/kl")
-    bad = [name for name in names if not math.isfinite(row.get(name, 0.0))]
-    skipped = row.get("train/skipped_updates", 0.0)
-    found = [f"{name} is {row[name]}" for name in bad]
-    if skipped:
-        found.append(f"{skipped:.0f} optimizer steps were left out: their gradient was not finite")
-    return "; ".join(found)
-
-
-def _speed(row: Row, history: History) -> str:
-    speed = first(row, TOKENS_PER_SECOND)
-    earlier = [
-        value for one in history.lately if (value := first(one, TOKENS_PER_SECOND)) is not None
-    ]
-    if speed is None or len(earlier) < LEAST or speed >= 0.5 * statistics.median(earlier):
-        return ""
-    usual = statistics.median(earlier)
-    return (
-        f"{number(speed)} tokens/s, where the median over {len(earlier)} steps is {number(usual)}"
-    )
-
-
-def _engines(row: Row, history: History) -> str:
-    serving = row.get("rollout/engines_serving")
-    most = max(_values(history.lately, "rollout/engines_serving"), default=0.0)
-    if serving is None or serving >= most:
-        return ""
-    return f"{serving:.0f} engines serve, where {most:.0f} did"
-
-
-def _repeats(row: Row, history: History) -> str:
-    name = "rollout/rewarded_prompt_overlap"
-    share = row.get(name, 0.0)
-    began = history.began(name)
-    risen = history.risen(row)
-    if not risen or began is None or share < 0.3 or share < 1.5 * began:
-        return ""
-    return f"{risen}, and {name} from {number(began)} to {number(share)}"
-
-
-def _cut_off(row: Row, history: History) -> str:
-    share = row.get("rollout/rewarded_truncated", 0.0)
-    risen = history.risen(row)
-    if not risen or share < 0.75:
-        return ""
-    return f"{risen}, and {share:.0%} of the responses that earn it are cut off"
-
-
-def _one_text(row: Row, history: History) -> str:
-    share = row.get("rollout/commonest_response", 0.0)
-    risen = history.risen(row)
-    if not risen or history.groups < 4 or share < 0.8:
-        return ""
-    return f"{risen}, and {share:.0%} of the responses, of all prompts, are one and the same text"
-
-
-def _grows(row: Row, history: History) -> str:
-    length = first(row, LENGTH)
-    earlier = _firsts(history.lately, LENGTH)
-    risen = history.risen(row)
-    if not risen or length is None or len(earlier) < LEAST:
-        return ""
-    usual = statistics.median(earlier)
-    if length < 2 * usual:
-        return ""
-    return (
-        f"{risen}, and responses have {number(length)} tokens, where the median over"
-        f" {len(earlier)} steps is {number(usual)}"
-    )
-
-
-_SAMPLES = (
-    "`rlcore show RUN --step {step} --best` (`rlcore view RUN`; step_{step:06d}.parquet in"
-    " rollouts/); "
-)
-RULES = (
-    Rule(
-        "the KL runs away",
-        _kl,
-        "at 0.02 nats a token a response of 500 tokens is e^10 times as likely as under the"
-        " reference; five times the median is no slow drift",
-        "policy.optimizer.lr (too large?), algorithm.kl.reward_coef and training.target_kl;"
-        " `rlcore show RUN --best` for a reward that is gamed",
-        patience=2,
-    ),
-    Rule(
-        ONE_STEP,
-        _one_step,
-        "PPO's usual target is 0.01 to 0.02; at five times that its clipping holds nothing",
-        "policy/clipfrac_avg, policy.optimizer.lr, algorithm.epochs, training.max_update_kl",
-        patience=2,
-    ),
-    Rule(
-        "the entropy has collapsed",
-        _entropy,
-        "a tenth of what it lately was is no slow decline; below 0.005 nats a token two samples of"
-        " a prompt hardly differ",
-        "rollout/zero_std_groups; raise rollout.sampling.temperature, the clip's upper end or an"
-        " entropy bonus, lower policy.optimizer.lr; `rlcore show RUN`",
-        patience=2,
-    ),
-    Rule(
-        "no group has a variance",
-        _variance,
-        "advantages within a group are then all 0; two steps in a row are no chance",
-        "`rlcore show RUN --worst`: a reward that is always the same, or prompts that are all too"
-        " easy or too hard (data.curriculum, rollout.filters)",
-        patience=2,
-    ),
-    Rule(
-        "a step trained nothing",
-        _no_update,
-        "no term of the loss had a gradient: weights, moments and schedule stayed as they were",
-        "`rlcore show RUN --worst`: a reward that is always the same or fails, or prompts that are"
-        " all too easy or too hard (data.curriculum, rollout.filters)",
-    ),
-    Rule(
-        "engines and trainer are apart",
-        _apart,
-        "0.2 nats is what FP8 engines may differ by, twice what bf16 does; below one half most"
-        " tokens weigh nothing in a correction",
-        "rollout/train_rollout_logprob_diff_max, rollout/staleness_mean, algorithm.correction;"
-        " rollout.engine.verify_every: 1 shows weights that did not arrive",
-        patience=2,
-    ),
-    Rule(
-        "most tokens are not trained on",
-        _dropped,
-        "they were made in vain; where none is left a step trains nothing",
-        "rollout/staleness_mean against algorithm.correction.max_staleness and"
-        " rollout.max_staleness; bounds and level of algorithm.correction",
-        patience=2,
-    ),
-    Rule(
-        "the reward fails",
-        _rewards,
-        "one in twenty is more than noise; samples without a score are left out (reward.on_error)",
-        "`rlcore show RUN --worst` and logs/ say why; reward.timeout_s, reward.workers, retries of"
-        " a service or judge; reward.max_failed ends a run",
-    ),
-    Rule(
-        "a number is not finite",
-        _finite,
-        "none may be: what follows from it is lost",
-        "the first such row of metrics.jsonl, then the samples of that step; policy.optimizer.lr"
-        " and the dtype; an estimator or reward that divides by 0",
-    ),
-    Rule(
-        "the run has become slow",
-        _speed,
-        "half the usual speed for five steps is more than a long response",
-        "`rlcore trace RUN`: who waits for whom; time/* in metrics.jsonl",
-        patience=5,
-    ),
-    Rule(
-        "an engine is out",
-        _engines,
-        "any engine that is missing makes steps slower; one that is only restarted is back in the"
-        " next",
-        "rollout/engine_restarts and the log of rank 0 (under Ray: service.log)",
-        patience=2,
-    ),
-    Rule(
-        "rewarded responses repeat the prompt",
-        _repeats,
-        "a grader may take a way to the answer for the answer; half as much again as in the first"
-        " five steps is no chance, and below 0.3 a response is mostly words of its own",
-        _SAMPLES
-        + "`rlcore data` shows whether reward.parts pays for the prompt or its expressions",
-        patience=2,
-    ),
-    Rule(
-        "rewarded responses are cut off",
-        _cut_off,
-        "what is right is mostly finished; below three quarters it is a limit that is too low",
-        _SAMPLES + "reward.non_stop_penalty, rollout.sampling.max_new_tokens",
-        patience=2,
-    ),
-    Rule(
-        "one response answers all prompts",
-        _one_text,
-        "prompts of four groups or more have different answers, unless labels are all alike",
-        _SAMPLES + "the labels of the data, and whether reward.parts reads them",
-        patience=2,
-    ),
-    Rule(
-        "rewarded responses grow",
-        _grows,
-        "twice the length within 20 steps is faster than reasoning grows",
-        _SAMPLES + "whether reward.parts pays for length; an `overlong` part bounds it",
-        patience=2,
-    ),
-)
-
-
-# --- saying each once -----------------------------------------------------------------------------
-
-
 @dataclass
 class _Streak:
     """For how many rows in a row a rule has held, or not held while it is said."""
 
     rows: int = 0
     said: bool = False
+    before: Sequence[Row] = ()  # the rows before it held
 
 
 class Notices:
@@ -394,7 +54,6 @@ class Notices:
         path: notices.jsonl of the run.
         groups: as in `History`.
         earlier: rows that the run has written before this process.
-        without: names of rules that say nothing of this run.
     """
 
     def __init__(
@@ -403,15 +62,13 @@ class Notices:
         *,
         groups: int = 0,
         earlier: Callable[[], Sequence[Row]] = lambda: (),
-        without: Collection[str] = (),
     ) -> None:
         self.path = path
         self._groups = groups
         self._earlier = earlier
         self._rows: deque[Row] = deque(maxlen=WINDOW)
         self._first: list[Row] = []
-        self._rules = [rule for rule in RULES if rule.name not in without]
-        self._streaks = {rule.name: _Streak() for rule in self._rules}
+        self._streaks = {rule.name: _Streak() for rule in RULES}
         self._begun = False
 
     @property
@@ -423,7 +80,7 @@ class Notices:
         """Return what is new with the row of `step`, and write it to the file."""
         if not self._begun:
             self._go_on(step)
-        found = [notice for rule in self._rules if (notice := self._check(rule, step, row))]
+        found = [notice for rule in RULES if (notice := self._check(rule, step, row))]
         if step > 0:  # the evaluation before training is no step to compare with
             self._remember([row])
         if found:
@@ -432,13 +89,15 @@ class Notices:
         return found
 
     def _check(self, rule: Rule, step: int, row: Row) -> Notice | None:
-        text = rule.check(row, History(list(self._rows), self._first, self._groups))
         streak = self._streaks[rule.name]
+        if not streak.said and not streak.rows:
+            streak.before = list(self._rows)
+        text = rule.check(row, History(streak.before, self._first, self._groups))
         if bool(text) == streak.said:
             streak.rows = 0
             return None
         streak.rows += 1
-        if streak.rows < rule.patience:
+        if streak.rows < (rule.calm or rule.patience if streak.said else rule.patience):
             return None
         streak.rows = 0
         streak.said = not streak.said
@@ -453,10 +112,18 @@ class Notices:
         if self.path.exists():
             lines = "".join(json.dumps(asdict(notice)) + "\n" for notice in kept)
             write_atomic(self.path, lines.encode())
+        rows = [row for row in self._earlier() if 0 < row["step"] < step]
+        again = rows[-WINDOW:]  # checked once more, for rules that have begun to hold
+        self._remember(rows[:-WINDOW])
         for notice in kept:
-            if notice.notice in self._streaks:
-                self._streaks[notice.notice].said = notice.state == RAISED
-        self._remember([row for row in self._earlier() if 0 < row["step"] < step])
+            streak = self._streaks.get(notice.notice)
+            if streak is not None and not (again and notice.step >= again[0]["step"]):
+                streak.said = notice.state == RAISED
+                streak.before = [row for row in rows if row["step"] < notice.step][-WINDOW:]
+        for row in again:
+            for rule in RULES:
+                self._check(rule, int(row["step"]), row)
+            self._remember([row])
 
     def _remember(self, rows: Sequence[Row]) -> None:
         self._rows.extend(rows)
@@ -469,12 +136,3 @@ def read_notices(path: Path) -> list[Notice]:
         return []
     lines = path.read_text().split("\n")[:-1]
     return [Notice(**json.loads(line)) for line in lines]
-
-
-def _values(rows: Sequence[Row], name: str) -> list[float]:
-    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
-
-
-def _firsts(rows: Sequence[Row], names: Sequence[str]) -> list[float]:
-    """The value of each row under the first of `names` that it has."""
-    return [value for row in rows if (value := first(row, names)) is not None]

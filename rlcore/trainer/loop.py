@@ -89,6 +89,7 @@ class Trainer:
                 step += 1
                 self.score(step, batch)
                 updates = self.update(step, self.credit_of(step, batch))
+                self.measure_distance(updates)
                 self.record_updates(batch, updates)
                 self.publish(step)
             status = self.end_step(step, batch, updates)
@@ -186,6 +187,12 @@ class Trainer:
                     ):
                         return results
         return results
+
+    def measure_distance(self, updates: list[UpdateResult]) -> None:
+        """Add the distance that the step moved the policy to the metrics of its last update."""
+        if updates and not self.config.is_sft:
+            with self.clock("logprobs"):
+                updates[-1].moments.merge(self.backend.step_distance())
 
     def record_updates(self, batch: RolloutBatch | None, updates: list[UpdateResult]) -> None:
         """Gather what the updates did to each token, where the step is recorded.

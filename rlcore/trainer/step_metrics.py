@@ -17,11 +17,36 @@ from rlcore.algorithms import (
     staleness_metrics,
 )
 from rlcore.config import Config
+from rlcore.config.built_in import built_in_losses
 from rlcore.config.derived import updates_per_step
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan
 from rlcore.planning.shape import ModelShape
 from rlcore.trainer.credit import fields_of
+
+# What a loss says of the policy against the one before the step.
+_AGAINST_BEFORE = frozenset(
+    {
+        *(f"policy/{name}_avg" for name in ("approxkl", "dual_clipfrac", "sequence_ratio")),
+        *(f"policy/clipfrac{end}_avg" for end in ("", "_high", "_low")),
+        *(f"val/ratio{end}" for end in ("", "_var", "_max")),
+    }
+)
+
+
+def constant_metrics(config: Config) -> frozenset[str]:
+    """Return the metrics that the configuration holds at 0 or 1, so that none of them is logged.
+
+    The only optimizer step of a batch compares policy and critic with themselves. A loss that is
+    not built in may mean something else by these names.
+    """
+    if updates_per_step(config) > 1:
+        return frozenset()
+    algorithm = config.algorithm
+    of_critic = frozenset({"val/clipfrac_avg"})
+    if algorithm.old_logprobs == "rollout" or algorithm.loss.name not in built_in_losses():
+        return of_critic
+    return of_critic | _AGAINST_BEFORE
 
 
 def step_metrics(
@@ -33,17 +58,20 @@ def step_metrics(
     *,
     episodes: int,
 ) -> dict[str, float]:
-    """Compute all metrics of a step except those of its evaluation and its times.
+    """Compute all metrics of a step except those of its evaluation and its times, and constants.
 
     Args:
         seconds: wall clock of the phases so far; "step" is the whole.
         episodes: rollouts trained on, this step included.
     """
+    of_updates = update_metrics(updates, batch, one_update=updates_per_step(config) == 1)
+    for name in constant_metrics(config):
+        of_updates.pop(name, None)
     metrics: dict[str, float] = {
         "episode": episodes,
         "epoch": rollouts.epoch,
         **rollouts.metrics,
-        **update_metrics(updates, batch, one_update=updates_per_step(config) == 1),
+        **of_updates,
         **_batch_metrics(config, rollouts, batch),
         "perf/tokens_per_second": len(batch.tokens) / seconds["step"],
     }

@@ -131,6 +131,22 @@ def policy_step(folder: Path, *, on_policy: bool = False) -> dict[str, Any]:
     return {"logprobs": logprobs, "entropy": entropy, "gradients": _gradients(model)}
 
 
+def logprobs_around(folder: Path, moved: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Log-probs [M] of a model, and of the model whose weights have `moved`."""
+    model = _load(folder)
+
+    def head(hidden: Tensor, targets: Tensor) -> Tensor:
+        log_p = (model.lm_head(hidden) / TEMPERATURE).log_softmax(-1)
+        return log_p.gather(1, targets[:, None])[:, 0]
+
+    with torch.no_grad():
+        before = torch.cat(_per_sequence(model, head))
+        for name, parameter in model.named_parameters():
+            for on_disk, part in _as_on_disk(model.config.model_type, name, parameter):
+                part += moved[on_disk].double()
+        return before, torch.cat(_per_sequence(model, head))
+
+
 def rate(step: int) -> float:
     """TRAINED's learning rate: two steps of warm-up, then half a cosine until step 6."""
     if step < 2:

@@ -115,6 +115,18 @@ def vectors_of(
     return vectors
 
 
+def distance(backend: MegatronBackend) -> dict[str, float]:
+    """The distance that the updates moved the policy, the same on every rank."""
+    randomness = torch.get_rng_state()
+    found = backend.step_distance().reduce()
+    assert torch.equal(randomness, torch.get_rng_state()), "the pass drew random numbers"
+    assert all(chunk.training for chunk in backend.policy.chunks)
+    every: list[Any] = [None] * backend.world_size
+    dist.all_gather_object(every, found)
+    assert all(one == found for one in every), every
+    return found
+
+
 def run_case(case: dict[str, Any], folder: Path) -> None:
     begin = time.perf_counter()
     config = make_config(case, folder.parent / "models")
@@ -152,8 +164,10 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
             vectors = {**vectors, "advantages": vectors["advantages"].zero_()}
         backend.assign(vectors)
     before = {name: weights(backend, *model) for name, model in models.items()}
-    for _ in range(case.get("steps", 1)):
-        update = backend.update(case.get("update", 0))
+    for k in case.get("updates", [case.get("update", 0)] * case.get("steps", 1)):
+        update = backend.update(k)
+    if case.get("distance"):
+        result["distance"] = distance(backend)
     result["updated"] = backend.updated_vectors()
     result["old_logprobs"] = None if vectors is None else vectors.get("old_logprobs")
     after = {name: weights(backend, *model) for name, model in models.items()}

@@ -1,4 +1,4 @@
-"""What the updates of a step did to each trainable token, for the record of the step."""
+"""What the updates of a step did to the policy, for the record and the metrics of the step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,31 @@ LARGEST_LOG_RATIO = 20.0
 class UpdateRecord:
     """Ratio and clip of the tokens of this rank at their last update.
 
-    It takes two numbers a token, on the device, until the batch is dropped.
+    It takes two numbers a token, on the device, until the batch is dropped; three in the mini-batch
+    of the first update, whose log-probs it keeps too.
     """
 
     def __init__(self) -> None:
         self._parts: dict[int, list[Tensor]] = {}  # of a mini-batch, [2, m] each
+        # the mini-batch of the first update, and the log-probs of its micro-batches there: those of
+        # the weights from before the step
+        self.first: int | None = None
+        self.logprobs_before: list[Tensor] = []
+        self._is_first = False
+        # whether the policy took an optimizer step
+        self.moved = False
 
     def begin(self, minibatch: int) -> None:
         """Forget an earlier epoch's update on a mini-batch."""
+        self._is_first = self.first is None
+        if self._is_first:
+            self.first = minibatch
         self._parts[minibatch] = []
+
+    def add_logprobs(self, logprobs: Tensor) -> None:
+        """Keep the log-probs of a micro-batch, if this is the first update; they come in order."""
+        if self._is_first:
+            self.logprobs_before.append(logprobs.detach())
 
     def add(self, minibatch: int, inputs: PolicyLossInputs, result: PolicyLoss) -> None:
         """Record a micro-batch; they come in order."""

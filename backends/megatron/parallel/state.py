@@ -128,6 +128,14 @@ class ParallelState:
         """Whether this rank holds the last pipeline stage."""
         return self.pp_rank == self.pp_size - 1
 
+    def describe(self, device: torch.device, *, sequence: bool) -> str:
+        """Return the layout in words; `sequence` adds sequence parallelism."""
+        tensor = f"TP {self.tp_size}{' + sequence parallel' if sequence else ''}"
+        context = f" x CP {self.cp_size}" if self.cp_size > 1 else ""
+        experts = f" x EP {self.ep_size}" if self.ep_size > 1 else ""
+        layout = f"{tensor} x PP {self.pp_size} x DP {self.dp_size}{context}{experts}"
+        return f"{layout} on {self.world_size} {device.type} ranks"
+
     @property
     def is_distributed(self) -> bool:
         """Whether this state has groups: torch.distributed was initialised when it was made."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,14 @@ from backends.megatron.parallel.agreement import broadcast_json, union_of_names
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.offload import OffloadedTensors, Retention
 from backends.megatron.training.optimizer import ScheduledOptimizer, StepReport
-from rlcore.algorithms import Moments, PolicyLoss, PolicyLossInputs, value_clipped, value_loss
+from rlcore.algorithms import (
+    Moments,
+    PolicyLoss,
+    PolicyLossInputs,
+    approx_kl,
+    value_clipped,
+    value_loss,
+)
 from rlcore.config.sections.policy import CriticConfig
 
 _PER_TOKEN = ("ref_logprobs", "rollout_logprobs", "versions")
@@ -305,12 +312,45 @@ def policy_loss(
         )
         result = objective(inputs)
         assert inputs.weights is not None
+        batch.updates.add_logprobs(logprobs)
         if old is not None:
             batch.updates.add(minibatch, inputs, result)
         moments.add_objective(result, inputs.weights)
         return (inputs.weights * result.per_token).sum()
 
     return loss
+
+
+def step_distance(
+    model: Model, batch: LocalBatch, head: HeadOptions, parallel: ParallelState
+) -> Moments:
+    """Measure how far the updates of a batch moved the policy, as `step_kl`. Collective.
+
+    A forward pass over one micro-batch of each replica gives the log-probs after the updates. The
+    first update computed those before them, with the same experts under routing replay. Where no
+    update changed the weights, the distance is 0 without a pass.
+    """
+    moments = Moments()
+    record = batch.updates
+    if record.first is None:
+        return moments
+    micro_batches = batch.micro_batches(record.first)
+    # the interleaved schedule takes multiples of the stages
+    size = parallel.pp_size if parallel.vpp_size > 1 else 1
+    start = max(
+        range(0, len(micro_batches), size),
+        key=lambda k: sum(micro.num_trainable for micro in micro_batches[k : k + size]),
+    )
+    chosen = slice(start, start + size)
+    before = record.logprobs_before[chosen]
+    after = before
+    if record.moved:
+        head = replace(head, entropy=False)
+        outputs = score_pass(model, micro_batches[chosen], head, routing=replaying)
+        after = [output[0] for output in outputs]
+    for new, old in zip(after, before):
+        moments.add("step_kl", approx_kl(new, old, "k2"))
+    return shared_moments(moments, parallel)
 
 
 def critic_loss(config: CriticConfig, batch: LocalBatch, moments: Moments) -> Loss:

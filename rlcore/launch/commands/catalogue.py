@@ -114,6 +114,13 @@ engine (`rollout/ess` and the
 `train_rollout_logprob_diff`s). Steps that train the critic alone (`critic.warmup_steps`) have no \
 policy loss.
 
+With one optimizer step a batch a built-in loss compares the policy with itself, and the critic \
+too: `approxkl`, the
+`clipfrac`s, `sequence_ratio` and `val/ratio` could only be 0 or 1, and are absent. \
+`policy/step_kl` is there for any number of
+optimizer steps: after the last one a forward pass over a micro-batch of the tokens just trained \
+gives their new log-probs.
+
 | name | what it is | averaged over | unit |
 |---|---|---|---|
 {rows}

@@ -3,7 +3,7 @@
 
 const FIRST_METRICS = [
   "rollout/reward", "eval/score", "eval/accuracy", "rollout/zero_std_groups", "val/sequence_lengths",
-  "val/stop_token_rate", "policy/entropy_avg", "policy/approxkl_avg", "policy/clipfrac_avg", "train/grad_norm",
+  "val/stop_token_rate", "policy/entropy_avg", "policy/step_kl", "policy/approxkl_avg", "policy/clipfrac_avg", "train/grad_norm",
   "objective/kl", "rollout/train_rollout_logprob_diff", "rollout/ess", "rollout/staleness_mean",
   "perf/trainer_idle_fraction", "time/step",
 ];

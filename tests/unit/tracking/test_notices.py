@@ -10,7 +10,8 @@ import pytest
 
 from rlcore.algorithms.metric_table import metric_spec
 from rlcore.config.schema import known_keys
-from rlcore.tracking.notices import RULES, Notice, Notices, Rule, read_notices
+from rlcore.tracking.notice_rules import RULES, Rule
+from rlcore.tracking.notices import Notice, Notices, read_notices
 
 GOOD = {
     "rollout/reward": 0.4,
@@ -20,7 +21,8 @@ GOOD = {
     "rollout/commonest_response": 0.1,
     "objective/kl": 0.2,
     "val/sequence_lengths": 20.0,
-    "policy/approxkl_avg": 0.004,
+    "val/stop_token_rate": 0.98,
+    "policy/step_kl": 0.004,
     "policy/entropy_avg": 0.8,
     "rollout/zero_std_groups": 1.0,
     "rollout/train_rollout_logprob_diff": 0.01,
@@ -35,7 +37,8 @@ GOOD = {
 }
 BAD: dict[str, dict[str, float]] = {
     "the KL runs away": {"objective/kl": 1.2},
-    "one step moves the policy far": {"policy/approxkl_avg": 0.3},
+    "one step moves the policy far": {"policy/step_kl": 5.0},
+    "the reward has collapsed": {"rollout/reward": 0.1, "val/stop_token_rate": 0.5},
     "the entropy has collapsed": {"policy/entropy_avg": 0.07},
     "no group has a variance": {"rollout/zero_std_groups": 4.0},
     "a step trained nothing": {"train/updates_without_signal": 2.0},
@@ -87,17 +90,72 @@ def test_a_good_run_is_left_in_peace(tmp_path: Path) -> None:
 def test_each_rule_is_said_once_until_it_is_over(rule: Any, tmp_path: Path) -> None:
     bad = GOOD | BAD[rule.name]
     path = tmp_path / "notices.jsonl"
-    long = rule.patience + 3
+    calm = rule.calm or rule.patience
+    long = calm + 30  # more rows than it compares with
     rows = [GOOD] * 8 + [bad] * long + [GOOD] * long
     found = rows_of(path, rows)
     assert [(n.notice, n.state) for n in found] == [(rule.name, "raised"), (rule.name, "cleared")]
-    assert [n.step for n in found] == [8 + rule.patience, 8 + long + rule.patience]
+    assert [n.step for n in found] == [8 + rule.patience, 8 + long + calm]
     raised = found[0]
     assert raised.text
     assert raised.look_at == rule.look_at.format(step=raised.step)
     assert str(raised).startswith(f"NOTICE of step {raised.step}: {rule.name}: ")
     assert rule.why
     assert read_notices(path) == found
+
+
+def test_a_large_step_is_said_at_once_and_a_middling_one_when_it_comes_twice(
+    tmp_path: Path,
+) -> None:
+    moves = [0.004, 0.3, 0.004, 0.3, 0.3, *[0.004] * 5, 1.2]
+    found = rows_of(tmp_path / "n", [GOOD | {"policy/step_kl": moved} for moved in moves])
+    assert [(n.step, n.state) for n in found] == [(5, "raised"), (10, "cleared"), (11, "raised")]
+    assert {n.notice for n in found} == {"one step moves the policy far"}
+
+
+COLLAPSE = {"policy/step_kl": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        # a large step, and what it did to the responses: as recorded at a learning rate of 1e-2
+        ([COLLAPSE], {"rollout/reward": 0.0, "policy/step_kl": 0.0}, "policy/step_kl was up to 20"),
+        ([], {"val/stop_token_rate": 0.3}, "70% of the responses are cut off, where 2% were"),
+        ([], {"policy/entropy_avg": 3.0}, "policy/entropy_avg is 3.00, where it was 0.800"),
+        ([], {"policy/entropy_avg": 0.1}, "policy/entropy_avg is 0.100, where it was 0.800"),
+        # prompts that are harder
+        ([], {}, ""),
+        # responses that grow, with a reward that holds
+        ([], {"rollout/reward": 0.35, "val/stop_token_rate": 0.3}, ""),
+        ([COLLAPSE], {"rollout/reward": 0.3}, ""),
+    ],
+)
+@pytest.mark.parametrize("usual", [1, 3, 12])
+def test_a_reward_has_collapsed_where_the_policy_shows_it(
+    usual: int, before: list[dict[str, float]], after: dict[str, float], said: str, tmp_path: Path
+) -> None:
+    rows = [*[GOOD] * usual, *(GOOD | row for row in before)]
+    rows += [GOOD | {"rollout/reward": 0.1} | after] * 30
+    found = [n for n in rows_of(tmp_path / "n", rows) if n.notice == "the reward has collapsed"]
+    assert [(n.step, n.state) for n in found] == [(len(rows) - 28, "raised")] * bool(said)
+    assert all(f"to {rows[-1]['rollout/reward']:.3g}".rstrip("0") in n.text for n in found)
+    assert all(said in n.text for n in found)
+
+
+def test_a_reward_that_swings_has_not_collapsed(tmp_path: Path) -> None:
+    """A few prompts a step: the mean moves by more than half a standard deviation, and comes back.
+
+    In a steady run the same fall is a collapse.
+    """
+    for swing, said in ((0.25, False), (0.0, True)):
+        rows = [
+            GOOD | {"rollout/reward": 0.5 + swing * (-1) ** step, "policy/step_kl": 0.15}
+            for step in range(12)
+        ]
+        rows += [GOOD | {"rollout/reward": 0.25}] * 2
+        names = [n.notice for n in rows_of(tmp_path / f"{swing}", rows)]
+        assert ("the reward has collapsed" in names) == said
 
 
 @pytest.mark.parametrize(
@@ -196,6 +254,34 @@ def test_recorded_runs_that_learn_are_left_in_peace(run: str, groups: int, tmp_p
     assert rows[-1]["rollout/reward"] > rows[0]["rollout/reward"] + 0.15
     notices = Notices(tmp_path / "n", groups=groups)
     assert [n for row in rows for n in notices.check(int(row["step"]), row)] == []
+
+
+def test_a_recorded_collapse_is_said_within_two_steps_and_stays(tmp_path: Path) -> None:
+    """The quickstart at a hundred times its learning rate: all rewards are 0 from step 2 on."""
+    rows = recorded("collapsed")
+    assert [row["rollout/reward"] for row in rows[:3]] == [0.3984, 0.0, 0.0]
+    notices = Notices(tmp_path / "n", groups=32)
+    found = [n for row in rows for n in notices.check(int(row["step"]), row)]
+    assert [(n.step, n.notice) for n in found if n.state == "raised"][:2] == [
+        (1, "one step moves the policy far"),
+        (3, "the reward has collapsed"),
+    ]
+    assert "from 0.398 to 0, and policy/step_kl was up to 20.4" in found[1].text
+    assert "the reward has collapsed" in notices.current, "20 steps later"
+
+
+def test_a_resumed_run_remembers_what_a_collapse_fell_from(tmp_path: Path) -> None:
+    rows = recorded("collapsed")
+    for step in (2, 3, 12):
+        path = tmp_path / f"{step}"
+        first = Notices(path, groups=32)
+        for row in rows[:step]:
+            first.check(int(row["step"]), row)
+        resumed = Notices(path, groups=32, earlier=lambda step=step: rows[:step])
+        for row in rows[step:]:
+            resumed.check(int(row["step"]), row)
+        said = [(n.step, n.state) for n in read_notices(path) if "collapsed" in n.notice]
+        assert said == [(3, "raised")]
 
 
 def test_a_resumed_run_remembers_how_it_began(tmp_path: Path) -> None:

@@ -50,9 +50,10 @@ def test_always_metrics_and_progress_and_nothing_heavy(tmp_path: Path) -> None:
     assert trackers.url is None
 
 
-@pytest.mark.parametrize(("old_logprobs", "said"), [("auto", True), ("rollout", False)])
+@pytest.mark.parametrize("old_logprobs", ["auto", "rollout"])
+@pytest.mark.parametrize(("metric", "said"), [("step_kl", True), ("approxkl_avg", False)])
 def test_a_policy_that_is_far_from_older_weights_has_not_moved_in_one_step(
-    tmp_path: Path, old_logprobs: str, said: bool
+    tmp_path: Path, old_logprobs: str, metric: str, said: bool
 ) -> None:
     config = configured()
     config.algorithm.old_logprobs = old_logprobs  # type: ignore[assignment]
@@ -60,7 +61,7 @@ def test_a_policy_that_is_far_from_older_weights_has_not_moved_in_one_step(
     directory = RunDirectory.create(tmp_path, "a")
     trackers = build_trackers(config, directory, total_steps=3, stream=stream)
     for step in (1, 2, 3):
-        trackers.log(step, {"policy/approxkl_avg": 0.3})
+        trackers.log(step, {f"policy/{metric}": 0.3})
     assert ("one step moves the policy far" in stream.getvalue()) == said
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlcore.algorithms import METRICS, Moments, PolicyLossInputs, metric_spec
+from rlcore.algorithms import METRICS, Moments, PolicyLossInputs, approx_kl, metric_spec
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.sample import Sample, VersionSpan
@@ -119,6 +119,7 @@ def run(config: Config, layout: Layout, ranks: Sequence[Split]) -> dict[str, flo
         for rows in micro_batches:
             part = batch.select(rows)
             moments.add_objective(objective(loss_inputs(part, "after")), part.vectors["weights"])
+            moments.add("step_kl", approx_kl(scores(part, "after"), scores(part, "logprobs"), "k2"))
         packed.append((moments.names, *moments.pack(moments.names)))
     # a rank without tokens knows the names too
     assert len({tuple(names) for names, _, _ in packed}) == 1
@@ -127,7 +128,9 @@ def run(config: Config, layout: Layout, ranks: Sequence[Split]) -> dict[str, flo
     update = UpdateResult({}, Moments.unpack(packed[0][0], sums, maxima))
     rollouts = StepRollouts([sample(b, layout) for b in layout.order], {}, epoch=1.0, snapshot={})
     seconds = {"step": 1.0, "generation": 0.5}
-    metrics = step_metrics(config, rollouts, batch, [update], seconds, episodes=batch.num_sequences)
+    logged = step_metrics(config, rollouts, batch, [update], seconds, episodes=batch.num_sequences)
+    # with those that a step of one update does not log: this one saw a policy that has moved
+    metrics = update_metrics([update], batch, one_update=True) | logged
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
