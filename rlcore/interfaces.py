@@ -54,22 +54,13 @@ class PolicyBackend(Protocol):
         """
 
     def assign(self, vectors: Mapping[str, Tensor] | None) -> None:
-        """Send per-token vectors to the ranks that hold the tokens.
-
-        Args:
-            vectors: each [M]: advantages, old_logprobs, weights, ...
-        """
+        """Send vectors [M] (advantages, weights, ...) to the ranks that hold the tokens."""
 
     def update(self, minibatch: int, *, train_policy: bool = True) -> UpdateResult:
         """Take one optimizer step on a mini-batch of the plan, of policy and critic (if any)."""
 
     def step_distance(self) -> Moments:
-        """Measure how far the updates of the loaded batch moved the policy.
-
-        Returns:
-            `step_kl` of tokens that were just trained, the same on every rank; nothing where the
-            policy was not trained.
-        """
+        """Measure how far the updates of the loaded batch moved the policy, as `step_kl`."""
 
     def updated_vectors(self) -> dict[str, Tensor] | None:
         """Return what the updates of the loaded batch did to each token, for its record.
@@ -80,10 +71,7 @@ class PolicyBackend(Protocol):
         """
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """Return the fixed layout of the policy's weights under their Hugging Face names.
-
-        It is the same on every rank.
-        """
+        """Return the layout of the policy's weights under Hugging Face names: fixed, on all ranks."""
 
     def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
         """Yield the buckets in order, each gathered from the ranks that hold its parts.

@@ -443,7 +443,8 @@ def test_every_metric_is_defined_and_every_definition_is_written(
 ) -> None:
     verified = workspace.train(
         "verified", *LEARNING, heldout(workspace), PROMPTS, "rollout.filters=[zero_variance]",
-        "algorithm.loss.dual_clip=3.0", "reward.parts.right.function=exact_match",
+        "algorithm.loss.dual_clip=3.0", "algorithm.epochs=2",
+        "reward.parts.right.function=exact_match",
         "algorithm.old_logprobs=recompute", "training.steps=3", "checkpoint.every=1",
         "checkpoint.async_save=true", "tracking.peak_tflops=0.1", "algorithm.estimator.name=remax",
         "algorithm.correction={name: tis, max_staleness: 0}", "data.curriculum.name=pass_rate",

@@ -119,7 +119,10 @@ too: `approxkl`, the
 `clipfrac`s, `sequence_ratio` and `val/ratio` could only be 0 or 1, and are absent. \
 `policy/step_kl` is there for any number of
 optimizer steps: after the last one a forward pass over a micro-batch of the tokens just trained \
-gives their new log-probs.
+gives their new log-probs
+(about a third of that micro-batch's training), and the first one computed the old ones. The \
+formula is k2 of J. Schulman,
+"Approximating KL divergence", 2020.
 
 | name | what it is | averaged over | unit |
 |---|---|---|---|
