@@ -71,7 +71,7 @@ class PolicyBackend(Protocol):
         """
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """Return the layout of the policy's weights under Hugging Face names: fixed, on all ranks."""
+        """Return the fixed layout of the policy's weights under their Hugging Face names."""
 
     def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
         """Yield the buckets in order, each gathered from the ranks that hold its parts.
