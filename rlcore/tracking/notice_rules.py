@@ -249,11 +249,13 @@ def _repeats(row: Row, history: History) -> str:
 
 
 def _cut_off(row: Row, history: History) -> str:
-    share = row.get("rollout/rewarded_truncated", 0.0)
+    name = "rollout/rewarded_truncated"
+    share = row.get(name, 0.0)
+    began = history.began(name)
     risen = history.risen(row)
-    if not risen or share < 0.75:
+    if not risen or began is None or share < 0.75 or share < began + 0.25:
         return ""
-    return f"{risen}, and {share:.0%} of the responses that earn it are cut off"
+    return f"{risen}, and {share:.0%} of the responses that earn it are cut off; {began:.0%} were"
 
 
 def _one_text(row: Row, history: History) -> str:
@@ -395,7 +397,8 @@ RULES = (
     Rule(
         "rewarded responses are cut off",
         _cut_off,
-        "what is right is mostly finished; below three quarters it is a limit that is too low",
+        "what is right is mostly finished; below three quarters it is a limit that is too low,"
+        " and a task whose responses are cut off from the start is meant so",
         _SAMPLES + "reward.non_stop_penalty, rollout.sampling.max_new_tokens",
         patience=2,
     ),

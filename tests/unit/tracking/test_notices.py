@@ -104,6 +104,11 @@ def test_each_rule_is_said_once_until_it_is_over(rule: Any, tmp_path: Path) -> N
     assert read_notices(path) == found
 
 
+def test_a_task_whose_responses_are_always_cut_off_is_left_in_peace(tmp_path: Path) -> None:
+    cut = GOOD | {"rollout/rewarded_truncated": 1.0}
+    assert rows_of(tmp_path / "n", [cut] * 8 + [cut | {"rollout/reward": 0.7}] * 8) == []
+
+
 def test_a_large_step_is_said_at_once_and_a_middling_one_when_it_comes_twice(
     tmp_path: Path,
 ) -> None:
