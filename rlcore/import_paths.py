@@ -14,6 +14,8 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -109,12 +111,43 @@ def _place(file: str, line: int, name: str) -> str:
 
 
 class _Lazy(ModuleType):
-    """Stands for torch in `sys.modules` until an attribute is asked for."""
+    """Stands for torch in `sys.modules` until an attribute or a module of it is asked for."""
+
+    __path__: Sequence[str] = ()
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get("torch") is self:
             del sys.modules["torch"]
         return getattr(importlib.import_module("torch"), name)
+
+
+class _Submodules(MetaPathFinder, Loader):
+    """Loads torch before a module of it is imported, and then takes what torch has loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module of torch, in place of finders that would load it a second time."""
+        if not (fullname.startswith("torch.") and isinstance(sys.modules.get("torch"), _Lazy)):
+            return None
+        del sys.modules["torch"]
+        importlib.import_module("torch")
+        if fullname not in sys.modules:
+            return importlib.util.find_spec(fullname)
+        module = sys.modules[fullname]
+        own = module.__spec__
+        # Python would follow it, and load the module again.
+        module.__spec__ = None
+        return ModuleSpec(fullname, self, loader_state=own)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module that torch has loaded."""
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own specification back."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
 
 
 def import_torch_lazily() -> bool:
@@ -127,4 +160,5 @@ def import_torch_lazily() -> bool:
         if importlib.util.find_spec("torch") is None:
             return False
         sys.modules["torch"] = _Lazy("torch")
+        sys.meta_path.insert(0, _Submodules())
     return True
