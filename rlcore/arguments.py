@@ -107,16 +107,13 @@ def _add_configured(commands: Commands) -> None:
         action="store_true",
         help="hold the model in the configured layout, on the ranks that would train",
     )
-    text = "which layouts fit on so many GPUs, and about how fast; needs no weights"
+    text = "which layouts fit on so many GPUs, and about how fast; prints their keys"
     sub = _configured(commands, "plan", text)
-    sub.add_argument("--gpus", type=_positive, required=True, metavar="N")
-    sub.add_argument(
-        "--gpu-memory",
-        type=_gibibytes,
-        default=80 << 30,
-        metavar="SIZE",
-        help="of one GPU, as 80G (the default)",
-    )
+    text = "GPUs of the trainer alone, one a rank; default: as configured (cluster)"
+    sub.add_argument("--trainer-gpus", type=_positive, metavar="N", help=text)
+    text = "GPUs of the engines, next to the trainer's; default: as configured (rollout.engine)"
+    sub.add_argument("--engine-gpus", type=_positive, metavar="N", help=text)
+    _add_gpu_memory(sub)
     sub.add_argument(
         "--gpu",
         choices=("A100", "H100", "H200", "B200"),
@@ -274,8 +271,15 @@ def _add_view_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--step", type=int, metavar="N", help=text)
 
 
+def _add_gpu_memory(sub: argparse.ArgumentParser) -> None:
+    """Add the memory that `rlcore plan` and `rlcore dryrun` compare needs with."""
+    text = "of one GPU, as 80G (the default)"
+    sub.add_argument("--gpu-memory", type=_gibibytes, default=80 << 30, metavar="SIZE", help=text)
+
+
 def _add_dry_run_options(sub: argparse.ArgumentParser) -> None:
     """Add the arguments of `rlcore dryrun` besides its configuration."""
+    _add_gpu_memory(sub)
     text = "of the trainer, may be repeated; default: one of the first, a middle, the last stage"
     sub.add_argument("--rank", type=int, action="append", metavar="N", help=text)
     text = "trainer ranks; default: as configured"

@@ -259,7 +259,8 @@ def plan_layouts(arguments: argparse.Namespace) -> int:
     return _print_lines(
         plan(
             loaded.config,
-            gpus=arguments.gpus,
+            trainer_gpus=arguments.trainer_gpus,
+            engine_gpus=arguments.engine_gpus,
             gpu_memory=arguments.gpu_memory,
             gpu=arguments.gpu,
             card=card,
@@ -281,6 +282,7 @@ def dry_run(arguments: argparse.Namespace) -> int:
             ranks=arguments.rank,
             skew=arguments.skew,
             holders=arguments.holders,
+            gpu_memory=arguments.gpu_memory,
         )
     )
 

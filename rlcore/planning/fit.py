@@ -84,13 +84,16 @@ def needs(
 def _publishing(found: Needs, publication: Publication, layout: Layout) -> Needs:
     """Add the buffers of publications.
 
-    They stay, but engines that share the GPUs get that memory; these read copies of two buckets.
+    They stay, but engines that share the GPUs get that memory; these read copies of two buckets
+    and hold their weights at the same time.
     """
     buffers = publication.buffers(layout, rank0=found.stage == 0)
+    engine = publication.engine_bytes if publication.colocated else 0
     if publication.transport == "tensor":
         copies = publication.two_buckets
-        return replace(found, phases=found.phases | {"publication": buffers + copies})
-    return replace(found, resident=found.resident | {"buckets of publications": buffers})
+        return replace(found, phases=found.phases | {"publication": buffers + copies + engine})
+    resident = found.resident | {"buckets of publications": buffers}
+    return replace(found, resident=resident, phases=found.phases | {"publication": engine})
 
 
 def policy_weights(layout: Layout, shape: ModelShape, load: Load) -> Weights:

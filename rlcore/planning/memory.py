@@ -50,6 +50,11 @@ class Layout:
         """The number of ranks that hold copies of the same experts."""
         return self.gpus // (self.expert_tensor * self.expert * self.pipeline)
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether ranks hold copies of weights, over which an optimizer can be distributed."""
+        return self.data * self.context > 1 or self.expert_data > 1
+
     def stage_layers(self, shape: ModelShape, stage: int) -> int:
         """Return the number of layers of a pipeline stage."""
         return self.stages[stage] if self.stages else shape.layers // self.pipeline

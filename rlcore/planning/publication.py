@@ -184,11 +184,17 @@ class Publication:
     rails: int = 1  # ranks whose cards carry the weights of an engine, at most
     engine_tensor: int = 1  # tensor-parallel ranks of an engine
     engine_dtype_bytes: int = 2  # of what it computes in, its KV cache included
+    colocated: bool = False  # engines take turns with the trainer on its GPUs
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the model, as they are published."""
         return sum(bucket.size for bucket in self.buckets)
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of the weights on each GPU of an engine."""
+        return self.num_bytes // self.engine_tensor
 
     def sending_ranks(self, layout: Layout) -> int:
         """Return how many ranks send to engines."""

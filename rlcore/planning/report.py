@@ -50,6 +50,7 @@ def describe(layout: Layout) -> str:
 def report(
     job: Job,
     gpus: int,
+    engines: str,
     capacity: int,
     gpu: Gpu,
     costs: Costs,
@@ -59,6 +60,8 @@ def report(
     """Yield the lines of the report.
 
     Args:
+        gpus: of the trainer.
+        engines: how many there are, and whose GPUs they are on.
         costs: of a publication.
         own: the configuration's layout, or why it is refused.
         found: every admissible layout, the fastest first.
@@ -67,8 +70,9 @@ def report(
     active = f", {shape.active_parameters / 1e9:.2f} B active" if shape.experts else ""
     yield (
         f"{shape.parameters / 1e9:.2f} B parameters{active}; {gpus} x {gpu.name} of"
-        f" {gib(capacity)}, {RESERVED:.0%} reserved"
+        f" {gib(capacity)} for the trainer, {RESERVED:.0%} reserved"
     )
+    yield engines
     yield (
         f"a step: {job.sequences} sequences of {job.length} tokens, packs of {job.pack_tokens},"
         f" {job.scoring_passes} scoring passes"
@@ -111,13 +115,13 @@ def distinct(options: Sequence[Option]) -> list[Option]:
 
 
 def breakdown(option: Option, job: Job, capacity: int) -> Iterator[str]:
-    """Yield the parts of the fullest rank, the room for an engine, and parts of the time."""
+    """Yield the parts of the fullest rank, the room of an engine, and parts of the time."""
     needs = option.needs
     for name, size in needs.resident.items():
         yield f"{gib(size):>10}  {name}"
     yield f"{gib(needs.phases[needs.largest_phase]):>10}  {needs.largest_phase} (the largest phase)"
     if job.publication is not None:
-        yield from _colocated(option, job.trained[0].shape, job.publication, capacity)
+        yield _engine(option, job.trained[0].shape, job.publication, capacity)
     yield "time: " + ", ".join(
         f"{part} {seconds:.1f} s"
         for part, seconds in asdict(option.time).items()
@@ -174,26 +178,25 @@ def _publication(published: Publication, layout: Layout, costs: Costs) -> Iterat
     )
 
 
-def _colocated(
-    option: Option, shape: ModelShape, published: Publication, capacity: int
-) -> Iterator[str]:
-    """Yield the room for one of the run's engines, if it shares the trainer's GPUs.
+def _engine(option: Option, shape: ModelShape, published: Publication, capacity: int) -> str:
+    """Describe the room on a GPU of one of the run's engines.
 
-    It takes its KV cache while the trainer is offloaded, its weights beside the trainer's state.
+    A colocated engine takes its KV cache while the trainer is offloaded, its weights next to the
+    trainer's state.
     """
     tensor = published.engine_tensor
-    weights = published.num_bytes / tensor
+    weights = published.engine_bytes
     left = usable(capacity) - weights
-    engine = f"a colocated engine of TP {tensor}"
-    over = sum(option.needs.resident.values()) - left
-    if over > 0:
-        yield (
-            f"{'none':>10}  for {engine}: its weights ({gib(weights)}) beside the trainer's state"
-            f" are {gib(over)} too much"
+    engine = f"{'a colocated engine' if published.colocated else 'an engine'} of TP {tensor}"
+    state = sum(option.needs.resident.values()) if published.colocated else 0
+    if state >= left:
+        next_to = " next to the trainer's state" * published.colocated
+        return (
+            f"{'none':>10}  for {engine}: its weights ({gib(weights)}){next_to} are"
+            f" {gib(state - left)} too much; raise rollout.engine.tensor_parallel"
         )
-    else:
-        per_token = kv_bytes_per_token(shape, tensor, dtype_bytes=published.engine_dtype_bytes)
-        yield f"{gib(left):>10}  left for KV of {engine}: {left / per_token:,.0f} tokens"
+    per_token = kv_bytes_per_token(shape, tensor, dtype_bytes=published.engine_dtype_bytes)
+    return f"{gib(left):>10}  left for KV of {engine}: {left / per_token:,.0f} tokens"
 
 
 def nearest(found: Sequence[Option], capacity: int) -> Iterator[str]:

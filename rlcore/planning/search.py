@@ -152,7 +152,12 @@ def options(job: Job, gpus: int, gpu: Gpu, admits: Callable[[Layout], bool]) -> 
         admits: whether the model and the backend accept a layout.
     """
     judged = [judge(layout, job, gpu) for layout in _layouts(gpus, job) if admits(layout)]
-    return sorted(judged, key=lambda option: (option.time.total, option.needs.peak))
+    return sorted(judged, key=by_time)
+
+
+def by_time(option: Option) -> tuple[float, int]:
+    """Order options: the fastest first, of equals the smallest."""
+    return option.time.total, option.needs.peak
 
 
 def _layouts(gpus: int, job: Job) -> Iterator[Layout]:
@@ -179,8 +184,8 @@ def _layouts(gpus: int, job: Job) -> Iterator[Layout]:
                         expert=expert,
                         expert_tensor=1 if expert > 1 else tensor,
                         sequence=tensor > 1,
-                        distributed=data * context > 1,
                     )
+                    base = replace(base, distributed=base.has_copies)
                     yield from (replace(base, recompute=recompute) for recompute in recomputed)
 
 

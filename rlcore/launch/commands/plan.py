@@ -1,11 +1,13 @@
-"""`rlcore plan`: which layouts of the models fit on the GPUs. It reads no weights."""
+"""`rlcore plan`: which layouts of the models fit on the GPUs, and the keys of the fastest."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import cast, get_args
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any, cast, get_args
 
 from backends.megatron.checks.layout import check_layout, check_others, layers_of_stages
 from backends.megatron.convert.architecture import Architecture
@@ -13,16 +15,23 @@ from backends.megatron.convert.hf_tensors import weight_tensors
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.convert.table import Split
 from rlcore.config import Config
+from rlcore.config.checks.all_checks import check
 from rlcore.config.derived import (
     Passes,
     built_in_passes,
+    embedded_in_trainer,
     generates,
     other_folders,
     samples_per_step,
+    world_size,
 )
-from rlcore.config.sections.policy import ParallelConfig, default_chunk_elements
-from rlcore.errors import ConfigError
-from rlcore.planning.devices import GPUS
+from rlcore.config.engine_registry import KINDS
+from rlcore.config.sections.policy import ParallelConfig, PolicyConfig, default_chunk_elements
+from rlcore.config.sections.rollout import RolloutConfig
+from rlcore.config.sections.training import ClusterConfig
+from rlcore.config.yaml_settings import render_config
+from rlcore.errors import ConfigError, UserError
+from rlcore.planning.devices import GPUS, GPUS_PER_NODE
 from rlcore.planning.fit import Frozen, Trained
 from rlcore.planning.host import StepArrays
 from rlcore.planning.memory import Layout, Recompute, RecomputeMethod
@@ -36,37 +45,55 @@ from rlcore.planning.publication import (
     is_projection,
     together,
 )
-from rlcore.planning.report import report
-from rlcore.planning.search import Job, judge, options
+from rlcore.planning.report import describe, report
+from rlcore.planning.search import Job, Option, by_time, judge, options
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _PROMPT = 1024  # tokens, where data.max_prompt_tokens does not say
 # fields that ParallelConfig and Layout share
 _SHARED = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "sequence")
+# fields of policy.megatron that a `Layout` decides
+_RECOMPUTE = (
+    *("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"),
+    "distribute_saved_activations",
+)
+# keys that a plan decides, next to _RECOMPUTE
+_DECIDED = (
+    *("cluster.launcher", "cluster.nodes", "cluster.processes_per_node"),
+    *(f"policy.parallel.{name}" for name in ParallelConfig.model_fields),
+    *("policy.optimizer.distributed", "rollout.engine.count", "rollout.engine.gpus"),
+    "rollout.engine.tensor_parallel",
+)
 
 
 def plan(
     config: Config,
     *,
-    gpus: int,
+    trainer_gpus: int | None,
+    engine_gpus: int | None,
     gpu_memory: int,
     gpu: str,
     card: float | None = None,
     nvlink: float | None = None,
     nccl_channels: int | None = None,
 ) -> Iterator[str]:
-    """Yield lines on the configured layout, and on layouts that fit, the fastest first.
+    """Yield lines on the configured layout, on layouts that fit, and the keys of the fastest.
 
     Args:
-        gpus: the number of GPUs.
+        trainer_gpus: GPUs of the trainer alone; None: as configured.
+        engine_gpus: GPUs of the engines next to these; None: as configured.
         gpu_memory: bytes of each.
         gpu: a name in `rlcore.planning.devices.GPUS`.
         card, nvlink: bytes/s of publications, see `Costs`; by default the GPU's.
         nccl_channels: of a communicator.
 
-    Raises ModelError for a `config.json` that is missing or of a family that is not converted.
+    Raises UserError for engine GPUs that the engines cannot take, and ModelError for a
+    `config.json` that is missing or of a family that is not converted.
     """
+    gpus = trainer_gpus or world_size(config)
+    given = config
+    config = _placed(config, gpus, engine_gpus)
     arch = read_architecture(config.model.path, weights=False, bridge=config.model.bridge)
     others = {
         key: read_architecture(path, weights=False, bridge=config.model.bridge)
@@ -87,11 +114,145 @@ def plan(
             return str(error)
         return None
 
+    def admits(layout: Layout) -> bool:
+        return why_not(_parallel(layout)) is None and not check(_laid_out(config, layout))
+
     own = why_not(config.policy.parallel) or judge(
         configured_layout(config, arch, gpus), job, device
     )
-    found = options(job, gpus, device, lambda layout: why_not(_parallel(layout)) is None)
-    return report(job, gpus, gpu_memory, device, costs, own, found)
+    found = options(job, gpus, device, admits)
+    if isinstance(own, Option) and own.layout not in {option.layout for option in found}:
+        found = sorted([own, *found], key=by_time)
+    yield from report(job, gpus, _engines(config, gpus), gpu_memory, device, costs, own, found)
+    fastest = next((option.layout for option in found if option.fits(gpu_memory)), None)
+    if fastest is not None:
+        is_own = isinstance(own, Option) and fastest == own.layout
+        yield ""
+        yield f"# {describe(fastest)} as keys, for the configuration or a second file:"
+        changed = config if is_own else _laid_out(config, fastest)
+        yield from render_config(_keys(changed, given), {}).splitlines()
+
+
+# --- counts of GPUs, and keys ---------------------------------------------------------------------
+
+
+def _placed(config: Config, trainer: int, engine_gpus: int | None) -> Config:
+    """Return the configuration for so many GPUs of the trainer and of the engines.
+
+    Raises UserError where the engines have no GPUs of their own, or cannot take so many.
+    """
+    engine = config.rollout.engine
+    if engine_gpus is not None:
+        if not _engine_gpus(config, trainer):
+            raise UserError(
+                f"--engine-gpus: got {engine_gpus}, but there is {_engines(config, trainer)}:"
+                " leave it out, or change rollout.engine"
+            )
+        if engine_gpus % engine.tensor_parallel:
+            raise UserError(
+                f"--engine-gpus: got {engine_gpus}, but each engine takes {engine.tensor_parallel}"
+                " (rollout.engine.tensor_parallel): give a multiple, or change the key"
+            )
+        count = engine_gpus // engine.tensor_parallel
+        listed = engine.gpus if len(engine.gpus) >= engine_gpus else []
+        engine = engine.model_copy(update={"count": count, "gpus": listed})
+        rollout = config.rollout.model_copy(update={"engine": engine})
+        config = config.model_copy(update={"rollout": rollout})
+    nodes = 1
+    if trainer > GPUS_PER_NODE and not engine.colocated:  # colocated engines are on one machine
+        nodes = next(
+            n for n in range(2, trainer + 1) if trainer % n == 0 and trainer // n <= GPUS_PER_NODE
+        )
+    cluster = {"nodes": nodes, "processes_per_node": trainer // nodes}
+    needed = trainer + (0 if _shares_gpus(config) else _engine_gpus(config, trainer))
+    if config.cluster.launcher == "local" and needed > GPUS_PER_NODE and not engine.colocated:
+        cluster["launcher"] = "ray" if generates(config) else "torchrun"
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=cluster)})
+
+
+def _engine_gpus(config: Config, trainer: int) -> int:
+    """Return the GPUs that engines of the run take next to the trainer's."""
+    engine = config.rollout.engine
+    elsewhere = engine.colocated or engine.urls or engine.device == "cpu"
+    if not generates(config) or elsewhere or embedded_in_trainer(config, trainer):
+        return 0
+    return engine.count * engine.tensor_parallel
+
+
+def _shares_gpus(config: Config) -> bool:
+    """Whether engines may also be where the trainer is: they take what no rank is on, if any."""
+    kind = KINDS.get(config.rollout.engine.kind)
+    return kind is not None and kind.shares_gpu
+
+
+def _engines(config: Config, trainer: int) -> str:
+    """Name the engines of the run, and whose GPUs they are on."""
+    if not generates(config):
+        return "no engines"
+    engine = config.rollout.engine
+    if engine.urls:
+        number = f"{len(engine.urls)} engine{'s' * (len(engine.urls) > 1)}"
+        return f"{number} by rollout.engine.urls, whose GPUs are not counted"
+    number = f"{engine.count} engine{'s' * (engine.count > 1)} of TP {engine.tensor_parallel}"
+    if engine.device == "cpu":
+        return f"{number} on the CPU"
+    if own := _engine_gpus(config, trainer):
+        suffix = ", or on the trainer's where none is free" if _shares_gpus(config) else ""
+        return f"{number} on {own} GPU{'s' * (own > 1)} of their own{suffix}"
+    return f"{number} on the trainer's GPUs"
+
+
+def _laid_out(config: Config, layout: Layout) -> Config:
+    """Return the configuration with a layout of the search."""
+    policy = config.policy
+    megatron = policy.megatron
+    if (layout.recompute, layout.recompute_method, layout.recompute_layers) != _recompute(config):
+        wanted: dict[str, Any] = {}
+        if layout.recompute == "full":
+            wanted = {
+                "recompute_granularity": "full",
+                "recompute_method": layout.recompute_method,
+                "recompute_num_layers": layout.recompute_layers,
+            }
+        elif layout.recompute != "none":
+            modules = layout.recompute.split("+")
+            wanted = {"recompute_granularity": "selective", "recompute_modules": modules}
+        cleared = {name: None for name in _RECOMPUTE if megatron.get(name) is not None}
+        megatron = megatron | cleared | wanted
+    distributed = layout.distributed or policy.optimizer.distributed
+    changed = {
+        "parallel": _parallel(layout),
+        "megatron": megatron,
+        "optimizer": policy.optimizer.model_copy(update={"distributed": distributed}),
+    }
+    return config.model_copy(update={"policy": policy.model_copy(update=changed)})
+
+
+def _keys(config: Config, given: Config) -> dict[str, Any]:
+    """Return the keys that a plan decides, nested, where they differ from `given` or defaults."""
+    defaults = SimpleNamespace(
+        cluster=ClusterConfig(), policy=PolicyConfig(), rollout=RolloutConfig()
+    )
+    values = {}
+    for key in _DECIDED:
+        value = attrgetter(key)(config)
+        if value != attrgetter(key)(given) or value != attrgetter(key)(defaults):
+            values[key] = value
+    for name in _RECOMPUTE:
+        value = config.policy.megatron.get(name)
+        if value is not None or given.policy.megatron.get(name) is not None:
+            values[f"policy.megatron.{name}"] = value
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        section = nested
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return nested
+
+
+# --- the job --------------------------------------------------------------------------------------
 
 
 def configured_layout(config: Config, arch: Architecture, gpus: int) -> Layout:
@@ -102,16 +263,16 @@ def configured_layout(config: Config, arch: Architecture, gpus: int) -> Layout:
     parallel = config.policy.parallel
     recompute, method, count = _recompute(config)
     uneven = parallel.first_stage_layers is not None or parallel.last_stage_layers is not None
-    return Layout(
+    layout = Layout(
         **{name: getattr(parallel, name) for name in _SHARED},
         expert_tensor=parallel.expert_tensor or parallel.tensor,
         data=gpus // (parallel.tensor * parallel.pipeline * parallel.context),
-        distributed=config.policy.optimizer.distributed,
         recompute=recompute,
         recompute_method=method,
         recompute_layers=count,
         stages=tuple(layers_of_stages(arch.num_layers, parallel)) if uneven else (),
     )
+    return replace(layout, distributed=config.policy.optimizer.distributed and layout.has_copies)
 
 
 def make_job(config: Config, arch: Architecture, others: Mapping[str, Architecture]) -> Job:
@@ -207,6 +368,7 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
         rails=given.rails or given.tensor_parallel,
         engine_tensor=given.tensor_parallel,
         engine_dtype_bytes=_ITEM_BYTES[_DTYPES[dtype]],
+        colocated=given.colocated,
     )
 
 

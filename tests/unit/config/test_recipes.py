@@ -111,7 +111,7 @@ def test_its_trainer_fits_the_gpus(
             "plan",
             *map(str, recipe.files),
             *models,
-            "--gpus",
+            "--trainer-gpus",
             str(cluster.nodes * cluster.processes_per_node),
             "--gpu-memory",
             recipe.memory,
@@ -190,5 +190,5 @@ def test_other_examples_are_planned_too(
     model = "examples/models/Qwen2.5-7B" if real else tiny_model
     gpus = "8" if real else "1"
     paths = [str(EXAMPLES / file) for file in files]
-    assert cli.main(["plan", *paths, f"model.path={model}", "--gpus", gpus]) == 0
+    assert cli.main(["plan", *paths, f"model.path={model}", "--trainer-gpus", gpus]) == 0
     assert ": fits, " in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from rlcore import cli
+from rlcore.config.load import load_config
+from rlcore.config.yaml_settings import render_config
 
 EXAMPLES = Path(__file__).parents[4] / "examples/models"
 CONFIG = str(EXAMPLES / "grpo.yaml")
@@ -38,27 +41,42 @@ def changed(folder: Path, *dropped: str, model: str = "Qwen2.5-7B", **values: An
     return folder
 
 
-def first_layout(out: str) -> str:
+def first_line(out: str) -> str:
+    """Return the line of the fastest layout, with its mark."""
     lines = out.splitlines()
-    return lines[
-        next(i for i, line in enumerate(lines) if "peak of the fullest rank" in line) + 1
-    ].strip()
+    return lines[next(i for i, line in enumerate(lines) if "peak of the fullest" in line) + 1]
+
+
+def first_layout(out: str) -> str:
+    return first_line(out).strip()
+
+
+def validated(folder: Path, model: str) -> list[str]:
+    """Overrides with which `validate` finds a model's folder and a file of data."""
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    (folder / "rows.jsonl").write_text("{}\n")
+    return [f"model.path={changed(folder, model=model)}", f"data.paths={folder / 'rows.jsonl'}"]
+
+
+def rendered(files: list[Path], overrides: list[str]) -> str:
+    """Return a configuration as one file."""
+    return render_config(load_config(files, overrides).config.model_dump(exclude_defaults=True), {})
 
 
 # --- what it prints -------------------------------------------------------------------------------
 
 
 def test_a_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = plan(capsys, "--gpus", "8")
+    code, out, err = plan(capsys, "--trainer-gpus", "8")
     assert (code, err) == (0, "")
-    assert out.startswith("7.62 B parameters; 8 x H100 of 80.0 GiB, 8% reserved\n")
+    assert out.startswith("7.62 B parameters; 8 x H100 of 80.0 GiB for the trainer, 8% reserved\n")
     assert "TP 4 x DP 2, SP, distributed optimizer: fits, " in out
     for part in (
         "policy weights",
         "policy gradients",
         "policy optimizer",
         "(the largest phase)",
-        "left for KV of a colocated",
+        "left for KV of an engine of TP 1",
     ):
         assert part in out
     assert first_layout(out).endswith("TP 2 x DP 4, SP, distributed optimizer")
@@ -66,7 +84,7 @@ def test_a_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_beside_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     engines = ("rollout.engine.kind=sglang", "rollout.engine.count=8")
-    out = plan(capsys, "--gpus", "16", *engines)[1]
+    out = plan(capsys, "--trainer-gpus", "16", *engines)[1]
     assert "2.1 GiB  buckets of publications" in out
     assert "0.9 GiB  NCCL's buffers, 6 communicators" in out
     assert "14.2 GiB in 86 buckets of at most 1.0 GiB to 8 engines;" in out
@@ -74,19 +92,19 @@ def test_what_is_beside_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a checkpoint: 99.3 GiB on disk; a rank writes at most 6.2 GiB\n" in out
     assert "rank 0's host memory: 0.1 GiB for the batch of 8.4 M tokens" in out
 
-    out = plan(capsys, "--gpus", "16", *engines, "rollout.engine.quantization=fp8")[1]
+    out = plan(capsys, "--trainer-gpus", "16", *engines, "rollout.engine.quantization=fp8")[1]
     assert "each of 8 ranks sends 8.1 GiB;" in out
     assert "2.3 GiB  buckets of publications" in out  # two in FP8, and one before it is rounded
 
     given = ("--card-gb", "24", "--nvlink-gb", "150", "--nccl-channels", "32")
-    out = plan(capsys, "--gpus", "16", *engines, "checkpoint.async_save=true", *given)[1]
+    out = plan(capsys, "--trainer-gpus", "16", *engines, "checkpoint.async_save=true", *given)[1]
     assert "1.9 GiB  NCCL's buffers, 6 communicators" in out
     assert "(24 GB/s a card, 150 in a node)" in out
     assert "a rank writes at most 6.2 GiB, from a copy in host memory" in out
 
-    out = plan(capsys, "--gpus", "16", *engines, "rollout.engine.senders=1")[1]
+    out = plan(capsys, "--trainer-gpus", "16", *engines, "rollout.engine.senders=1")[1]
     assert "rank 0 sends 113.5 GiB; calculated" in out
-    colocated = plan(capsys, "--gpus", "8", *engines, "rollout.engine.colocated=true")[1]
+    colocated = plan(capsys, "--trainer-gpus", "8", *engines, "rollout.engine.colocated=true")[1]
     assert "by tensor, whose time is not estimated" in colocated
     assert "buckets of publications" not in colocated, "engines get that memory"
 
@@ -102,7 +120,7 @@ def test_what_is_beside_a_step(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_fastest_layouts_of_large_models(
     capsys: pytest.CaptureFixture[str], model: str, gpus: int, layout: str
 ) -> None:
-    code, out, _ = plan(capsys, "--gpus", str(gpus), model=model)
+    code, out, _ = plan(capsys, "--trainer-gpus", str(gpus), model=model)
     assert code == 0
     assert first_layout(out).endswith(layout)
 
@@ -110,7 +128,7 @@ def test_the_fastest_layouts_of_large_models(
 def test_each_cut_is_printed_once_and_the_configured_one_is_marked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    _, out, _ = plan(capsys, "--gpus", "8", "policy.parallel.tensor=2")
+    _, out, _ = plan(capsys, "--trainer-gpus", "8", "policy.parallel.tensor=2")
     shown = [line for line in out.splitlines() if " s   " in line]
     cuts = [line.split("GiB")[1].split(", recompute")[0] for line in shown]
     assert len(cuts) == len(set(cuts)) > 3
@@ -121,18 +139,21 @@ def test_a_printed_layout_is_taken_when_it_is_configured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Experts are cut by EP alone, so under TP the layout names ETP: its default is TP."""
-    _, out, _ = plan(capsys, "--gpus", "8", model="Qwen3-30B-A3B")
+    _, out, _ = plan(capsys, "--trainer-gpus", "8", model="Qwen3-30B-A3B")
     line = next(line for line in out.splitlines() if "TP 2 x EP 8 x ETP 1 x DP 4" in line)
     shown = line.split("GiB")[1].split(", recompute")[0].strip()
     keys = {"tensor": 2, "expert": 8, "expert_tensor": 1, "sequence": "true"}
     given = [f"policy.parallel.{key}={value}" for key, value in keys.items()]
-    assert f"layout:\n  {shown}: " in plan(capsys, "--gpus", "8", *given, model="Qwen3-30B-A3B")[1]
+    assert (
+        f"layout:\n  {shown}: "
+        in plan(capsys, "--trainer-gpus", "8", *given, model="Qwen3-30B-A3B")[1]
+    )
 
 
 def test_a_model_that_cannot_fit_is_told_by_how_much_and_what_would_help(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out, _ = plan(capsys, "--gpus", "8", model="Llama-3.1-70B")
+    code, out, _ = plan(capsys, "--trainer-gpus", "8", model="Llama-3.1-70B")
     assert code == 0, "the plan was made; that nothing fits is what it says"
     assert "does NOT fit, " in out
     nearest = out[out.index("No layout fits. The nearest is ") :].splitlines()
@@ -146,17 +167,17 @@ def test_a_model_that_cannot_fit_is_told_by_how_much_and_what_would_help(
 
 
 def test_a_parked_reference_and_a_critic_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    resident = plan(capsys, "--gpus", "8", "reference.offload=false")[1]
+    resident = plan(capsys, "--trainer-gpus", "8", "reference.offload=false")[1]
     assert "reference weights" in resident
-    assert "reference weights" not in plan(capsys, "--gpus", "8")[1], (
+    assert "reference weights" not in plan(capsys, "--trainer-gpus", "8")[1], (
         "it is swapped into the policy's place"
     )
-    critic = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo")[1]
+    critic = plan(capsys, "--trainer-gpus", "8", "algorithm.estimator.name=ppo")[1]
     assert "critic weights" in critic
     assert "critic optimizer" in critic
-    offloaded = plan(capsys, "--gpus", "8", "algorithm.estimator.name=ppo", "critic.offload=true")[
-        1
-    ]
+    offloaded = plan(
+        capsys, "--trainer-gpus", "8", "algorithm.estimator.name=ppo", "critic.offload=true"
+    )[1]
     assert "GiB  critic weights" not in offloaded
 
 
@@ -173,9 +194,9 @@ def test_an_offloaded_reference_that_computes_otherwise_has_weights_of_its_own(
     )
     like = changed(tmp_path / "like")
     other = changed(tmp_path / "other", **{field: 1e-4})
-    swapped = plan(capsys, "--gpus", "8", *small, f"reference.path={like}")[1]
+    swapped = plan(capsys, "--trainer-gpus", "8", *small, f"reference.path={like}")[1]
     assert "reference pass (the largest phase)" not in swapped
-    beside = plan(capsys, "--gpus", "8", *small, f"reference.path={other}")[1]
+    beside = plan(capsys, "--trainer-gpus", "8", *small, f"reference.path={other}")[1]
     (line,) = [line for line in beside.splitlines() if "(the largest phase)" in line]
     assert line.endswith("reference pass (the largest phase)")
     assert float(line.split()[0]) > 7.6e9 * 2 / 2**30
@@ -184,7 +205,7 @@ def test_an_offloaded_reference_that_computes_otherwise_has_weights_of_its_own(
 def test_a_critic_with_a_folder_of_its_own_has_its_sizes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    ppo = ("--gpus", "8", "algorithm.estimator.name=ppo")
+    ppo = ("--trainer-gpus", "8", "algorithm.estimator.name=ppo")
     shallow = changed(tmp_path / "critic", num_hidden_layers=14)
 
     def critic_weights(*arguments: str) -> float:
@@ -201,40 +222,191 @@ def test_a_critic_with_a_folder_of_its_own_has_its_sizes(
 ALONE = "policy.parallel={tensor: 1, sequence: false}"
 
 
-def colocated(out: str) -> str:
-    """Return the line on a colocated engine."""
-    (line,) = [line.strip() for line in out.splitlines() if "colocated" in line]
+def room(out: str) -> str:
+    """Return the line on the room of an engine."""
+    (line,) = [line.strip() for line in out.splitlines() if re.search(r" engine of TP \d+: ", line)]
     return line
 
 
 @pytest.mark.parametrize(
     ("tensor", "dtype", "item"), [(1, "bf16", 2), (4, "bf16", 2), (8, "bf16", 2), (2, "fp32", 4)]
 )
-def test_a_colocated_engine_has_the_gpu_cut_as_the_engine_is(
-    capsys: pytest.CaptureFixture[str], tensor: int, dtype: str, item: int
+@pytest.mark.parametrize("colocated", [False, True])
+def test_an_engine_has_the_gpu_but_for_its_weights(
+    capsys: pytest.CaptureFixture[str], tensor: int, dtype: str, item: int, colocated: bool
 ) -> None:
     """7.616e9 parameters; K and V of a token: 28 layers x 4 heads x 128, of a rank at least one."""
-    keys = ("kind=sglang", f"tensor_parallel={tensor}", f"dtype={dtype}")
-    line = colocated(plan(capsys, "--gpus", "8", *(f"rollout.engine.{key}" for key in keys))[1])
+    keys = ("kind=sglang", f"tensor_parallel={tensor}", f"dtype={dtype}", f"colocated={colocated}")
+    out = plan(capsys, "--trainer-gpus", "8", *(f"rollout.engine.{key}" for key in keys))[1]
     left = 80 * 0.92 - 7.616e9 * item / tensor / 2**30
-    assert line.startswith(f"{left:.1f} GiB  left for KV of a colocated engine of TP {tensor}: ")
+    name = "a colocated engine" if colocated else "an engine"
+    assert room(out).startswith(f"{left:.1f} GiB  left for KV of {name} of TP {tensor}: ")
     per_token = 2 * 28 * max(1, 4 // tensor) * 128 * item
-    assert abs(int(line.split()[-2].replace(",", "")) - left * 2**30 / per_token) < 1e4
+    assert abs(int(room(out).split()[-2].replace(",", "")) - left * 2**30 / per_token) < 1e4
 
 
-def test_a_colocated_engines_weights_must_fit_beside_the_trainer(
+def test_a_colocated_engines_weights_must_fit_next_to_the_trainer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In FP8 they take little more than half; the embedding and the head stay."""
-    given = ("--gpus", "4", ALONE, "policy.optimizer.distributed=false")
+    engine = ("rollout.engine.kind=sglang", "rollout.engine.colocated=true")
+    given = ("--trainer-gpus", "4", ALONE, "policy.optimizer.distributed=false", *engine)
     none = "none  for a colocated engine of TP 1: its weights ("
-    assert colocated(plan(capsys, *given)[1]).startswith(none + "14.2 GiB)")
-    fp8 = ("rollout.engine.kind=sglang", "rollout.engine.quantization=fp8")
-    assert colocated(plan(capsys, *given, *fp8)[1]).startswith(none + "8.1 GiB)")
+    assert room(plan(capsys, *given)[1]).startswith(none + "14.2 GiB) next to the trainer's state")
+    fp8 = plan(capsys, *given, "rollout.engine.quantization=fp8")[1]
+    assert room(fp8).startswith(none + "8.1 GiB) next to the trainer's state")
+
+
+def test_a_layout_that_leaves_no_room_for_a_colocated_engines_weights_does_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On GPUs of 44 GiB the trainer alone fits, and both fit only on larger ones."""
+    sglang = ("--trainer-gpus", "8", "rollout.engine.kind=sglang", "--gpu-memory", "48G")
+    assert "SP, distributed optimizer: fits, " in plan(capsys, *sglang)[1]
+    without = first_layout(plan(capsys, *sglang)[1])
+    both = plan(capsys, *sglang, "rollout.engine.colocated=true")[1]
+    fitting = both[both.index("Layouts that fit") :]
+    assert float(without.split()[2]) <= 48 * 0.92
+    for line in re.findall(r"s +([\d.]+) GiB", fitting):
+        assert float(line) <= 48 * 0.92
+
+
+def test_an_engine_whose_weights_exceed_its_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--trainer-gpus", "64", "rollout.engine.kind=sglang", "cluster.nodes=8")
+    out = plan(capsys, *given, model="Llama-3.1-70B")[1]
+    assert room(out).startswith("none  for an engine of TP 1: its weights (131.4 GiB) are ")
+    assert room(out).endswith(" too much; raise rollout.engine.tensor_parallel")
+    assert (
+        "left for KV of an engine of TP 4"
+        in (plan(capsys, *given, "rollout.engine.tensor_parallel=4", model="Llama-3.1-70B")[1])
+    )
+
+
+# --- whose GPUs are counted -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("kind=sglang", "1 engine of TP 1 on 1 GPU of their own"),
+        ("kind=sglang count=4 tensor_parallel=2", "4 engines of TP 2 on 8 GPUs of their own"),
+        ("kind=sglang colocated=true count=8", "8 engines of TP 1 on the trainer's GPUs"),
+        ("kind=sglang device=cpu", "1 engine of TP 1 on the CPU"),
+        ('kind=sglang urls=["http://a:1"]', "1 engine by rollout.engine.urls, whose GPUs are not"),
+        ("count=2", "2 engines of TP 1 on 2 GPUs of their own, or on the trainer's where none is"),
+        ("in_process=true", "1 engine of TP 1 on the trainer's GPUs"),
+    ],
+)
+def test_the_engines_gpus_are_counted_apart(
+    capsys: pytest.CaptureFixture[str], keys: str, said: str
+) -> None:
+    given = [f"rollout.engine.{key}" for key in keys.split()]
+    code, out, _ = plan(capsys, "--trainer-gpus", "8", *given)
+    assert code == 0
+    assert out.splitlines()[1].startswith(said)
+
+
+def test_both_counts_are_as_configured_unless_they_are_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ray = ("cluster.launcher=ray", "cluster.nodes=2", "cluster.processes_per_node=8")
+    sglang = ("rollout.engine.kind=sglang", "rollout.engine.tensor_parallel=2")
+    out = plan(capsys, *ray, *sglang)[1]
+    assert out.startswith("7.62 B parameters; 16 x H100 of 80.0 GiB for the trainer")
+    assert out.splitlines()[1] == "1 engine of TP 2 on 2 GPUs of their own"
+    out = plan(capsys, "--trainer-gpus", "8", "--engine-gpus", "24", *ray, *sglang)[1]
+    assert out.startswith("7.62 B parameters; 8 x H100 of 80.0 GiB for the trainer")
+    assert out.splitlines()[1] == "12 engines of TP 2 on 24 GPUs of their own"
+    assert "to 12 engines;" in out, "a publication reaches them all"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("kind=sglang colocated=true", "but there is 1 engine of TP 1 on the trainer's GPUs"),
+        ('kind=sglang urls=["http://a:1"]', "by rollout.engine.urls"),
+        ("kind=sglang device=cpu", "on the CPU"),
+        ("kind=sglang tensor_parallel=4", "got 6, but each engine takes 4 (rollout.engine.tensor"),
+    ],
+)
+def test_engine_gpus_that_the_engines_cannot_take(
+    capsys: pytest.CaptureFixture[str], keys: str, said: str
+) -> None:
+    given = [f"rollout.engine.{key}" for key in keys.split()]
+    code, out, err = plan(capsys, "--trainer-gpus", "8", "--engine-gpus", "6", *given)
+    assert (code, out) == (2, "")
+    assert err.startswith("rlcore: --engine-gpus: got 6, but ")
+    assert said in err
+
+
+# --- the keys of its answer -----------------------------------------------------------------------
+
+SGLANG = ("rollout.engine.kind=sglang",)
+RAY = ("rollout.engine.kind=sglang", "cluster.launcher=ray", "cluster.processes_per_node=128")
+LOCAL = (ALONE, "rollout.engine.kind=sglang", "cluster.launcher=local")
+NOT_DISTRIBUTED = "policy.optimizer.distributed=false"
+FULL = "{recompute_granularity: full, recompute_method: block, recompute_num_layers: 3}"
+
+
+@pytest.mark.parametrize(
+    ("model", "counts", "given"),
+    [
+        ("Qwen2.5-7B", (8, None), ()),
+        ("Qwen2.5-7B", (2, 6), LOCAL),
+        ("Qwen2.5-7B", (8, 4), LOCAL),
+        ("Qwen2.5-7B", (16, 8), (*SGLANG, "policy.parallel={pipeline: 4, virtual_pipeline: 7}")),
+        ("Qwen2.5-7B", (8, None), (*SGLANG, "rollout.engine.colocated=true")),
+        ("Qwen2.5-7B", (12, 8), (*SGLANG, "rollout.engine={tensor_parallel: 2, gpus: [0, 1]}")),
+        ("Qwen2.5-7B", (8, None), (f"policy.megatron={FULL}", NOT_DISTRIBUTED)),
+        ("Qwen2.5-7B", (8, 8), (*RAY, "policy.parallel={pipeline: 2, first_stage_layers: 13}")),
+        ("Qwen3-30B-A3B", (8, None), (f"policy.megatron={FULL}",)),
+        ("Qwen3-30B-A3B", (16, 16), (*RAY, "policy.parallel.expert=4")),
+        ("Llama-3.1-70B", (64, 32), (*SGLANG, "rollout.engine.tensor_parallel=4")),
+    ],
+)  # fmt: skip
+def test_the_keys_stand_for_the_fastest_layout(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    model: str,
+    counts: tuple[int, int | None],
+    given: tuple[str, ...],
+) -> None:
+    """`validate` takes them, and a plan with them, and without counts, gives the same answer."""
+    trainer, engines = counts
+    numbers = ["--trainer-gpus", str(trainer)]
+    numbers += [] if engines is None else ["--engine-gpus", str(engines)]
+    code, out, err = plan(capsys, *numbers, *given, model=model)
+    assert (code, err) == (0, "")
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(out[out.index("\n# ") :])
+    settings = tmp_path / "given.yaml"
+    settings.write_text(rendered([Path(CONFIG)], [*validated(tmp_path, model), *given]))
+
+    assert cli.main(["validate", str(settings), str(keys)]) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert "The model can be converted, and the layout and policy.megatron fit it" in said
+
+    assert cli.main(["plan", str(settings), str(keys)]) == 0
+    again = capsys.readouterr().out
+    assert again.splitlines()[:2] == out.splitlines()[:2], "the counts are in the keys"
+    shown = [line for line in again.splitlines() if re.match(r" [ *] +[\d.]+ s ", line)]
+    assert shown[0] == " *" + first_line(out)[2:], "the layout is in the keys"
+    more = tmp_path / "more.yaml"
+    more.write_text(again[again.index("\n# ") :])
+    assert load_config([settings, keys, more]).config == load_config([settings, keys]).config
+
+
+def test_there_are_no_keys_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, "--trainer-gpus", "8", model="Llama-3.1-70B")[1]
+    assert "No layout fits." in out
+    assert "\n# " not in out
+    assert "cluster:" not in out
 
 
 def test_a_run_without_engines_leaves_no_room_for_one(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = plan(capsys, "--gpus", "8", "training.replay=x", "training.debug=train_only")
+    code, out, err = plan(
+        capsys, "--trainer-gpus", "8", "training.replay=x", "training.debug=train_only"
+    )
     assert (code, err) == (0, "")
     assert "colocated" not in out
 
@@ -251,7 +423,7 @@ def test_recomputation_of_whole_layers_is_counted_as_it_is_configured(
             f"policy.megatron={{recompute_granularity: full, recompute_method: {name},"
             f" recompute_num_layers: {count}}}"
         )
-        out = plan(capsys, "--gpus", "8", cut, full)[1]
+        out = plan(capsys, "--trainer-gpus", "8", cut, full)[1]
         (line,) = [line for line in out.splitlines() if line.startswith("  TP 2 x DP 4")]
         found[method] = line
     assert "recompute full: fits, 39.0 GiB" in found["uniform 1"]
@@ -264,7 +436,7 @@ def test_recomputation_of_no_number_of_layers(
     capsys: pytest.CaptureFixture[str], given: str
 ) -> None:
     full = f"policy.megatron={{recompute_granularity: full, recompute_method: {given}}}"
-    code, _, err = plan(capsys, "--gpus", "8", full)
+    code, _, err = plan(capsys, "--trainer-gpus", "8", full)
     assert code == 2
     assert "set uniform or block, and a number of layers" in err
 
@@ -274,7 +446,7 @@ def test_a_critic_of_another_shape_is_laid_out_as_the_policy_is(
 ) -> None:
     critic = changed(tmp_path / "critic", num_attention_heads=7, num_key_value_heads=7)
     code, out, _ = plan(
-        capsys, "--gpus", "8", "algorithm.estimator.name=ppo", f"critic.path={critic}"
+        capsys, "--trainer-gpus", "8", "algorithm.estimator.name=ppo", f"critic.path={critic}"
     )
     assert code == 0
     assert (
@@ -286,23 +458,24 @@ def test_a_critic_of_another_shape_is_laid_out_as_the_policy_is(
 
 
 def test_more_memory_and_other_gpus_change_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "fits, 43" in plan(capsys, "--gpus", "8", "--gpu-memory", "48G")[1]
-    assert "does NOT fit" in plan(capsys, "--gpus", "8", "--gpu-memory", "24G")[1]
-    said = (plan(capsys, "--gpus", "8", "--gpu", gpu)[1] for gpu in ("A100", "B200"))
+    assert "fits, 43" in plan(capsys, "--trainer-gpus", "8", "--gpu-memory", "48G")[1]
+    assert "does NOT fit" in plan(capsys, "--trainer-gpus", "8", "--gpu-memory", "24G")[1]
+    said = (plan(capsys, "--trainer-gpus", "8", "--gpu", gpu)[1] for gpu in ("A100", "B200"))
     slow, fast = (float(out.split("about ")[1].split(" s")[0]) for out in said)
     assert slow > 5 * fast
 
 
 @pytest.mark.parametrize("size", ["80", "80G", "80g", "80GB", "80GiB"])
 def test_spellings_of_a_size(capsys: pytest.CaptureFixture[str], size: str) -> None:
-    assert "8 x H100 of 80.0 GiB" in plan(capsys, "--gpus", "8", "--gpu-memory", size)[1]
+    assert "8 x H100 of 80.0 GiB" in plan(capsys, "--trainer-gpus", "8", "--gpu-memory", size)[1]
 
 
 def test_a_plan_imports_no_torch() -> None:
     script = f"""
 import sys
 from rlcore.cli import main
-assert main(["plan", {CONFIG!r}, "model.path={EXAMPLES / "Qwen2.5-7B"}", "--gpus", "8"]) == 0
+model = "model.path={EXAMPLES / "Qwen2.5-7B"}"
+assert main(["plan", {CONFIG!r}, model, "--trainer-gpus", "8"]) == 0
 assert not {{"torch", "numpy", "transformers"}} & sys.modules.keys()
 """
     done = subprocess.run(
@@ -316,28 +489,23 @@ assert not {{"torch", "numpy", "transformers"}} & sys.modules.keys()
 
 @pytest.mark.parametrize("gpus", ["0", "-8", "8.5", "many", ""])
 def test_a_bad_number_of_gpus(capsys: pytest.CaptureFixture[str], gpus: str) -> None:
-    code, _, err = plan(capsys, "--gpus", gpus)
+    code, _, err = plan(capsys, "--trainer-gpus", gpus)
     assert code == 2
     assert (
-        f"argument --gpus: got {gpus!r}, expected a positive integer" in err
+        f"argument --trainer-gpus: got {gpus!r}, expected a positive integer" in err
         or "expected one argument" in err
     )
 
 
-def test_the_number_of_gpus_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = plan(capsys)
-    assert (code, "--gpus" in err) == (2, True)
-
-
 @pytest.mark.parametrize("size", ["80T", "0G", "1.5G", "G", "lots", "80000M"])
 def test_a_bad_size_of_memory(capsys: pytest.CaptureFixture[str], size: str) -> None:
-    code, _, err = plan(capsys, "--gpus", "8", "--gpu-memory", size)
+    code, _, err = plan(capsys, "--trainer-gpus", "8", "--gpu-memory", size)
     assert code == 2
     assert f"argument --gpu-memory: got {size!r}, expected gibibytes, as 80G" in err
 
 
 def test_an_unknown_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = plan(capsys, "--gpus", "8", "--gpu", "H900")
+    code, _, err = plan(capsys, "--trainer-gpus", "8", "--gpu", "H900")
     assert code == 2
     assert "H900" in err
     assert "H100" in err
@@ -346,7 +514,7 @@ def test_an_unknown_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_gpus_that_the_configured_layout_does_not_divide(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out, _ = plan(capsys, "--gpus", "6")
+    code, out, _ = plan(capsys, "--trainer-gpus", "6")
     assert code == 0, "others are found"
     assert (
         "refused: policy.parallel: tensor 4 x pipeline 1 x context 1 = 4 does not divide the world"
@@ -356,20 +524,20 @@ def test_gpus_that_the_configured_layout_does_not_divide(
 
 
 def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, err = plan(capsys, "--gpus", "8", model=tmp_path / "none")
+    code, out, err = plan(capsys, "--trainer-gpus", "8", model=tmp_path / "none")
     assert (code, out) == (2, "")
     assert str(tmp_path / "none") in err
     assert "Traceback" not in err
 
 
 def test_a_folder_without_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, err = plan(capsys, "--gpus", "8", model=tmp_path)
+    code, _, err = plan(capsys, "--trainer-gpus", "8", model=tmp_path)
     assert (code, f"{tmp_path}: no config.json" in err) == (2, True)
 
 
 def test_a_config_that_is_no_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    code, _, err = plan(capsys, "--gpus", "8", model=tmp_path)
+    code, _, err = plan(capsys, "--trainer-gpus", "8", model=tmp_path)
     assert (code, "not valid JSON" in err) == (2, True)
 
 
@@ -393,7 +561,9 @@ def test_a_config_that_we_do_not_convert(
     values: dict[str, Any],
     said: str,
 ) -> None:
-    code, out, err = plan(capsys, "--gpus", "8", model=changed(tmp_path, *dropped, **values))
+    code, out, err = plan(
+        capsys, "--trainer-gpus", "8", model=changed(tmp_path, *dropped, **values)
+    )
     assert (code, out) == (2, "")
     assert said in err
 
@@ -401,13 +571,18 @@ def test_a_config_that_we_do_not_convert(
 def test_keys_that_say_nothing_of_the_model_are_ignored(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    as_it_is = plan(capsys, "--gpus", "8")
+    as_it_is = plan(capsys, "--trainer-gpus", "8")
     assert (
-        plan(capsys, "--gpus", "8", model=changed(tmp_path, bos_token_id=151643, unheard_of="x"))
+        plan(
+            capsys,
+            "--trainer-gpus",
+            "8",
+            model=changed(tmp_path, bos_token_id=151643, unheard_of="x"),
+        )
         == as_it_is
     )
 
 
 def test_an_unknown_configuration_key(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = plan(capsys, "--gpus", "8", "policy.parallel.tensr=2")
+    code, _, err = plan(capsys, "--trainer-gpus", "8", "policy.parallel.tensr=2")
     assert (code, "tensr" in err, "tensor" in err) == (2, True, True)
