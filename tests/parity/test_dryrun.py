@@ -121,7 +121,7 @@ def test_plan_and_dry_run_agree(case: Case, tmp_path: Path) -> None:
         overrides.append(f"critic.path={critic}")
     files = [EXAMPLES / name for name in case.files]
     config = load_config(files, overrides).config
-    report = "\n".join(dry_run(config, world=case.world))
+    report = "\n".join(dry_run(config, world=case.world, gpu_memory=1 << 44))
     print(report)
     numbers = re.findall(r"^  (\S.*?) +([\d.,]+)(?: GiB)? +([\d.,]+)", report, re.MULTILINE)
     assert len(numbers) >= 8

@@ -12,12 +12,13 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.read import read_architecture
 from rlcore.config import Config
 from rlcore.config.derived import other_folders, world_size
-from rlcore.errors import ConfigError, UserError
+from rlcore.errors import ConfigError, RunFailed, UserError
 from rlcore.launch.commands.plan import configured_layout, job_passes, make_job
+from rlcore.planning.communicators import nccl_bytes
 from rlcore.planning.fit import Needs, stage_needs
 from rlcore.planning.memory import Layout, Load, rank_weights
-from rlcore.planning.report import describe
-from rlcore.planning.search import Job
+from rlcore.planning.report import describe, gib
+from rlcore.planning.search import Job, communicators, usable
 from rlcore.planning.shape import ModelShape
 from rlcore.planning.speed import rank_flops
 
@@ -34,16 +35,19 @@ def dry_run(
     ranks: Sequence[int] | None = None,
     skew: float = 1.0,
     holders: bool = False,
+    gpu_memory: int,
 ) -> Iterator[str]:
-    """Yield lines on each rank: what it needs and does, and what `rlcore plan` says of it.
+    """Yield lines on each rank, what it needs and does, and what `rlcore plan` says; and a verdict.
 
     Args:
         world: trainer ranks, by default as configured.
         ranks: those to run, by default one of the first, of a middle and of the last stage.
         skew: how many times an even share of tokens the rank's experts get.
         holders: also list what holds memory at the peaks.
+        gpu_memory: bytes of each GPU.
 
-    Raises UserError naming the option, or ConfigError or ModelError naming the key.
+    Raises UserError naming the option, ConfigError or ModelError naming the key, and RunFailed at
+    the end where a rank does not fit its GPU.
     """
     world = world or world_size(config)
     arch, job = _checked(config, world)
@@ -57,6 +61,7 @@ def dry_run(
     yield f"{describe(layout)}: {world} ranks, {arch.shape.parameters / 1e9:.2f} B parameters"
     load = replace(job.load(layout), routing_skew=skew)
     published = job.publication
+    peaks = []
     for rank in chosen:
         stage = rank // (world // layout.pipeline)
         in_flight = replace(load, micro_batches=micro_batches_in_flight(layout, load, stage))
@@ -86,8 +91,16 @@ def dry_run(
         planned = replace(planned, phases=planned.phases | after)
         yield ""
         yield from _rank_lines(report, planned, layout, in_flight, job)
+        # Engines that share the GPU hold their weights while they take new ones.
+        engine = 0 if published is None or not published.colocated else published.engine_bytes
+        peaks += [
+            (phase.peak.bytes + (engine if name == "publication" else 0), rank, name)
+            for name, phase in report.phases.items()
+        ]
     yield ""
     yield "Left out: " + "; ".join(LEFT_OUT) + "."
+    yield ""
+    yield _verdict(max(peaks), _nccl(layout, job), gpu_memory, chosen, world)
 
 
 # --- what is run ----------------------------------------------------------------------------------
@@ -149,6 +162,37 @@ def _check_skew(layout: Layout, shape: ModelShape, skew: float) -> None:
 
 
 # --- what is printed ------------------------------------------------------------------------------
+
+
+def _nccl(layout: Layout, job: Job) -> int:
+    """Return the bytes of NCCL's buffers, which a dry run has not."""
+    groups = communicators(layout, job)
+    return nccl_bytes(groups, channels=job.nccl_channels) if groups else 0
+
+
+def _verdict(
+    peak: tuple[int, int, str], nccl: int, capacity: int, ranks: Sequence[int], world: int
+) -> str:
+    """Say what was run and that it fits; raises RunFailed with what to do where it does not.
+
+    Args:
+        peak: the largest of all ranks that were run: bytes, rank and phase.
+        nccl: bytes of NCCL's buffers, which are not in it.
+    """
+    size, rank, phase = peak
+    limit = usable(capacity)
+    which = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {world}"
+    needed = f"{gib(size)} in {phase} of rank {rank} and {gib(nccl)} for NCCL"
+    if size + nccl > limit:
+        raise RunFailed(
+            f"verdict: {which} ran all phases, but the largest peak does NOT fit: {needed}, where"
+            f" {gib(limit)} of {gib(capacity)} can be used; `rlcore plan CONFIG --trainer-gpus"
+            f" {world}` lists layouts that fit, and their keys"
+        )
+    return (
+        f"Verdict: it works: {which} ran all phases, and the largest peak fits: {needed}, of"
+        f" {gib(limit)} that can be used of {gib(capacity)}"
+    )
 
 
 def _rank_lines(

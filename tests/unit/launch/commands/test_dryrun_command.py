@@ -79,7 +79,30 @@ def test_both_stages_of_a_dense_model(cut: Path, capsys: pytest.CaptureFixture[s
     assert re.search(r"a publication: \d+ buckets", first)
     assert re.search(r"this rank writes \d+ tensors of a checkpoint", first)
     assert "Left out: CUDA's context" in out
+    verdict = out.splitlines()[-1]
+    assert re.fullmatch(
+        r"Verdict: it works: ranks 0, 15 of 16 ran all phases, and the largest peak fits: [\d.]+"
+        r" GiB in policy forward and backward of rank 0 and [\d.]+ GiB for NCCL, of 73\.6 GiB that"
+        r" can be used of 80\.0 GiB",
+        verdict,
+    )
+    largest = max(beside(part, "peak, policy forward and backward")[0] for part in (first, last))
+    assert float(verdict.split("fits: ")[1].split()[0]) == pytest.approx(largest, abs=0.06)
     assert not dist.is_initialized(), "nothing of it stays"
+
+
+def test_a_peak_that_does_not_fit_ends_with_what_to_do(
+    cut: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code is that of a failed run, and every line on the ranks is printed before."""
+    code, out, err = dry_run(capsys, cut / "Qwen2.5-7B", "--world", "8", "--gpu-memory", "4G")
+    assert code == 1
+    assert "Rank 0, stage 1 of 1" in out
+    assert "Left out: " in out
+    assert "Verdict" not in out
+    (line,) = err.splitlines()
+    assert line.startswith("rlcore: verdict: rank 0 of 8 ran all phases, but the largest peak does")
+    assert ", where 3.7 GiB of 4.0 GiB can be used; `rlcore plan CONFIG --trainer-gpus 8`" in line
 
 
 def test_experts_recomputed(cut: Path, capsys: pytest.CaptureFixture[str]) -> None:
