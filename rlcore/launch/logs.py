@@ -16,6 +16,7 @@ from typing import TextIO
 from rlcore.config.secrets import mask_text
 from rlcore.config.sections.run import RunConfig
 from rlcore.errors import RlcoreError
+from rlcore.runs.checkpoints import committed_steps
 from rlcore.terminal import printable
 from rlcore.trainer.rank_sync import Failure
 
@@ -164,11 +165,22 @@ def log_folder(run: RunConfig) -> Path:
 
 
 def describe_failure(failure: Failure, run: RunConfig, *, lines: int = LAST_LINES) -> str:
-    """Tell the user what ended a run: the rank, its error, and the last lines of its log."""
+    """Tell the user what ended a run, how it goes on, and the last lines of the rank's log."""
     path = rank_log_path(log_folder(run), failure.rank)
     if not path.exists():  # of an evaluation's ranks, which print, or of a rank that just began
         return f"trainer {failure}"
+    told = f"trainer {failure}"
+    if not failure.bad_input:
+        told += f"; {_way_on(Path(run.dir) / run.name)}"
     tail = path.read_text(errors="replace").splitlines()[-lines:]
     if not tail:
-        return f"trainer {failure}; its log {path} is empty"
-    return f"trainer {failure}; the last lines of {path}:" + "".join(f"\n  {line}" for line in tail)
+        return f"{told}; its log {path} is empty"
+    return f"{told}; the last lines of {path}:" + "".join(f"\n  {line}" for line in tail)
+
+
+def _way_on(run: Path) -> str:
+    """Say how a run goes on whose processes have ended."""
+    steps = committed_steps(run / "checkpoints")
+    if not steps:
+        return "it has no checkpoint yet: start it again with --overwrite"
+    return f"continue after step {max(steps)} with --resume"
