@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,61 @@ Experts = NDArray[np.int16]
 #   turns     no more turns are allowed    timeout  the rollout's time is up
 #   env       the environment ended it
 FinishReason = Literal["stop", "length", "abort", "context", "turns", "timeout", "env"]
+
+
+def verdict_in(metadata: Mapping[str, Any], reward: float) -> bool | None:
+    """Return whether the answer of a sample is right, from its record; None: nothing says so.
+
+    A sample that has a score though its reward failed counts as wrong: left out, it would raise the
+    accuracy.
+    """
+    correct = metadata.get("correct")
+    if isinstance(correct, bool):
+        return correct
+    return False if "reward_error" in metadata and not math.isnan(reward) else None
+
+
+def joint_verdict(verdicts: Iterable[bool | None]) -> bool | None:
+    """Return whether a rollout is right: all its samples are; None: nothing says so."""
+    known = [verdict for verdict in verdicts if verdict is not None]
+    return all(known) if known else None
+
+
+def verdict_word(verdict: bool | None) -> str:
+    """Return the word that stands for a verdict on every page and terminal; "" for none."""
+    return "" if verdict is None else "right" if verdict else "wrong"
+
+
+class Branch(NamedTuple):
+    """Which sample of its rollout a sample is."""
+
+    rollout: int  # of the draw, from 0
+    branch: int  # of the rollout, from 1
+    branches: int
+
+    def __str__(self) -> str:
+        if self.branches == 1:
+            return ""
+        return f"branch {self.branch} of {self.branches} of rollout {self.rollout}"
+
+
+def branches_of(samples: Iterable[tuple[Hashable, int]]) -> list[Branch]:
+    """Number the samples of each rollout, in order.
+
+    Args:
+        samples: the draw of each, with its set if there are several, and its rollout_id.
+    """
+    groups: dict[Hashable, dict[int, int]] = {}
+    places = []
+    for draw, rollout_id in samples:
+        counts = groups.setdefault(draw, {})
+        counts[rollout_id] = counts.get(rollout_id, 0) + 1
+        places.append((draw, rollout_id, counts[rollout_id]))
+    numbers = {draw: {one: n for n, one in enumerate(counts)} for draw, counts in groups.items()}
+    return [
+        Branch(numbers[draw][rollout_id], branch, groups[draw][rollout_id])
+        for draw, rollout_id, branch in places
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +234,11 @@ class Sample:
     def is_scored(self) -> bool:
         """Whether the reward is known: the reward of a sample whose reward failed is NaN."""
         return not math.isnan(self.reward)
+
+    @property
+    def verdict(self) -> bool | None:
+        """Whether the answer is right; None where nothing says so."""
+        return verdict_in(self.metadata, self.reward)
 
     @property
     def num_trainable(self) -> int:

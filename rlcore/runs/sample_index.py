@@ -23,6 +23,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from rlcore.data.sample import Branch, branches_of, verdict_in, verdict_word
 from rlcore.errors import DataError
 from rlcore.runs.files import cut_torn_line
 
@@ -49,12 +50,16 @@ COLUMNS: Mapping[str, str] = {
     "advantage": "<f4",  # mean over tokens
     "entropy": "<f4",  # likewise
     "gap": "<f4",  # likewise, |log-prob of the trainer - of the engine|
+    "rollout": "<i4",  # of the draw
+    "branch": "<i4",  # of the rollout, from 1
+    "branches": "<i4",  # that the rollout has in this step
     "flat": "<u1",  # 1: a group of several samples whose rewards are all equal
     "error": "<u1",  # 1: the reward failed
-    "finish": "<u2",  # number of a name
+    "verdict": "<u2",  # number of a name: "right", "wrong" or ""
+    "finish": "<u2",  # likewise
     "source": "<u2",  # likewise
 }
-NAMED = ("finish", "source")  # columns that hold numbers of names
+NAMED = ("verdict", "finish", "source")  # columns that hold numbers of names
 
 
 def prompt_number(prompt_id: str) -> int:
@@ -72,6 +77,7 @@ def scalars_of(record: Mapping[str, Any]) -> Scalars:
     return {
         "draw": int(record["draw"]),
         "index": int(record["index"]),
+        "rollout_id": int(record["rollout_id"]),
         "prompt": prompt_number(str(record["prompt_id"])),
         "reward": float(record["reward"]),
         "length": len(engine),
@@ -85,6 +91,7 @@ def scalars_of(record: Mapping[str, Any]) -> Scalars:
         if logprobs is None
         else _mean(np.abs(np.asarray(logprobs, dtype=np.float32) - engine)),
         "error": int("reward_error" in metadata),
+        "verdict": verdict_word(verdict_in(metadata, float(record["reward"]))),
         "finish": str(record["finish_reason"]),
         "source": str(metadata.get("source", "")),
         "parts": {str(name): float(v) for name, v in (record.get("reward_parts") or {}).items()},
@@ -127,6 +134,7 @@ class SampleIndex:
     end: int = 0  # rows that some line knows of, those of rewound steps too
     _read: int = 0  # bytes of the journal
     _inode: int = 0
+    _tail: bytes = b""  # the last line read
     _maps: dict[str, Column] = field(default_factory=dict)
 
     def refresh(self) -> None:
@@ -140,10 +148,12 @@ class SampleIndex:
             self._forget()
             return
         with open(path, "rb") as file:
-            found = path.stat()
-            if found.st_ino != self._inode or found.st_size < self._read:
+            inode = path.stat().st_ino
+            file.seek(self._read - len(self._tail))
+            # a new file may have the number of the one that was deleted
+            if inode != self._inode or file.read(len(self._tail)) != self._tail:
                 self._forget()
-                self._inode = found.st_ino
+                self._inode = inode
             file.seek(self._read)
             added = file.read()
         whole = added[: added.rfind(b"\n") + 1]
@@ -155,6 +165,7 @@ class SampleIndex:
                     f"{path}: not a line of an index: {line[:80].decode(errors='replace')!r}"
                     f" ({error}); delete the folder {self.folder}, it can be made again"
                 ) from error
+            self._tail = line + b"\n"
         self._read += len(whole)
 
     def _forget(self) -> None:
@@ -265,9 +276,11 @@ class IndexWriter:
     def columns_of(self, samples: Sequence[Scalars]) -> dict[str, Column]:
         """Return the samples by column; new names and parts of the reward get their place."""
         made: dict[str, Column] = {}
-        flat = flat_groups(samples)
+        branches = branches_of((sample["draw"], sample["rollout_id"]) for sample in samples)
+        of_step: dict[str, Iterable[Any]] = {"flat": flat_groups(samples)}
+        of_step |= zip(Branch._fields, zip(*branches)) if branches else {}
         for name, kind in COLUMNS.items():
-            values: Iterable[Any] = flat if name == "flat" else (sample[name] for sample in samples)
+            values = of_step.get(name) or (sample[name] for sample in samples)
             if name in NAMED:
                 values = [self._number(name, text) for text in values]
             made[name] = np.array([*values], dtype=kind)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import orjson
 
-from rlcore.data.sample import Sample
+from rlcore.data.sample import Sample, verdict_word
 
 # Each metric may have several names; the first present counts.
 REWARD = ("rollout/reward", "objective/scores")
@@ -100,7 +100,9 @@ def sample_lines(sample: Sample, *, limit: int = 400) -> list[str]:
     Of a conversation each message is a line of its own, see `message_lines`.
     """
     parts = "".join(f", {name} {number(value)}" for name, value in sample.reward_parts.items())
-    head = f"reward {number(sample.reward)}{parts if len(sample.reward_parts) > 1 else ''}"
+    word = verdict_word(sample.verdict)
+    head = f"{word}, " if word else ""
+    head += f"reward {number(sample.reward)}{parts if len(sample.reward_parts) > 1 else ''}"
     head += f", {sample.num_trainable} tokens, ended by {sample.finish_reason}"
     if sample.label is not None:
         head += f", expected {clipped(str(sample.label), 80)!r}"

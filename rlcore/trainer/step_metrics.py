@@ -126,7 +126,8 @@ def _batch_metrics(config: Config, rollouts: StepRollouts, batch: RolloutBatch) 
     if config.is_sft:
         return {"val/sequence_lengths": batch.num_trainable / batch.num_rollouts}
     inputs = EstimatorInputs(cu_seqlens=batch.cu_seqlens, **fields_of(EstimatorInputs, batch))
-    correct = torch.tensor([float(s.metadata.get("correct", math.nan)) for s in samples])
+    verdicts = [s.verdict for s in samples]
+    correct = torch.tensor([math.nan if found is None else float(found) for found in verdicts])
     limit = config.algorithm.correction.max_staleness
     staleness = {}
     if batch.versions is not None and batch.version is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.evaluation_sets import SET_KEY
+from rlcore.data.sample import joint_verdict, verdict_in, verdict_word
 from rlcore.errors import DataError
 from rlcore.view.detail import SEARCHED, excerpt_of
 from rlcore.view.reader import Record
@@ -17,24 +18,26 @@ from rlcore.view.run import RunView
 MOST_ANSWERS = 2000
 NEWEST = 50  # evaluations that a page looks at
 # Tokens are most of a recording, and of no use here.
-JUDGED = ("prompt_id", "index", "reward", "metadata")
+JUDGED = ("prompt_id", "rollout_id", "index", "reward", "metadata")
 SHOWN = tuple({*JUDGED, *SEARCHED, "finish_reason", "rollout_logprobs"})
-Key = tuple[str, int]  # the prompt, the number of its answer
+Key = tuple[str, int]  # the prompt, the rollout_id
+Rollout = list[Record]  # its samples
 
 
 def sets_of(run: RunView) -> list[dict[str, Any]]:
     """Return each set of each evaluation, newest first, with the flips since the one before."""
     found: list[dict[str, Any]] = []
-    before: dict[str, tuple[int | None, dict[Key, Record]]] = {}
+    before: dict[str, tuple[int | None, dict[Key, Rollout]]] = {}
     for step, path in list(run.evaluated().items())[-NEWEST:]:
         for name, answers in _by_set(run, path, JUDGED).items():
             earlier, known = before.get(name, (None, {}))
             flips = Counter(_flip(answers[k], known[k]) for k in answers.keys() & known.keys())
-            rewards = rewards_of(answers.values())
+            verdicts = [v for one in answers.values() if (v := _verdict(one)) is not None]
             found.append(
                 {"step": step, "set": name, "answers": len(answers), "before": earlier}
-                | {"reward": mean_of(rewards), "better": flips["better"]}
-                | {"worse": flips["worse"], "right": sum(map(_is_right, answers.values()))}
+                | {"reward": mean_of(rewards_of(one[0] for one in answers.values()))}
+                | {"better": flips["better"], "worse": flips["worse"]}
+                | {"right": sum(verdicts) if verdicts else None}
             )
             before[name] = (step, answers)
     return found[::-1]
@@ -47,7 +50,7 @@ def answers_of(run: RunView, name: str, step: int, before: int) -> dict[str, Any
     rows: list[dict[str, Any]] = [
         {
             "prompt_id": key[0],
-            "index": key[1],
+            "index": now[key][0].get("index"),
             "flip": _flip(now[key], then.get(key)),
             "now": _answer(now[key]),
             "then": _answer(then[key]) if key in then else None,
@@ -58,7 +61,7 @@ def answers_of(run: RunView, name: str, step: int, before: int) -> dict[str, Any
     return {"set": name, "step": step, "before": before, "rows": rows[:MOST_ANSWERS]}
 
 
-def _answers(run: RunView, name: str, step: int) -> dict[Key, Record]:
+def _answers(run: RunView, name: str, step: int) -> dict[Key, Rollout]:
     path = run.evaluated().get(step)
     found = {} if path is None else _by_set(run, path, SHOWN)
     if name not in found:
@@ -66,12 +69,13 @@ def _answers(run: RunView, name: str, step: int) -> dict[Key, Record]:
     return found[name]
 
 
-def _by_set(run: RunView, path: Path, columns: Sequence[str]) -> dict[str, dict[Key, Record]]:
-    found: dict[str, dict[Key, Record]] = {}
+def _by_set(run: RunView, path: Path, columns: Sequence[str]) -> dict[str, dict[Key, Rollout]]:
+    found: dict[str, dict[Key, Rollout]] = {}
     for record in run.reader.all(run.inside(path), columns):
         metadata = record.get("metadata") or {}
-        key = (str(record.get("prompt_id")), int(record.get("index") or 0))
-        found.setdefault(str(metadata.get(SET_KEY, "")), {})[key] = record
+        key = (str(record.get("prompt_id")), int(record.get("rollout_id") or 0))
+        answers = found.setdefault(str(metadata.get(SET_KEY, "")), {})
+        answers.setdefault(key, []).append(record)
     return found
 
 
@@ -86,22 +90,25 @@ def mean_of(rewards: Sequence[float]) -> float | None:
     return sum(rewards) / len(rewards) if rewards else None
 
 
-def _is_right(record: Record) -> bool:
-    """Whether an answer is right: by the verdict, where there is one, else by half of a reward."""
-    verdict = (record.get("metadata") or {}).get("correct")
-    return verdict if isinstance(verdict, bool) else float(record.get("reward") or 0.0) > 0.5
+def _verdict(rollout: Rollout) -> bool | None:
+    return joint_verdict(
+        verdict_in(record.get("metadata") or {}, float(record.get("reward") or 0.0))
+        for record in rollout
+    )
 
 
-def _flip(now: Record, then: Record | None) -> str:
-    if then is None or len(rewards_of([now, then])) < 2 or _is_right(now) == _is_right(then):
-        return ""
-    return "better" if _is_right(now) else "worse"
+def _flip(now: Rollout, then: Rollout | None) -> str:
+    verdicts = (_verdict(now), None if then is None else _verdict(then))
+    return {(True, False): "better", (False, True): "worse"}.get(verdicts, "")
 
 
-def _answer(record: Record) -> dict[str, Any]:
-    return excerpt_of(record) | {
-        "reward": record.get("reward"),
-        "right": _is_right(record),
-        "finish": record.get("finish_reason"),
-        "length": len(record.get("rollout_logprobs") or ()),
+def _answer(rollout: Rollout) -> dict[str, Any]:
+    """Return the answer of a rollout: the text of its last branch, as in votes."""
+    last = rollout[-1]
+    return excerpt_of(last) | {
+        "reward": rollout[0].get("reward"),
+        "verdict": verdict_word(_verdict(rollout)),
+        "finish": last.get("finish_reason"),
+        "length": sum(len(record.get("rollout_logprobs") or ()) for record in rollout),
+        "branches": len(rollout),
     }

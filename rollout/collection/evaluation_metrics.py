@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.config.evaluation_sets import EvaluationSet
-from rlcore.data.sample import Sample
+from rlcore.data.sample import Sample, joint_verdict
 
 Z = 1.959963984540054  # of a two-sided 95 % interval
 Interval = tuple[float, float]
@@ -76,17 +76,6 @@ def _bounds(name: str, interval: Interval | None) -> dict[str, float]:
     return {} if interval is None else {f"{name}_low": interval[0], f"{name}_high": interval[1]}
 
 
-def verdict(sample: Sample) -> bool | None:
-    """Whether the answer is right; None if nothing says so.
-
-    A sample that has a score though its reward failed counts as wrong: left out, it would raise the
-    accuracy.
-    """
-    if "correct" in sample.metadata:
-        return bool(sample.metadata["correct"])
-    return False if "reward_error" in sample.metadata else None
-
-
 def rollouts_of(samples: Sequence[Sample]) -> list[list[Sample]]:
     """The samples to one prompt, those of a rollout together: one answer, in its segments."""
     rollouts: dict[int, list[Sample]] = defaultdict(list)
@@ -96,9 +85,8 @@ def rollouts_of(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def verdict_of(rollout: Sequence[Sample]) -> bool | None:
-    """Whether the answer of a rollout is right: all its segments are; None if nothing says so."""
-    verdicts = [right for part in rollout if (right := verdict(part)) is not None]
-    return all(verdicts) if verdicts else None
+    """Return whether the answer of a rollout is right; None: nothing says so."""
+    return joint_verdict(part.verdict for part in rollout)
 
 
 def judged_answers(samples: Sequence[Sample]) -> list[Answer]:

@@ -32,7 +32,7 @@ def mixed_verdicts(group: Sequence[Sample]) -> bool:
     sample whose reward failed says nothing.
     """
     scored = [sample for sample in group if "reward_error" not in sample.metadata]
-    verdicts = {sample.metadata.get("correct") for sample in scored}
+    verdicts = {sample.verdict for sample in scored}
     if verdicts == {None}:
         raise ValueError(
             "no part of the reward says right or wrong; take zero_variance, or return `correct`"

@@ -101,6 +101,10 @@ def test_one_set_of_a_chosen_checkpoint_is_scored_as_in_the_run(
         scores = [answer["score"] for answer in answers]
         assert np.mean(scores) == pytest.approx(found[f"eval/{name}/score"])
         assert all(answer["prompt"] and answer["row"] and answer["parts"] for answer in answers)
+        assert {answer["branches"] for answer in answers} == {1}
+        right = [answer["verdict"] == "right" for answer in answers if answer["verdict"]]
+        if f"eval/{name}/accuracy" in found:
+            assert np.mean(right) == pytest.approx(found[f"eval/{name}/accuracy"])
         logged = evaluations(trained)[step]
         assert found == {key: logged[key] for key in logged if f"/{name}/" in key}
 

@@ -41,8 +41,7 @@ class Outcome(NamedTuple):
         if passes_at is not None:
             said = [sample.reward >= passes_at for sample in scored]
         else:
-            verdicts = (sample.metadata.get("correct") for sample in scored)
-            said = [verdict for verdict in verdicts if isinstance(verdict, bool)]
+            said = [sample.verdict for sample in scored if sample.verdict is not None]
         return cls(sum(said), len(said))
 
 

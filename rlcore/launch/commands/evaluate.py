@@ -16,7 +16,7 @@ from rlcore.config.evaluation_sets import SET_KEY
 from rlcore.config.load import Loaded
 from rlcore.config.sections.algorithm import LossConfig
 from rlcore.config.sections.policy import ParallelConfig
-from rlcore.data.sample import Sample
+from rlcore.data.sample import Branch, Sample, branches_of, verdict_word
 from rlcore.deadlines import STEP_GRACE_S
 from rlcore.errors import RunFailed, UserError
 from rlcore.interfaces import PolicyBackend
@@ -158,19 +158,25 @@ def _show(
     for name, value in metrics.items():
         print(f"{name:{width}} {value:.6g}")
     if output is not None:
-        found = {"samples": len(samples), **metrics, "answers": [_answer(one) for one in samples]}
+        branches = branches_of(
+            ((one.metadata.get(SET_KEY, ""), one.draw), one.rollout_id) for one in samples
+        )
+        answers = [_answer(one, branch) for one, branch in zip(samples, branches)]
+        found = {"samples": len(samples), **metrics, "answers": answers}
         output.write_text(redacted(to_json(found).decode()) + "\n")
 
 
-def _answer(sample: Sample) -> dict[str, Any]:
+def _answer(sample: Sample, branch: Branch) -> dict[str, Any]:
     """Return what one sample said and how it was scored, JSON-able."""
     found = {
         "set": sample.metadata.get(SET_KEY, ""),
         "row": sample.prompt_id,
+        **branch._asdict(),
         "prompt": sample.prompt_text,
         "response": sample.response_text,
         "label": sample.label,
         "score": sample.reward,
+        "verdict": verdict_word(sample.verdict),
         "parts": sample.reward_parts,
         "finish_reason": sample.finish_reason,
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from rlcore.data.sample import Sample
+from rlcore.data.sample import Sample, branches_of
 from rlcore.errors import DataError
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts
@@ -42,10 +42,13 @@ def show_samples(
     left_out = len(samples) - len(rewards)
     failed = f", {left_out} left out as their reward failed" if left_out else ""
     yield f"step {step}: {len(samples)} samples, mean reward {mean:.3g}{failed}"
+    branches = branches_of((sample.draw, sample.rollout_id) for sample in samples)
+    marks = {id(sample): str(branch) for sample, branch in zip(samples, branches)}
     for sample in _chosen(samples, count, order):
         head, *texts = sample_lines(sample, limit=characters)
+        mark = f", {marks[id(sample)]}" if marks[id(sample)] else ""
         yield ""
-        yield f"{sample.prompt_id}, draw {sample.draw}, sample {sample.index}: {head}"
+        yield f"{sample.prompt_id}, draw {sample.draw}, sample {sample.index}{mark}: {head}"
         yield from texts
         if "reward_error" in sample.metadata:
             yield f"! {sample.metadata['reward_error']}"

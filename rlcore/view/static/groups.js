@@ -10,7 +10,7 @@ async function showGroup(run, where, body, alive) {
     el("div", { class: "group", tabindex: "0", role: "region", "aria-label": "Group" }, samples.map((page, k) =>
       el("article", { class: String(rows[k].index) === String(where.index) ? "chosen" : "" },
         el("h3", {}, el("a", { href: sampleAddress(run.name, rows[k], { tab: "talk" }) }, `${rows[k].draw}.${rows[k].index}`),
-          ` reward ${number(rows[k].reward)}`),
+          " ", verdictMark(rows[k].verdict), `reward ${number(rows[k].reward)}`, branchOf(rows[k]) ? el("span", { class: "why" }, ` ${branchOf(rows[k])}`) : null),
         el("p", { class: "why" }, `${rows[k].length} tokens, advantage ${number(rows[k].advantage)}, ${rows[k].finish}`),
         el("pre", {}, el("span", { class: "common" }, answers[k].texts.slice(0, common).join("")),
           answers[k].texts.slice(common).map((shown, t) => answers[k].trained[common + t] ? shown : el("span", { class: "context" }, shown)))))));

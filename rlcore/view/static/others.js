@@ -62,7 +62,7 @@ Views.evaluations = {
     place.append(table({ class: "rows", label: "Evaluations" }, ["after step", ...(named ? ["set"] : []), "answers", "right", "mean reward", "now right", "now wrong"],
       found.map((one) => el("tr", { "data-row": true, class: one === chosen ? "chosen" : "" },
         el("td", { class: "n" }, el("a", { href: Address.of("evaluations", { run: run.name, set: one.set, step: one.step, before: one.before }) }, one.step)),
-        named ? el("td", {}, one.set) : null, el("td", { class: "n" }, one.answers), el("td", { class: "n" }, one.right), el("td", { class: "n" }, number(one.reward)),
+        named ? el("td", {}, one.set) : null, el("td", { class: "n" }, one.answers), el("td", { class: "n" }, one.right ?? ""), el("td", { class: "n" }, number(one.reward)),
         el("td", { class: one.better ? "n good" : "n" }, one.before === null ? "" : one.better), el("td", { class: one.worse ? "n bad" : "n" }, one.before === null ? "" : one.worse)))));
     const before = given.before || chosen.before;
     await answersOf(run, chosen, before ?? chosen.step, found, place, alive);
@@ -76,7 +76,7 @@ async function answersOf(run, chosen, before, found, place, alive) {
     Address.go("evaluations", { run: run.name, set: chosen.set, step: chosen.step, before: select.value }) } },
   found.filter((one) => one.set === chosen.set).map((one) => el("option", { value: one.step, selected: one.step === +before }, one.step)));
   const side = (answer) => answer === null ? el("td", {}, "") : el("td", { class: "text" },
-    el("b", { class: answer.right ? "good" : "bad" }, answer.right ? "right " : "wrong "), el("span", { class: "why" }, `reward ${number(answer.reward)}, ${answer.length} tokens, ${answer.finish}`),
+    verdictMark(answer.verdict), el("span", { class: "why" }, `reward ${number(answer.reward)}, ${answer.length} tokens, ${answer.finish}${answer.branches > 1 ? `, ${answer.branches} branches` : ""}`),
     el("div", {}, answer.response));
   place.append(el("h2", {}, `Answers after step ${chosen.step} `, el("label", {}, "beside those after step ", select)),
     table({ class: "rows answers", label: "Answers" }, ["", "prompt", "label", `after step ${before}`, `after step ${chosen.step}`], answers.rows.map((row) =>

@@ -40,7 +40,7 @@ function sampleHead(page, given) {
   return el("section", { class: "head", "aria-label": "Sample" },
     el("h2", {}, `Sample ${record.draw}.${record.index} `, el("span", { class: "why" }, `of step ${record.step}, ${record.prompt_id}`), " ",
       other(-1, "[", "Sample before of the group", "\u2039"), ` ${at + 1} of ${group.length} `, other(1, "]", "Sample after of the group", "\u203a")),
-    el("dl", {}, fact("reward", record.reward), parts.length > 1 ? parts.map(([name, value]) => fact(name, value)) : null,
+    el("dl", {}, fact("branch", branchOf(scalars)), scalars.verdict ? fact("verdict", verdictMark(scalars.verdict)) : null, fact("reward", record.reward), parts.length > 1 ? parts.map(([name, value]) => fact(name, value)) : null,
       fact("advantage", scalars.advantage), fact("tokens", `${scalars.length} of ${scalars.tokens}`), fact("turns", scalars.turns),
       fact("staleness", scalars.staleness), fact("finish", scalars.finish), fact("source", scalars.source),
       fact("label", typeof record.label === "object" ? JSON.stringify(record.label) : record.label),

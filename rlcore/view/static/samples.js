@@ -6,6 +6,8 @@ const PAGE = 100;
 const SAMPLE_COLUMNS = [
   ["step", "step", "that trained the sample"],
   ["draw", "draw", "drawing of the prompt; a number after the dot is the sample of it"],
+  ["branch", "branch", "which sample of its rollout; rollouts of a draw are numbered from 0"],
+  ["verdict", "verdict", "right or wrong, where the reward says so"],
   ["reward", "reward", "that the sample was given"],
   ["advantage", "advantage", "mean over its tokens"],
   ["length", "length", "trainable tokens"],
@@ -19,7 +21,7 @@ const SAMPLE_COLUMNS = [
   ["flat", "flat", "1: all rewards of its group are equal, so it teaches nothing"],
   ["error", "error", "1: its reward failed"],
 ];
-const NAMED = ["finish", "source"];
+const NAMED = ["verdict", "finish", "source"];
 
 Views.samples = {
   title: "Samples",
@@ -62,6 +64,15 @@ function parseCondition(written, columns) {
   return Number.isFinite(value) ? [column, found[2], value] : null;
 }
 
+// The same words as in the terminal.
+function branchOf(row) {
+  return row.branches > 1 ? `branch ${row.branch} of ${row.branches} of rollout ${row.rollout}` : "";
+}
+
+function verdictMark(word) {
+  return word ? el("b", { class: word === "right" ? "good" : "bad" }, word + " ") : null;
+}
+
 function titleOf(column) {
   return column.startsWith("part.") ? column.slice(5) : column;
 }
@@ -93,7 +104,7 @@ function filterBar(run, given) {
       if (one) addOne(one);
       else complaint.textContent = "expected a column, a comparison and a number, as reward<0.5";
     }, line, options, el("button", { type: "submit" }, "add")),
-    choose("finish"), (run.columns.source ?? []).some(Boolean) ? choose("source") : null,
+    (run.columns.verdict ?? []).some(Boolean) ? choose("verdict") : null, choose("finish"), (run.columns.source ?? []).some(Boolean) ? choose("source") : null,
     el("button", { type: "button", title: "all rewards of the group are equal", on: { click: () => addOne(["flat", "=", 1]) } }, "groups without variance"),
     form(() => go({ text: searched.value }), searched),
     now.map((one, k) => el("button", { type: "button", class: "chip", "aria-label": `Remove ${one.join(" ")}`,
@@ -117,7 +128,7 @@ function pages(run, given, found) {
 function shownColumns(rows) {
   const parts = [...new Set(rows.flatMap(Object.keys))].filter((name) => name.startsWith("part.")).sort();
   const known = SAMPLE_COLUMNS.filter(([name]) => rows.some((row) => row[name] !== null && row[name] !== "" && row[name] !== undefined));
-  const useful = known.filter(([name]) => !["error", "flat"].includes(name) || rows.some((row) => row[name]));
+  const useful = known.filter(([name]) => name === "branch" ? rows.some(branchOf) : !["error", "flat"].includes(name) || rows.some((row) => row[name]));
   // Where every token is trained, a column that says so is of no use; likewise a single part.
   const more = rows.some((row) => row.trained !== row.length) ? useful : useful.filter(([name]) => name !== "trained");
   return [...more, ...parts.map((name) => [name, titleOf(name), "part of the reward"])];
@@ -138,6 +149,8 @@ function sampleTable(run, given, rows, options = {}) {
   };
   const cell = (row, name) => {
     if (name === "draw") return el("td", { class: "n" }, el("a", { href: sampleAddress(run.name, row) }, `${row.draw}.${row.index}`));
+    if (name === "branch") return el("td", { title: branchOf(row) }, row.branches > 1 ? `${row.rollout}: ${row.branch} of ${row.branches}` : "");
+    if (name === "verdict") return el("td", {}, verdictMark(row.verdict));
     return el("td", { class: typeof row[name] === "number" ? "n" : "" }, typeof row[name] === "number" ? number(row[name]) : row[name]);
   };
   return table({ class: "rows samples", label: "Samples" },

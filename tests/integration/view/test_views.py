@@ -12,8 +12,9 @@ from urllib.parse import urlencode
 
 import pytest
 from conftest import Reader, reading, serving
-from view_runs import crowded, measured
+from view_runs import branched, crowded, measured
 
+from rlcore import cli
 from rlcore.errors import DataError
 from rlcore.launch.commands.view import view_runs
 from rlcore.runs.rollouts import read_rollouts
@@ -110,6 +111,30 @@ def test_every_sample_that_a_search_finds_gets_its_text(chromium: Any, tmp_path:
         assert reader.page.locator("tr[data-filled]").count() == 600
 
 
+def test_branches_and_verdicts_are_marked_as_in_the_terminal(
+    chromium: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = branched(tmp_path / "run")
+    assert cli.main(["show", str(run)]) == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if ", draw 7, " in line]
+    marks = [re.search(r"(branch \d of 3 of rollout 1): wrong, ", line) for line in heads]
+    with serving(tmp_path / "cache", run) as server, reading(chromium, server.url) as reader:
+        reader.open("samples")
+        rows = reader.page.locator("tr[data-row]").all_inner_texts()
+        assert ["right" in row for row in rows] == [True, *[False] * 4]
+        assert ["wrong" in row for row in rows] == [False, *[True] * 3, False]
+        shown = reader.page.locator("td[title^=branch]")
+        assert sorted(shown.evaluate_all("cells => cells.map((cell) => cell.title)")) == sorted(
+            mark[1] for mark in marks if mark
+        )
+        reader.open(sample(run, 1, at=2))
+        assert "branch 2 of 3 of rollout 1" in reader.text("section.head")
+        assert "wrong" in reader.text("section.head")
+        reader.open(sample(run, 1, at=2, tab="group"))
+        articles = reader.page.locator("article h3").all_inner_texts()
+        assert ["rollout 1" in article for article in articles] == [False, *[True] * 3, False]
+
+
 def reader_run(reader: Reader, name: str) -> Path:
     """The newest recording of a run."""
     answer = reader.page.request.get(f"{reader.url}api/runs").json()
@@ -197,7 +222,8 @@ def test_evaluations_and_flips(reader: Reader, single: Path) -> None:
     assert reader.page.locator("[aria-label=Evaluations] tr[data-row]").count() == 3
     now = read_rollouts(single / "evaluations" / "step_000004.parquet")
     then = read_rollouts(single / "evaluations" / "step_000000.parquet")
-    flips = sum((a["reward"] > 0.5) != (b["reward"] > 0.5) for a, b in zip(now, then))
+    verdicts = [[one["metadata"].get("correct") for one in pair] for pair in zip(now, then)]
+    flips = sum(set(pair) == {True, False} for pair in verdicts)
     assert reader.page.locator("tr.better, tr.worse").count() == flips
     assert reader.page.locator("table.answers tr[data-row]").count() == 6
 

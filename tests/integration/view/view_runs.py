@@ -96,6 +96,20 @@ def crowded(folder: Path, samples: int) -> Path:
     return run.path
 
 
+def branched(folder: Path) -> Path:
+    """Write a run whose only draw has a rollout of three samples between two of one."""
+    run = measured(folder, [{"step": 1}])
+    samples = [_hostile(index) for index in range(5)]
+    for sample, rollout, correct in zip(samples, (0, 1, 1, 1, 2), (True, *[False] * 3, None)):
+        sample.draw = sample.group_id = 7
+        sample.rollout_id = (7 << 20) + rollout
+        sample.metadata = {} if correct is None else {"correct": correct}
+    path = run.rollouts_path(1)
+    scalars = write_rollouts(path, 1, samples)
+    IndexWriter(run.index).append(1, path.stat().st_size, scalars)
+    return run.path
+
+
 def hostile(folder: Path) -> Path:
     """Write a run, of one step, whose every text tries to be more than text."""
     run = RunDirectory(folder / "hostile")

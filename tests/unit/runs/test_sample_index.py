@@ -66,6 +66,24 @@ def test_scalars_are_those_of_the_record(tmp_path: Path) -> None:
     assert (found["finish"], found["source"], found["parts"]) == ("stop", "sums", {"right": 0.5})
 
 
+def test_branches_and_verdicts_have_columns(tmp_path: Path) -> None:
+    """Of draw 0 the second rollout became two samples; the verdict is that of evaluations."""
+    made = [sample(0, 0, 1.0), sample(0, 1, 0.0), sample(0, 2, 0.0), sample(1, 0, 0.5)]
+    for one, rollout in zip(made, [10, 11, 11, 1 << 20]):
+        one.rollout_id = rollout
+    made[0].metadata["correct"] = True
+    made[1].metadata["correct"] = False
+    made[2].metadata["reward_error"] = "judge: down"
+    writer = IndexWriter(tmp_path)
+    writer.append(1, 10, scalars(*made))
+    writer.append(2, 10, [])
+    assert rows(tmp_path, "rollout") == {1: [0, 1, 1, 0], 2: []}
+    assert rows(tmp_path, "branch") == {1: [1, 1, 2, 1], 2: []}
+    assert rows(tmp_path, "branches") == {1: [1, 2, 2, 1], 2: []}
+    names = writer.index.names["verdict"]
+    assert [names[k] for k in rows(tmp_path, "verdict")[1]] == ["right", "wrong", "wrong", ""]
+
+
 def test_steps_stand_side_by_side_and_flat_groups_are_marked(tmp_path: Path) -> None:
     writer = IndexWriter(tmp_path)
     writer.append(1, 10, scalars(sample(0, 0, 1.0), sample(0, 1, 1.0), sample(1, 0, 0.5)))

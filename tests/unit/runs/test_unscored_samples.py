@@ -85,7 +85,13 @@ def test_pages_and_terminal_show_them_last_and_in_no_mean() -> None:
     records = [sample(reward).to_record() for reward in (1.0, math.nan, 0.0)]
     assert mean_of(rewards_of(records)) == 0.5
     assert mean_of([]) is None
-    assert _flip(records[1], records[0]) == _flip(records[0], records[1]) == ""
-    assert _flip(records[0], records[2]) == "better"
+    for record, metadata in zip(records, ({"correct": True}, {"reward_error": "down"}, {})):
+        record["metadata"] = metadata
+    records[2]["metadata"] = {"correct": False}
+    right, failed, wrong = ([record] for record in records)
+    assert _flip(failed, right) == _flip(right, failed) == ""
+    assert _flip(right, wrong) == "better"
+    failed[0]["reward"] = 0.0
+    assert _flip(right, failed) == "better", "a failure that has a score counts as wrong"
     shown = pick_samples([sample(math.nan), sample(0.0), sample(1.0)], 3)
     assert [one.reward for one in shown[:2]] == [1.0, 0.0]

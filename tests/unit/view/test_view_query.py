@@ -34,6 +34,7 @@ def _scalars(rng: np.random.Generator, k: int) -> Scalars:
     }
     return {
         **numbers, "draw": k // 3, "index": k % 3, "prompt": prompt_number(str(k // 3)),
+        "rollout_id": k, "verdict": "",
         "reward": round(float(rng.random()), 1), "length": int(rng.integers(0, 5)), "tokens": 9,
         "trained": 1, "turns": 1, "gap": math.nan, "error": 0,
         "finish": str(rng.choice(["stop", "length"])), "source": "", "parts": {},

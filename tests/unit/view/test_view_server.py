@@ -28,6 +28,7 @@ from rlcore.view.metrics import MOST_POINTS, ROWS_AT_ONCE, MetricsTable
 from rlcore.view.reader import Record, RecordingReader
 from rlcore.view.run import RunView
 from rlcore.view.server import ViewServer
+from rollout.collection.evaluation import means
 from tests.earlier_recordings import write_earlier
 
 Answer = tuple[int, http.client.HTTPMessage, bytes]
@@ -311,7 +312,9 @@ def test_evaluations_are_read_without_their_tokens(
 ) -> None:
     run.evaluations.mkdir()
     for step in (0, 1):
-        answers = [replace(sample(k), reward=float(k < 2 + step)) for k in range(6)]
+        answers = [replace(sample(k), metadata={"correct": k < 2 + step}) for k in range(6)]
+        for answer in answers:
+            answer.reward = 0.25 + answer.metadata["correct"] / 8  # no reward is above a half
         write_rollouts(run.evaluations_path(step), step, answers)
     read_all = view.reader.all
     read: set[str] = set()
@@ -327,9 +330,40 @@ def test_evaluations_are_read_without_their_tokens(
     assert not {"tokens", "rollout_logprobs", "response_text"} & read
     [flipped, *_] = answers_of(view, "", 1, 0)["rows"]
     assert flipped["flip"] == "better"
-    told = {"response": "answer 2", "length": 2, "finish": "stop", "reward": 1.0}
+    told = {
+        "response": "answer 2",
+        "length": 2,
+        "finish": "stop",
+        "reward": 0.375,
+        "verdict": "right",
+    }
     assert {name: flipped["now"][name] for name in told} == told
     assert "tokens" not in read
+
+
+def test_an_evaluation_counts_rollouts_and_judges_them_as_the_accuracy_does(
+    view: RunView, run: RunDirectory
+) -> None:
+    """Two rollouts to each prompt, the second of two branches; one prompt has no verdict at all."""
+    run.evaluations.mkdir()
+    verdicts = [True, True, False, None, None, None]
+    made = [sample(k) for k in range(6)]
+    for k, (one, correct) in enumerate(zip(made, verdicts)):
+        one.prompt_id = f"file:{k // 3}"
+        one.draw = k // 3
+        one.rollout_id = (one.draw << 20) + (k % 3 > 0)
+        one.reward = 1.0
+        one.metadata = {} if correct is None else {"correct": correct}
+    write_rollouts(run.evaluations_path(1), 1, made)
+    (found,) = sets_of(view)
+    accuracy = means([made[:1], made[1:3], made[3:4], made[4:]])["accuracy"]
+    assert (found["answers"], found["right"], accuracy) == (4, 1, 0.5)
+    shown = [row["now"] for row in answers_of(view, "", 1, 1)["rows"]]
+    assert [one["verdict"] for one in shown] == ["right", "wrong", "", ""]
+    assert [one["branches"] for one in shown] == [1, 2, 1, 2]
+
+    write_rollouts(run.evaluations_path(2), 2, made[3:])
+    assert sets_of(view)[0]["right"] is None, "nothing says right or wrong"
 
 
 def test_a_ledger_out_of_the_run_is_not_read(server: ViewServer, run: RunDirectory) -> None:

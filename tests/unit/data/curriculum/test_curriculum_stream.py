@@ -18,6 +18,7 @@ from rlcore.data.curriculum.results import CHUNK, Outcome, Results, num_results
 from rlcore.data.curriculum.stream import CurriculumStream
 from rlcore.data.mixture import MixtureStream, Share
 from rlcore.data.prompts import PromptStream
+from rlcore.data.sample import verdict_in
 from rlcore.errors import DataError, RunFailed
 
 
@@ -44,7 +45,11 @@ ROLLOUTS = itertools.count()
 
 def sample(correct: Any = None, reward: float = 0.0, **metadata: Any) -> Any:
     said = {} if correct is None else {"correct": correct}
-    return SimpleNamespace(metadata={**said, **metadata}, reward=reward, rollout_id=next(ROLLOUTS))
+    found = {**said, **metadata}
+    verdict = verdict_in(found, reward)
+    return SimpleNamespace(
+        metadata=found, reward=reward, verdict=verdict, rollout_id=next(ROLLOUTS)
+    )
 
 
 def step(

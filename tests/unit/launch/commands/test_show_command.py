@@ -37,11 +37,35 @@ def test_samples_are_shown_with_where_they_are_from(
 ) -> None:
     lines = shown(capsys, str(run), "--worst", "--count", "2")
     assert lines[0] == "step 3: 5 samples, mean reward 0.5"
-    assert lines[2].startswith("train.jsonl:0, draw 0, sample 0: reward 0, 3 tokens, ended by stop")
+    assert lines[2].startswith(
+        "train.jsonl:0, draw 0, sample 0: wrong, reward 0, 3 tokens, ended by"
+    )
     assert lines[3:6] == ["> 12+34=", "< 46", "! mine: raised KeyError (my.py:3 in score)"]
     assert lines[7].startswith("train.jsonl:1, draw 1")
     assert "[... 1000 characters ...]" in lines[9]
     assert len(lines) == 10
+
+
+def test_branches_of_a_rollout_and_verdicts_are_marked(
+    tmp_path: Path, make_sample: Callable[..., Sample], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rollout 1 of the draw became three samples, rollouts 0 and 2 one each."""
+    run = RunDirectory.create(tmp_path, "b")
+    samples = [
+        make_sample(7, reward=1 - index / 8, index=index, rollout_id=(7 << 20) + rollout)
+        for index, rollout in enumerate([0, 1, 1, 1, 2])
+    ]
+    for sample, correct in zip(samples, [True, False, False, False, None]):
+        sample.metadata.update({} if correct is None else {"correct": correct})
+    write_rollouts(run.rollouts_path(1), 1, samples)
+    heads = [line for line in shown(capsys, str(run.path), "--best") if ", draw 7, " in line]
+    assert [line.partition("draw 7, ")[2].partition("reward")[0] for line in heads] == [
+        "sample 0: right, ",
+        "sample 1, branch 1 of 3 of rollout 1: wrong, ",
+        "sample 2, branch 2 of 3 of rollout 1: wrong, ",
+        "sample 3, branch 3 of 3 of rollout 1: wrong, ",
+        "sample 4: ",
+    ]
 
 
 def test_their_order_can_be_chosen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,6 @@ from rollout.collection.evaluation_metrics import (
     quoted_metrics,
     rollouts_of,
     share_interval,
-    verdict,
     voted_text,
 )
 
@@ -187,7 +186,7 @@ def test_a_failed_reward_counts_as_wrong_among_judged_answers(
         sample(),
         sample(correct=True),
     ]
-    assert [verdict(one) for one in prompt] == [True, False, None, True]
+    assert [one.verdict for one in prompt] == [True, False, None, True]
     found = quoted_metrics([prompt, prompt], given(k=[1, 2, 3, 4]))
     assert found["avg@4"] == found["pass@1"] == pytest.approx(2 / 3)
     assert found["pass@2"] == found["pass@3"] == 1.0
