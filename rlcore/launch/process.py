@@ -236,11 +236,10 @@ def _among_ranks(config: Config, log: RankLog, has_steps: bool) -> Iterator[Proc
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cluster = config.cluster
     device = pick_device(local_rank)
-    launcher, rank, world_size, attempt = _rendezvous(
-        device, cluster.start_timeout_s, cluster.collective_timeout_s
-    )
-    store = keys_under(attempt.prefix, launcher)
-    sync = RankSync(store, rank, world_size, timeout_s=cluster.collective_timeout_s)
+    sync, attempt = _rendezvous(device, cluster.start_timeout_s, cluster.collective_timeout_s)
+    store = sync.store
+    rank = sync.rank
+    world_size = sync.world_size
     peers = [0] if rank else range(1, world_size)
     on_failure: list[Callable[[Failure], None]] = [log.dump_stacks]
     if rank == 0 and not supervised():
@@ -270,13 +269,14 @@ def _among_ranks(config: Config, log: RankLog, has_steps: bool) -> Iterator[Proc
 
 def _rendezvous(
     device: torch.device, start_timeout_s: float, collective_timeout_s: float
-) -> tuple[Store, int, int, Attempt]:
+) -> tuple[RankSync, Attempt]:
     """Join the default process group.
 
     Returns:
-        The launcher's store, this rank, the world size, and the attempt that it has joined.
+        What this rank shares with the others, and the attempt that it has joined.
 
     Raises:
+        PeerFailed: another rank was lost meanwhile.
         RunFailed: the other ranks cannot be reached, or do not come.
     """
     place = _store_place()
@@ -290,12 +290,15 @@ def _rendezvous(
 
 def _meet(
     device: torch.device, place: str, start_timeout_s: float, collective_timeout_s: float
-) -> tuple[Store, int, int, Attempt]:
+) -> tuple[RankSync, Attempt]:
     store_s = min(start_timeout_s, STORE_S) if supervised() else start_timeout_s
+    sync: RankSync | None = None
     try:
         store, rank, world_size = _launchers_store(store_s)
         allow_connections(GROUPS_OF_ALL_RANKS * world_size)
         attempt = join_attempt(store, rank, world_size, timeout_s=start_timeout_s)
+        keys = keys_under(attempt.prefix, store)
+        sync = RankSync(keys, rank, world_size, timeout_s=collective_timeout_s)
         timeout = timedelta(seconds=collective_timeout_s)
         with meeting_briefly():
             dist.init_process_group(
@@ -305,12 +308,16 @@ def _meet(
                 world_size=world_size,
                 timeout=timeout,
             )
-    except dist.DistError as error:
+    # torch's DistError is one, and gloo raises others where a peer has gone
+    except RuntimeError as error:
+        cause = error if sync is None else sync.explain(error)
+        if cause is not error:
+            raise cause from error
         reason = str(error).splitlines()[0]
         raise RunFailed(
             f"rank {os.environ['RANK']} cannot meet the other ranks at {place}: {reason}"
         ) from error
-    return store, rank, world_size, attempt
+    return sync, attempt
 
 
 def _store_place() -> str:

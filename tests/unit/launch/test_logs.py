@@ -74,11 +74,15 @@ def test_a_failure_shows_the_end_of_its_log_and_names_none_that_is_not_there(
     path = rank_log_path(log_folder(run), 1)
     path.parent.mkdir(parents=True)
     path.write_text("first\nlast\n")
-    told = describe_failure(killed, run, lines=1)
-    assert (
-        told
-        == f"trainer rank 1 failed: it was killed by SIGKILL; the last lines of {path}:\n  last"
-    )
+    end = f"; the last lines of {path}:\n  last"
+    new = "; it has no checkpoint yet: start it again with --overwrite"
+    assert describe_failure(killed, run, lines=1) == NAMED + new + end
+    for step in (4, 12):
+        (tmp_path / "one" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    resumed = "; continue after step 12 with --resume"
+    assert describe_failure(killed, run, lines=1) == NAMED + resumed + end
+    refused = Failure(1, "data.paths: no rows", bad_input=True)
+    assert "--resume" not in describe_failure(refused, run), "nothing was trained"
 
 
 def test_a_warning_to_a_terminal_that_has_gone_ends_nothing(
