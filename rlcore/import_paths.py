@@ -113,7 +113,9 @@ def _place(file: str, line: int, name: str) -> str:
 class _Lazy(ModuleType):
     """Stands for torch in `sys.modules` until an attribute or a module of it is asked for."""
 
-    __path__: Sequence[str] = ()
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get("torch") is self:

@@ -98,8 +98,11 @@ def _verdict(rollout: Rollout) -> bool | None:
 
 
 def _flip(now: Rollout, then: Rollout | None) -> str:
-    verdicts = (_verdict(now), None if then is None else _verdict(then))
-    return {(True, False): "better", (False, True): "worse"}.get(verdicts, "")
+    right = _verdict(now)
+    was_right = None if then is None else _verdict(then)
+    if right is None or was_right is None or right == was_right:
+        return ""
+    return "better" if right else "worse"
 
 
 def _answer(rollout: Rollout) -> dict[str, Any]:

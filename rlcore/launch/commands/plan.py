@@ -163,7 +163,7 @@ def _placed(config: Config, trainer: int, engine_gpus: int | None) -> Config:
         nodes = next(
             n for n in range(2, trainer + 1) if trainer % n == 0 and trainer // n <= GPUS_PER_NODE
         )
-    cluster = {"nodes": nodes, "processes_per_node": trainer // nodes}
+    cluster: dict[str, Any] = {"nodes": nodes, "processes_per_node": trainer // nodes}
     needed = trainer + (0 if _shares_gpus(config) else _engine_gpus(config, trainer))
     if config.cluster.launcher == "local" and needed > GPUS_PER_NODE and not engine.colocated:
         cluster["launcher"] = "ray" if generates(config) else "torchrun"
