@@ -169,13 +169,13 @@ def describe_failure(failure: Failure, run: RunConfig, *, lines: int = LAST_LINE
     path = rank_log_path(log_folder(run), failure.rank)
     if not path.exists():  # of an evaluation's ranks, which print, or of a rank that just began
         return f"trainer {failure}"
-    told = f"trainer {failure}"
+    head = f"trainer {failure}"
     if not failure.bad_input:
-        told += f"; {_way_on(Path(run.dir) / run.name)}"
+        head += f"; {_way_on(Path(run.dir) / run.name)}"
     tail = path.read_text(errors="replace").splitlines()[-lines:]
     if not tail:
-        return f"{told}; its log {path} is empty"
-    return f"{told}; the last lines of {path}:" + "".join(f"\n  {line}" for line in tail)
+        return f"{head}; its log {path} is empty"
+    return f"{head}; the last lines of {path}:" + "".join(f"\n  {line}" for line in tail)
 
 
 def _way_on(run: Path) -> str:

@@ -32,7 +32,7 @@ class CallForm:
 
     @property
     def shape(self) -> str:
-        """What the model is told of a call that cannot be read."""
+        """The message to the model about a call that cannot be read."""
         if self.arguments == "map":
             return 'a call must be JSON: its arguments as {"name": value}'
         if self.arguments in ("call", "calls"):

@@ -1,7 +1,7 @@
 """From the text of a turn to a message: its reasoning, its calls of tools, and what is left.
 
 A call is run only if every character of it is understood and its arguments fit the tool's schema.
-Any other is a call with a problem, which is told to the model.
+Any other is a call with a problem, which the model reads as the result of the call.
 """
 
 from __future__ import annotations

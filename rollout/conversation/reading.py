@@ -145,7 +145,7 @@ def call_of(raw: str, call: Any, shape: str) -> WrittenCall:
     """Return the call that a map with its name says.
 
     Args:
-        shape: what the model is told of another map.
+        shape: the message to the model about a map of another shape.
     """
     given = call if isinstance(call, dict) else {}
     name = given.get("name")

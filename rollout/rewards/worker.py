@@ -218,9 +218,9 @@ def call(function: Callable[..., Any], sample: Any, memory_gb: float) -> Score:
 def encoded(identity: str, score: Score) -> dict[str, Any]:
     """Return the answer to a call."""
     if isinstance(score, RewardFailure):
-        told = {"error": score.reason, "place": score.place}
+        texts = {"error": score.reason, "place": score.place}
         return {"id": identity, "external": score.external} | {
-            key: readable(text) for key, text in told.items()
+            key: readable(text) for key, text in texts.items()
         }
     return {"id": identity, **asdict(score)}
 

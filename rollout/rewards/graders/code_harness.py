@@ -155,8 +155,8 @@ class CannotJudge(BaseException):
 class Remote:
     """An object in the solution's process.
 
-    It can be called, read, iterated and printed. It cannot be compared, since the solution would be
-    told the other value, and be asked whether it is right.
+    It can be called, read, iterated and printed. It cannot be compared: the comparison would send
+    the other value to the solution and let the solution judge it.
     """
 
     __slots__ = ("_link", "_number")
