@@ -17,6 +17,7 @@ from rlcore.launch.commands.plan import configured_layout, job_passes, make_job
 from rlcore.planning.communicators import nccl_bytes
 from rlcore.planning.fit import Needs, stage_needs
 from rlcore.planning.memory import Layout, Load, rank_weights
+from rlcore.planning.publication import Publication
 from rlcore.planning.report import describe, gib
 from rlcore.planning.search import Job, communicators, usable
 from rlcore.planning.shape import ModelShape
@@ -82,13 +83,7 @@ def dry_run(
                 passes_on=published is not None and published.passed_on(layout) > 0,
             )
         planned = stage_needs(layout, in_flight, job.trained, job.frozen, stage)
-        kept = 0 if published is None else published.buffers(layout, rank0=rank == 0)
-        passed_on = 0 if published is None else published.passed_on(layout)
-        after = {
-            "publication": kept + passed_on,
-            "checkpoint": planned.phases["checkpoint"] + kept,
-        }
-        planned = replace(planned, phases=planned.phases | after)
+        planned = _with_publication(planned, published, layout, rank0=rank == 0)
         yield ""
         yield from _rank_lines(report, planned, layout, in_flight, job)
         # Engines that share the GPU hold their weights while they take new ones.
@@ -122,6 +117,16 @@ def _checked(config: Config, world: int) -> tuple[Architecture, Job]:
     check_others(others, config.policy.parallel, world)
     check_vocabularies(others, arch)
     return arch, make_job(config, arch, others)
+
+
+def _with_publication(
+    planned: Needs, published: Publication | None, layout: Layout, *, rank0: bool
+) -> Needs:
+    """Add a publication, whose buffers stay for a checkpoint."""
+    kept = 0 if published is None else published.buffers(layout, rank0=rank0)
+    passed_on = 0 if published is None else published.passed_on(layout)
+    after = {"publication": kept + passed_on, "checkpoint": planned.phases["checkpoint"] + kept}
+    return replace(planned, phases=planned.phases | after)
 
 
 def micro_batches_in_flight(layout: Layout, load: Load, stage: int) -> int:
