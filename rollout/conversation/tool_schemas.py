@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from rlcore.data.messages import parse_json
 from rlcore.errors import DataError
+from rollout.conversation.short_cache import cache_short
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -130,7 +130,7 @@ def _schema(tool: Mapping[str, Any]) -> tuple[str, bytes]:
     return str(function.get("name")), orjson.dumps(function.get("parameters") or {})
 
 
-@lru_cache(maxsize=1024)
+@cache_short(1024)
 def _validator(name: str, schema_json: bytes) -> Validator:
     """Return what checks arguments. Raises DataError where the schema is none."""
     from jsonschema import Draft202012Validator

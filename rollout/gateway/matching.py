@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -24,9 +23,11 @@ import orjson
 from rlcore.data.messages import Message, check_messages
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.formats import THINK
+from rollout.conversation.short_cache import cache_short
 from rollout.gateway.wire import Refused
 
 REASONING = ("reasoning_content", "reasoning")  # keys of messages
+_WRITTEN_OUT = 1e30
 
 
 @dataclass(slots=True)
@@ -208,7 +209,7 @@ def _call(call: Any) -> Hashable:
     return function["name"], _canonical(arguments)
 
 
-@lru_cache(maxsize=4096)
+@cache_short(1024)
 def _canonical(arguments: str) -> str:
     """Return JSON with sorted keys and no other form of a number; other text stays as it is."""
     try:
@@ -220,4 +221,5 @@ def _canonical(arguments: str) -> str:
 def _number(digits: str) -> float:
     """Return a number that JavaScript writes without a fraction as a whole one."""
     number = float(digits)
-    return int(number) if number.is_integer() else number
+    # of 1e308 the digits would be 60 times as long as the text
+    return int(number) if number.is_integer() and abs(number) < _WRITTEN_OUT else number
