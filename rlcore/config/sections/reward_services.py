@@ -42,8 +42,10 @@ class ServerConfig(Section):
     """Where to send requests, in turns if there are several; one may stand without the list."""
     timeout_s: PositiveFloat = 60.0
     """Longest time of one attempt."""
-    retries: NonNegativeInt = 3
-    """Attempts after the first, where the server is down, slow, busy or in trouble."""
+    retries: NonNegativeInt = 8
+    """Attempts after the first, where the server is down, slow, busy or in trouble. Their pauses
+    double, from 0.5 s up to 30 s: 3 attempts last 4 to 5 s, 6 half a minute, 8 a minute and a half.
+    """
     concurrency: PositiveInt = 32
     """Requests at a time."""
     api_key_env: str | None = None

@@ -32,8 +32,9 @@ class SandboxConfig(Section):
     """Interpreter of the programs, with what they may import; default: rlcore's own."""
     folders: list[str] = Field(default_factory=list)
     """More folders of this machine that programs may read."""
-    retries: NonNegativeInt = 3
-    """Further tries where the SandboxFusion server fails or cannot be reached."""
+    retries: NonNegativeInt = 8
+    """Attempts after the first, where the SandboxFusion server fails or cannot be reached; with the
+    pauses of `reward.parts.NAME.service.retries`."""
 
     @model_validator(mode="after")
     def _a_server_has_an_address(self) -> SandboxConfig:

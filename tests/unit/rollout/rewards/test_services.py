@@ -14,9 +14,11 @@ from pydantic import ValidationError
 
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.reward_services import JudgeConfig, RewardServiceConfig
+from rlcore.config.sections.sandbox import SandboxConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError
 from rollout import json_client
+from rollout.json_client import JsonClient, NoAnswer
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict
 from rollout.rewards.scorer import build_scorer
 from rollout.rewards.services.client import client_of
@@ -25,6 +27,16 @@ from rollout.rewards.services.part import ServicePart
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MakeSample = Callable[..., Sample]
+
+
+class AsyncioWith:
+    """The module asyncio with another `sleep`."""
+
+    def __init__(self, sleep: Callable[[float], Awaitable[None]]) -> None:
+        self.sleep = sleep
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
 
 
 @asynccontextmanager
@@ -217,6 +229,47 @@ def test_a_server_that_is_down(sample: MakeSample) -> None:
     [got] = run_steadily(scores_of(ServicePart("rm", config), [sample("x")]))
     assert isinstance(got, RewardFailure)
     assert "http://127.0.0.1:9 cannot be asked: ClientConnectorError" in got.reason
+
+
+@pytest.mark.parametrize("luck", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("retries", "least_s", "most_s"),
+    [
+        (0, 0, 0),
+        (3, 3.5, 5.3),
+        (6, 31, 48),
+        (RewardServiceConfig(url="http://rm").retries, 90, 110),
+        (JudgeConfig(url="http://rm", model="m").retries, 90, 110),
+        (SandboxConfig().retries, 90, 110),
+        (12, 211, 228),
+    ],
+)
+def test_the_pauses_of_the_default_last_through_a_restart(
+    monkeypatch: pytest.MonkeyPatch, retries: int, least_s: float, most_s: float, luck: float
+) -> None:
+    """The seconds are those of docs/rewards.md."""
+    pauses: list[float] = []
+
+    async def paused(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def run() -> None:
+        client = JsonClient(
+            ["http://127.0.0.1:9"], where="rm", timeout_s=5.0, retries=retries,
+            concurrency=1, answer_bytes=1,
+        )  # fmt: skip
+        try:
+            with pytest.raises(NoAnswer):
+                await client.post({})
+        finally:
+            await client.close()
+
+    monkeypatch.setattr(json_client, "FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr(json_client, "asyncio", AsyncioWith(sleep=paused))
+    monkeypatch.setattr("random.uniform", lambda low, high: low + luck * (high - low))
+    run_steadily(run())
+    assert len(pauses) == retries
+    assert least_s <= sum(pauses) <= most_s
 
 
 def test_a_huge_answer_is_not_read(sample: MakeSample) -> None:
