@@ -16,24 +16,17 @@ fail() { echo "install_sglang: $*" >&2; exit 1; }
 lock=scripts/locks/engine-$kind.txt
 version=$(sed -n 's/^sglang==\([^ ]*\).*/\1/p' "$lock")
 want="$kind sglang $version $(cksum < "$lock")"
-# The stamp is written last: a half-made environment has none. One whose interpreter has gone does not run.
-made() { [ "$(cat "$venv/installed" 2>/dev/null)" = "$want" ] && "$venv/bin/python" -c '' 2>/dev/null; }
 
 # Two at a time would each remove what the other makes. Open to write, which NFS asks of a lock.
 exec 9>> scripts/locks/engine-cpu.txt
 flock 9
-if made; then exit 0; fi
+if is_made "$venv" "$want"; then exit 0; fi
 if [ $kind = cpu ] && grep -qs '^gpu ' "$venv/installed"; then
     fail "$venv holds the packages for GPUs; remove it to have those for the CPU made"
 fi
 
-python="${PYTHON:-python3}"
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' ||
-    fail "$python is $("$python" -V 2>&1), expected Python 3.11 to 3.13; set PYTHON"
-[ ! -e "$venv" ] || echo "== $venv is of another lock or was left half made: it is made anew"
-rm -rf "$venv"
 echo "== $venv: sglang $version ($kind)"
-"$python" -m venv "$venv"
+empty_venv "$venv"
 install_locked "$venv" "$lock" base
 if [ $kind = cpu ]; then
     export SGLANG_USE_CPU_ENGINE=1

@@ -10,6 +10,22 @@ locked() {
         wanted' "$lock"
 }
 
+# is_made VENV STAMP: whether VENV was made from what STAMP names. The stamp is written last: a half-made environment has none.
+# One whose interpreter has gone does not run.
+is_made() { [ "$(cat "$1/installed" 2>/dev/null)" = "$2" ] && "$1/bin/python" -c '' 2>/dev/null; }
+
+# empty_venv VENV: make it anew, with the interpreter that PYTHON names.
+empty_venv() {
+    local venv=$1 python="${PYTHON:-python3}"
+    if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then
+        echo "$(basename "$0" .sh): $python is $("$python" -V 2>&1), expected Python 3.11 to 3.13; set PYTHON" >&2
+        return 1
+    fi
+    [ ! -e "$venv" ] || echo "== $venv is of another lock or was left half made: it is made anew"
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
+}
+
 # install_locked VENV LOCK TAG...: install those entries into VENV.
 install_locked() {
     local venv=$1 lock=$2 build=""

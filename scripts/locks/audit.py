@@ -2,7 +2,7 @@
 
 It needs `pip-audit` (`pip install pip-audit`, in an environment of its own) and the service that
 answers it, PyPI's or, with `--service osv`, OSV's. The exit code is 0 only where the service has
-answered for all four locks and knows of nothing.
+answered for all locks and knows of nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-LOCKS = ("trainer-cpu", "trainer-gpu", "engine-cpu", "engine-gpu")
+LOCKS = ("trainer-cpu", "trainer-gpu", "engine-cpu", "engine-gpu", "verifiers")
 SECONDS = 600  # for one lock
 _PIN = re.compile(r"^([A-Za-z0-9][\w.\-]*)={2,3}([^\s;\\+]+)", re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Make the lock files: exact versions and hashes of both environments, for the CPU and for GPUs.
+"""Make the lock files: exact versions and hashes of every environment, for the CPU and for GPUs.
 
     python scripts/locks/make.py            after a change of pyproject.toml or of what stands below
     python scripts/locks/make.py --upgrade  the newest versions of everything
@@ -44,9 +44,9 @@ NOT_ON_CPU = [
     "tml-renderers", "torch-memory-saver", "torchaudio", "torchcodec",
 ]  # fmt: skip
 
-# The extra that is for GPUs only; and the one that is an environment of its own.
+# The extra that is for GPUs only; and those that are environments of their own.
 GPU_EXTRA = "te"
-OTHER_EXTRA = "sglang"
+OTHER_EXTRAS = ("sglang", "verifiers")
 # Only published as sources, and so installed by a step of their own, under the tag that is given.
 SOURCES = {
     "transformer-engine-torch": "te-source",
@@ -153,7 +153,7 @@ def resolve(
             (there / "wanted.in").write_text(source)
             command += [there / "wanted.in"]
         else:
-            command += [source, *(f"--extra={one}" for one in extras() if one != OTHER_EXTRA)]
+            command += [source, *(f"--extra={one}" for one in extras() if one not in OTHER_EXTRAS)]
         done = subprocess.run(
             [*command, "-o", found], cwd=there, stdout=subprocess.DEVNULL, check=False
         )
@@ -234,7 +234,7 @@ def for_the_cpu(entries: list[Entry], roots: Mapping[str, set[str]]) -> list[Ent
 def locks(uv: Path, upgrade: bool) -> dict[str, list[Entry]]:
     """Every lock file's entries."""
     roots = {"base": names(project()["dependencies"])}
-    roots |= {one: names(wanted) for one, wanted in extras().items() if one != OTHER_EXTRA}
+    roots |= {one: names(wanted) for one, wanted in extras().items() if one not in OTHER_EXTRAS}
     trainer = resolve(
         uv,
         "trainer-gpu",
@@ -243,7 +243,7 @@ def locks(uv: Path, upgrade: bool) -> dict[str, list[Entry]]:
         overrides=[TRAINER_TORCH, NCCL],
         upgrade=upgrade,
     )
-    sglang = extras()[OTHER_EXTRA]
+    sglang = extras()["sglang"]
     cpu_engine = resolve(
         uv,
         "engine-cpu",
@@ -255,19 +255,24 @@ def locks(uv: Path, upgrade: bool) -> dict[str, list[Entry]]:
     engine = resolve(
         uv, "engine-gpu", "\n".join([*sglang, NCCL]), python="3.11", overrides=[], upgrade=upgrade
     )
+    verifiers = extras()["verifiers"]
+    environments = resolve(
+        uv, "verifiers", "\n".join(verifiers), python="3.11", overrides=[], upgrade=upgrade
+    )
     without_te = {tag: wanted for tag, wanted in roots.items() if tag != GPU_EXTRA}
     return {
         "trainer-cpu": for_the_cpu(trainer, without_te),
         "trainer-gpu": tagged(trainer, roots, cuda=True),
         "engine-cpu": for_the_cpu(cpu_engine, {"base": names([*sglang, *CPU_ENGINE_TOO])}),
         "engine-gpu": tagged(engine, {"base": names([*sglang, NCCL])}, cuda=True),
+        "verifiers": tagged(environments, {"base": names(verifiers)}, cuda=True),
     }
 
 
 def written(name: str, entries: list[Entry]) -> str:
     given = ""
     if name.startswith("trainer"):
-        there = [one for one in extras() if one not in (OTHER_EXTRA, GPU_EXTRA)]
+        there = [one for one in extras() if one not in (*OTHER_EXTRAS, GPU_EXTRA)]
         there += [GPU_EXTRA] if name.endswith("gpu") else []
         given = f"# extras: {' '.join(sorted(there))}\n"
     head = f"# Made by scripts/locks/make.py; not to be edited.\n{given}"

@@ -29,7 +29,13 @@ def test_every_package_of_the_locks_is_asked_for_once_at_a_time(tmp_path: Path) 
     done = run(tmp_path, f'echo "$*" >> {asked}.options', f"for f; do :; done; cat $f >> {asked}")
     assert done.returncode == 0, done.stderr
     pins = asked.read_text().split()
-    assert {"torch==2.13.0", "torch==2.14.1", "sglang==0.5.23", "ray==2.60.0"} <= set(pins)
+    assert {
+        "torch==2.13.0",
+        "torch==2.14.1",
+        "sglang==0.5.23",
+        "ray==2.60.0",
+        "verifiers==0.4.0",
+    } <= set(pins)
     assert not any("+" in pin or "--hash" in pin for pin in pins)
     # else what the service does not know is passed over
     assert all("--strict" in line for line in Path(f"{asked}.options").read_text().splitlines())
@@ -40,7 +46,10 @@ def test_vulnerabilities_and_a_service_that_does_not_answer_fail(tmp_path: Path,
     done = run(tmp_path, f'echo "{said}" >&2', "exit 1")
     assert done.returncode == 1
     assert f"trainer-cpu: {said}" in done.stderr
-    assert "trainer-cpu, trainer-gpu, engine-cpu, engine-gpu: vulnerable, or pypi" in done.stderr
+    assert (
+        "trainer-cpu, trainer-gpu, engine-cpu, engine-gpu, verifiers: vulnerable, or pypi"
+        in done.stderr
+    )
 
 
 def test_a_missing_program_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""scripts/install.sh and install_sglang.sh install what the locks name, checked by hash.
+"""The scripts install what the locks name, checked by hash.
 
 The interpreter is a stand-in that makes environments of itself and writes down what pip is to do.
 """
@@ -6,6 +6,7 @@ The interpreter is a stand-in that makes environments of itself and writes down 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,36 @@ def test_the_trainer_gets_torch_first_then_the_rest_then_itself(checkout: Checko
         assert "--no-deps --require-hashes -r .venv/locked.txt" in options
         assert call.count("--hash=sha256:") >= len(packages(call))
     assert itself.split()[-4:] == ["--no-deps", "--no-build-isolation", "--editable", "."]
+
+
+def test_verifiers_comes_from_its_lock_alone_and_once(checkout: Checkout) -> None:
+    [call] = checkout.installs("install_verifiers.sh")
+    assert "--no-deps --require-hashes -r .venv-verifiers/locked.txt" in call.splitlines()[0]
+    assert {"verifiers", "openai", "mcp"} <= packages(call).keys()
+    assert call.count("--hash=sha256:") >= len(packages(call))
+    assert checkout.installs("install_verifiers.sh") == []
+    lock = checkout.folder / "scripts" / "locks" / "verifiers.txt"
+    lock.write_text(lock.read_text().replace("openai==", "openai==9."))
+    [call] = checkout.installs("install_verifiers.sh")
+    assert packages(call)["openai"].startswith("9.")
+    _, said, code = checkout.run("install_verifiers.sh", "--gpu")
+    assert (code, said) == (2, "usage: install_verifiers.sh; got: --gpu\n")
+
+
+def test_every_installation_of_python_packages_is_by_hash() -> None:
+    """Scripts give pip nothing but the entries of a lock, and the checkout itself."""
+    scripts = (ROOT / "scripts").rglob("*.sh")
+    calls = {
+        (path.name, line.strip())
+        for path in scripts
+        for line in path.read_text().splitlines()
+        if re.search(r"pip_into|pip install|pip download", line.partition("#")[0])
+        and "pip_into()" not in line
+    }
+    editable = "pip_into .venv --no-deps --no-build-isolation --editable ."
+    assert ("install.sh", editable) in calls
+    assert {line for name, line in calls if name not in ("pip.sh", "install.sh")} == set()
+    assert {line for name, line in calls if name == "install.sh"} == {editable}
 
 
 @pytest.mark.rest
