@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,7 +21,7 @@ def cache_short(entries: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        cached: Callable[P, T] = lru_cache(entries)(function)
+        cached = cast("Callable[P, T]", lru_cache(entries)(function))
 
         @wraps(function)
         def call(*texts: P.args, **named: P.kwargs) -> T:
