@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,14 @@ from rlcore.view.server import PAGE, POLICY, SCRIPTS, STYLE, static, to_json
 
 MOST_SAMPLES = 512  # of a step: those after them are left out, and the file says so
 MOST_EVALUATIONS = 5
+# Under these keys stand texts of the run: paths, and errors that name some. The folders tell of the
+# machine and of whoever used it.
+_OF_THE_RUN = frozenset({"path", "prompt_id", "reason", "trouble", "missing", "detail", "why"})
+_OF_REWARDS = frozenset({"reward_error", "reward_info"})
+# Under these stand the data's and the model's own, with keys of their own.
+_OF_THE_DATA = frozenset({"messages", "label"})
+# not the slashes of an address, of a relative path or of "and/or"
+_FOLDERS = re.compile(r"""(?<![\w:/.~\-])(?:file:/+|/)(?:[^\s/:,;'"<>()]*/)*""")
 
 
 def export_page(api: Api, target: Path, *, step: int | None) -> str:
@@ -49,10 +59,26 @@ def export_page(api: Api, target: Path, *, step: int | None) -> str:
     }
     data["answers"]["runs?"]["follow"] = False
     try:
-        write_atomic(target, page_with(to_json(data)), mode=0o600)
+        write_atomic(target, page_with(to_json(without_folders(data))), mode=0o600)
     except OSError as error:
         raise UserError(f"--export {target}: {error.strerror}") from error
     return f"{target}: {', '.join(told)}"
+
+
+def without_folders(value: Any, known: Set[str] = _OF_THE_RUN, *, cut: bool = False) -> Any:
+    """Return `value` with absolute paths cut down to their last part in texts of `known` keys."""
+    if isinstance(value, dict):
+        return {
+            key: inner
+            if key in _OF_THE_DATA
+            else without_folders(
+                inner, _OF_REWARDS if key == "metadata" else known, cut=cut or key in known
+            )
+            for key, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [without_folders(inner, known, cut=cut) for inner in value]
+    return _FOLDERS.sub("", value) if cut and isinstance(value, str) else value
 
 
 def page_with(data: bytes) -> bytes:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -301,10 +302,57 @@ def test_what_few_readers_of_json_know_is_shown_and_exported(
     shown = get(server, "sample?run=run&step=1&draw=0&index=0")
     target = tmp_path / "page.html"
     export_page(server.api, target, step=None)
-    block = target.read_text().partition('id="embedded">')[2].partition("</script>")[0]
-    exported = json.loads(block, parse_constant=pytest.fail)["runs"]["run"]["samples"]["1:0:0"]
+    exported = embedded(target)["runs"]["run"]["samples"]["1:0:0"]
     for page in (shown, exported):
         assert page["record"]["metadata"] == metadata | {"loss": None}  # type: ignore[index]
+
+
+def embedded(page: Path) -> Any:
+    block = page.read_text().partition('id="embedded">')[2].partition("</script>")[0]
+    return json.loads(block, parse_constant=pytest.fail)
+
+
+def test_an_exported_page_has_no_folders_of_the_machine(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths are planted wherever a run writes some; what the data says stays."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "planted"
+    said = f"read {folder}/notes.txt"
+    kept = "http://rm:8000/score/x: 1/2 and/or runs/a, ./runs/a, org/name:train:7"  # begin no path
+    error = f"{kept} [Errno 2] No such file: '{folder}/x.py', file://{folder}/y, {folder}"
+    one = replace(
+        sample(0), prompt_id=f"{folder}/rows.jsonl:7", prompt_text=said, label={"path": said},
+        metadata={"reward_error": error, "reward_info": {"x": {"problem": error}}, "path": said},
+    )  # fmt: skip
+    for step in (1, 2):
+        write_rollouts(run.rollouts_path(step), step, [one, replace(one, index=1)])
+    run.evaluations.mkdir()
+    write_rollouts(run.evaluations_path(1), 1, [one])
+    run.result_path.write_text(json.dumps({"status": "failed", "reason": error, "steps": 2}))
+    config = {"model": {"path": str(folder / "model")}, "run": {"dir": str(folder)}}
+    run.config_path.write_text(json.dumps(config))
+    view = open_run("run", run.path)
+    view.indexer.index_now(1)
+    view.indexer.index_now(2)
+    view.indexer.trouble = error
+    export_page(Api([view], follow=False), tmp_path / "page.html", step=None)
+    found = embedded(tmp_path / "page.html")
+
+    page = found["runs"]["run"]["samples"]["2:0:0"]
+    assert page["record"]["prompt_id"] == "rows.jsonl:7"
+    assert page["trouble"].startswith("no tokenizer here (tokenizer.json), so")
+    cut = f"{kept} [Errno 2] No such file: 'x.py', y, planted"
+    assert page["record"]["metadata"] == {
+        "reward_error": cut, "reward_info": {"x": {"problem": cut}}, "path": said,
+    }  # fmt: skip
+    assert page["record"]["label"] == {"path": said}
+    assert page["messages"][0]["content"] == said
+    listed = found["answers"]["runs?"]["runs"][0]
+    assert (listed["path"], listed["reason"]) == ("run", cut)
+    assert listed["indexing"]["trouble"] == cut
+    # what the data said aside, no folder is left in the file
+    assert str(tmp_path) not in json.dumps(found).replace(said, "")
 
 
 def test_evaluations_are_read_without_their_tokens(
