@@ -50,7 +50,7 @@ class CodePart(RewardPart):
 
     async def _score(self, sample: Sample) -> Score:
         try:
-            tests = read_tests(sample.label, sample.metadata)[: self._most]
+            tests = read_tests(sample.label, sample.metadata, sample.prompt_text)[: self._most]
         except ValueError as error:
             return RewardFailure("error", str(error), external=True)
         code = last_block(sample.response_text)

@@ -10,11 +10,15 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+from rollout.rewards.graders.label_text import literal_of
 
 # What solutions in the style of LeetCode take for granted; last what `math` hides, `pow`.
 PRELUDE = (
@@ -23,16 +27,28 @@ PRELUDE = (
 )
 MORE = ("copy", "datetime", "decimal", "fractions")
 ALIASES = {"np": "numpy", "pd": "pandas"}
+# of MBPP: statements, and lines of imports, that stand before every assertion
+SETUP = ("test_imports", "test_setup_code")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+# an import, or a function with all that is indented below it
+_BLOCKS = re.compile(
+    r"^(?:from [\w.]+ import .+|import .+|(?:@.+\n)*def \w+\(.*(?:\n(?:[ \t].*)?)*)", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
 class Statement:
-    """A text that must not raise, the names that it takes from the solution, and its imports."""
+    """A text that must not raise, the names that it takes from the solution, and its imports.
+
+    `prelude` is executed before the solution.
+    """
 
     text: str
     names: tuple[str, ...]
     imports: str = ""
+    prelude: str = ""
 
 
 def statements_of(text: str, row: Mapping[str, Any]) -> list[Statement]:
@@ -41,19 +57,19 @@ def statements_of(text: str, row: Mapping[str, Any]) -> list[Statement]:
     What stands behind the last assertion and asserts too, as a loop or `check(function)` do, is one
     more test. Raises ValueError for what is no test.
     """
-    body, entry = _parsed(text, row)
+    body, entry, prelude = _parsed(text, row)
     tests: list[Statement] = []
     before: list[ast.stmt] = []
     last = 0
     for at, node in enumerate(body):
         if isinstance(node, ast.Assert):
-            tests.append(_statement([*before, node], entry))
+            tests.append(_statement([*before, node], entry, prelude))
             last = at + 1
         else:
             before.append(node)
     acts = any(not isinstance(node, DEFINITIONS) for node in body[last:])
     if acts and any(isinstance(inner, ast.Assert) for node in before for inner in ast.walk(node)):
-        tests.append(_statement(before, entry))
+        tests.append(_statement(before, entry, prelude))
     return tests
 
 
@@ -62,26 +78,62 @@ def statement_of(text: str, row: Mapping[str, Any]) -> Statement:
     return _statement(*_parsed(text, row))
 
 
-def _parsed(text: str, row: Mapping[str, Any]) -> tuple[list[ast.stmt], str]:
-    """The statements; and what HumanEval's `check` tests, which only the row's column names."""
-    try:
-        body = ast.parse(text).body
-    except SyntaxError as error:
-        raise ValueError(f"no Python: {error}") from error
+def _parsed(text: str, row: Mapping[str, Any]) -> tuple[list[ast.stmt], str, str]:
+    """Return the statements behind the row's setup, and what HumanEval's other columns say.
+
+    That is what `check` tests, and what the prompt defines for it and for the solution.
+    """
+    body = [*_setup(row), *_body(text, "")]
     wanted = {name for one in body for node in ast.walk(one) for name in _wanted(node)}
     defined = {name for one in body for name in _bound(one)}
     if "check" not in defined or "check" in wanted:
-        return body, ""
+        return body, "", ""
     entry = row.get("entry_point")
     if not isinstance(entry, str):
         raise ValueError(
             "check(candidate) is defined and never called: end the text with check(FUNCTION), or"
             " have the function's name in the column entry_point"
         )
-    return [*body, *ast.parse(f"check({entry})").body], entry
+    given = _given(row.get("prompt"), entry)
+    helpers = [node for node in given if set(_bound(node)) & wanted - defined]
+    prelude = "\n".join(map(ast.unparse, given))
+    return [*helpers, *body, *ast.parse(f"check({entry})").body], entry, prelude
 
 
-def _statement(body: Sequence[ast.stmt], entry: str) -> Statement:
+def _body(text: str, where: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(text).body
+    except SyntaxError as error:
+        raise ValueError(f"{where}no Python: {error}") from error
+
+
+def _setup(row: Mapping[str, Any]) -> list[ast.stmt]:
+    """Return the statements of the columns that go with a list of assertions."""
+    found = []
+    for column in SETUP:
+        value = literal_of(row.get(column))
+        lines = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(line, str) for line in lines):
+            raise ValueError(f"the column {column} must be text, or a list of it; got {value!r}")
+        found += _body("\n".join(lines), f"the column {column} is ")
+    return found
+
+
+def _given(prompt: Any, entry: str) -> list[ast.stmt]:
+    """Return the imports and functions that the code of a prompt has before the one to write.
+
+    HumanEval's tests and solutions may call them. The code may stand in a conversation.
+    """
+    before = prompt.partition(f"def {entry}(") if isinstance(prompt, str) else ("", "", "")
+    found: list[ast.stmt] = []
+    for block in _BLOCKS.findall(before[0]) if before[1] else []:
+        # recovery: a sentence that begins with "import" is no code
+        with suppress(SyntaxError):
+            found += ast.parse(block).body
+    return found
+
+
+def _statement(body: Sequence[ast.stmt], entry: str, prelude: str = "") -> Statement:
     text = "\n".join(map(ast.unparse, body))
     nodes = [node for statement in body for node in ast.walk(statement)]
     bound = {name for node in nodes for name in _bound(node)}
@@ -102,7 +154,7 @@ def _statement(body: Sequence[ast.stmt], entry: str) -> Statement:
     if not names:
         raise ValueError(f"nothing of a solution is tested by {text[:80]!r}")
     lines = [line for name, line in imports.items() if line and name not in names]
-    return Statement(text, tuple(names), "\n".join(lines))
+    return Statement(text, tuple(names), "\n".join(lines), prelude)
 
 
 def _is_innermost(call: ast.Call) -> bool:

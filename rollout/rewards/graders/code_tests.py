@@ -81,12 +81,16 @@ def last_block(response: str) -> str | None:
 # --- labels ---------------------------------------------------------------------------------------
 
 
-def read_tests(label: Any, row: Mapping[str, Any]) -> list[CodeTest]:
-    """Return the tests of a label; `row` has the other columns. Raises ValueError for no tests."""
+def read_tests(label: Any, row: Mapping[str, Any], prompt: str = "") -> list[CodeTest]:
+    """Return the tests of a label; `row` has the other columns. Raises ValueError for no tests.
+
+    Args:
+        prompt: whose code comes before the solution's, where the row has no column `prompt`.
+    """
     with _any_number_of_digits():
         try:
             value = literal_of(label)
-            tests = _read(value, row)
+            tests = _read(value, {"prompt": prompt, **row})
         except _NO_TESTS as error:
             problem = f" ({error})"
         else:
@@ -129,10 +133,22 @@ def _read(value: Any, row: Mapping[str, Any]) -> list[CodeTest]:
         if isinstance(one, str):
             tests.append(CodeTest(None, statement=statement_of(one, row)))
         else:
-            metadata = one.get("metadata") or {}
-            name = one.get("fn_name") or metadata.get("func_name") or None
-            tests.append(_pair(one["input"], one["output"], name))
+            tests.append(_pair(one["input"], one["output"], _function_of(one, row)))
     return tests
+
+
+def _function_of(test: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
+    """Return the function that a test calls; LiveCodeBench has its name in a column of the row."""
+    of_row = literal_of(row.get("metadata"))
+    for given in (test, test.get("metadata"), row, of_row):
+        if isinstance(given, Mapping) and (name := given.get("fn_name") or given.get("func_name")):
+            return name
+    if test.get("testtype") == "functional":
+        raise ValueError(
+            "a test of the type functional names no function: have it in fn_name, or in func_name"
+            " of the column metadata"
+        )
+    return None
 
 
 def _listed(value: Any, name: str) -> list[Any]:
@@ -187,7 +203,7 @@ def program_of(test: CodeTest, code: str, token: str, **limits: Any) -> Program:
         "token": token,
         "function": test.function,
         "arguments": test.given,
-        "prelude": "" if test.statement else _PRELUDE,
+        "prelude": test.statement.prelude if test.statement else _PRELUDE,
         "statement": statement.text,
         "names": statement.names,
         "imports": statement.imports,

@@ -26,6 +26,14 @@ from rollout.rewards.graders import code_harness
 from rollout.rewards.graders.code_harness import CannotJudge, Link, decode, encode, judge
 from rollout.rewards.graders.code_tests import CodeTest, read_tests
 from tests.integration.code_tricks import HELPERS, HONEST, VALUES
+from tests.unit.rollout.rewards.graders.code_rows import (
+    CHECK,
+    OWN_POLY,
+    PROMPT,
+    ROWS,
+    ZERO,
+    CodeRow,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +55,7 @@ def run(test: CodeTest, code: str) -> Any:
     task = {
         "function": test.function,
         "arguments": test.given,
-        "prelude": "",
+        "prelude": statement.prelude if statement else "",
         "statement": statement and statement.text,
         "names": statement and statement.names,
         "imports": statement and statement.imports,
@@ -71,10 +79,12 @@ def run(test: CodeTest, code: str) -> Any:
             serving.join(20)
 
 
-def passes(statement: str, code: str, row: dict[str, Any] | None = None) -> list[bool]:
-    """Whether each test of a text passes."""
+def passes(
+    label: Any, code: str, row: dict[str, Any] | None = None, prompt: str = ""
+) -> list[bool]:
+    """Whether each test of a label passes."""
     found = []
-    for test in read_tests(statement, row or {}):
+    for test in read_tests(label, row or {}, prompt):
         try:
             run(test, code)
         except Exception:  # noqa: BLE001 - by whatever the test fails
@@ -141,6 +151,38 @@ def test_a_check_is_for_the_column_of_the_entry_point() -> None:
     method = "class Solution:\n    def f(self, x): return x * x"
     assert passes(text, method, {"entry_point": "Solution().f"}) == [True]
     assert passes(text, "def f(x): return x", {"entry_point": "f"}) == [False]
+
+
+@pytest.mark.parametrize("given", ROWS, ids=[one.name for one in ROWS])
+def test_rows_of_public_data_sets(given: CodeRow) -> None:
+    assert passes(given.label, given.right, given.row) == [True] * given.tests
+    assert False in passes(given.label, given.wrong, given.row)
+
+
+def test_code_of_the_prompt_is_found_in_a_conversation() -> None:
+    """As the column `prompt` is no column of a row where it is what the model is asked."""
+    chat = f"<|im_start|>user\nComplete this, and import what you need.\n\n{PROMPT}<|im_end|>\n"
+    row = {"entry_point": "find_zero"}
+    assert passes(CHECK, ZERO, row, chat) == [True]
+    assert passes(CHECK, OWN_POLY, row, chat) == [False]
+    # of another function, or none
+    assert passes(CHECK, ZERO, row, PROMPT.replace("find_zero", "other")) == [False]
+    assert passes(CHECK, ZERO, row) == [False]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"test_setup_code": "x ="}, "the column test_setup_code is no Python"),
+        ({"test_imports": ["import"]}, "the column test_imports is no Python"),
+        ({"test_imports": [3]}, "test_imports must be text, or a list of it"),
+        ({"test_setup_code": {"a": 1}}, "test_setup_code must be text, or a list of it"),
+    ],
+)
+def test_a_setup_that_cannot_be_read_is_refused(row: dict[str, Any], reason: str) -> None:
+    for label in (["assert f(1) == 1"], "assert f(1) == 1"):
+        with pytest.raises(ValueError, match=reason):
+            read_tests(label, row)
 
 
 NODES = """

@@ -60,6 +60,15 @@ def test_calls(label: object) -> None:
     assert read_tests(label, {}) == [CodeTest([1, [2, 3]], [4], "add")]
 
 
+def test_a_function_that_a_column_of_the_row_names() -> None:
+    """As LiveCodeBench has it."""
+    label = json.dumps([{"input": "1\n[2, 3]", "output": "[4]", "testtype": "functional"}])
+    for metadata in ('{"func_name": "add"}', {"func_name": "add"}):
+        assert read_tests(label, {"metadata": metadata}) == [CodeTest([1, [2, 3]], [4], "add")]
+    with pytest.raises(ValueError, match="names no function"):
+        read_tests(label, {"metadata": "{}"})
+
+
 def test_a_text_that_looks_like_json_is_the_result_as_it_is() -> None:
     [test] = read_tests({"fn_name": "add", "inputs": [["11", "123"]], "outputs": ["134"]}, {})
     assert test.expected == "134"
