@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -156,16 +158,18 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Sequence[dict[str, Any]] = (),
     chat_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    every_call: bool = True,
 ) -> str:
     """Render messages by the tokenizer's chat template, special tokens included.
 
     Args:
         tools: what the template says the model can call, as JSON schemas.
         chat_kwargs: further variables of the template.
+        every_call: the text must have all calls of tools in the messages.
 
     Raises:
-        DataError: there is no template, it refuses these messages, or it takes no tools; names the
-            row `where`.
+        DataError: there is no template, it refuses these messages, leaves out a call, or takes no
+            tools; names the row `where`.
         ConfigError: it does not read one of `chat_kwargs`.
     """
     if not tokenizer.chat_template:
@@ -176,17 +180,66 @@ def render_chat(
         )
     given = [dict(tool) for tool in tools] or None
     _check_template(tokenizer, where, given, chat_kwargs)
+    settings = {"tools": given, "add_generation_prompt": add_generation_prompt, **chat_kwargs}
+    calls = any(message.get("tool_calls") for message in messages)
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages),
-            tools=given,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **chat_kwargs,
-        )
+        try:
+            text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, **settings))
+        # recovery: DeepSeek's templates want messages with calls as OpenAI's API has them
+        except (TemplateError, TypeError):
+            if not calls:
+                raise
+            text = _render_as_sent(tokenizer, messages, settings)
+        else:
+            if every_call and not shows_calls(text, messages):
+                text = _render_as_sent(tokenizer, messages, settings)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{where}: the chat template refuses the messages: {error}") from error
-    return str(text)
+    if every_call and not shows_calls(text, messages):
+        raise DataError(
+            f"{where}: the chat template leaves out calls of tools; take a template that writes"
+            " calls, also of a message that has a content, or leave those messages out of the rows"
+        )
+    return text
+
+
+def shows_calls(text: str, messages: Sequence[Message]) -> bool:
+    """Whether a text has the function of each call, as often as it is called."""
+    names = Counter(
+        call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()
+    )
+    return all(text.count(name) >= count for name, count in names.items())
+
+
+def _render_as_sent(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], settings: dict[str, Any]
+) -> str:
+    """Render messages whose calls have arguments as JSON, and beside which the content is null.
+
+    `apply_chat_template` removes a content that is null, and such templates then fail.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = tokenizer.get_chat_template(tools=settings["tools"])
+    texts, _ = render_jinja_template(
+        [[_as_sent(message) for message in messages]],
+        chat_template=template,
+        **{**tokenizer.special_tokens_map, **settings},
+    )
+    return str(texts[0])
+
+
+def _as_sent(message: Message) -> Message:
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        function = {**call["function"], "arguments": arguments}
+        calls.append({"type": "function", **call, "function": function})
+    return (
+        {**message, "content": message.get("content") or None, "tool_calls": calls}
+        if calls
+        else message
+    )
 
 
 def _check_template(

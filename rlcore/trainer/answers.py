@@ -29,7 +29,7 @@ from rlcore.data.loading import sft_limits
 from rlcore.data.messages import Message, check_messages
 from rlcore.data.prompts import LengthLimit, PromptSet
 from rlcore.data.ragged_file import RaggedArray, RaggedWriter
-from rlcore.data.tokenizer import ENCODE_CHUNK, encode, render_chat
+from rlcore.data.tokenizer import ENCODE_CHUNK, encode, render_chat, shows_calls
 from rlcore.errors import DataError
 
 if TYPE_CHECKING:
@@ -183,11 +183,25 @@ def render_turns(
 def _written(
     example: Example, chat: Sequence[Message], prompt: str, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Return what the model writes behind `prompt` for the last message of `chat`.
+    """Return what the model writes behind `prompt` for the last message of `chat`."""
+    written = _behind(example, chat, prompt, tokenizer)
+    ended = written.partition(tokenizer.eos_token)[0] if tokenizer.eos_token else written
+    if not shows_calls(ended, chat[-1:]):
+        raise DataError(
+            f"{example.where}: message {len(chat)}: the chat template ends the turn before the last"
+            " of its calls of tools, so that it would not be trained on; have fewer calls in a"
+            " message, or take another template"
+        )
+    return written
 
-    Most templates write the message behind the prompt as it is. DeepSeek-R1's leaves a thought out
-    of every message, though its prompt opens one: the thought of the row stands there then, or an
-    empty one.
+
+def _behind(
+    example: Example, chat: Sequence[Message], prompt: str, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """Return what a template writes behind a prompt.
+
+    Most write the message there as it is. DeepSeek-R1's leaves a thought out of every message,
+    though its prompt opens one: the thought of the row stands there then, or an empty one.
     """
     whole = _render(example, chat, tokenizer, generate=False)
     content = chat[-1].get("content") or ""

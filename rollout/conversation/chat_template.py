@@ -188,6 +188,8 @@ class ChatTemplate:
             add_generation_prompt=head,
             tools=tools,
             chat_kwargs=self.chat_kwargs,
+            # simple templates show results of tools, and no calls
+            every_call=False,
         )
 
 

@@ -6,9 +6,11 @@ before the turn as the model is asked with it, and prompt and answer together ar
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlcore.config import Config
 from rlcore.data.batch import RolloutBatch
@@ -230,3 +232,78 @@ def test_a_thought_behind_a_prompt_that_forbids_it_is_refused(write_rows) -> Non
         samples_of(write_rows, tokenizer, THOUGHTS, **off)
     samples = samples_of(write_rows, tokenizer, PLAIN, train_turns="each", **off)
     assert [parted(s) for s in samples] == oracle(tokenizer, PLAIN, enable_thinking=False)
+
+
+def called(arguments: Any, **fields: Any) -> Message:
+    """A message of the assistant with one call of each of these arguments."""
+    calls = [{"function": {"name": "find", "arguments": given}} for given in arguments]
+    return {"role": "assistant", "content": None, "tool_calls": calls, **fields}
+
+
+MAP = {"city": "Zürich", "days": [1, 2.5], "deep": {"on": True, "no": None}}
+JSON = json.dumps(MAP, ensure_ascii=False)
+RESULT = {"role": "tool", "content": "sunny"}
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1_distill", "deepseekv3"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        called([MAP]),
+        called([JSON]),
+        called([json.dumps(MAP)]),
+        called([MAP], content=""),
+        called([JSON, MAP]),
+    ],
+)
+def test_calls_are_trained_by_templates_that_take_json(write_rows, name, message) -> None:
+    """They add the arguments to a text, beside a content that is null.
+
+    The oracle is the template itself: `apply_chat_template` removes what is null, and then fails.
+    """
+    tokenizer = tokenizer_of("deepseek_r1_distill")
+    tokenizer.chat_template = template_text(name)
+    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
+        template_text(name)
+    )
+
+    def written_by(messages: list[Message], *, ask: bool) -> str:
+        return template.render(
+            messages=messages, add_generation_prompt=ask, bos_token=tokenizer.bos_token
+        )
+
+    calls = [
+        {"type": "function", "function": {"name": "find", "arguments": JSON}}
+        for _ in message["tool_calls"]
+    ]
+    as_text = [PLAIN[0], {**message, "content": None, "tool_calls": calls}, RESULT, PLAIN[1]]
+    samples = samples_of(
+        write_rows, tokenizer, [PLAIN[0], message, RESULT, PLAIN[1]], train_turns="each"
+    )
+    eos = tokenizer.eos_token
+    prompts = [written_by(as_text[:place], ask=True) for place in (1, 3)]
+    opened = prompts[0].partition("<think>")
+    written = written_by(as_text[:2], ask=False).removeprefix(opened[0]).partition(eos)[0]
+    assert written.count(JSON) == len(calls)
+    answers = [
+        ("\n</think>\n\n" if opened[1] else "") + written + eos,
+        written_by(as_text, ask=False).removeprefix(prompts[1]),
+    ]
+    texts = [tokenizer([*pair], add_special_tokens=False) for pair in zip(prompts, answers)]
+    assert [[*parted(sample)] for sample in samples] == [text["input_ids"] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "reason"),
+    [
+        # a message with a content has no calls to this template
+        ("deepseek_r1_distill", called([MAP], content="I look."), "leaves out calls of tools"),
+        ("llama3", called([MAP]), "leaves out calls of tools"),
+        # it ends the turn behind every call but the first
+        ("deepseek_r1_distill", called([MAP, MAP, MAP]), "ends the turn before the last of its ca"),
+    ],
+)
+def test_calls_that_a_template_leaves_out_are_refused(write_rows, name, message, reason) -> None:
+    for messages in ([PLAIN[0], message], [PLAIN[0], message, RESULT, PLAIN[1]]):
+        with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{reason}"):
+            samples_of(write_rows, tokenizer_of(name), messages, train_turns="each")
