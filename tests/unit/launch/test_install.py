@@ -87,7 +87,9 @@ def test_the_trainer_gets_torch_first_then_the_rest_then_itself(checkout: Checko
         options = call.splitlines()[0]
         assert "--no-deps --require-hashes -r .venv/locked.txt" in options
         assert call.count("--hash=sha256:") >= len(packages(call))
-    assert itself.split()[-4:] == ["--no-deps", "--no-build-isolation", "--editable", "."]
+    compat = ["--config-settings", "editable_mode=compat"]
+    assert itself.split()[-5:] == ["--no-build-isolation", *compat, "--editable", "."]
+    assert "--no-deps" in itself
 
 
 def test_verifiers_comes_from_its_lock_alone_and_once(checkout: Checkout) -> None:
@@ -114,7 +116,8 @@ def test_every_installation_of_python_packages_is_by_hash() -> None:
         if re.search(r"pip_into|pip install|pip download", line.partition("#")[0])
         and "pip_into()" not in line
     }
-    editable = "pip_into .venv --no-deps --no-build-isolation --editable ."
+    options = "--no-deps --no-build-isolation --config-settings editable_mode=compat --editable ."
+    editable = f"pip_into .venv {options}"
     assert ("install.sh", editable) in calls
     assert {line for name, line in calls if name not in ("pip.sh", "install.sh")} == set()
     assert {line for name, line in calls if name == "install.sh"} == {editable}
