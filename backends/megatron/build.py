@@ -28,6 +28,7 @@ from backends.megatron.model.gpt import (
 )
 from backends.megatron.model.layers import layer_fields, layers_of
 from backends.megatron.model.routing_replay import replay_routing
+from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.training.optimizer import ScheduledOptimizer
 from backends.megatron.training.passes import Frozen, Model, SwappedIn, copy_weights, weights_of
@@ -89,18 +90,26 @@ class BuildContext:
             )
 
     def load(self, model: Model, arch: Architecture, path: str) -> None:
-        """Read the weights of a Hugging Face folder into a model."""
+        """Read the weights of a Hugging Face folder into a model. Collective.
+
+        A folder that one rank cannot read is an error of every rank.
+        """
         if self.weights:
-            with START.phase("weights"):
+            failing = raise_on_all_ranks(self.parallel, f"reading the weights of {path}")
+            with START.phase("weights"), failing:
                 load_hf(model.chunks, arch, Path(path), self.parallel)
 
     def other_architecture(self, path: str | None, key: str) -> Architecture:
-        """Read the architecture of a second model, and check its vocabulary and layout."""
+        """Read the architecture of a second model, and check its vocabulary and layout.
+
+        Collective, as `load` is.
+        """
         if path is None:
             return self.arch
-        arch = read_architecture(path, weights=self.weights, bridge=self.config.model.bridge)
-        check_vocabularies({key: arch}, self.arch)
-        check_layout(arch, self.config.policy.parallel, self.parallel.world_size)
+        with raise_on_all_ranks(self.parallel, f"reading {key} {path}"):
+            arch = read_architecture(path, weights=self.weights, bridge=self.config.model.bridge)
+            check_vocabularies({key: arch}, self.arch)
+            check_layout(arch, self.config.policy.parallel, self.parallel.world_size)
         return arch
 
 

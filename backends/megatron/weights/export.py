@@ -33,8 +33,10 @@ from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.hf_tensors import hf_shapes, model_entries, weight_tensors
 from backends.megatron.convert.layout import Slice, owned_parameters, tp_slice, unpack
 from backends.megatron.convert.table import Entry, Split
+from backends.megatron.parallel.agreement import raise_on_all_ranks
 from backends.megatron.parallel.state import ParallelState
 from backends.megatron.weights.prefetch import prefetched
+from rlcore.errors import ModelError
 from rlcore.planning.publication import bucket_limit
 from rlcore.quantised_weights import quantise_bucket, quantised_bucket
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
@@ -137,6 +139,7 @@ class WeightExporter:
         # by bucket: the parts of each rank that has some
         self._plans: dict[int, dict[int, list[_Part]]] = {}
         self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._unrounded: ModelError | None = None
 
     @torch.no_grad()
     def export_buckets(self, *, everywhere: bool = False) -> Iterator[tuple[Bucket, Tensor | None]]:
@@ -147,7 +150,12 @@ class WeightExporter:
 
         Args:
             everywhere: yield the bytes on every rank.
+
+        Raises:
+            ModelError, FailedElsewhere: behind the last bucket, on every rank: weights cannot be
+                rounded to FP8.
         """
+        self._unrounded = None
         told: list[dist.Work] = []
         if everywhere:
             yield from prefetched(partial(self._shared, told=told), self.buckets, self._device)
@@ -165,6 +173,10 @@ class WeightExporter:
             for works in sending:
                 _wait(works)
         _wait(told)
+        if self.quantised:
+            with raise_on_all_ranks(self.parallel, "rounding the weights to FP8"):
+                if self._unrounded is not None:
+                    raise self._unrounded
 
     def free_buffers(self) -> None:
         """Free the buffers until the next export."""
@@ -201,7 +213,15 @@ class WeightExporter:
 
     def _in_form(self, bucket: Bucket, flat: Tensor) -> Tensor:
         """The bytes of a bucket as it is yielded."""
-        return quantise_bucket(bucket, flat, self._published(bucket)) if self.quantised else flat
+        if not self.quantised:
+            return flat
+        out = self._published(bucket)
+        try:
+            quantise_bucket(bucket, flat, out)
+        # recovery: every bucket is passed on, and then all ranks raise; they would wait for it here
+        except ModelError as error:
+            self._unrounded = self._unrounded or error
+        return out
 
     def _published(self, bucket: Bucket) -> Tensor:
         """The buffer of a bucket that is yielded."""
