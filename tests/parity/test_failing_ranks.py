@@ -12,6 +12,7 @@ from spawn import run_ranks
 
 from tests.checkpoint.hf_folders import write_model
 
+pytestmark = pytest.mark.rest
 RANKS = Path(__file__).with_name("failing_ranks.py")
 PIPELINE = {"parallel": {"pipeline": 2}}
 # the rank that fails; "model" and "reference" are folders, of which the failing rank's is damaged
@@ -46,7 +47,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     shutil.rmtree(root / "models" / "0" / "gone0")
     payload = [{**case, "name": name} for name, case in CASES.items()]
     # a hang would last as long as the group's timeout, 240 s, in each case
-    run_ranks(RANKS, 2, root / "ranks", payload, deadline_s=600)
+    run_ranks(RANKS, 2, root / "ranks", payload, deadline_s=240)
     return {
         name: [json.loads((root / "ranks" / f"{name} {rank}.json").read_text()) for rank in (0, 1)]
         for name in CASES
