@@ -20,6 +20,9 @@ RlcoreError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RlcoreError(Exception):
     """Every error that rlcore raises on purpose."""
@@ -112,3 +115,14 @@ INTERRUPTED = 130  # a run that was asked to stop before its end
 def exit_code(status: str) -> int:
     """Return the exit code of a run that did not fail."""
     return INTERRUPTED if status == "interrupted" else 0
+
+
+@contextmanager
+def named_by(key: str) -> Iterator[None]:
+    """Begin errors about a file, a data set or a model folder with the key that names it."""
+    try:
+        yield
+    except (DataError, ModelError) as error:
+        raise type(error)(f"{key}: {error}") from error
+    except OSError as error:
+        raise DataError(f"{key}: {error}") from error

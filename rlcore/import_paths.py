@@ -159,8 +159,12 @@ def import_torch_lazily() -> bool:
     import torch, and seldom use it.
     """
     if "torch" not in sys.modules:
-        if importlib.util.find_spec("torch") is None:
+        spec = importlib.util.find_spec("torch")
+        if spec is None:
             return False
-        sys.modules["torch"] = _Lazy("torch")
+        lazy = _Lazy("torch")
+        # packages ask `find_spec` whether torch is installed
+        lazy.__spec__ = spec
+        sys.modules["torch"] = lazy
         sys.meta_path.insert(0, _Submodules())
     return True

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from rlcore.config.path_keys import path_problem
+from rlcore.config.sections.base import CERTIFICATE
 from rlcore.config.sections.training import TLSConfig
 from rlcore.errors import ConfigError
 
@@ -113,5 +115,5 @@ def refused_certificate(
 
 
 def _check_file(path: str, where: str) -> None:
-    if not Path(path).is_file():
-        raise ConfigError(f"{where}: there is no file {path}")
+    if problem := path_problem(path, CERTIFICATE):
+        raise ConfigError(f"{where}: {problem}")

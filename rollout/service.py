@@ -468,6 +468,7 @@ def _held_out(config: Config, tokenizer: PreTrainedTokenizerBase, of: Evaluation
         config,
         tokenizer,
         of.paths,
+        key=f"{of.key}.paths",
         max_prompts=of.max_prompts,
         max_new_tokens=config.evaluation.max_new_tokens,
     )

@@ -18,7 +18,7 @@ from rlcore.config.sections.data import AUTO, DataConfig
 from rlcore.data.messages import Message, check_messages, dress, parse_tools
 from rlcore.data.paths.hub import check_path, expand, open_path
 from rlcore.data.rows import RowFile, describe_keys, has, pick, shorten, without_nulls
-from rlcore.errors import DataError
+from rlcore.errors import DataError, named_by
 
 _FIRST_ROWS = 32  # whose columns say the format
 # Fields of maps that hold what an answer is compared with.
@@ -344,39 +344,52 @@ def open_examples(
     data: DataConfig,
     paths: Sequence[str] | None = None,
     transform: Callable[[Example], Example] = lambda e: e,
+    *,
+    key: str = "evaluation.paths",
 ) -> Examples:
     """Open the files of `data`, and tell the log in which format they are.
 
     Args:
         paths: these files instead, with the keys of `data` itself.
+        key: the key that gives `paths`, for messages.
 
     Raises:
         DataError: a file that cannot be read.
     """
     parts = []
-    for name, own, path in _wanted(data, paths):
-        rows = open_path(path, subset=own.subset, split=own.split)
+    for name, own, path, origin in _wanted(data, paths, key):
+        with named_by(origin):
+            rows = open_path(path, subset=own.subset, split=own.split)
         parts.append(Part(path, rows, layout_of(rows, own), own, name))
         logger.info("data: %s", parts[-1])
     return Examples(parts, transform)
 
 
-def check_examples(data: DataConfig, paths: Sequence[str] | None = None) -> None:
+def check_examples(
+    data: DataConfig, paths: Sequence[str] | None = None, *, key: str = "evaluation.paths"
+) -> None:
     """Refuse files that are not there (DataError); reads none. Arguments as `open_examples`."""
-    for _, _, path in _wanted(data, paths):
-        check_path(path)
+    for _, _, path, origin in _wanted(data, paths, key):
+        with named_by(origin):
+            check_path(path)
 
 
 def _wanted(
-    data: DataConfig, paths: Sequence[str] | None
-) -> Iterator[tuple[str | None, DataConfig, str]]:
-    """Yield each file or data set, with its source and the keys that it is read by."""
-    given: list[tuple[str | None, DataConfig, Sequence[str]]]
-    if paths is None and data.sources:
+    data: DataConfig, paths: Sequence[str] | None, key: str
+) -> Iterator[tuple[str | None, DataConfig, str, str]]:
+    """Yield (source, the keys that it is read by, file or data set, the key that names it)."""
+    given: list[tuple[str | None, DataConfig, Sequence[str], str]]
+    if paths is not None:
+        given = [(None, data, paths, key)]
+    elif data.sources:
         sources = {name: data.of_source(name) for name in data.sources}
-        given = [(name, own, own.paths) for name, own in sources.items()]
+        given = [
+            (name, own, own.paths, f"data.sources.{name}.paths") for name, own in sources.items()
+        ]
     else:
-        given = [(None, data, data.paths if paths is None else paths)]
-    for name, own, several in given:
+        given = [(None, data, data.paths, "data.paths")]
+    for name, own, several, origin in given:
         for path in several:
-            yield from ((name, own, file) for file in expand(path, own.split))
+            with named_by(origin):
+                files = expand(path, own.split)
+            yield from ((name, own, file, origin) for file in files)

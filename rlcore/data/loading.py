@@ -32,6 +32,7 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     paths: Sequence[str] | None = None,
     *,
+    key: str = "evaluation.paths",
     max_prompts: int | None = None,
     max_new_tokens: int | None = None,
 ) -> PromptSet:
@@ -41,6 +42,7 @@ def load_prompts(
 
     Args:
         paths: held-out prompts, instead of those of `data`.
+        key: the key that gives `paths`, for messages.
         max_new_tokens: of a response; default: as in training.
 
     Raises:
@@ -49,7 +51,7 @@ def load_prompts(
     """
     limits = length_limits(config, max_new_tokens or config.rollout.sampling.max_new_tokens)
     return PromptSet.of(
-        open_examples(config.data, paths),
+        open_examples(config.data, paths, key=key),
         tokenizer,
         limits=limits,
         max_prompts=max_prompts,

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rlcore.errors import DataError
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_ROWS = "JSONL or parquet, one row a prompt"
 # Rows of an Arrow batch in the temporary file: a row is read by way of its batch.
 _BATCH_ROWS = 1024
 _BOM = b"\xef\xbb\xbf"
@@ -63,14 +64,19 @@ def open_rows(path: Path) -> RowFile:
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that is not there or is of no known kind (DataError); reads nothing."""
+    """Refuse a file that is not there, is empty or of no known kind (DataError); reads nothing."""
     if not path.is_file():
-        raise DataError(f"data: {path} is not a file; expected JSONL or parquet, one row a prompt")
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise DataError(f"{path} {what}; expected {_ROWS}")
     if path.suffix not in (".parquet", *JSONL_SUFFIXES):
         raise DataError(
-            f"data: {path} has the suffix {path.suffix!r}; known are .parquet,"
+            f"{path} has the suffix {path.suffix!r}; known are .parquet,"
             f" {', '.join(JSONL_SUFFIXES)}"
         )
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path} may not be read by the user who starts this; expected {_ROWS}")
+    if not path.stat().st_size:
+        raise DataError(f"{path} is empty; expected {_ROWS}")
 
 
 class JsonRows:

@@ -39,12 +39,12 @@ from rlcore.config.derived import (
     generates,
     needs_critic,
     needs_teacher,
-    other_folders,
 )
 from rlcore.config.engine_registry import EngineKind, is_import_path
 from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.load import Loaded
 from rlcore.config.messages import Problem
+from rlcore.config.path_keys import check_paths
 from rlcore.config.sections.base import Plugin
 from rlcore.config.sections.policy import CriticConfig, TeacherConfig
 from rlcore.config.sections.rollout import WorkflowConfig
@@ -73,7 +73,7 @@ MADE = (
 MADE_HERE = (
     "The model can be converted, and the layout and policy.megatron fit it",
     "Responses leave room for a prompt in the model's context",
-    "Files of data and evaluation, and checkpoints, exist and can be read",
+    "Files, folders and checkpoints that keys name exist and can be read",
 )
 
 
@@ -98,12 +98,14 @@ def check_folders(config: Config, world_size: int, *, here: bool = True) -> None
     Raises:
         UserError: names the key, the folder or the file.
     """
+    unread = () if generates(config) else ("evaluation", "reward", "rollout")
+    check_paths(config, unread=unread)
     check_model(config, world_size, here=here)
     check_context(config)
     if config.training.replay is None:
         check_examples(config.data)
         for one in [] if config.is_sft else evaluation_sets(config):
-            check_examples(config.data, one.paths)
+            check_examples(config.data, one.paths, key=f"{one.key}.paths")
     for key in ("policy.checkpoint", "training.replay_from"):
         section, _, name = key.partition(".")
         if (folder := getattr(getattr(config, section), name)) is not None:
@@ -120,17 +122,12 @@ def check_model(config: Config, world_size: int, *, here: bool = True) -> None:
             depend on the device are left out.
     """
     from backends.megatron.checks.layout import check_layout, check_others, check_vocabularies
-    from backends.megatron.convert.read import read_architecture
+    from backends.megatron.convert.read import read_models
     from backends.megatron.policy_checks import check_policy
 
-    bridge = config.model.bridge
-    policy = read_architecture(Path(config.model.path), bridge=bridge)
+    policy, others = read_models(config)
     check_layout(policy, config.policy.parallel, world_size)
     check_policy(config, policy, _device(here))
-    others = {
-        key: read_architecture(Path(folder), bridge=bridge)
-        for key, folder in other_folders(config).items()
-    }
     check_vocabularies(others, policy)
     check_others(others, config.policy.parallel, world_size)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from rlcore.config import Config
 from rlcore.config.load import Loaded, load_config
+from rlcore.config.path_keys import path_problem
+from rlcore.config.sections.base import CHECKPOINT
 from rlcore.errors import DataError, UserError
 from rlcore.runs.checkpoints import (
     Checkpoint,
@@ -214,11 +216,9 @@ def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
         return found.model
     if (path / "model").is_dir():
         return path / "model"
-    if path.is_dir():
-        return path
-    raise UserError(
-        f"{key}: {path} does not exist; expected a run, a checkpoint or its folder of shards"
-    )
+    if problem := path_problem(str(path), CHECKPOINT):
+        raise UserError(f"{key}: {problem}")
+    return path
 
 
 def split_reference(path: Path) -> tuple[Path, str]:

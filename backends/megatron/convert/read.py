@@ -22,7 +22,9 @@ from backends.megatron.convert.fields import (
 )
 from backends.megatron.convert.shards import INDEX, tensor_files
 from backends.megatron.convert.table import Family
-from rlcore.errors import ModelError
+from rlcore.config import Config
+from rlcore.config.derived import other_folders
+from rlcore.errors import ModelError, named_by
 from rlcore.hf_config.fields import check_fields, refusal
 from rlcore.hf_config.read import read_config
 
@@ -72,6 +74,24 @@ def read_architecture(
     from backends.megatron.convert.bridges.read import through_bridge
 
     return through_bridge(arch, bridge, weights=weights)
+
+
+def read_models(
+    config: Config, *, weights: bool = True
+) -> tuple[Architecture, dict[str, Architecture]]:
+    """Read the folder of `model.path`, and those of the other models by their keys.
+
+    Args:
+        weights: see `read_architecture`.
+
+    Raises:
+        ModelError: as `read_architecture`; it begins with the key of the folder.
+    """
+    found = {}
+    for key, folder in {"model.path": config.model.path, **other_folders(config)}.items():
+        with named_by(key):
+            found[key] = read_architecture(folder, weights=weights, bridge=config.model.bridge)
+    return found.pop("model.path"), found
 
 
 def _transformer_fields(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import typing
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -12,6 +13,29 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class LeadsTo:
+    """What is at the path that a key holds, as `path_keys` checks it."""
+
+    kind: Literal["rows", "file", "folder", "checkpoint", "program", "output"]
+    expected: str
+
+
+RowsPath = Annotated[str, LeadsTo("rows", "files of rows, JSONL or parquet")]
+CERTIFICATE = LeadsTo("file", "a file in PEM")
+CertificatePath = Annotated[str, CERTIFICATE]
+RecordingPath = Annotated[str, LeadsTo("file", "a recorded step (rollouts/step_*.parquet)")]
+FolderPath = Annotated[str, LeadsTo("folder", "a folder")]
+ModelPath = Annotated[
+    str, LeadsTo("folder", "a local Hugging Face folder (config.json, *.safetensors)")
+]
+TokenizerPath = Annotated[str, LeadsTo("folder", "a Hugging Face folder with a tokenizer")]
+CHECKPOINT = LeadsTo("checkpoint", "a run, a checkpoint or its folder of shards")
+CheckpointPath = Annotated[str, CHECKPOINT]
+ProgramPath = Annotated[str, LeadsTo("program", "a Python interpreter")]
+OutputPath = Annotated[str, LeadsTo("output", "a folder, or a path where one can be made")]
 
 
 class Section(BaseModel):

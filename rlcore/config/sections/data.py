@@ -11,6 +11,7 @@ from rlcore.config.sections.base import (
     PositiveFloat,
     PositiveInt,
     Probability,
+    RowsPath,
     Section,
     as_list,
 )
@@ -29,7 +30,7 @@ def _checked_template(value: str | None) -> str | None:
 class DataSourceConfig(Section):
     """One of several sources of prompts. A key that is null is as `data` says."""
 
-    paths: list[str]
+    paths: list[RowsPath]
     """As `data.paths`."""
     weight: PositiveFloat | None = None
     """Share of the draws, beside the other sources' weights; default: each row once an epoch."""
@@ -74,7 +75,7 @@ class CurriculumConfig(Plugin):
 class DataConfig(Section):
     """Prompts: JSONL or parquet files, or Hugging Face datasets; one row a prompt."""
 
-    paths: list[str]
+    paths: list[RowsPath]
     """Files, patterns (`rows/*.parquet`), folders of files or of `Dataset.save_to_disk`, or names
     of Hugging Face datasets; a single one may stand without the list. `@[first:last]` behind one
     takes a slice of its rows. Not with `sources`."""

@@ -8,6 +8,7 @@ from rlcore.config.sections.base import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    RowsPath,
     Section,
     a_text_is_a_name,
     as_list,
@@ -24,7 +25,7 @@ def _listed(value: object) -> object:
 class EvaluationSetConfig(Section):
     """A named set of held-out prompts. What it leaves out is as in `evaluation`."""
 
-    paths: list[str]
+    paths: list[RowsPath]
     """Files with the prompts; a single path may stand without the list."""
     every: NonNegativeInt | None = None
     """Steps from one evaluation of this set to the next; 0: never in between."""
@@ -63,7 +64,7 @@ class EvaluationConfig(Section):
     all of it off.
     """
 
-    paths: list[str] = Field(default_factory=list)
+    paths: list[RowsPath] = Field(default_factory=list)
     """Files with the prompts; default: none."""
     every: NonNegativeInt = 0
     """Steps from one evaluation to the next; 0: never in between."""

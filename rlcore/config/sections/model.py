@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlcore.config.sections.base import PositiveInt, Section
+from rlcore.config.sections.base import ModelPath, PositiveInt, Section, TokenizerPath
 
 
 class ModelConfig(Section):
     """The policy's architecture, tokenizer and initial weights: a Hugging Face folder."""
 
-    path: str
+    path: ModelPath
     """Hugging Face folder of the policy."""
-    tokenizer: str | None = None
+    tokenizer: TokenizerPath | None = None
     """Folder of the tokenizer; default: `path`."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of the trained weights and activations."""

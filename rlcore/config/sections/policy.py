@@ -7,6 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from rlcore.config.sections.base import (
+    CheckpointPath,
+    ModelPath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -106,7 +108,7 @@ class PolicyConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     max_tokens_per_microbatch: PositiveInt = 16384
     """Tokens of a micro-batch over all context-parallel ranks, padding included."""
-    checkpoint: str | None = None
+    checkpoint: CheckpointPath | None = None
     """Run, checkpoint or folder of shards with the initial weights; default: `model.path`."""
     logprobs: LogprobsConfig = Field(default_factory=LogprobsConfig)
     transformer_engine: Literal["auto", "off"] = "auto"
@@ -130,7 +132,7 @@ class PolicyConfig(Section):
 class ReferenceConfig(Section):
     """The frozen model that KL is measured against."""
 
-    path: str | None = None
+    path: ModelPath | None = None
     """Hugging Face folder of the reference; default: the initial policy."""
     offload: bool = False
     """Keep the reference in host memory between passes."""
@@ -139,7 +141,7 @@ class ReferenceConfig(Section):
 class TeacherConfig(Section):
     """The frozen model that the policy learns from, token by token: `algorithm.distillation`."""
 
-    path: str | None = None
+    path: ModelPath | None = None
     """Hugging Face folder of the teacher, which has the policy's vocabulary."""
     offload: bool = False
     """Keep the teacher in host memory between passes."""
@@ -148,7 +150,7 @@ class TeacherConfig(Section):
 class CriticConfig(Section):
     """The value model, laid out as the policy is. Used only when the estimator needs values."""
 
-    path: str | None = None
+    path: ModelPath | None = None
     """Hugging Face folder of the critic; default: the initial policy. A reward model has a head."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     value_clip: PositiveFloat | None = None

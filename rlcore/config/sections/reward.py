@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.sections.base import (
+    ModelPath,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -20,7 +21,7 @@ from rlcore.config.sections.sandbox import SandboxConfig
 class RewardModelConfig(Section):
     """A reward model: a Hugging Face sequence-classification folder with one output."""
 
-    path: str
+    path: ModelPath
     """Hugging Face folder of the reward model."""
     batch_size: PositiveInt = 16
     """Samples that the model scores at a time, as they come; with 1 no other changes a score's last

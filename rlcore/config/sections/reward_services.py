@@ -9,11 +9,13 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.sections.base import (
+    CertificatePath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
+    TokenizerPath,
     as_list,
 )
 
@@ -50,7 +52,7 @@ class ServerConfig(Section):
     """Requests at a time."""
     api_key_env: str | None = None
     """Environment variable whose value is sent as a bearer token; default: none is sent."""
-    ca_file: str | None = None
+    ca_file: CertificatePath | None = None
     """PEM file of the authorities whose certificates are accepted; default: the system's."""
 
     _one_url = field_validator("url", mode="before")(as_list)
@@ -81,7 +83,7 @@ class RewardServiceConfig(ServerConfig):
     """Samples of one request; slime's format has one."""
     key: str | None = None
     """Key of the score in the answer; default: `rewards` in OpenRLHF's format, none in slime's."""
-    tokenizer: str | None = None
+    tokenizer: TokenizerPath | None = None
     """Folder of the reward model's tokenizer, whose chat template renders prompt and response;
     default: they are sent as the policy saw them."""
 

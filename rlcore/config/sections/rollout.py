@@ -10,10 +10,12 @@ from rlcore.config.engine_registry import check_name
 from rlcore.config.sections.base import (
     NonNegativeFloat,
     NonNegativeInt,
+    OutputPath,
     Plugin,
     PositiveFloat,
     PositiveInt,
     Probability,
+    ProgramPath,
     Section,
     a_text_is_a_name,
 )
@@ -95,7 +97,7 @@ class EngineConfig(Section):
     """Longest time for one bucket of a weight update."""
 
     # sglang: which servers, and their arguments
-    python: str | None = None
+    python: ProgramPath | None = None
     """SGLang: interpreter of the engine's own environment; default: that of .venv-sglang."""
     urls: list[str] = Field(default_factory=list)
     """SGLang: engines that somebody else runs, instead of engines that the run starts."""
@@ -129,7 +131,7 @@ class EngineConfig(Section):
     rails: PositiveInt | None = None
     """Transport distributed: ranks of one machine whose network cards together carry the weights of
     an engine; default: over NCCL as many as the engine has GPUs, if so many are free, else one."""
-    weights_dir: str | None = None
+    weights_dir: OutputPath | None = None
     """Transports disk and delta: folder shared with the engines; default: the run's."""
     bucket_digests: Literal["auto", "sha256", "none"] = "auto"
     """Keyed digests of the weights that go over a process group, compared before they are used:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlcore.config.sections.base import Section
+from rlcore.config.sections.base import OutputPath, Section
 
 
 class RunConfig(Section):
@@ -10,7 +10,7 @@ class RunConfig(Section):
 
     name: str
     """Name of the run, and of its folder."""
-    dir: str = "runs"
+    dir: OutputPath = "runs"
     """Folder that holds the folders of runs."""
     seed: int = 1
     """Seed of every random number: data order, sampling, initial heads."""

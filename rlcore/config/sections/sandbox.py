@@ -6,7 +6,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlcore.config.sections.base import NonNegativeInt, PositiveInt, Section
+from rlcore.config.sections.base import (
+    FolderPath,
+    NonNegativeInt,
+    PositiveInt,
+    ProgramPath,
+    Section,
+)
 
 SandboxKind = Literal["namespaces", "bubblewrap", "unshare", "fusion", "rlimits"]
 
@@ -28,9 +34,9 @@ class SandboxConfig(Section):
     """Most bytes that one program may write into its folder, which is in memory, MiB."""
     output_kb: PositiveInt = 1024
     """Most output of one program, KiB; a program that writes more is ended."""
-    python: str | None = None
+    python: ProgramPath | None = None
     """Interpreter of the programs, with what they may import; default: rlcore's own."""
-    folders: list[str] = Field(default_factory=list)
+    folders: list[FolderPath] = Field(default_factory=list)
     """More folders of this machine that programs may read."""
     retries: NonNegativeInt = 8
     """Attempts after the first, where the SandboxFusion server fails or cannot be reached; with the

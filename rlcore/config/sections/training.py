@@ -7,10 +7,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rlcore.config.sections.base import (
+    CertificatePath,
+    CheckpointPath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    RecordingPath,
     Section,
 )
 
@@ -34,9 +37,9 @@ class TrainingConfig(Section):
     """End the optimizer steps of a step when `policy/approxkl_avg` exceeds this."""
     debug: Literal["rollout_only", "train_only"] | None = None
     """Generate and score alone, or train alone on a recorded step."""
-    replay: str | None = None
+    replay: RecordingPath | None = None
     """`train_only`: the rollouts/step_*.parquet file to train on again."""
-    replay_from: str | None = None
+    replay_from: CheckpointPath | None = None
     """`train_only`: training checkpoint to start from, optimizer state included."""
 
 
@@ -132,11 +135,11 @@ class RayConfig(Section):
 class TLSConfig(Section):
     """TLS between the run, its engines and a reward model's server, by files in PEM."""
 
-    ca_file: str
+    ca_file: CertificatePath
     """Certificates of the authorities; clients accept servers of these alone."""
-    certificate_file: str | None = None
+    certificate_file: CertificatePath | None = None
     """What servers that we start show: their certificate, and the chain to an authority."""
-    key_file: str | None = None
+    key_file: CertificatePath | None = None
     """Its private key, without a passphrase, which only its owner may read."""
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from glob import glob
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +60,7 @@ class SlicedRows:
         self._places = range(*wanted.indices(len(rows)))
         self.fills_with_null = rows.fills_with_null
         if not self._places:
-            raise DataError(f"data: {path} names none of the {len(rows):,} rows that there are")
+            raise DataError(f"{path} names none of the {len(rows):,} rows that there are")
 
     def __len__(self) -> int:
         return len(self._places)
@@ -89,7 +91,7 @@ def _without_slice(path: str) -> tuple[str, slice | None]:
         return found[1], slice(first, last, step)
     if _OTHER_SLICE.search(path):
         raise DataError(
-            f"data: {path}: a slice is written PATH@[first:last] or PATH@[first:last:step] as in"
+            f"{path}: a slice is written PATH@[first:last] or PATH@[first:last:step] as in"
             " Python, in whole rows from 0: rows.jsonl@[-100:] are the last hundred"
         )
     return path, None
@@ -109,19 +111,19 @@ def expand(path: str, split: str) -> list[str]:
         files = expand(whole, split)
         if len(files) != 1:
             raise DataError(
-                f"data: {path} is a slice of {len(files)} files; give each file its own slice"
+                f"{path} is a slice of {len(files)} files; give each file its own slice"
             )
         return [files[0] + path[len(whole) :]]
     if "[" in split and (Path(path).exists() or not _is_dataset(path)):
         raise DataError(
-            f"data.split: {split!r} is a slice, which stands behind a path: {path}@[first:last]"
+            f"data.split {split!r} is a slice, which stands behind a path: {path}@[first:last]"
         )
     if path.startswith(PREFIX):
         return [path]
     if _PATTERN.search(path) and not Path(path).exists():
         files = [match for match in sorted(glob(path, recursive=True)) if Path(match).is_file()]
         if not files:
-            raise DataError(f"data: no file matches {path}")
+            raise DataError(f"{path} matches no file")
         return files
     folder, own_split = _without_split(path)
     if not Path(folder).is_dir() or any((Path(folder) / name).is_file() for name in _SAVED):
@@ -139,7 +141,7 @@ def _shards(folder: Path, own_split: str | None, split: str) -> list[Path]:
     if len(found) != 1:
         what = f"files of several kinds: {', '.join(found)}" if found else "no files of rows"
         raise DataError(
-            f"data: {folder} holds {what}; expected shards of one kind ({', '.join(kinds)}), or a"
+            f"{folder} holds {what}; expected shards of one kind ({', '.join(kinds)}), or a"
             f" folder of Dataset.save_to_disk; give a pattern, as {folder}/**/*.parquet"
         )
     splits = {file: _NUMBER.sub("", file.stem) for file in files}
@@ -148,7 +150,7 @@ def _shards(folder: Path, own_split: str | None, split: str) -> list[Path]:
     others = sorted(set(splits.values()) & set(_SPLITS))
     if not chosen and (others or own_split):
         raise DataError(
-            f"data: {folder} has no files of the split {wanted!r} (data.split, or {folder}:SPLIT);"
+            f"{folder} has no files of the split {wanted!r} (data.split, or {folder}:SPLIT);"
             f" it has {', '.join(map(repr, sorted(set(splits.values()))))}"
         )
     return chosen or files
@@ -166,7 +168,7 @@ def check_path(path: str) -> None:
         return
     path, _ = _without_split(path)
     if _is_dataset(path):
-        _library(path)
+        _need_library(path)
     else:
         check_file(Path(path))
 
@@ -190,14 +192,15 @@ def open_path(path: str, *, subset: str | None, split: str) -> RowFile:
     split = own_split or split
     if not _is_dataset(path):
         return open_rows(Path(path))
-    library = _library(path)
+    import datasets as library
+
     try:
         if Path(path).is_dir():
             found = library.load_from_disk(path)
             if isinstance(found, library.DatasetDict):
                 if split not in found:
                     raise DataError(
-                        f"data: {path} has no split {split!r} (data.split); it has"
+                        f"{path} has no split {split!r} (data.split); it has"
                         f" {', '.join(map(repr, found))}"
                     )
                 found = found[split]
@@ -209,7 +212,7 @@ def open_path(path: str, *, subset: str | None, split: str) -> RowFile:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"data: {path} is no file or folder here, and `datasets` cannot load split {split!r} of"
+            f"{path} is no file or folder here, and `datasets` cannot load split {split!r} of"
             f" it{f' (subset {subset})' if subset else ''}: {type(error).__name__}: {reason}. Check"
             " the name, data.subset and data.split; without a network, fetch it elsewhere,"
             " save_to_disk, and give the folder"
@@ -234,12 +237,10 @@ def _is_dataset(path: str) -> bool:
     return not Path(path).exists() and not is_file_name and bool(_NAME.fullmatch(path))
 
 
-def _library(path: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
+def _need_library(path: str) -> None:
+    """Refuse a data set where `datasets`, which takes seconds to import, is not installed."""
+    if sys.modules.get("datasets", ...) is None or find_spec("datasets") is None:
         raise DataError(
-            f"data: {path} is no file of rows; for a Hugging Face dataset install the extra:"
-            f" pip install 'rlcore[datasets]' ({error})"
-        ) from error
-    return datasets
+            f"{path} is no file of rows; for a Hugging Face dataset install the extra:"
+            " pip install 'rlcore[datasets]'"
+        )

@@ -118,7 +118,7 @@ def _parsed(path: str) -> tuple[str, dict[str, Any]]:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
         raise DataError(
-            f"data: {path}: {error}; expected {PREFIX}NAME?seed=1&size=500&KEY=VALUE"
+            f"{path}: {error}; expected {PREFIX}NAME?seed=1&size=500&KEY=VALUE"
         ) from error
     for key, text in pairs:
         try:
@@ -127,18 +127,18 @@ def _parsed(path: str) -> tuple[str, dict[str, Any]]:
             given[key] = text
     for key in _DEFAULTS:
         if not isinstance(given[key], int) or given[key] < (key == "size"):
-            raise DataError(f"data: {path}: {key}: got {given[key]!r}, expected a whole number")
+            raise DataError(f"{path}: {key}: got {given[key]!r}, expected a whole number")
     return name, given
 
 
 def _dataset(path: str, name: str, settings: Mapping[str, Any]) -> Any:
-    library = load_library(f"data: {path}")
+    library = load_library(path)
     known = library.factory.DATASETS
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise DataError(
-            f"data: {path}: reasoning-gym has no task {name!r}{hint} (it has {len(known)}:"
+            f"{path}: reasoning-gym has no task {name!r}{hint} (it has {len(known)}:"
             f" {', '.join(sorted(known))})"
         )
     try:
@@ -146,6 +146,5 @@ def _dataset(path: str, name: str, settings: Mapping[str, Any]) -> Any:
     except (TypeError, ValueError, AssertionError) as error:  # what its checks of settings raise
         keys = sorted(known[name][1].__dataclass_fields__)
         raise DataError(
-            f"data: {path}: {type(error).__name__}: {error}; the task has the settings"
-            f" {', '.join(keys)}"
+            f"{path}: {type(error).__name__}: {error}; the task has the settings {', '.join(keys)}"
         ) from error

@@ -71,6 +71,7 @@ def show_data(config: Config, *, rows: int, ask_services: bool = False) -> Itera
             own,
             tokenizer,
             given.paths,
+            key=f"{given.key}.paths",
             max_prompts=given.max_prompts,
             max_new_tokens=own.evaluation.max_new_tokens,
         )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from backends.megatron.checks.layout import check_layout, check_others, check_vocabularies
 from backends.megatron.convert.architecture import Architecture
-from backends.megatron.convert.read import read_architecture
+from backends.megatron.convert.read import read_models
 from rlcore.config import Config
-from rlcore.config.derived import other_folders, world_size
+from rlcore.config.derived import world_size
 from rlcore.errors import ConfigError, RunFailed, UserError
 from rlcore.launch.commands.plan import configured_layout, job_passes, make_job
 from rlcore.planning.communicators import nccl_bytes
@@ -107,12 +107,7 @@ def _checked(config: Config, world: int) -> tuple[Architecture, Job]:
             "policy.fp8: a dry run has Megatron's own layers, which have no FP8; pass"
             " policy.fp8=null to see the needs in bf16"
         )
-    bridge = config.model.bridge
-    arch = read_architecture(config.model.path, weights=False, bridge=bridge)
-    others = {
-        key: read_architecture(path, weights=False, bridge=bridge)
-        for key, path in other_folders(config).items()
-    }
+    arch, others = read_models(config, weights=False)
     check_layout(arch, config.policy.parallel, world)
     check_others(others, config.policy.parallel, world)
     check_vocabularies(others, arch)

@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 from backends.megatron.checks.layout import check_layout, check_others, layers_of_stages
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.hf_tensors import weight_tensors
-from backends.megatron.convert.read import read_architecture
+from backends.megatron.convert.read import read_models
 from backends.megatron.convert.table import Split
 from rlcore.config import Config
 from rlcore.config.checks.all_checks import check
@@ -21,7 +21,6 @@ from rlcore.config.derived import (
     built_in_passes,
     embedded_in_trainer,
     generates,
-    other_folders,
     samples_per_step,
     world_size,
 )
@@ -94,11 +93,7 @@ def plan(
     gpus = trainer_gpus or world_size(config)
     given = config
     config = _placed(config, gpus, engine_gpus)
-    arch = read_architecture(config.model.path, weights=False, bridge=config.model.bridge)
-    others = {
-        key: read_architecture(path, weights=False, bridge=config.model.bridge)
-        for key, path in other_folders(config).items()
-    }
+    arch, others = read_models(config, weights=False)
     job = make_job(config, arch, others)
     if nccl_channels is not None:
         job = replace(job, nccl_channels=nccl_channels)

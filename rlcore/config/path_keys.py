@@ -1,0 +1,116 @@
+"""The keys of a configuration that hold paths, and whether each path leads to what it must."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import typing
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlcore.config.schema import ANY, field_section, sections
+from rlcore.config.sections.base import LeadsTo
+from rlcore.config.sections.root import Config
+from rlcore.config.yaml_settings import KeyPath
+from rlcore.errors import ConfigError
+
+
+@cache
+def path_keys() -> dict[KeyPath, LeadsTo]:
+    """Return every key that holds a path, or a list of them, and what must be there."""
+    return {
+        (*path, name): leads_to
+        for path, section in sections().items()
+        for name, field in section.model_fields.items()
+        if field_section(field.annotation)[0] is None
+        and (leads_to := _marker([*field.metadata, field.annotation])) is not None
+    }
+
+
+def given_paths(config: Config) -> Iterator[tuple[str, LeadsTo, str]]:
+    """Yield (key, what must be there, path) for every path that the configuration gives."""
+    for pattern, leads_to in path_keys().items():
+        for key, value in _values(config, pattern):
+            for path in [value] if isinstance(value, str) else value or ():
+                yield ".".join(key), leads_to, path
+
+
+def check_paths(config: Config, *, unread: tuple[str, ...] = ()) -> None:
+    """Refuse paths that do not lead to what their key needs; the rows of data are checked by it.
+
+    Args:
+        unread: sections that this run does not read.
+
+    Raises:
+        ConfigError: one line for each such path, which begins with its key.
+    """
+    problems = [
+        f"{key}: {problem}"
+        for key, leads_to, path in given_paths(config)
+        if leads_to.kind != "rows" and key.partition(".")[0] not in unread
+        and (problem := path_problem(path, leads_to))
+    ]  # fmt: skip
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def path_problem(given: str, leads_to: LeadsTo) -> str | None:
+    """Say why there is no such thing at a path; None if there is, or may be."""
+    path = Path(given)
+    kind = leads_to.kind
+    expected = f"expected {leads_to.expected}"
+    if kind == "output":
+        return _output_problem(path, expected)
+    if kind == "program" and (found := shutil.which(given)):
+        path = Path(found)
+    if kind == "checkpoint" and not path.exists():
+        # RUN@STEP and what a run has are `find_checkpoint`'s to judge
+        path = Path(given.rpartition("@")[0] or given)
+    if not path.exists():
+        return f"{path} does not exist; {expected}"
+    is_folder = kind in ("folder", "checkpoint")
+    if path.is_dir() != is_folder:
+        return f"{path} is a {'file' if is_folder else 'folder'}; {expected}"
+    if not os.access(path, os.R_OK | os.X_OK if is_folder else os.R_OK):
+        return f"{path} may not be read by the user who starts this; {expected}"
+    if not (any(path.iterdir()) if is_folder else path.stat().st_size):
+        return f"{path} is empty; {expected}"
+    if kind == "program" and not os.access(path, os.X_OK):
+        return f"{path} may not be executed; {expected}"
+    return None
+
+
+def _output_problem(path: Path, expected: str) -> str | None:
+    there = path
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        return f"{there} is a file; {expected}"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} may not be written to by the user who starts this; {expected}"
+    return None
+
+
+def _marker(parts: list[Any]) -> LeadsTo | None:
+    """Find a marker among annotations, and inside of them."""
+    for part in parts:
+        if isinstance(part, LeadsTo):
+            return part
+        if (found := _marker(list(typing.get_args(part)))) is not None:
+            return found
+    return None
+
+
+def _values(section: Any, pattern: KeyPath, key: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield (key, value) of the values that a configuration has at a pattern."""
+    if section is None or not pattern:
+        yield key, section
+        return
+    name, *rest = pattern
+    if name == ANY:
+        for entry, inner in section.items():
+            yield from _values(inner, tuple(rest), (*key, entry))
+    else:
+        yield from _values(getattr(section, name), tuple(rest), (*key, name))
