@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
                      ("empty_prompt.jsonl:2", "not empty")),
     "no rows": (given("data.paths={wrong}/no_rows.jsonl"), ("no_rows.jsonl: no rows",)),
     "no such file": (given("data.paths={wrong}/nothing.jsonl"),
-                     ("nothing.jsonl is not a file", "JSONL or parquet")),
+                     ("nothing.jsonl does not exist", "JSONL or parquet")),
     "suffix": (given("data.paths={wrong}/rows.csv"), ("'.csv'", ".parquet")),
     "symbol": (given("data.paths={wrong}/strange_symbol.jsonl"),
                ("strange_symbol.jsonl:2", "cannot encode", "1±1=")),

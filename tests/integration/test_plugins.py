@@ -14,8 +14,8 @@ from rank_runs import RankRuns
 from workspace import LEARNING, ROOT, Run, Workspace
 
 from rlcore.data.sample import Sample
-from rlcore.runs.metrics import read_metrics
 from rlcore.runs.rollouts import read_rollouts
+from tests.pages import block, commands
 
 ESTIMATOR = """\
 import torch
@@ -135,23 +135,18 @@ def test_the_same_class_by_its_import_path(
 def test_the_estimator_of_the_first_run_works_as_printed(
     workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (ROOT / "docs" / "first-run.md").read_text()
-    code = re.search(r"```python\n# (my_package/credit\.py)\n(.*?)```", page, re.DOTALL)
-    command = re.search(
-        r"^    rlcore train grpo\.yaml (algorithm\.estimator\.name=my_package\S+)$",
-        page,
-        re.MULTILINE,
-    )
-    assert code is not None
-    assert command is not None
-    assert len(code[2].strip().splitlines()) <= 15
+    page = ROOT / "docs" / "first-run.md"
+    code = block(page, "my_package/credit.py").text
+    [command] = [
+        words[-1] for _, words in commands(page) if words[-1].startswith("algorithm.estimator.name")
+    ]
+    assert len(code.strip().splitlines()) <= 16
     (tmp_path / "my_package").mkdir()
-    (tmp_path / code[1]).write_text(code[2])
+    (tmp_path / "my_package" / "credit.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    check = re.search(r'^    python -c "(.*my_package.*)"$', page, re.MULTILINE)
-    assert check is not None
+    [check] = [words[-1] for _, words in commands(page, "python -c")]
     report = subprocess.run(
-        [sys.executable, "-c", check[1]],
+        [sys.executable, "-c", check],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -159,7 +154,7 @@ def test_the_estimator_of_the_first_run_works_as_printed(
         check=True,
     )
     assert "0 skipped" in report.stdout
-    run = workspace.train("first-run", *LEARNING, command[1])
+    run = workspace.train("first-run", *LEARNING, command)
     assert run.code == 0, run.err
     for record in read_rollouts(run.rollouts(1)):
         assert set(record["advantages"]) <= {0.0, 1.0}
@@ -170,38 +165,6 @@ def test_the_estimator_of_the_first_run_works_as_printed(
         )
     assert len(by_group) == 4
     assert all(max(group)[1] == 1.0 and min(group)[1] == 0.0 for group in by_group.values())
-
-
-def test_the_readmes_task_works_as_printed(tmp_path: Path) -> None:
-    """The commands of the README, in a new folder; the run is two steps long instead of sixty."""
-    readme = (ROOT / "README.md").read_text().partition("## A task of your own")[2]
-    for language, name in (("python", "repeat_task.py"), ("yaml", "grpo.yaml")):
-        text = re.search(rf"```{language}\n# {name}\n(.*?)```", readme, re.DOTALL)
-        assert text is not None
-        (tmp_path / name).write_text(text[1])
-    commands = re.findall(r"^    ((?:export|rlcore) .*?)(?:  +#.*)?$", readme, re.MULTILINE)
-    assert [command.split()[1] for command in commands] == [
-        "PYTHONPATH=$PWD",
-        "init-model",
-        "doctor",
-        "validate",
-        "train",
-    ]
-    commands[0] = commands[0].replace("$PWD", f"$PWD:{ROOT}")  # as if it were installed
-    script = "\n".join(["set -e", f'rlcore() {{ "{sys.executable}" -m rlcore "$@"; }}', *commands])
-    ended = subprocess.run(
-        ["bash", "-c", script + " training.steps=2"],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    rows = read_metrics(tmp_path / "runs" / "repeat" / "metrics.jsonl")
-    assert rows[-1]["step"] == 2
-    assert rows[-1]["rollout/reward_errors"] == 0
-    assert (tmp_path / "runs" / "repeat" / "hf" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("more", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,10 @@ import pytest
 from workspace import ROOT, Run, Workspace
 
 from rlcore.runs.rollouts import read_rollouts
+from tests.pages import commands
 
 FOLDER = ROOT / "examples" / "word_problems"
-PAGE = (ROOT / "docs" / "gsm8k.md").read_text()
+PAGE = ROOT / "docs" / "gsm8k.md"
 # less of everything than the page takes
 SMALLER = {
     "init-model": ["--hidden=64", "--layers=2", "--intermediate=128"],
@@ -27,8 +27,7 @@ SMALLER = {
 
 def lines_of_the_page(start: str) -> list[list[str]]:
     """The words of the page's commands that begin like this."""
-    found = re.findall(rf"^    ({start}[^\n\\]*(?:\\\n[^\n\\]*)*)", PAGE, re.MULTILINE)
-    return [shlex.split(line.replace("\\\n", ""), comments=True) for line in found]
+    return [words for _, words in commands(PAGE, start)]
 
 
 def test_the_page_has_the_commands_that_are_tested() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlcore import cli
+from tests.pages import blocks
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
@@ -113,23 +114,11 @@ def test_the_pages_name_every_algorithm_and_key() -> None:
             assert told, f"algorithm.{prefix}{key}"
 
 
-def test_the_page_of_algorithms_shows_a_configuration_that_is_valid(tmp_path: Path) -> None:
-    from rlcore.config.load import load_config
-    from rlcore.launch.input_checks import check_plugins
-
-    found = re.search(r"```yaml\n(.*?)```", (DOCS / "algorithms.md").read_text(), re.DOTALL)
-    assert found is not None
-    file = tmp_path / "shown.yaml"
-    file.write_text(found[1])
-    loaded = load_config([file], ["run.name=x", "model.path=m", "data.paths=d", "training.steps=1"])
-    assert (loaded.notes, check_plugins(loaded)) == ((), [])
-
-
 def test_the_page_of_algorithms_shows_code_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     from rlcore.algorithms import EstimatorInputs, GuardedEstimator
 
-    plugin, alone = re.findall(
-        r"```python\n(.*?)```", (DOCS / "algorithms.md").read_text(), re.DOTALL
+    plugin, alone = (
+        block.text for block in blocks(DOCS / "algorithms.md") if block.language == "python"
     )
     exec(alone, {})
     assert capsys.readouterr().out.startswith("tensor([ 0.7071,")

@@ -116,7 +116,7 @@ def expand(path: str, split: str) -> list[str]:
         return [files[0] + path[len(whole) :]]
     if "[" in split and (Path(path).exists() or not _is_dataset(path)):
         raise DataError(
-            f"data.split {split!r} is a slice, which stands behind a path: {path}@[first:last]"
+            f"data.split: {split!r} is a slice, which stands behind a path: {path}@[first:last]"
         )
     if path.startswith(PREFIX):
         return [path]

@@ -15,6 +15,7 @@ from rlcore.algorithms.testing import ContractError, check_estimator
 from rlcore.algorithms.testing import estimator as estimator_rules
 from rlcore.algorithms.testing import policy_loss as policy_loss_rules
 from rlcore.algorithms.types import Advantages
+from tests.pages import blocks
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "plugin"
@@ -64,13 +65,13 @@ def test_its_entry_points_lead_to_its_classes(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_page_shows_its_code() -> None:
-    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    shown = [block.text for block in blocks(PAGE)]
     for name in ("estimator", "loss"):
         assert (
             f"# pairwise_rl/{name}.py\n" + (EXAMPLE / "pairwise_rl" / f"{name}.py").read_text()
-            in blocks
+            in shown
         )
-    toml = next(block for block in blocks if "entry-points" in block)
+    toml = next(text for text in shown if "entry-points" in text)
     assert toml in (EXAMPLE / "pyproject.toml").read_text()
 
 

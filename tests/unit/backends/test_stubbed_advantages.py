@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +30,7 @@ from rlcore.algorithms import (
 )
 from rlcore.data.batch import RolloutBatch
 from rlcore.errors import ConfigError, RunFailed
+from tests.pages import blocks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -396,10 +396,10 @@ def test_a_batch_of_numbers() -> None:
 def test_the_page_on_testing_shows_code_that_runs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.DOTALL
+    page = ROOT / "docs" / "testing.md"
+    alone, with_stub, fixture, several_ranks = (
+        one.text for one in blocks(page) if one.language == "python"
     )
-    alone, with_stub, fixture, several_ranks = blocks
     names: dict[str, Any] = {}
     exec(alone, {})
     exec(with_stub, names)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from rlcore.config.derived import longest_request_s
 from rlcore.config.evaluation_sets import evaluation_sets, sets_due
+from tests.pages import blocks
 
 AIME = (
     "evaluation.sets.aime24={paths: a.jsonl, samples_per_prompt: 32, temperature: 0.6, every: 20}"
@@ -158,8 +158,8 @@ def test_a_metric_of_the_evaluation_can_choose_the_checkpoint(load):
 
 
 def test_the_page_on_evaluation_shows_a_configuration_that_is_valid(load, write):
-    page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
-    shown, conversations = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    page = Path(__file__).parents[3] / "docs" / "evaluation.md"
+    _, shown, _, conversations = (one.text for one in blocks(page) if one.language == "yaml")
     sets = by_name(load(files=[write("shown.yaml", shown)]))
     assert [(one.name, one.every, one.temperature) for one in sets.values()] == [
         ("aime24", 50, 0.6),

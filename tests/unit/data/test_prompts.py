@@ -192,7 +192,7 @@ def test_no_prompt_left_is_an_error(write_rows, tokenizer):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", b"", "no rows"),
+        ("empty.jsonl", b"", "is empty"),
         ("rows.csv", b"a,b", "suffix '.csv'"),
         ("broken.parquet", b"not parquet", "not a readable parquet"),
     ],
@@ -201,7 +201,7 @@ def test_a_bad_file_is_named(tmp_path, tokenizer, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=f"{name}.*{message}"):
         PromptSet.load([str(tmp_path / name)], tokenizer)
-    with pytest.raises(DataError, match=r"missing\.jsonl is not a file"):
+    with pytest.raises(DataError, match=r"missing\.jsonl does not exist"):
         PromptSet.load([str(tmp_path / "missing.jsonl")], tokenizer)
 
 

@@ -25,7 +25,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def check(rows: Path, *, training: Any = None, **sections: Any) -> None:
     given = {
         "run": {"name": "a", "dir": str(rows.parent / "runs")},
-        "model": {"path": "m"},
+        "model": {"path": str(rows.parent)},
         "data": {"paths": [str(rows)]},
         "training": {"steps": 1, **(training or {})},
         "reward": {"parts": {"a": {"function": "exact_match"}}},

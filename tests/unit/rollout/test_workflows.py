@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from fake_engine import FakeEngine
 from rlcore.data.generation import GenerateRequest
 from rlcore.errors import ConfigError
 from rlcore.launch.commands.init_model import ALPHABETS, char_tokenizer
+from tests.pages import block
 
 TOKENIZER = char_tokenizer(ALPHABETS["addition"])
 PAGE = Path(__file__).parents[3] / "docs" / "workflows.md"
@@ -31,14 +31,9 @@ def thinks_again(request: GenerateRequest, sample: int) -> list[int]:
 
 @pytest.fixture
 def page_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [
-        c
-        for c in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-        if "AskTwice" in c
-    ]
     module = ModuleType("ask_twice")
     monkeypatch.setitem(sys.modules, "ask_twice", module)
-    exec(found[0], vars(module))
+    exec(block(PAGE, "ask_twice.py").text, vars(module))
 
 
 def test_the_workflow_of_the_page_is_scored_by_its_last_answer(make_service, page_code) -> None:

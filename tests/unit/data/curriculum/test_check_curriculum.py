@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rlcore.data.curriculum import testing as rules
 from rlcore.data.curriculum.plugin import build_curriculum
 from rlcore.data.curriculum.testing import check_curriculum
 from rlcore.errors import RunFailed
+from tests.pages import blocks
 
 
 class Hardest:
@@ -139,10 +139,8 @@ def test_one_may_say_that_it_means_it() -> None:
 
 
 def test_the_example_of_the_documentation_keeps_the_contract() -> None:
-    page = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
-    (example,) = (
-        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class " in block
-    )
+    page = Path(__file__).parents[4] / "docs" / "data.md"
+    (example,) = (one.text for one in blocks(page) if "class " in one.text)
     names: dict[str, Any] = {}
     exec(example, names)
     assert len(check_curriculum(names["HardestFirst"], leaves_out=True).kept) == 5

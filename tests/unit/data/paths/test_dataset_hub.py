@@ -34,7 +34,7 @@ def test_what_is_no_data_set_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"\*\.jsonl matches no file"):
         expand(f"{tmp_path}/*.jsonl", "train")
     for path in ("data/train.jsonl", "data/train.parquet", "./a/b/c", "/nowhere/rows"):
-        with pytest.raises(DataError, match="is not a file"):
+        with pytest.raises(DataError, match="does not exist"):
             check_path(path)
 
 

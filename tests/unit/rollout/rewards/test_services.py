@@ -104,7 +104,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_of_authorities_that_is_missing_is_told_before_anything_is_asked() -> None:
     given = RewardServiceConfig(url="https://host/rm", ca_file="missing.pem")
     where = "reward.parts.rm.service"
-    with pytest.raises(ConfigError, match=f"{where}.ca_file: there is no file missing.pem"):
+    with pytest.raises(ConfigError, match=f"{where}.ca_file: missing.pem does not exist"):
         client_of(where, given)
 
 
