@@ -7,6 +7,7 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -42,6 +43,7 @@ class Block:
         return f"{self.page.name}:{self.line}"
 
 
+@cache
 def blocks(page: Path) -> list[Block]:
     """Return the blocks of a page in order, fenced and indented; an indented one is told apart."""
     text = page.read_text(encoding="utf-8")

@@ -32,14 +32,15 @@ PLACEHOLDERS = {
     "CONFIG": "grpo.yaml", "CONFIG.yaml": "grpo.yaml", "SERVERS.yaml": "servers.yaml",
 }  # fmt: skip
 FRAGMENTS = [block for page in PAGES for block in blocks(page) if block.language == "yaml"]
-COMMANDS = [
-    (block, words)
+COMMANDS = {
+    # a command that several pages show is tried once
+    " ".join(words): (block, words)
     for page in PAGES
     for block, words in commands(page)
     # neither a synopsis, `[KEY=VALUE ...]`, nor a run that there is not
     if words[1] in CONFIGURED
     and not any(word.startswith(("[", "--join", "runs/", "HOST:PORT")) for word in words)
-]
+}
 
 
 @dataclass
@@ -164,8 +165,8 @@ def test_a_configuration_of_a_page_is_valid_where_it_belongs(reader: Reader, blo
 
 
 @pytest.mark.parametrize(
-    ("reader", "command"), [(b.page, (b, words)) for b, words in COMMANDS],
-    ids=[f"{b.where}-{n}" for n, (b, _) in enumerate(COMMANDS)], indirect=["reader"],
+    ("reader", "command"), [(b.page, (b, words)) for b, words in COMMANDS.values()],
+    ids=[b.where for b, _ in COMMANDS.values()], indirect=["reader"],
 )  # fmt: skip
 def test_a_command_of_a_page_is_accepted(
     reader: Reader, command: tuple[Block, list[str]], monkeypatch: pytest.MonkeyPatch
@@ -207,6 +208,8 @@ rollout: {workflow: {name: env}}
     rlcore train grpo.yaml \\
         tools.yaml  # without it
 
+Or:
+
     evaluation: {every: 5}
 """
 
@@ -215,12 +218,13 @@ def test_a_block_without_a_place_fails_by_saying_what_to_write(tmp_path: Path) -
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     named, shell, excerpt = blocks(page)
-    assert [named.where, shell.where, excerpt.where] == ["page.md:2", "page.md:7", "page.md:10"]
+    assert [named.where, shell.where, excerpt.where] == ["page.md:2", "page.md:7", "page.md:12"]
     assert [words for _, words in commands(page)] == [
         ["rlcore", "train", "grpo.yaml", "tools.yaml"]
     ]
     with pytest.raises(AssertionError, match=r"rlcore train grpo\.yaml more-tools\.yaml"):
         settings_of(named)
     assert settings_of(excerpt) == ["grpo.yaml", "more.yaml"]
-    page.write_text(PAGE.replace("tools.yaml  #", "more-tools.yaml  #"))
-    assert settings_of(named) == ["grpo.yaml", "more-tools.yaml"]
+    other = tmp_path / "other.md"
+    other.write_text(PAGE.replace("tools.yaml  #", "more-tools.yaml  #"))
+    assert settings_of(blocks(other)[0]) == ["grpo.yaml", "more-tools.yaml"]
