@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
         ("policy.megatron.recompute_granularity", "'some'", "expected full or selective")),
     # models
     "no such model": (given("model.path={wrong}/nowhere"),
-                      ("{wrong}/nowhere", "no such folder", "Hugging Face folder")),
+                      ("{wrong}/nowhere", "does not exist", "Hugging Face folder")),
     "model without weights": (given("model.path={wrong}/no_weights"),
                               ("no_weights", "no weights", "*.safetensors")),
     "architecture": (
@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
     "run without checkpoint": (given("policy.checkpoint={runs}/unsaved"),
                                ("policy.checkpoint", "unsaved has no checkpoint")),
     "folder that is no checkpoint": (given("policy.checkpoint={wrong}/empty"),
-                                     ("wrong/empty", "not a complete checkpoint")),
+                                     ("wrong/empty", "is empty", "a checkpoint")),
     "checkpoint of another architecture": (
         given("policy.checkpoint={runs}/wide"),
         ("policy was saved with hidden_size 48", "this model has 32")),
