@@ -51,8 +51,8 @@ def blocks(page: Path) -> list[Block]:
         Block(page, _line(text, match.start()), match[1], match[2])
         for match in _FENCED.finditer(text)
     ]
-    # blank, so that lines keep their numbers
-    rest = _FENCED.sub(lambda match: re.sub(r"[^\n]", "", match[0]), text)
+    # lines keep their numbers, and a fence stays between two indented blocks
+    rest = _FENCED.sub(lambda match: re.sub(r"[^\n]+", "`", match[0]), text)
     for match in _INDENTED.finditer(rest):
         code = textwrap.dedent(match[0]).strip("\n") + "\n"
         line = _line(rest, match.start()) + len(match[0]) - len(match[0].lstrip("\n"))

@@ -88,7 +88,7 @@ def test_the_calculator_of_the_page_on_workflows(tmp_path: Path) -> None:
     [row] = read_metrics(tmp_path / "runs" / "repeat" / "metrics.jsonl")
     assert row["step"] == 1
     assert row["conversation/turns"] >= 1
-    assert "rollout/reward/right" in row or row["rollout/reward_errors"] == 0
+    assert row["rollout/reward_errors"] == 0
 
 
 def test_calls_of_tools_on_the_page_on_fine_tuning(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_calls_of_tools_on_the_page_on_fine_tuning(tmp_path: Path) -> None:
     follow(tmp_path, lines, page, ROOT / "docs" / "workflows.md",
            smaller=f"{SMALLER} training.batch_size=8")  # fmt: skip
     [row] = read_metrics(tmp_path / "runs" / "calls-sft" / "metrics.jsonl")
-    assert row["policy/loss_avg"] > 0 if "policy/loss_avg" in row else row["step"] == 1
+    assert row["step"] == 1
 
 
 @pytest.mark.parametrize("started", [TORCHRUN, "torchrun"])
