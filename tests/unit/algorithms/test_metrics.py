@@ -247,6 +247,7 @@ def train(borders: torch.Tensor, micro_batches: list[tuple[int, int]]) -> Moment
         moments.add_objective(
             PolicyLoss(corrected.weights * plain.per_token, found), weights[tokens]
         )
+        moments.add("step_kl", approx_kl(logprobs, old, "k2"))
         clipped = value_clipped(values, old, returns, clip=0.2)
         moments.add_value_loss(value_loss(values, old, returns, clip=0.2), weights[tokens], clipped)
     return moments

@@ -54,11 +54,8 @@ def validate(folder: Path, lines: Sequence[str], capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("given", "key", "said"),
     [
-        (
-            "name: passrate",
-            ".name",
-            "unknown curriculum 'passrate'; known: pass_rate; did you",
-        ),
+        # other tests of the process may have registered more
+        ("name: passrate", ".name", "unknown curriculum 'passrate'; known: "),
         ("name: pass_rate, flor: 0.2", ".flor", "unknown keyword; did you mean data.curriculum.fl"),
         ("target: 2", "", "target: expected a number between 0 and 1, got 2"),
         ("name: 'no_such:Thing'", ".name", "curriculum 'no_such:Thing': no module 'no_such'"),

@@ -26,7 +26,7 @@ def samples_of(draw: int) -> list[Any]:
     """Three scored samples of a draw, of which some are right."""
     rights = [draw % 2 == 0, draw % 3 == 0, draw % 5 == 0]
     return [
-        SimpleNamespace(metadata={"correct": right}, reward=0.0, rollout_id=number)
+        SimpleNamespace(verdict=right, metadata={}, reward=0.0, rollout_id=number)
         for number, right in enumerate(rights)
     ]
 
