@@ -67,13 +67,17 @@ def block(page: Path, name: str) -> Block:
 
 
 def commands(page: Path, start: str = "rlcore ") -> Iterator[tuple[Block, list[str]]]:
-    """Yield the words of each shell command of a page that begins with `start`, and its block."""
+    """Yield the words of each shell command of a page that begins with `start`, and its block.
+
+    Where the output goes through a pipe, the first command alone.
+    """
     for shown in blocks(page):
         if shown.language != "shell":
             continue
         for line in re.sub(r"\\\n\s*", "", shown.text).splitlines():
             if line.startswith(start):
-                yield shown, shlex.split(line, comments=True)
+                words = shlex.split(line, comments=True)
+                yield shown, words[: words.index("|")] if "|" in words else words
 
 
 def _line(text: str, offset: int) -> int:

@@ -23,6 +23,7 @@ from rlcore.config.yaml_settings import plain, read_file
 from rlcore.errors import UserError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.launch.input_checks import check_folders, check_plugins
+from rollout.workflows import verifiers_env
 from tests.certificates import Authority
 from tests.pages import PAGES, ROOT, Block, blocks, commands
 
@@ -56,6 +57,8 @@ class Reader:
         # the arguments of servers, which stand in a file of their own beside CONFIG.yaml
         self.save("more.yaml", "{}\n")
         self.save("servers.yaml", "rollout: {engine: {kind: sglang}}\n")
+        # what docs/planning.md has `rlcore plan` write
+        self.save("keys.yaml", "{}\n")
         for page in (*PAGES, README, self.page):
             for block in blocks(page):
                 if block.name and (block.language == "python" or page in (README, self.page)):
@@ -119,6 +122,11 @@ def reader(
 ) -> Iterator[Reader]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    # the reader has installed the package where a page asks for it; tests of runs use the real one
+    installed = tmp_path / "verifiers_python"
+    installed.write_text("#!/bin/sh\necho 0.4.0\n")
+    installed.chmod(0o700)
+    monkeypatch.setattr(verifiers_env, "PYTHON", installed)
     before = set(sys.modules)
     yield Reader(tmp_path, roomy_model, request.param)
     for name in set(sys.modules) - before:
