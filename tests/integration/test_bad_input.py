@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[Arguments, tuple[str, ...]]] = {
                ("rollout.filters", "'zero' is unknown", "zero_variance")),
     "replay": (
         given("training.debug=train_only", "training.replay={wrong}/step.parquet"),
-        ("step.parquet", "No such file")),
+        ("training.replay: ", "step.parquet does not exist; expected a recorded step")),
     # checkpoints
     "no such checkpoint": (
         given("policy.checkpoint={wrong}/nowhere"),

@@ -99,3 +99,10 @@ def test_nine_of_ten_public_names_say_what_they_are() -> None:
     names = [node for tree in TREES.values() for node in public(tree.body)]
     documented = [node for node in names if ast.get_docstring(node)]
     assert len(documented) >= 0.9 * len(names), f"{len(documented)} of {len(names)}"
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports a test file outside a package by its name alone."""
+    files = (path for path in (ROOT / "tests").rglob("test_*.py"))
+    outside = Counter(path.name for path in files if not (path.parent / "__init__.py").exists())
+    assert [name for name, count in outside.items() if count > 1] == []
