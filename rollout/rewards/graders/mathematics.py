@@ -11,7 +11,7 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import isclose, log10
 from operator import itemgetter
 from typing import Any
@@ -69,6 +69,8 @@ _BY_PRIORITY = [
 _SMALL = 1e-3
 # of expressions that are multiplied out for a vote
 _MAX_OPERATIONS = 40
+# of brackets; the parser takes a minute for a thousand, which a policy that repeats itself writes
+_MAX_NESTING = 50
 _MAX_EXPONENT = 12
 
 
@@ -172,6 +174,8 @@ def _read(text: str) -> Reading | None:
             for match in pattern.finditer(text)
         ]
         for _, _, match, target in sorted(matches, key=itemgetter(0, 1), reverse=True):
+            if _nesting(match[0]) > _MAX_NESTING:
+                continue
             try:
                 value, written = extract_match(match, target)
             except ValueError:  # more digits than Python reads
@@ -180,6 +184,11 @@ def _read(text: str) -> Reading | None:
             if value is not None:
                 return Reading((value, first) if first else (value,), written)
     return Reading((first,), first) if first else None
+
+
+def _nesting(text: str) -> int:
+    depths = accumulate(("([{".find(sign) >= 0) - (")]}".find(sign) >= 0) for sign in text)
+    return max(depths, default=0)
 
 
 # --- right or wrong -------------------------------------------------------------------------------
