@@ -57,6 +57,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 EVERYDAY = ("one", "epochs_2", "not_finite")
+REST = ("with_critic", "tp2_sp", "vpp2", "cp2", "dp2_starved", "ep2")
 NOT_FINITE = ("not_finite", "pp2_not_finite")
 
 
@@ -69,14 +70,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def results(folder: Path) -> Results:
-    every = [one["name"] for cases in CASES.values() for one in cases]
-    return Results(folder, CASES, [EVERYDAY, every])
+    return Results(folder, CASES, [EVERYDAY, REST])
 
 
 def each(*, moves: bool) -> list[Any]:
-    every = pytest.mark.everyday
+    tiers = dict.fromkeys(EVERYDAY, pytest.mark.everyday) | dict.fromkeys(REST, pytest.mark.rest)
     return [
-        pytest.param(one, id=one["name"], marks=every if one["name"] in EVERYDAY else ())
+        pytest.param(one, id=one["name"], marks=tiers.get(one["name"], pytest.mark.full))
         for cases in CASES.values()
         for one in cases
         if (one["name"] not in NOT_FINITE) == moves
