@@ -101,7 +101,7 @@ def test_calls_of_tools_on_the_page_on_fine_tuning(tmp_path: Path) -> None:
     assert row["step"] == 1
 
 
-@pytest.mark.parametrize("started", [TORCHRUN, "torchrun"])
+@pytest.mark.parametrize("started", [pytest.param(TORCHRUN, marks=pytest.mark.full), "torchrun"])
 def test_torchrun_on_one_machine(tmp_path: Path, started: str) -> None:
     page = ROOT / "docs" / "multinode.md"
     [line] = [one for one in shown(page, "torchrun") if "--standalone" in one]

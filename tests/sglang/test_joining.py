@@ -52,6 +52,7 @@ def until(what: str, reached: Callable[[], object], seconds: float = QUICK_S) ->
         time.sleep(0.1)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_an_engine_joins_a_run_and_leaves_it(
     served: Served,
