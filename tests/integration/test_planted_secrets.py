@@ -159,6 +159,8 @@ def settings(workspace: Workspace, model: Path, agent: Path, port: int) -> dict[
         },
         "reward": {
             "workers": 1,
+            "max_failed": 1.0,
+            "on_error": 0.0,
             "parts": {
                 "asked": {"service": {"url": secret_url, "retries": 0}},
                 "judged": {"judge": {**judge, "retries": 0}},
