@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -181,38 +180,58 @@ def render_chat(
     given = [dict(tool) for tool in tools] or None
     _check_template(tokenizer, where, given, chat_kwargs)
     settings = {"tools": given, "add_generation_prompt": add_generation_prompt, **chat_kwargs}
-    calls = any(message.get("tool_calls") for message in messages)
-    try:
+    has_calls = any(message.get("tool_calls") for message in messages)
+    # DeepSeek's templates want messages with calls as OpenAI's API has them
+    forms = (_render_plain, _render_as_sent) if has_calls else (_render_plain,)
+    refusal: Exception | None = None
+    for form in forms:
+        render = partial(form, tokenizer, settings)
         try:
-            text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, **settings))
-        # recovery: DeepSeek's templates want messages with calls as OpenAI's API has them
-        except (TemplateError, TypeError):
-            if not calls:
-                raise
-            text = _render_as_sent(tokenizer, messages, settings)
-        else:
-            if every_call and not shows_calls(text, messages):
-                text = _render_as_sent(tokenizer, messages, settings)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{where}: the chat template refuses the messages: {error}") from error
-    if every_call and not shows_calls(text, messages):
-        raise DataError(
-            f"{where}: the chat template leaves out calls of tools; take a template that writes"
-            " calls, also of a message that has a content, or leave those messages out of the rows"
-        )
-    return text
-
-
-def shows_calls(text: str, messages: Sequence[Message]) -> bool:
-    """Whether a text has the function of each call, as often as it is called."""
-    names = Counter(
-        call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()
+            text = render(messages)
+            if not every_call or shows_calls(render, messages):
+                return text
+            refusal = None
+        # recovery: the other form is tried
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            refusal = error
+    if refusal is not None:
+        raise DataError(f"{where}: the chat template refuses the messages: {refusal}") from refusal
+    raise DataError(
+        f"{where}: the chat template leaves out calls of tools; take a template that writes calls,"
+        " also of a message that has a content, or leave those messages out of the rows"
     )
-    return all(text.count(name) >= count for name, count in names.items())
+
+
+def shows_calls(render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> bool:
+    """Whether a rendering has every call of a tool.
+
+    Called names get a mark, since descriptions of tools and contents may have the names as well.
+    """
+    marks: list[str] = []
+    marked = [_marked(message, marks) for message in messages]
+    if not marks:
+        return True
+    text = render(marked)
+    return all(mark in text for mark in marks)
+
+
+def _marked(message: Message, marks: list[str]) -> Message:
+    """Return a message with a mark in the name of each function that it calls."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        marks.append(f"{call['function']['name']}_{len(marks):05d}_")
+        calls.append({**call, "function": {**call["function"], "name": marks[-1]}})
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _render_plain(
+    tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], messages: Sequence[Message]
+) -> str:
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **settings))
 
 
 def _render_as_sent(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], settings: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], messages: Sequence[Message]
 ) -> str:
     """Render messages whose calls have arguments as JSON, and beside which the content is null.
 

@@ -184,15 +184,18 @@ def _written(
     example: Example, chat: Sequence[Message], prompt: str, tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """Return what the model writes behind `prompt` for the last message of `chat`."""
-    written = _behind(example, chat, prompt, tokenizer)
-    ended = written.partition(tokenizer.eos_token)[0] if tokenizer.eos_token else written
-    if not shows_calls(ended, chat[-1:]):
+
+    def turn(last: Sequence[Message]) -> str:
+        text = _behind(example, [*chat[:-1], *last], prompt, tokenizer)
+        return text.partition(tokenizer.eos_token)[0] if tokenizer.eos_token else text
+
+    if not shows_calls(turn, chat[-1:]):
         raise DataError(
             f"{example.where}: message {len(chat)}: the chat template ends the turn before the last"
             " of its calls of tools, so that it would not be trained on; have fewer calls in a"
             " message, or take another template"
         )
-    return written
+    return _behind(example, chat, prompt, tokenizer)
 
 
 def _behind(

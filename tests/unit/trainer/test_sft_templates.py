@@ -298,6 +298,7 @@ def test_calls_are_trained_by_templates_that_take_json(write_rows, name, message
     [
         # a message with a content has no calls to this template
         ("deepseek_r1_distill", called([MAP], content="I look."), "leaves out calls of tools"),
+        ("deepseek_r1_distill", called([MAP], content="I find it."), "leaves out calls of tools"),
         ("llama3", called([MAP]), "leaves out calls of tools"),
         # it ends the turn behind every call but the first
         ("deepseek_r1_distill", called([MAP, MAP, MAP]), "ends the turn before the last of its ca"),
@@ -307,3 +308,12 @@ def test_calls_that_a_template_leaves_out_are_refused(write_rows, name, message,
     for messages in ([PLAIN[0], message], [PLAIN[0], message, RESULT, PLAIN[1]]):
         with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{reason}"):
             samples_of(write_rows, tokenizer_of(name), messages, train_turns="each")
+
+
+def test_a_tool_that_is_described_is_no_call_that_is_shown(write_rows) -> None:
+    tokenizer = tokenizer_of("llama3")
+    described = "{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}"
+    tokenizer.chat_template = described + tokenizer.chat_template
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+    with pytest.raises(DataError, match="leaves out calls of tools"):
+        samples_of(write_rows, tokenizer, [PLAIN[0], called([MAP])], tools=[tool])
