@@ -69,7 +69,8 @@ _BY_PRIORITY = [
 _SMALL = 1e-3
 # of expressions that are multiplied out for a vote
 _MAX_OPERATIONS = 40
-# of brackets; the parser takes a minute for a thousand, which a policy that repeats itself writes
+# of what is parsed: a policy that repeats itself writes answers for which the parser takes minutes
+_MAX_LENGTH = 1000
 _MAX_NESTING = 50
 _MAX_EXPONENT = 12
 
@@ -174,7 +175,7 @@ def _read(text: str) -> Reading | None:
             for match in pattern.finditer(text)
         ]
         for _, _, match, target in sorted(matches, key=itemgetter(0, 1), reverse=True):
-            if _nesting(match[0]) > _MAX_NESTING:
+            if len(match[0]) > _MAX_LENGTH or _nesting(match[0]) > _MAX_NESTING:
                 continue
             try:
                 value, written = extract_match(match, target)

@@ -10,6 +10,7 @@ import pytest
 from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.errors import ConfigError
+from rollout.rewards.graders import mathematics
 from rollout.rewards.graders.mathematics import math
 from rollout.rewards.graders.places import find_answer, last_boxed
 from rollout.rewards.graders.shape import Format, overlong
@@ -114,6 +115,28 @@ def test_a_number_that_python_cannot_read_is_wrong(sample):
     assert not math(sample(r"\boxed{" + "9" * 5000 + "}", "3"))["correct"]
     assert not math(sample(r"\boxed{" + "(" * 5000 + "3" + ")" * 5000 + "}", "3"))["correct"]
     assert not math(sample(r"\boxed{\mathbb{}", "3"))["correct"]
+
+
+REPEATED = ["(", "{", "[1]", "|", "-", "x=", "1,", "\\int", "\\frac{", "9.", "log", "\\boxed{"]
+
+
+@pytest.mark.parametrize("piece", REPEATED)
+@pytest.mark.parametrize("around", ["{}", "${}$", "\\boxed{{{}}}", "the answer is {}"])
+def test_what_a_policy_repeats_is_not_parsed_for_minutes(sample, monkeypatch, piece, around):
+    parsed = []
+    extract = mathematics.extract_match
+
+    def spy(match, target):
+        parsed.append(match[0])
+        return extract(match, target)
+
+    monkeypatch.setattr(mathematics, "extract_match", spy)
+    math(sample(around.format(piece * (1500 // len(piece))), "3"))
+    assert all(len(text) <= 1000 for text in parsed)
+    deep = around.format("(" * 60 + piece + ")" * 60)
+    parsed.clear()
+    math(sample(deep, "3"))
+    assert not any("(" * 51 in text for text in parsed)
 
 
 def test_a_thought_that_the_prompt_opens_has_no_answer(sample):
