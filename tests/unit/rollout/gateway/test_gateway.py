@@ -154,6 +154,25 @@ def test_a_program_without_tools_gets_all_that_the_model_wrote() -> None:
     assert (sample.response_text, sample.measured["tool_calls"]) == (f"So: {CALL}", 0)
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        '<tool_call>{"name": "subtract", "arguments": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "one"}}</tool_call>',
+    ],
+)
+def test_a_call_that_no_tool_takes_stays_in_the_text(refused: str) -> None:
+    async def run(task: Any, endpoint: Any) -> None:
+        _, answer = await post(endpoint, body(list(task.messages)))
+        (choice,) = answer["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (refused, "stop")
+        assert "tool_calls" not in choice["message"]
+
+    (sample,), _ = play(run, by_turn(refused))
+    assert (sample.measured["tool_calls"], sample.measured["tool_errors"]) == (1, 1)
+    assert len(sample.messages[-1]["tool_calls"]) == 1, "the record has it as a call"
+
+
 def test_without_tool_choice_what_looks_like_a_call_is_text() -> None:
     async def run(task: Any, endpoint: Any) -> None:
         messages = list(task.messages)

@@ -131,6 +131,10 @@ def test_tools_run_together_and_are_answered_in_order() -> None:
     ]
     assert results[4] == "error: add: 'b' is a required property"
     assert results[5].startswith("error: a call must be JSON")
+    # what a tool refuses is recorded as the model wrote it, though it is not run
+    said = [m["tool_calls"] for m in sample.messages if m.get("tool_calls")]
+    written = [(one["function"]["name"], one["function"]["arguments"]) for one in said[1]]
+    assert written == [("subtract", {"a": 1}), ("add", {"a": 1})]
     assert results[6] == "7" * 12 + CUT
     assert sample.outcome == {"right": 1.0, "turns": 4.0}
     assert (sample.measured["tool_calls"], sample.measured["tool_errors"]) == (7, 4)

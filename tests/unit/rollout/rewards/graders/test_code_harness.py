@@ -12,17 +12,19 @@ import decimal
 import fractions
 import json
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollout.rewards.graders import code_harness
+from rollout.rewards.graders import code_harness, code_tests
 from rollout.rewards.graders.code_harness import CannotJudge, Link, decode, encode, judge
 from rollout.rewards.graders.code_tests import CodeTest, read_tests
 from tests.integration.code_tricks import HELPERS, HONEST, VALUES
@@ -77,6 +79,28 @@ def run(test: CodeTest, code: str) -> Any:
         finally:
             ask.close()
             serving.join(20)
+
+
+@pytest.mark.parametrize(
+    ("magic", "unused"),
+    # a source that does not compile shows that the bytecode ran
+    [(MAGIC_NUMBER, "def judge("), (b"of another Python", "no such text")],
+    ids=["bytecode", "source"],
+)
+def test_a_python_of_another_version_takes_the_harness_as_source(
+    monkeypatch: pytest.MonkeyPatch, magic: bytes, unused: str
+) -> None:
+    monkeypatch.setattr(code_tests, "MAGIC_NUMBER", magic)
+    monkeypatch.setattr(code_tests, "_harness", code_tests._harness.__wrapped__)
+    (test,) = read_tests(["assert f(1) == 2"], {})
+    Path("solution.py").write_text("def f(a): return a + 1")
+    program = code_tests.program_of(test, "", "token", timeout_s=1, memory_mb=1)
+    code = program.code.replace(unused, "(")
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], input=program.stdin, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert code_tests.passed(test, done.stdout, "token")
 
 
 def passes(
