@@ -65,9 +65,9 @@ def path_problem(given: str, leads_to: LeadsTo) -> str | None:
         return _output_problem(path, expected)
     if kind == "program" and (found := shutil.which(given)):
         path = Path(found)
-    if kind == "checkpoint" and not path.exists():
-        # RUN@STEP and what a run has are `find_checkpoint`'s to judge
-        path = Path(given.rpartition("@")[0] or given)
+    if kind == "checkpoint":
+        # which steps a run has is `find_checkpoint`'s to say
+        path, _ = split_reference(path)
     if not path.exists():
         return f"{path} does not exist; {expected}"
     is_folder = kind in ("folder", "checkpoint")
@@ -80,6 +80,13 @@ def path_problem(given: str, leads_to: LeadsTo) -> str | None:
     if kind == "program" and not os.access(path, os.X_OK):
         return f"{path} may not be executed; {expected}"
     return None
+
+
+def split_reference(path: Path) -> tuple[Path, str]:
+    """Split RUN@STEP or RUN@best into the run's folder and the rest, "" if there is none."""
+    run, at, which = str(path).rpartition("@")
+    is_reference = at and (which == "best" or which.isdecimal()) and not path.exists()
+    return (Path(run), which) if is_reference else (path, "")
 
 
 def _output_problem(path: Path, expected: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlcore.config import Config
 from rlcore.config.load import Loaded, load_config
-from rlcore.config.path_keys import path_problem
+from rlcore.config.path_keys import path_problem, split_reference
 from rlcore.config.sections.base import CHECKPOINT
 from rlcore.errors import DataError, UserError
 from rlcore.runs.checkpoints import (
@@ -219,13 +219,6 @@ def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
     if problem := path_problem(str(path), CHECKPOINT):
         raise UserError(f"{key}: {problem}")
     return path
-
-
-def split_reference(path: Path) -> tuple[Path, str]:
-    """Split RUN@STEP or RUN@best into the run's folder and the rest, "" if there is none."""
-    run, at, which = str(path).rpartition("@")
-    is_reference = at and (which == "best" or which.isdecimal()) and not path.exists()
-    return (Path(run), which) if is_reference else (path, "")
 
 
 def _checkpoint_of(folder: Path, which: str, key: str) -> Checkpoint:

@@ -280,11 +280,11 @@ def test_a_completion_of_messages_is_the_label(write_rows, chat_tokenizer):
 def test_a_call_of_a_tool_is_an_answer(write_rows, tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m['content'] or '' }}{% for c in m.get('tool_calls') or [] %}"
-        "{{ c['function']['arguments']['a'] }}+{% endfor %}"
+        "{{ c['function']['name'] }}+{{ c['function']['arguments']['a'] }}{% endfor %}"
         "{{ '<eos>' if m['role'] == 'assistant' }}{% endfor %}"
         "{% if add_generation_prompt %}<{% endif %}"
     )
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 4}'}}
+    call = {"type": "function", "function": {"name": "3", "arguments": '{"a": 4}'}}
     row = {
         "messages": [
             {"role": "user", "content": "1"},
@@ -294,4 +294,4 @@ def test_a_call_of_a_tool_is_an_answer(write_rows, tokenizer):
         ]
     }
     source = SFTSource(make_config(write_rows([row]), batch_size=1), tokenizer)
-    assert trained_text(source.next_step(1).samples[0], tokenizer) == "4+<eos>4+4+<eos>"
+    assert trained_text(source.next_step(1).samples[0], tokenizer) == "3+4<eos>3+43+4<eos>"
