@@ -24,6 +24,21 @@ def folder_of(nodeid: str) -> str:
     return Path(nodeid.partition("::")[0]).parts[1]
 
 
+# What scripts/test.sh runs, and the mark without which a file of tests has none of it to import.
+MARK_OF_HALF = {"not rest and not full": "mark.everyday", "rest and not full": "mark.rest"}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of tests that has no test of the half that runs."""
+    half = config.option.markexpr
+    if half not in MARK_OF_HALF or not collection_path.name.startswith("test_"):
+        return None
+    is_unit = "unit" in collection_path.relative_to(config.rootpath).parts
+    if is_unit == (half == "not rest and not full"):
+        return None
+    return MARK_OF_HALF[half] not in collection_path.read_text() or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is in no everyday run: all outside tests/unit that is not marked "everyday"."""
     everyday: dict[pytest.Item, bool] = {}
