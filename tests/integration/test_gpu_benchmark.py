@@ -1,4 +1,7 @@
-"""benchmarks/gpu.sh on the CPU, from a machine that has torch and nothing of ours."""
+"""benchmarks/gpu.sh on the CPU, from a machine that has torch and nothing of ours.
+
+With --full each section runs; in every run of the tests sections that fail, and the bundle's limit.
+"""
 
 from __future__ import annotations
 
@@ -98,6 +101,7 @@ def report(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return found
 
 
+@pytest.mark.full
 def test_every_section_ends_and_its_checks_hold(report: dict[str, Any]) -> None:
     assert list(report["sections"]) == SECTIONS
     for name, section in report["sections"].items():
@@ -109,6 +113,7 @@ def test_every_section_ends_and_its_checks_hold(report: dict[str, Any]) -> None:
         assert carried == "computed beforehand", name
 
 
+@pytest.mark.full
 def test_a_machine_that_lacks_packages_of_whole_runs_makes_none(report: dict[str, Any]) -> None:
     for name in ("runs", "ranks"):
         missing = report["sections"][name]["numbers"]["not made, for want of"]
@@ -132,12 +137,14 @@ def test_whole_runs_with_all_packages(section: str, tmp_path: Path) -> None:
     assert [check["name"] for check in checks if check["ok"]] == WHOLE_RUNS[section]
 
 
+@pytest.mark.full
 def test_a_late_reader_meets_the_race_only_in_shared_buffers(report: dict[str, Any]) -> None:
     numbers = report["sections"]["handles"]["numbers"]
     assert numbers["late reader, memory of its own"] == 0
     assert numbers["late reader, the buffers"] > 0
 
 
+@pytest.mark.full
 def test_the_wheels_are_what_the_sections_import(report: dict[str, Any]) -> None:
     modules = {name for section in report["sections"].values() for name in section["modules"]}
     packages = packages_distributions()
@@ -145,6 +152,7 @@ def test_the_wheels_are_what_the_sections_import(report: dict[str, Any]) -> None
     assert imported - THERE == wheels_of_the_script()
 
 
+@pytest.mark.full
 def test_the_wheels_are_small(bundle: Path) -> None:
     assert sum(wheel.stat().st_size for wheel in (bundle / "wheels").iterdir()) < MOST_BYTES
 
