@@ -123,7 +123,6 @@ def run_job(job: dict[str, Any]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(job.get("environment", {}))
-    sys.path += job.get("path", [])
     ranks = [Forked() for _ in range(job["ranks"])]
     waiting = iter(ranks)
     supervise.subprocess = _Starter(waiting)  # type: ignore[assignment, attr-defined]

@@ -115,7 +115,12 @@ def test_when_all_engines_die_the_run_saves_what_it_has(
 
 
 @pytest.mark.parametrize(
-    "where", ["publication", "evaluation", "the publication before the first step"]
+    "where",
+    [
+        "publication",
+        pytest.param("evaluation", marks=pytest.mark.full),
+        "the publication before the first step",
+    ],
 )
 def test_engines_that_end_between_the_rollouts_cost_no_step(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, where: str
@@ -175,7 +180,7 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, error: Excep
     monkeypatch.setattr(WeightPublication, name, fail)
 
 
-@pytest.mark.parametrize("name", ["prepare", "finish"])
+@pytest.mark.parametrize("name", [pytest.param("prepare", marks=pytest.mark.full), "finish"])
 def test_weights_that_cannot_be_written_cost_no_step(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -57,6 +57,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     server_kit.close(served)
 
 
+@pytest.mark.full
 def test_parts_that_the_server_fuses_arrive_whatever_the_size_of_buckets(
     latent: Served, tmp_path: Path
 ) -> None:
