@@ -1,7 +1,8 @@
-"""The gloo worlds of this folder, one a size: each runs every case of its layouts."""
+"""The gloo worlds of this folder, one a size: each runs the cases that a file's tests ask for."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,13 @@ from hf_folders import MODELS, write_model
 from plan import LAYOUTS, LOADS, OTHER_KIND, REFUSED, VARIANTS, WORLDS, Refused
 from world_outputs import Outputs
 
+# Exports that transformers reads, and whose files are looked at.
+LOOKED_AT = {"tp2": tuple(MODELS), "one": ("qwen2", "qwen3")}
 
-def _convert_cases(outputs: Outputs, layout: str) -> list[tuple[str, dict[str, Any]]]:
+
+def _convert_cases(
+    outputs: Outputs, layout: str, names: Collection[str]
+) -> list[tuple[str, dict[str, Any]]]:
     return [
         ("convert", {
             "source": str(outputs.model(name)),
@@ -27,7 +33,7 @@ def _convert_cases(outputs: Outputs, layout: str) -> list[tuple[str, dict[str, A
             "alone_bytes": 1 << 20 if name in ("llama", "qwen3") else 300,
             "shard_bytes": 20_000 if name in ("llama", "qwen2") else 1 << 20,
         })
-        for name in MODELS
+        for name in names
     ]  # fmt: skip
 
 
@@ -75,41 +81,62 @@ def _models(outputs: Outputs, variant: str) -> dict[str, Any]:
     }
 
 
-def _asked_for(session: pytest.Session) -> list[tuple[str, str, str]]:
-    """The rows of LOADS that a test of this session uses."""
-    params = [
-        item.callspec.params
-        for item in session.items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    ]
-    asked = {tuple(found.get(name) for name in ("variant", "source", "target")) for found in params}
-    return [load for load in LOADS if load in asked]
+def _asked_for(request: pytest.FixtureRequest, *names: str) -> set[tuple[Any, ...]]:
+    """The parameters of these names of every test of the file that is run."""
+    return {
+        tuple(item.callspec.params.get(name) for name in names)
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and hasattr(item, "callspec")
+    }
 
 
-@pytest.fixture(scope="session")
-def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    loads = _asked_for(request.session)
-    outputs = Outputs(tmp_path_factory.mktemp("worlds"))
+def _run_plan(outputs: Outputs, size: int, plan: Sequence[tuple[str, list[Any]]]) -> None:
+    payload = [{"layout": LAYOUTS[layout], "cases": cases} for layout, cases in plan]
+    run_world(
+        Path(__file__).with_name("world_ranks.py"), size, outputs.root / f"world{size}", payload
+    )
+
+
+@pytest.fixture(scope="module")
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    """Every model, loaded and exported under the layouts that a test asks for."""
+    asked = _asked_for(request, "layout", "name")
+    outputs = Outputs(tmp_path_factory.mktemp("converted"))
     for name in MODELS:
         write_model(name, outputs.model(name))
     for size, world in WORLDS.items():
         plan = []
-        for layout in world.saves:
-            plan.append(
-                (layout, [_checkpoint_case(outputs, variant, layout) for variant in VARIANTS])
-            )
         for layout in world.layouts:
-            loaded = [
-                _checkpoint_case(outputs, *load)
-                for load in loads
-                if load[2].removeprefix(OTHER_KIND) == layout
+            names = [
+                name
+                for name in MODELS
+                if (layout, name) in asked or name in LOOKED_AT.get(layout, ())
             ]
-            plan.append((layout, _convert_cases(outputs, layout) + loaded))
+            plan.append((layout, _convert_cases(outputs, layout, names)))
+        _run_plan(outputs, size, plan)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    """Checkpoints of every variant, loaded under the layouts that a test asks for."""
+    asked = _asked_for(request, "variant", "source", "target")
+    outputs = Outputs(tmp_path_factory.mktemp("worlds"))
+    for name in {"reward", "qwen2", *(variant["policy"] for variant in VARIANTS.values())}:
+        write_model(name, outputs.model(name))
+    for size, world in WORLDS.items():
+        plan = [
+            (layout, [_checkpoint_case(outputs, variant, layout) for variant in VARIANTS])
+            for layout in world.saves
+        ]
+        for layout in world.layouts:
+            loads = [load for load in LOADS if load in asked]
+            ours = [load for load in loads if load[2].removeprefix(OTHER_KIND) == layout]
+            plan.append((layout, [_checkpoint_case(outputs, *load) for load in ours]))
         for name, case in REFUSED.items():
             if case.layout in world.layouts:
                 plan.append((case.layout, [_refused_case(outputs, name, case)]))
-        payload = [{"layout": LAYOUTS[layout], "cases": cases} for layout, cases in plan]
-        run_world(
-            Path(__file__).with_name("world_ranks.py"), size, outputs.root / f"world{size}", payload
-        )
+        _run_plan(outputs, size, plan)
     return outputs
