@@ -2,8 +2,7 @@
 
 Everything is imported here once. Each job is forked from this process, and so are its ranks, in
 advance: the supervisor then hands them the environment and the arguments with which it would have
-started `python -m rlcore`. A rank is the supervisor's child, as always. The answer to a job says
-how it ended and which processes it left behind:
+started `python -m rlcore`. A rank is the supervisor's child, as always. The answer to a job:
 
     {"arguments": [...], "ranks": 2, "log": PATH}
     {"code": 1, "orphans": [], "orphans_seconds": 0.1}
@@ -14,8 +13,6 @@ supervisor's, then the ranks'.
 
 from __future__ import annotations
 
-import ctypes
-import importlib
 import json
 import os
 import signal
@@ -24,12 +21,10 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from tests.integration import fork_server
 from tests.nccl_rules import install_if_asked
 
 PRELOADED = (
@@ -42,10 +37,7 @@ PRELOADED = (
     "rollout.engines.embedded.client",
     "rollout.weight_sync.publication",
 )
-LIMIT_S = 300.0  # for one job, on a busy machine
-ORPHANS_S = 60.0  # in which everything that a job started must be gone
 POLL_S = 0.02
-PR_SET_CHILD_SUBREAPER = 36
 
 
 class Forked:
@@ -153,12 +145,12 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     ended = 0
     status = 0
     while not ended:
-        if time.monotonic() - began > LIMIT_S:
+        if time.monotonic() - began > fork_server.LIMIT_S:
             os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
         ended, status = os.waitpid(pid, os.WNOHANG)
     ended_at = time.monotonic()
-    left = orphans()
+    left = fork_server.orphans()
     return {
         "code": os.waitstatus_to_exitcode(status),
         "orphans": left,
@@ -166,32 +158,5 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def orphans() -> list[str]:
-    """Return what still runs below this process, which inherits every orphan, and end it."""
-    deadline = time.monotonic() + ORPHANS_S
-    left = psutil.Process().children(recursive=True)
-    while left and time.monotonic() < deadline:
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(POLL_S)
-        left = psutil.Process().children(recursive=True)
-    described = []
-    for process in left:
-        with suppress(psutil.NoSuchProcess):
-            described.append(f"{process.pid} {' '.join(process.cmdline())}")
-            process.kill()
-    return described
-
-
-def main() -> None:
-    for module in PRELOADED:
-        importlib.import_module(module)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(serve(json.loads(line))), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    fork_server.serve(PRELOADED, serve)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,12 +15,12 @@ from typing import Any
 import psutil
 
 from rlcore.runs.metrics import read_metrics
+from tests.integration.fork_server import ForkServer
 from tests.integration.held_estimator import held
 from tests.process_facts import command_of
 
 HERE = Path(__file__).resolve().parent
 REACH_S = 300.0  # for a run to get to where something is done to it, on a busy machine
-ANSWER_S = 380.0  # above the driver's own limits
 
 
 class InFolder:
@@ -94,12 +91,8 @@ class RankRuns:
         self._count = 0
         folders = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")]
         python_path = os.pathsep.join(filter(None, folders))
-        self._driver = subprocess.Popen(
-            [sys.executable, str(HERE / "rank_driver.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env={**os.environ, "PYTHONPATH": python_path},
-        )  # fmt: skip
-        assert self._answer() == {"ready": True}
+        environment = {**os.environ, "PYTHONPATH": python_path}
+        self._driver = ForkServer(HERE / "rank_driver.py", environment)
 
     def train(
         self,
@@ -130,16 +123,16 @@ class RankRuns:
         if held_after is not None:
             given.append(held(folder, {acted: held_after}))
         began = time.monotonic()
-        assert self._driver.stdin is not None
-        job = {"arguments": given, "ranks": ranks, "log": str(log), "environment": {**environment}}
-        self._driver.stdin.write(json.dumps(job) + "\n")
+        self._driver.send(
+            {"arguments": given, "ranks": ranks, "log": str(log), "environment": {**environment}}
+        )
         if act is not None:
             self._reach(folder / "metrics.jsonl", after_steps, log)
             supervisor, *pids = json.loads(Path(f"{log}.pids").read_text())
             began = time.monotonic()
             act(Going(supervisor, pids))
             acted.touch()
-        answer = self._answer()
+        answer = self._driver.answer()
         orphans_s = answer["orphans_seconds"]
         return Ended(
             answer["code"],
@@ -150,21 +143,10 @@ class RankRuns:
         )
 
     def close(self) -> None:
-        assert self._driver.stdin is not None
-        self._driver.stdin.close()
-        self._driver.wait(timeout=10)
+        self._driver.close()
 
     def _reach(self, metrics: Path, steps: int, log: Path) -> None:
         deadline = time.monotonic() + REACH_S
         while not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
             assert time.monotonic() < deadline, f"no step {steps} in {REACH_S} s: {log.read_text()}"
             time.sleep(0.02)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._driver.stdout is not None
-        answers = select.poll()  # which knows no largest descriptor
-        answers.register(self._driver.stdout, select.POLLIN)
-        ready = answers.poll(ANSWER_S * 1000)
-        assert ready, f"the driver has not answered in {ANSWER_S} s"
-        answer: dict[str, Any] = json.loads(self._driver.stdout.readline())
-        return answer

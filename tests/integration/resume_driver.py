@@ -9,7 +9,6 @@ passed each point.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import functools
 import importlib
@@ -26,12 +25,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from rlcore.errors import RlcoreError
+from tests.integration import fork_server
 from tests.limits import forbid_large_files
 from tests.ports import free_port
-from tests.process_facts import command_of, variable_of
 
 # Every stage that a kill could leave half done: name -> (module, function in it).
 POINTS = {
@@ -62,12 +59,16 @@ POINTS = {
     "fsync": ("os", "fsync"),
     "write shard": ("megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item"),
 }
-LIMIT_S = 300.0  # for one job, on a busy machine
-ORPHANS_S = 60.0  # in which everything that a job started must be gone
 POLL_S = 0.01
 FILE_LIMIT = 60_000  # bytes: less than the model has, more than any log
 HOLD_S = 100.0  # for one thread to come to where another waits for it
-PR_SET_CHILD_SUBREAPER = 36
+PRELOADED = (
+    "transformers.models.qwen3.modeling_qwen3",
+    "rlcore.data.tokenizer",
+    "rlcore.launch.rank",
+    "rollout.engines.embedded.engine",
+    "backends.megatron.backend",
+)
 
 
 # --- inside a job ---------------------------------------------------------------------------------
@@ -186,9 +187,6 @@ def run_rank(job: dict[str, Any]) -> int:
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(job.get("environment", {}))
-    if "module" in job:
-        os.execv(sys.executable, [sys.executable, "-m", *job["module"], *job["arguments"]])
     sys.argv = ["rlcore", *job["arguments"]]
     passed: Counter[str] = Counter()
     given = job.get("at", [])
@@ -243,20 +241,6 @@ def start(job: dict[str, Any]) -> list[int]:
     return pids
 
 
-def strike(pids: list[int], who: str, number: int) -> None:
-    """Send a signal to "all", to "first" (the launcher, if there is one), or to "rank N"."""
-    if who == "all":
-        os.killpg(pids[0], number)
-    elif who == "first":
-        os.kill(pids[0], number)
-    else:
-        rank = who.removeprefix("rank ")
-        below = psutil.Process(pids[0]).children(recursive=True)
-        next(
-            p for p in below if variable_of(p, "RANK") == rank and "rlcore" in command_of(p)
-        ).send_signal(number)
-
-
 def lines_in(path: str) -> int:
     return Path(path).read_bytes().count(b"\n") if Path(path).exists() else 0
 
@@ -264,8 +248,7 @@ def lines_in(path: str) -> int:
 def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
     """Wait for the processes and return their exit codes.
 
-    `outside`: `who` gets `signal` so many `seconds` after `file` has so many `lines`; `struck` is
-    made then.
+    `outside`: all are killed so many `seconds` after `file` has so many `lines`.
     """
     began = time.monotonic()
     ended = dict[int, int]()
@@ -275,41 +258,15 @@ def wait(pids: list[int], outside: dict[str, Any] | None) -> dict[int, int]:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 ended[pid] = os.waitstatus_to_exitcode(status)
-        if outside is not None and due is None and lines_in(outside["file"]) >= outside["lines"]:
-            due = time.monotonic() + outside.get("seconds", 0)
-        if (
-            outside is not None
-            and due is not None
-            and time.monotonic() >= due
-            and pids[0] not in ended
-        ):
-            strike(
-                pids, outside.get("who", "all"), signal.Signals[outside.get("signal", "SIGKILL")]
-            )
-            if "struck" in outside:
-                Path(outside["struck"]).touch()
+        if outside is not None and lines_in(outside["file"]) >= outside["lines"]:
+            due = time.monotonic() + outside["seconds"]
             outside = None
-        if time.monotonic() - began > LIMIT_S:
+        late = time.monotonic() - began > fork_server.LIMIT_S
+        struck = due is not None and time.monotonic() >= due and pids[0] not in ended
+        if late or struck:
             os.killpg(pids[0], signal.SIGKILL)
         time.sleep(POLL_S)
     return ended
-
-
-def orphans() -> list[str]:
-    """Return what still runs below this process, which inherits every orphan, and end it."""
-    deadline = time.monotonic() + ORPHANS_S
-    while time.monotonic() < deadline:
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        left = psutil.Process().children(recursive=True)
-        if not left:
-            return []
-        time.sleep(POLL_S)
-    described = [" ".join(command_of(process)) for process in left]
-    for process in left:
-        process.kill()
-    return described
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
@@ -317,24 +274,9 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     pids = start(job)
     ended = wait(pids, job.get("outside"))
     seconds = time.monotonic() - began
-    return {"codes": [ended[pid] for pid in pids], "seconds": seconds, "orphans": orphans()}
-
-
-def main() -> None:
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    import rlcore.data.tokenizer
-    import rlcore.launch.rank  # noqa: F401
-    import rollout.engines.embedded.engine  # noqa: F401
-    from backends.megatron import backend  # noqa: F401
-
-    for module, _ in POINTS.values():
-        importlib.import_module(module)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(serve(json.loads(line))), flush=True)
+    left = fork_server.orphans()
+    return {"codes": [ended[pid] for pid in pids], "seconds": seconds, "orphans": left}
 
 
 if __name__ == "__main__":
-    main()
+    fork_server.serve([*PRELOADED, *(module for module, _ in POINTS.values())], serve)

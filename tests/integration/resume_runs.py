@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,9 @@ from safetensors.torch import load_file
 from rlcore.runs.checkpoints import latest_checkpoint
 from rlcore.runs.metrics import read_metrics
 from rlcore.runs.rollouts import read_rollouts
+from tests.integration.fork_server import ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
-ANSWER_S = 400.0  # above the limits of the driver
 STEPS = 5
 UPDATES = 4  # optimizer steps a step
 NOT_COMPARED = ("time/", "perf/")
@@ -99,18 +96,7 @@ class Runs:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
-        pairs = [
-            (1, 2),
-            (33, 4),
-            (5, 66),
-            (7, 8),
-            (90, 1),
-            (12, 13),
-            (4, 4),
-            (56, 7),
-            (9, 9),
-            (10, 20),
-        ]
+        pairs = zip((1, 33, 5, 7, 90, 12, 4, 56, 9, 10), (2, 4, 66, 8, 1, 13, 4, 7, 9, 20))
         rows = [json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b)}) + "\n" for a, b in pairs]
         (folder / "train.jsonl").write_text("".join(rows))
         (folder / "heldout.jsonl").write_text("".join(rows[:3]))
@@ -122,21 +108,11 @@ class Runs:
         }
         for name, config in (("common", common), ("ppo", PPO), ("grpo", GRPO), ("sft", SFT)):
             (folder / f"{name}.yaml").write_text(json.dumps(config))
-        self._driver = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("resume_driver.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **{
-                    key: value
-                    for key, value in os.environ.items()
-                    if key not in ("RANK", "WORLD_SIZE")
-                },
-                "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-            },
-        )  # fmt: skip
-        assert self._answer() == {"ready": True}
+        kept = {
+            key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
+        }
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._driver = ForkServer(Path(__file__).with_name("resume_driver.py"), {**kept, **own})
 
     def path(self, name: str) -> Path:
         return self.folder / name
@@ -146,7 +122,7 @@ class Runs:
     ) -> Ended:
         """Run `rlcore train` once.
 
-        `job` holds the driver's fields: ranks, at, outside, module, environment.
+        `job` holds the driver's fields: ranks, at, outside.
         """
         log = self.folder / f"{name}.log"
         before = log.stat().st_size if log.exists() else 0
@@ -158,13 +134,8 @@ class Runs:
             *overrides,
             *(["--resume"] if resume else []),
         ]
-        assert self._driver.stdin is not None
-        print(
-            json.dumps({"arguments": arguments, "log": str(log), **job}),
-            file=self._driver.stdin,
-            flush=True,
-        )
-        answer = self._answer()
+        self._driver.send({"arguments": arguments, "log": str(log), **job})
+        answer = self._driver.answer()
         return Ended(
             answer["codes"],
             answer["seconds"],
@@ -183,25 +154,8 @@ class Runs:
         counts: dict[str, int] = json.loads(self.path(f"{name}.log.passed").read_text())
         return counts
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._driver.stdout is not None
-        answers = select.poll()  # which knows no largest descriptor
-        answers.register(self._driver.stdout, select.POLLIN)
-        ready = answers.poll(ANSWER_S * 1000)
-        assert ready, "the driver does not answer"
-        line = self._driver.stdout.readline()
-        assert line, f"the driver has ended with code {self._driver.wait(10)}"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
     def close(self) -> None:
-        assert self._driver.stdin is not None
-        self._driver.stdin.close()
-        try:
-            self._driver.wait(10)
-        except subprocess.TimeoutExpired:
-            self._driver.kill()
-            self._driver.wait(10)
+        self._driver.close()
 
 
 # --- comparing runs -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Twenty steps with two engines, one failing every third step: the run is as undisturbed."""
+"""Conversations with two engines, one failing every second step: the run is as undisturbed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import re
 import pytest
 from accounting_checks import check_accounting, samples_of
 from engine_faults import FaultInjector
-from workspace import LEARNING, Run, Workspace
+from workspace import LEARNING, Workspace
 
 from rlcore.errors import NoEngineLeft, RunFailed
+from rlcore.runs.directory import RunDirectory
+from rollout.accounting.audit import audit
+from rollout.collection import attempts
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.service import RolloutService
 from rollout.weight_sync.publication import WeightPublication
 
-STEPS = 20
+STEPS = 11
 PLAN = {
-    3: (0, "SIGKILL"),
-    6: (1, "SIGSTOP"),
-    9: (0, "500"),
-    12: (1, "garbage"),
-    15: (0, "slow"),
-    18: (1, "SIGKILL"),
+    2: (0, "SIGKILL"),
+    4: (1, "SIGSTOP"),
+    6: (0, "500"),
+    8: (1, "garbage"),
+    10: (0, "slow"),
 }
 REASONS = {
     "SIGKILL": r"killed by SIGKILL",
@@ -40,9 +42,9 @@ TWO = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def calm(workspace: Workspace) -> Run:
-    return workspace.train("calm", *TWO)
+def conversations(how: str) -> str:
+    """Two turns; with "raises" the first try of every third rollout fails between them."""
+    return f"rollout.workflow={{name: 'failing_environments:Faulty', how: {how}}}"
 
 
 @pytest.fixture
@@ -53,13 +55,16 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> FaultInjector:
 
 
 def test_a_run_under_faults_is_the_run_without_them(
-    workspace: Workspace, calm: Run, faults: FaultInjector
+    workspace: Workspace, faults: FaultInjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = workspace.train("chaos", *TWO)
+    """Neither engines that die in the middle of conversations nor rollouts that fail change it."""
+    monkeypatch.setattr(attempts, "RETRY_S", 0.02)
+    run = workspace.train("chaos", *TWO, conversations("raises"))
     assert run.code == 0, run.err
     assert faults.done == [fault for _, fault in PLAN.values()]
     assert run.result["status"] == "completed"
     check_accounting(run, steps=STEPS)
+    assert audit(RunDirectory(run.folder)).contradictions == []
     failures = re.findall(
         r"engine (engine-\d) failed: (.*)", (run.folder / "logs" / "rank_0.log").read_text()
     )
@@ -72,10 +77,13 @@ def test_a_run_under_faults_is_the_run_without_them(
     assert sum(row["rollout/retried_requests"] for row in rows) >= 3, (
         "at least those that were answered wrongly"
     )
+    assert all(row["rollout/failed_tries_error"] > 0 for row in rows)
+    calm = workspace.train("calm", *LEARNING, f"training.steps={STEPS}", conversations("never"))
     for step in range(1, STEPS + 1):
         assert run.rows[step]["loss/policy_avg"] == calm.rows[step]["loss/policy_avg"], step
         ours = samples_of(run, step)
         theirs = samples_of(calm, step)
+        assert {s.turns for s in ours} == {2}
         assert [s.tokens.tolist() for s in ours] == [s.tokens.tolist() for s in theirs]
         assert [s.rollout_logprobs.tolist() for s in ours] == [
             s.rollout_logprobs.tolist() for s in theirs

@@ -17,25 +17,7 @@ from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts, write_rollouts
 from rollout.accounting.audit import Audit, audit
 from rollout.accounting.journal_reader import read_journal
-from tests.integration.resume_runs import STEPS, UPDATES, Ended, Runs
-
-# Where a run dies, by what a resume then finds: nothing, a step that was begun, a checkpoint that
-# was begun, or everything.
-KILLS: dict[str, list[dict[str, Any]]] = {
-    "before_a_checkpoint": [{"point": "rollouts", "call": 2},
-                            {"point": "version", "call": 2, "after": True}],
-    "inside_a_step": [{"point": "rollouts", "call": 4, "after": True},
-                      {"point": "samples", "call": 1}],
-    "around_a_checkpoint": [
-        # step 2 has consumed its draws, nobody says so
-        {"point": "journal cut", "call": 2},
-        {"point": "state", "call": 1, "after": True},
-        {"point": "commit", "call": 2, "after": True},
-    ],
-    "in_a_line": [{"point": "torn ledger", "call": 12}, {"point": "torn ledger", "call": 3}],
-    "in_a_resume": [{"point": "update", "call": 2 * UPDATES + 1},
-                    {"point": "journal start", "call": 1, "after": True}],
-}  # fmt: skip
+from tests.integration.resume_runs import STEPS, UPDATES, Ended, Runs, assert_same_run
 
 
 def balanced(run: Path) -> Audit:
@@ -76,25 +58,6 @@ def test_a_whole_run(runs: Runs, whole: Ended, capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2] for line in lines[1:]][:2] == ["drawn", "finished"]
     assert cli.main(["ledger", str(runs.path("whole")), "--draw", "900"]) == 2
-
-
-@pytest.mark.parametrize("where", KILLS)
-def test_killed_and_resumed(runs: Runs, whole: Ended, where: str) -> None:
-    for number, kill in enumerate(KILLS[where]):
-        ended = runs.train(where, resume=number > 0, at=kill)
-        assert ended.killed, (kill, ended.output)
-        balanced(runs.path(where))
-    runs.finish(where)
-    found = balanced(runs.path(where))
-    # The journal knows more than the reference's; what counts of it is the same.
-    assert found.restarts >= len(KILLS[where])
-    assert found.rewound > 0
-    journals = [
-        read_journal(runs.path(name) / "ledger.jsonl").at(STEPS) for name in (where, "whole")
-    ]
-    assert journals[0] is not None
-    assert journals[1] is not None
-    assert journals[0].snapshot() == journals[1].snapshot()
 
 
 def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
@@ -149,6 +112,28 @@ def test_a_journal_that_is_lost_or_damaged_costs_its_past_alone(runs: Runs, whol
         runs.finish(name)
         assert balanced(runs.path(name)).steps == STEPS
         assert (runs.path(name) / "ledger.jsonl.damaged").exists() == (name == "damaged")
+
+
+def test_a_trainer_that_is_killed_among_failing_conversations(runs: Runs) -> None:
+    """Of every five draws one fails for good, in both runs alike."""
+    workflow = {
+        "name": "tests.integration.failing_environments:SomeDrawsFail",
+        "how": "raises",
+        "retries": 0,
+    }
+    given = (f"rollout.workflow={json.dumps(workflow)}", "rollout.max_failed=0.9")
+    calm = runs.train("calm", *given)
+    assert calm.codes == [0], calm.output
+    for number, kill in enumerate((
+        {"point": "update", "call": 2 * UPDATES + 1},
+        {"point": "journal cut", "call": 1, "after": True},
+    )):  # fmt: skip
+        ended = runs.train("killed", *given, resume=number > 0, at=kill)
+        assert ended.killed, (kill, ended.output)
+    runs.finish("killed", *given)
+    assert_same_run(runs.path("killed"), runs.path("calm"))
+    for name in ("calm", "killed"):
+        assert balanced(runs.path(name)).states["failed"] >= 3
 
 
 # --- what contradicts what ------------------------------------------------------------------------
