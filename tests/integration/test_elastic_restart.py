@@ -48,20 +48,6 @@ def assert_ended_as(run: Launched, other: Ended) -> None:
     assert run.processes() == []
 
 
-@pytest.mark.full  # as test_soak.py
-def test_a_killed_rank_is_started_again_and_the_run_ends_as_undisturbed(
-    launcher: Launcher, undisturbed: Ended
-) -> None:
-    until = launcher.held("rank-comes-back", after=7)
-    run = launcher.two_nodes("rank-comes-back", *SETTINGS, until, restarts=1)
-    run.reach(5)
-    run.rank(1).kill()
-    run.go_on()
-    assert run.wait() == [0, 0], run.said
-    assert "rank 0 lost a peer in a collective" in run.said
-    assert_ended_as(run, undisturbed)
-
-
 @pytest.mark.full
 def test_a_lost_node_that_comes_back_joins_the_next_attempt(
     launcher: Launcher, undisturbed: Ended

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.publish_bytes import compare
 
 
-@pytest.mark.parametrize(("ranks", "engines"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("ranks", "engines"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.full)])
 def test_each_sender_sends_what_the_simulation_says(
     ranks: int, engines: int, tmp_path: Path
 ) -> None:

@@ -90,7 +90,9 @@ def test_a_run_with_the_service_beside_it_is_the_same(workspace: Workspace, insi
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
 def test_a_service_that_dies_or_hangs_is_made_anew(
     workspace: Workspace, inside: Run, how: signal.Signals, tmp_path: Path
 ) -> None:

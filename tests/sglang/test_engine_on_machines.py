@@ -84,7 +84,7 @@ def machines(tmp_path: Path, tiny_model: Path) -> Iterator[tuple[Machines, Works
         process.wait()
 
 
-@pytest.mark.rest
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_an_engine_on_two_machines_trains_and_outlives_the_loss_of_one(
     machines: tuple[Machines, Workspace], monkeypatch: pytest.MonkeyPatch
