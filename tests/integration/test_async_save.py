@@ -68,10 +68,12 @@ def shards(run: Path, step: int) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("kill", "left"),
     [
-        ({"point": "copy", "call": 2}, []),  # of step 2's critic
+        # of step 2's critic
+        pytest.param({"point": "copy", "call": 2}, [], marks=pytest.mark.full),
         # of step 4, on the writing thread
         ({"point": "write shard", "call": IN_STEP_4}, [2]),
-        ({"point": "complete", "call": 2}, [2]),  # all is written
+        # all is written
+        pytest.param({"point": "complete", "call": 2}, [2], marks=pytest.mark.full),
         ({"point": "commit", "call": 2}, [2]),  # and sealed, not renamed
     ],
     ids=["copy", "write", "complete", "commit"],
@@ -100,20 +102,16 @@ def test_asked_to_end_in_a_write(runs: Runs, reference: Path) -> None:
     assert_same_run(runs.path("asked"), reference)
 
 
-@pytest.mark.parametrize(
-    ("action", "reason"),
-    [("disk full", "No space left on device"), ("file limit", "File too large")],
-)
-def test_a_disk_that_is_full(runs: Runs, reference: Path, action: str, reason: str) -> None:
-    """Injected, and by the system: the run ends after the next step; the earlier one is intact."""
-    name = action.replace(" ", "_")
-    fail = {"point": "write shard", "call": IN_STEP_4, "action": action}
+def test_a_disk_that_refuses_large_files(runs: Runs, reference: Path) -> None:
+    """The run ends after the next step; the earlier checkpoint is intact."""
+    name = "limit"
+    fail = {"point": "write shard", "call": IN_STEP_4, "action": "file limit"}
     next_step = {"point": "update", "call": 4 * UPDATES + 1, "action": "wait for the write"}
     ended = runs.train(name, ASYNC, KEEP, at=[fail, next_step])
     assert_failed(
         ended,
         f"the checkpoint of step 4 could not be written: rank 0: writing {runs.path(name)}",
-        reason,
+        "File too large",
     )
     assert "the checkpoint of step 2 is intact" in ended.output
     assert committed(runs, name) == [2]
@@ -133,16 +131,11 @@ def test_a_disk_that_refuses_large_files_while_training_waits(runs: Runs, refere
     assert_same_run(runs.path("sync_limit"), reference)
 
 
-@pytest.mark.parametrize("action", ["disk full", "file limit"])
-def test_an_export_to_a_full_disk(runs: Runs, reference: Path, action: str) -> None:
+def test_an_export_to_a_full_disk(runs: Runs, reference: Path) -> None:
     """The last checkpoint has the trained weights; resumed, the run has only its export to do."""
-    name = f"export_{action.replace(' ', '_')}"
-    ended = runs.train(name, KEEP, at={"point": "write export", "call": 1, "action": action})
-    assert_failed(
-        ended,
-        f"the export to {runs.path(name) / 'hf'} failed",
-        "No space" if action == "disk full" else "too large",
-    )
+    name = "export"
+    ended = runs.train(name, KEEP, at={"point": "write export", "call": 1, "action": "disk full"})
+    assert_failed(ended, f"the export to {runs.path(name) / 'hf'} failed", "No space")
     assert "--resume" in ended.output
     assert not (runs.path(name) / "hf").exists()
     assert committed(runs, name) == [2, 4, 5]
@@ -152,7 +145,10 @@ def test_an_export_to_a_full_disk(runs: Runs, reference: Path, action: str) -> N
 
 @pytest.mark.parametrize(
     ("how", "found_by"),
-    [(ASYNC, "rank 1: writing"), ("checkpoint.async_save=false", "writing")],
+    [
+        (ASYNC, "rank 1: writing"),
+        pytest.param("checkpoint.async_save=false", "writing", marks=pytest.mark.full),
+    ],
     ids=["async", "waiting"],
 )
 def test_a_rank_that_cannot_write_is_named(runs: Runs, how: str, found_by: str) -> None:

@@ -80,7 +80,7 @@ def undisturbed(workspace: Workspace) -> bytes:
     ("how", "kind"),
     [
         ("raises", "error"),
-        ("hangs", "timeout"),
+        pytest.param("hangs", "timeout", marks=pytest.mark.full),
         ("hangs in a thread", "timeout"),
         ("exits", "exit"),
         ("nonsense", "result"),
@@ -171,7 +171,7 @@ def test_groups_fail_while_others_are_made_ahead(workspace: Workspace) -> None:
     assert audit(RunDirectory(run.folder)).states["failed"] >= 2
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_run_in_which_everything_fails_ends_with_the_commonest_failure(
     workspace: Workspace, staleness: int
 ) -> None:

@@ -17,6 +17,7 @@ from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import read_rollouts, write_rollouts
 from rollout.accounting.audit import Audit, audit
 from rollout.accounting.journal_reader import read_journal
+from tests.integration.async_checks import check_async_run
 from tests.integration.resume_runs import STEPS, UPDATES, Ended, Runs, assert_same_run
 
 
@@ -80,6 +81,7 @@ def test_killed_while_generation_runs_ahead(runs: Runs) -> None:
         assert found is not None
         saved += [group["draw"] for group in found.state["source"]["ahead"]["groups"]]
     runs.finish("async", *asynchronous)
+    check_async_run(runs.path("async"), steps=STEPS, staleness=2)
     told = balanced(runs.path("async"))
     assert (told.steps, told.checkpoint, told.recorded) == (STEPS, STEPS, STEPS)
     assert told.states["consumed"] == 3 * STEPS

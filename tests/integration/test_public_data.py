@@ -75,13 +75,13 @@ def test_verls_gsm8k_trains_as_it_is(workspace: Workspace, folder: Path) -> None
         ("plain.jsonl", ()),
     ],
 )
-def test_every_format_trains(workspace: Workspace, folder: Path, file: str, more) -> None:
+def test_every_format_is_read_and_scored(
+    workspace: Workspace, folder: Path, file: str, more
+) -> None:
     given = (f"data.paths={folder / file}", EXACT, NOTHING_ELSE, *more)
     shown = workspace.command("data", str(workspace.base), "run.name=shown", *given)
-    assert (shown.code, shown.out.count("reward   1 for the label")) >= (0, 3), shown.err
-    run = workspace.train(f"of-{file}", *given, "training.steps=2")
-    assert run.code == 0, run.err
-    assert max(run.rows) == 2
+    assert shown.code == 0, shown.err
+    assert shown.out.count("reward   1 for the label") >= 3
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def samples_of(run: Run, step: int) -> list[Sample]:
     return [Sample.from_record(record) for record in read_rollouts(run.rollouts(step))]
 
 
-@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("in_process", [pytest.param(True, marks=pytest.mark.full), False])
 def test_an_engine_in_fp8_samples_from_the_rounded_policy(
     workspace: Workspace, tmp_path: Path, in_process: bool
 ) -> None:

@@ -56,6 +56,7 @@ def test_ranks_that_send_to_one_engine_together_change_no_bit(
     assert run.orphans == []
 
 
+@pytest.mark.full  # in rest: engine/test_sender_ranks.py kills one in the middle of a publication
 def test_an_engine_that_dies_under_another_rank_changes_no_bit(
     rank_runs: RankRuns, undisturbed: dict[str, bytes]
 ) -> None:

@@ -54,7 +54,13 @@ def train(
     return run
 
 
-@pytest.mark.parametrize("mode", ["drain", "retract", "in_place", "abort"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "retract",
+        *(pytest.param(mode, marks=pytest.mark.full) for mode in ("drain", "in_place", "abort")),
+    ],
+)
 def test_a_run_two_steps_ahead(
     workspace: Workspace, served: Served, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

@@ -42,7 +42,9 @@ def divided(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     server_kit.close(served)
 
 
-@pytest.mark.parametrize("transport", ["distributed", "tensor"])
+@pytest.mark.parametrize(
+    "transport", ["distributed", pytest.param("tensor", marks=pytest.mark.full)]
+)
 def test_all_parts_generate_with_what_was_published(
     divided: Served, tmp_path: Path, transport: str
 ) -> None:
@@ -69,7 +71,11 @@ def test_all_parts_generate_with_what_was_published(
 # versions never come again: `in_place` leaves what was cached under one
 @pytest.mark.parametrize(
     ("mode", "version"),
-    [("retract", 10), pytest.param("in_place", 20, marks=pytest.mark.full), ("abort", 30)],
+    [
+        ("retract", 10),
+        pytest.param("in_place", 20, marks=pytest.mark.full),
+        pytest.param("abort", 30, marks=pytest.mark.full),
+    ],
 )
 def test_an_update_while_all_parts_make_responses(
     divided: Served, tmp_path: Path, mode: str, version: int

@@ -38,7 +38,9 @@ def served_fp8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     server_kit.close(served)
 
 
-@pytest.mark.parametrize("transport", ["distributed", "tensor"])
+@pytest.mark.parametrize(
+    "transport", ["distributed", pytest.param("tensor", marks=pytest.mark.full)]
+)
 def test_the_server_generates_with_what_the_blocks_stand_for(
     served_fp8: Served, tmp_path: Path, transport: str
 ) -> None:

@@ -62,6 +62,7 @@ def test_tp2(served: Served, tmp_path: Path) -> None:
     publish_from(served, tmp_path, 2, tensor=2)
 
 
+@pytest.mark.full
 def test_pp2(served: Served, tmp_path: Path) -> None:
     publish_from(served, tmp_path, 2, pipeline=2)
 

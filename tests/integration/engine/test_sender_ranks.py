@@ -188,7 +188,7 @@ def test_engines_are_dealt_out_and_keep_their_groups(
     ("trainer", "how"),
     [
         ({"engines": 5}, signal.SIGKILL),
-        ({"engines": 5, "update_s": HANGS_S}, signal.SIGSTOP),
+        pytest.param({"engines": 5, "update_s": HANGS_S}, signal.SIGSTOP, marks=pytest.mark.full),
     ],
     indirect=["trainer"],
 )
@@ -275,7 +275,7 @@ def test_an_engine_of_several_ranks_that_dies_or_hangs_is_out_and_the_other_goes
     trainer.published(2, [1])
 
 
-@pytest.mark.parametrize("left", [2, 0])
+@pytest.mark.parametrize("left", [2, pytest.param(0, marks=pytest.mark.full)])
 @pytest.mark.parametrize("trainer", [TOGETHER], indirect=True)
 def test_a_rank_that_left_the_group_of_an_engine_is_found_out_and_rank_0_goes_on_alone(
     trainer: Trainer, left: int
