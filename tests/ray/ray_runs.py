@@ -123,6 +123,9 @@ class Going:
     def kill_service(self) -> None:
         os.kill(self.service_pid(), signal.SIGKILL)
 
+    def kill_engine(self) -> None:
+        os.kill(self.engine_pid(), signal.SIGKILL)
+
     def processes(self) -> set[int]:
         """The processes of ranks, service and engine, with their children."""
         actors = {*self.rank_pids(), self.service_pid(), self.engine_pid()}
