@@ -33,7 +33,6 @@ SAVED_UNDER = {
     "deepseek_v3": "ep2",
     "deepseek_v3_plain": "tp2_sequence",
     "reward": "tp2",
-    "glm4_moe": "ep2",
 }
 
 
