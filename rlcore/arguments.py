@@ -150,8 +150,6 @@ def _add_servers(commands: Commands) -> None:
     sub.add_argument("--node-rank", type=int, default=0, metavar="K", help=text)
     text = "an address of that machine, and a free port there, where its ranks meet"
     sub.add_argument("--head", metavar="HOST:PORT", help=text)
-    text = "serve a reward model on Megatron, in any layout, to the reward services of runs"
-    _add_server_options(_configured(commands, "reward-model", text))
 
 
 def _add_others(commands: Commands) -> None:
@@ -316,15 +314,3 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
         help="a chat template with roles (ChatML); the alphabet needs letters and a line end",
     )
     sub.add_argument("--overwrite", action="store_true", help="replace a model that is there")
-
-
-def _add_server_options(sub: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlcore reward-model`."""
-    sub.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    sub.add_argument(
-        "--port", type=int, default=8000, help="port to listen on (8000); 0: a free one"
-    )
-    text = "environment variable with the key that requests must carry; default: none"
-    sub.add_argument("--api-key-env", metavar="NAME", help=text)
-    text = "a JSON file with its URL, there while it is ready"
-    sub.add_argument("--urls-file", type=Path, help=text)

@@ -194,18 +194,6 @@ def engine(arguments: argparse.Namespace) -> int:
     return join_run(arguments.join, *split_arguments(arguments.settings))
 
 
-def reward_model(arguments: argparse.Namespace) -> int:
-    """Serve a reward model on Megatron."""
-    from rlcore.launch.commands.reward_model import Address, serve_reward_model
-
-    launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
-    return serve_reward_model(
-        [*launcher, *arguments.settings],
-        Address(arguments.host, arguments.port, arguments.api_key_env, arguments.urls_file),
-        arguments=arguments.given,
-    )
-
-
 def export(arguments: argparse.Namespace) -> int:
     """Write a checkpoint as a Hugging Face folder."""
     from rlcore.launch.commands.export import export_checkpoint
@@ -378,7 +366,7 @@ def _print_lines(lines: Iterable[str]) -> int:
 
 
 # what they print is not what they are for
-_LONG = frozenset({"train", "eval", "engine", "reward-model"})
+_LONG = frozenset({"train", "eval", "engine"})
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": train,
     "validate": validate,
@@ -388,7 +376,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "plan": plan_layouts,
     "dryrun": dry_run,
     "engine": engine,
-    "reward-model": reward_model,
     "export": export,
     "ledger": ledger,
     "show": show,

@@ -12,7 +12,6 @@ PORTS = Path(__file__).resolve().parents[1] / "docs" / "ports.md"
 # the processes of runs, by their command line, the first that fits; names as in the table
 PROGRAMS = (
     ("torchrun agent", r"rlcore\.launch\.torchrun|torch\.distributed\.run"),
-    ("reward model", r"rlcore reward-model"),
     ("trainer rank", r"rlcore(\.launch\.process)? train|rank_driver|-m rlcore |ray::Rank"),
     ("rollout service", r"ray::ServiceActor"),
     ("embedded engine", r"rollout\.engines\.embedded\.server"),

@@ -8,7 +8,6 @@ from backends.megatron.checks.layout import check_replay
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.model.layers import layer_fields, layers_of
 from rlcore.config import Config
-from rlcore.errors import ModelError
 
 
 def check_policy(config: Config, arch: Architecture, device: str | None) -> None:
@@ -42,21 +41,3 @@ def check_policy(config: Config, arch: Architecture, device: str | None) -> None
         transformer_config(
             arch, policy.parallel, config.model.dtype, torch.device(device), policy.megatron, fields
         )
-
-
-def check_reward_model(arch: Architecture) -> None:
-    """Refuse a folder that is no reward model, by a ModelError; a missing head would be random."""
-    if arch.head != "value":
-        names = ", ".join(arch.hf_config.get("architectures") or ["no architecture"])
-        raise ModelError(
-            f"model.path: {arch.folder} is no reward model: its config.json names {names}, expected"
-            f" {arch.table.classes[1]} with one label"
-        )
-    from backends.megatron.convert.load import SafetensorsFolder
-
-    with SafetensorsFolder(arch.folder) as folder:
-        if "score.weight" not in folder:
-            raise ModelError(
-                f"model.path: {arch.folder} has no trained reward head: no tensor 'score.weight' in"
-                " its safetensors files"
-            )

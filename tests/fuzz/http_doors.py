@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import numpy as np
-
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.data.tokenizer import encode
 from rlcore.errors import EngineFailed, UserError
-from rlcore.launch.commands.init_model import ALPHABETS, char_tokenizer
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.http import ServerClient
 from rollout.gateway.server import Gateway
 from rollout.json_client import JsonClient, NoAnswer
-from rollout.rewards.services.classify_server import ClassifyServer
 from tests.fuzz.engine_answers import Known
 from tests.fuzz.harness import ACCEPTED, Case, Target
 from tests.fuzz.mutation import Mutator
@@ -202,47 +196,6 @@ def broken_request(mutator: Mutator, path: str, key: str, body: Any) -> bytes:
 
 
 @contextmanager
-def open_classify() -> Iterator[Case]:
-    """The server of reward models, with a thread that scores."""
-    tokenizer = char_tokenizer(ALPHABETS["addition"])
-    vocab_size = len(tokenizer)
-    server = ClassifyServer(
-        lambda texts: encode(tokenizer, texts, [f"text {i}" for i in range(len(texts))]),
-        max_tokens=20, vocab_size=vocab_size, key="the-key",
-    )  # fmt: skip
-    port = server.start("127.0.0.1", 0)
-    ended = threading.Event()
-    wrong: list[list[int]] = []  # that came to the model
-
-    def score() -> None:
-        while not ended.is_set():
-            taken = server.take(64, timeout_s=0.01)
-            rows = [text.tokens.tolist() for text in taken]
-            wrong.extend(row for row in rows if not row or min(row) < 0 or max(row) >= vocab_size)
-            server.answer(taken, [float(np.sum(text.tokens)) for text in taken])
-
-    thread = threading.Thread(target=score)
-    thread.start()
-    loop = asyncio.new_event_loop()
-
-    def case(mutator: Mutator) -> str:
-        bodies: tuple[Any, ...] = ({"text": ["1+1=", "2"]}, {"input_ids": [[3, 4], [5]]})
-        sent = broken_request(mutator, "/classify", "the-key", mutator.random.choice(bodies))
-        work = exchange(port, sent, whole=not mutator.changed)
-        line = loop.run_until_complete(work)
-        need(not wrong, f"tokens {wrong} are scored")
-        return check_answered(line, mutator)
-
-    try:
-        yield case
-    finally:
-        ended.set()
-        thread.join()
-        server.close()
-        loop.close()
-
-
-@contextmanager
 def open_gateway() -> Iterator[Case]:
     """The gateway of agent programs; each case is a rollout of its own."""
     tokenizer = make_tokenizer()
@@ -277,6 +230,5 @@ def open_gateway() -> Iterator[Case]:
 
 TARGETS = (
     Target("http-clients", open_clients),
-    Target("classify-server", open_classify),
     Target("gateway", open_gateway),
 )

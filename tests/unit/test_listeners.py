@@ -14,7 +14,6 @@ from tests.listeners import PROGRAMS, documented, program_of
         ("python -m torch.distributed.run --nproc-per-node 2 -m rlcore train", "torchrun agent"),
         ("python -u -m rlcore train a.yaml run.name=x", "trainer rank"),
         ("python /x/rank_driver.py", "trainer rank"),
-        ("python -m rlcore reward-model model.path=x", "reward model"),
         ("python -m rollout.engines.embedded.server", "embedded engine"),
         ("python /x/rollout/engines/sglang/entry.py --port=1", "SGLang server"),
         ("sglang::scheduler", "SGLang scheduler"),

@@ -25,8 +25,6 @@ from rollout.engines.embedded import server as embedded
 from rollout.engines.embedded.server import EngineServer
 from rollout.gateway import server as gateway_server
 from rollout.gateway.server import Gateway
-from rollout.rewards.services import classify_server
-from rollout.rewards.services.classify_server import ClassifyServer
 
 MIB = 1 << 20
 LIMIT = MIB
@@ -71,14 +69,6 @@ async def engine() -> AsyncIterator[Door]:
 
 
 @asynccontextmanager
-async def classify() -> AsyncIterator[Door]:
-    server = ClassifyServer(lambda texts: [], max_tokens=9, vocab_size=9, key="the-key")
-    port = await asyncio.to_thread(server.start, "127.0.0.1", 0)
-    yield Door(port, "/classify", "the-key")
-    await asyncio.to_thread(server.close)
-
-
-@asynccontextmanager
 async def view() -> AsyncIterator[Door]:
     server = await asyncio.to_thread(ViewServer, Api([], follow=False))
     thread = threading.Thread(target=server.serve)
@@ -91,10 +81,9 @@ async def view() -> AsyncIterator[Door]:
 DOORS: dict[str, Callable[[], AbstractAsyncContextManager[Door]]] = {
     "gateway": gateway,
     "engine": engine,
-    "classify": classify,
     "view": view,
 }
-WITH_BODIES = ("gateway", "engine", "classify")
+WITH_BODIES = ("gateway", "engine")
 
 
 def knock(name: str, visit: Callable[[Door], Awaitable[Any]]) -> Any:
@@ -129,7 +118,6 @@ async def status(door: Door, headers: str, body: list[bytes], *, method: str = "
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_server, "BODY_BYTES", LIMIT)
     monkeypatch.setattr(embedded, "MAX_BODY", LIMIT)
-    monkeypatch.setattr(classify_server, "MAX_BODY", LIMIT)
 
 
 def test_every_server_goes_through_the_one_helper() -> None:
