@@ -44,6 +44,10 @@ def copy_model(model: Path, folder: Path, *, without: str = "-", **config: Any) 
 
 @pytest.fixture(scope="module")
 def scene(workspace: Workspace) -> Scene:
+    return make_scene(workspace)
+
+
+def make_scene(workspace: Workspace) -> Scene:
     wrong = workspace.folder / "wrong"
     wrong.mkdir()
     copy_model(workspace.model, wrong / "no_weights", without="*.safetensors")
