@@ -29,7 +29,6 @@ PRELOADED = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "megatron.core.dist_checkpointing.strategies.torch",
-    "mbridge",
     "backends.megatron.backend",
     "rlcore.config.load",
     "rlcore.trainer.credit",

@@ -112,7 +112,7 @@ class MegatronBackend:
         self.device = torch.device(device)
         policy = config.policy
         timeout_s = config.cluster.collective_timeout_s
-        arch = read_architecture(config.model.path, weights=weights, bridge=config.model.bridge)
+        arch = read_architecture(config.model.path, weights=weights)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         check_layout(arch, policy.parallel, dist.get_world_size() if dist.is_initialized() else 1)

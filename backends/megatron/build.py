@@ -107,7 +107,7 @@ class BuildContext:
         if path is None:
             return self.arch
         with raise_on_all_ranks(self.parallel, f"reading {key} {path}"):
-            arch = read_architecture(path, weights=self.weights, bridge=self.config.model.bridge)
+            arch = read_architecture(path, weights=self.weights)
             check_vocabularies({key: arch}, self.arch)
             check_layout(arch, self.config.policy.parallel, self.parallel.world_size)
         return arch

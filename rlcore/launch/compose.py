@@ -118,7 +118,7 @@ def export_policy(config: Config, shards: Path, folder: Path) -> None:
     checkpoint_to_hf(
         shards,
         folder,
-        read_architecture(model.path, bridge=model.bridge),
+        read_architecture(model.path),
         dtype=DTYPES[model.dtype],
         tokenizer=None if model.tokenizer is None else Path(model.tokenizer),
     )
@@ -275,7 +275,7 @@ def build_utilization(
         peak = peak_flops(torch.cuda.get_device_name(process.device))
     if peak is None:
         return None
-    shape = read_architecture(config.model.path, bridge=config.model.bridge).shape
+    shape = read_architecture(config.model.path).shape
     return Utilization(shape, peak * process.world_size, scores_policy=credit.passes.policy)
 
 

@@ -31,7 +31,7 @@ from rlcore.weights import DTYPES
 def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
     source = Path(case["source"])
     head = case["head"]
-    arch = read_architecture(source, bridge=case.get("bridge", "none"))
+    arch = read_architecture(source)
     config = transformer_config(arch, layout, case["dtype"], torch.device("cpu"), {})
     padded = padded_vocab_size(arch.vocab_size, case["divisible_by"], layout.tensor)
     chunks = in_dtype(

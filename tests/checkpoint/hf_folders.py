@@ -55,14 +55,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
         {"head_dim": 16, "tie_word_embeddings": True, "num_labels": 1},
         torch.float32,
     ),
-}
-
-# The same for families that come through `model.bridge`.
-BRIDGED: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
-    "glm4_moe": ("Glm4MoeConfig", {
-        "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24, "first_k_dense_replace": 1}, torch.bfloat16),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+        },
+        torch.bfloat16,
+    ),
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def write_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
     """Write random weights (biases and norms too) in several shards, with a tokenizer's files."""
     import transformers
 
-    kind, keys, dtype = (MODELS | BRIDGED)[name]
+    kind, keys, dtype = MODELS[name]
     config = getattr(transformers, kind)(**{**SIZES, **keys, **overrides, "pad_token_id": 0})
     auto = (
         transformers.AutoModelForSequenceClassification

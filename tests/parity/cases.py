@@ -155,7 +155,6 @@ def make_config(case: dict[str, Any], model: Path) -> Config:
             "training": {"steps": 1},
             "model": {
                 "path": str(model / case["model"]),
-                "bridge": case.get("bridge", "none"),
                 "dtype": case.get("dtype", "fp32"),
                 "vocab_divisible_by": case.get("divisible_by", 1),
             },

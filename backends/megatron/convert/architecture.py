@@ -12,8 +12,6 @@ from backends.megatron.convert.fields import latent_shapes
 from backends.megatron.convert.table import Entry, Family
 from rlcore.planning.shape import ModelShape
 
-BridgeKind = Literal["none", "mbridge", "megatron-bridge"]  # `model.bridge`
-
 
 @dataclass(frozen=True)
 class Architecture:
@@ -23,7 +21,8 @@ class Architecture:
     attention, of `LatentConfig`), without layout, dtype and activation: the model builder adds
     `activation_func` by the name in `activation` ("silu" is torch's `F.silu`). `rope_scaling` holds
     further keyword arguments of `GPTModel` (`rope_scaling`, `rope_scaling_factor`,
-    `seq_len_interpolation_factor`), or is None; `rope_theta` is its `rotary_base`.
+    `seq_len_interpolation_factor`, `rotary_percent`), or is None; `rope_theta` is its
+    `rotary_base`.
     """
 
     family: str
@@ -38,7 +37,6 @@ class Architecture:
     # "value": a `*ForSequenceClassification` folder with one label
     head: Literal["lm", "value"] = "lm"
     folder: Path = Path()
-    bridged: Family | None = None  # the table, where another package gave it
 
     @property
     def num_layers(self) -> int:
@@ -48,7 +46,7 @@ class Architecture:
     @property
     def table(self) -> Family:
         """The conversion table of its family."""
-        return self.bridged or FAMILIES[self.family]
+        return FAMILIES[self.family]
 
     @property
     def num_experts(self) -> int:

@@ -18,8 +18,7 @@ _OFF = Field("flag", False, only=False)
 # The default counts nothing where an alias is given; one of them must be.
 _COUNT_OF_EXPERTS = Field("size", None)
 
-# Fields that other packages may convert for families that we lack.
-_BRIDGED = {
+_COMMON = {
     "architectures": Field("texts", None, nullable=True),
     "problem_type": Field("text", None, nullable=True),
     "num_labels": Field("size", None),
@@ -34,9 +33,10 @@ _BRIDGED = {
     # null: hidden_size / num_attention_heads
     "head_dim": _OTHER_SIZE,
     "max_position_embeddings": _SIZE,
-    "rms_norm_eps": Field("number", 1e-6),
+    "rms_norm_eps": Field("float", 1e-6),
     "tie_word_embeddings": Field("flag", False),
     "hidden_act": Field("text", "silu", only="silu"),
+    "attention_bias": _OFF,
     "mlp_bias": _OFF,
     "use_sliding_window": _OFF,
     # transformers writes 0 for a Qwen2-MoE that does not use its window
@@ -48,16 +48,9 @@ _BRIDGED = {
     "rope_theta": Field("number", 10000.0),
     "rope_scaling": Field("map", None, nullable=True),
     "rope_parameters": Field("map", None, nullable=True),
-    "partial_rotary_factor": Field("number", 1.0, nullable=True),
-}
-BRIDGED: Mapping[str, Field] = _BRIDGED
-
-_COMMON = {
-    **_BRIDGED,
-    "rms_norm_eps": Field("float", 1e-6),
-    "attention_bias": _OFF,
     "partial_rotary_factor": Field("number", 1.0, nullable=True, only=1.0),
 }
+ARCHITECTURES = {"architectures": _COMMON["architectures"]}
 
 LLAMA: Mapping[str, Field] = _COMMON
 QWEN2: Mapping[str, Field] = {
@@ -65,6 +58,7 @@ QWEN2: Mapping[str, Field] = {
     "num_key_value_heads": Field("size", 32, nullable=True),
     "head_dim": Field("size", None),
 }
+MIMO: Mapping[str, Field] = {**QWEN2, "attention_bias": Field("flag", True, only=True)}
 QWEN3: Mapping[str, Field] = {**QWEN2, "head_dim": Field("size", 128)}
 
 _QWEN_MOE = {
@@ -97,8 +91,8 @@ MIXTRAL: Mapping[str, Field] = {
     "num_experts_per_tok": _SIZE,
 }
 
-# Routers that choose among the experts of their best groups, in DeepSeek-V3 and in other packages.
-SIGMOID_ROUTER: Mapping[str, Field] = {
+# Routers that choose among the experts of their best groups, and the experts behind them.
+_SIGMOID_ROUTER = {
     "num_experts_per_tok": _SIZE,
     "norm_topk_prob": Field("flag", True),
     "scoring_func": Field("text", "sigmoid", only="sigmoid"),
@@ -106,18 +100,17 @@ SIGMOID_ROUTER: Mapping[str, Field] = {
     "moe_layer_freq": Field("size", 1, only=1),
     "n_group": _SIZE,
     "topk_group": _SIZE,
-    "routed_scaling_factor": Field("number"),
-}
-DEEPSEEK_V3: Mapping[str, Field] = {
-    **_COMMON,
-    **SIGMOID_ROUTER,
-    "num_key_value_heads": Field("size", 128, nullable=True),
-    "head_dim": Field("size", None),
+    "routed_scaling_factor": Field("float"),
     "n_routed_experts": _COUNT_OF_EXPERTS,
     "num_local_experts": _COUNT_OF_EXPERTS,
     "n_shared_experts": _SIZE,
     "moe_intermediate_size": _SIZE,
-    "routed_scaling_factor": Field("float"),
+}
+DEEPSEEK_V3: Mapping[str, Field] = {
+    **_COMMON,
+    **_SIGMOID_ROUTER,
+    "num_key_value_heads": Field("size", 128, nullable=True),
+    "head_dim": Field("size", None),
     "first_k_dense_replace": Field("count", 3),
     "q_lora_rank": Field("size", nullable=True),
     "kv_lora_rank": _SIZE,
@@ -125,6 +118,21 @@ DEEPSEEK_V3: Mapping[str, Field] = {
     "qk_rope_head_dim": _SIZE,
     "v_head_dim": _SIZE,
     "rope_interleave": Field("flag", True),
+}
+GLM4_MOE: Mapping[str, Field] = {
+    **_COMMON,
+    **_SIGMOID_ROUTER,
+    "num_key_value_heads": Field("size", 8),
+    "head_dim": Field("size", None),
+    "rms_norm_eps": Field("float", 1e-5),
+    "attention_bias": Field("flag", False),
+    "use_qk_norm": Field("flag", False),
+    "partial_rotary_factor": Field("number", 0.5),
+    "routed_scaling_factor": Field("float", 1.0),
+    "n_group": Field("size", 1),
+    "topk_group": Field("size", 1),
+    "n_shared_experts": Field("size", 1),
+    "first_k_dense_replace": Field("count", 1),
 }
 
 # The kinds of `rope_scaling` and `rope_parameters`. transformers ignores what is not listed here.

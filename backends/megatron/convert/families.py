@@ -5,6 +5,8 @@ A new family is a table here and its name in `FAMILIES`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from backends.megatron.convert import config_fields
 from backends.megatron.convert.table import (
     OUTPUT_LAYER,
@@ -64,10 +66,16 @@ _QKV_BIAS = Entry(
     _ATTENTION_M + "linear_qkv.bias",
     (_ATTENTION_H + "q_proj.bias", _ATTENTION_H + "k_proj.bias", _ATTENTION_H + "v_proj.bias"),
     Split.QKV,
+    where="add_qkv_bias",
 )
-_QK_NORM = (
-    Entry(_ATTENTION_M + "q_layernorm.weight", (_ATTENTION_H + "q_norm.weight",), Split.REPLICATED),
-    Entry(_ATTENTION_M + "k_layernorm.weight", (_ATTENTION_H + "k_norm.weight",), Split.REPLICATED),
+_QK_NORM = tuple(
+    Entry(
+        _ATTENTION_M + f"{name}_layernorm.weight",
+        (_ATTENTION_H + f"{name}_norm.weight",),
+        Split.REPLICATED,
+        where="qk_layernorm",
+    )
+    for name in ("q", "k")
 )
 
 
@@ -92,6 +100,9 @@ QWEN2 = Family(
     fields=config_fields.QWEN2,
     qkv_bias=True,
 )
+
+# MiMo: Qwen2 with layers that predict further tokens, which are left out.
+MIMO = replace(QWEN2, model_type="mimo", class_prefix="MiMo", fields=config_fields.MIMO)
 
 # Qwen3 (dense): Llama with an RMSNorm on each head's Q and K.
 QWEN3 = Family(
@@ -174,6 +185,26 @@ _LATENT_ATTENTION = (
     _low_rank("linear_kv_up_proj.weight", "kv_b_proj.weight"),
 )
 
+# Experts behind sigmoid routers with a bias, and experts that every token passes through.
+_BIASED_ROUTER = (
+    Entry(
+        _M + "mlp.router.expert_bias",
+        (_H + "mlp.gate.e_score_correction_bias",),
+        Split.REPLICATED,
+        "moe",
+        dtype="float32",
+    ),
+    *_EXPERTS,
+    *_gated(_M + "mlp.shared_experts.", _H + "mlp.shared_experts.", "moe"),
+)
+_SIGMOID_EXPERTS = Experts(
+    count=("n_routed_experts", "num_local_experts"),
+    width="moe_intermediate_size",
+    normalized="norm_topk_prob",
+    shared_count="n_shared_experts",
+    scoring="sigmoid",
+)
+
 # DeepSeek-V3 and Moonlight: latent attention, and experts behind sigmoid routers with a bias. The
 # layers that predict further tokens (`num_nextn_predict_layers`) are left out, as transformers
 # leaves them out.
@@ -184,28 +215,34 @@ DEEPSEEK_V3 = Family(
         # its o_proj is of another shape here
         *(entry for entry in _DENSE if "linear_qkv" not in entry.megatron),
         *_LATENT_ATTENTION,
-        Entry(
-            _M + "mlp.router.expert_bias",
-            (_H + "mlp.gate.e_score_correction_bias",),
-            Split.REPLICATED,
-            "moe",
-            dtype="float32",
-        ),
-        *_EXPERTS,
-        *_gated(_M + "mlp.shared_experts.", _H + "mlp.shared_experts.", "moe"),
+        *_BIASED_ROUTER,
     ),
     fields=config_fields.DEEPSEEK_V3,
     latent_attention=True,
-    experts=Experts(
-        count=("n_routed_experts", "num_local_experts"),
-        width="moe_intermediate_size",
-        normalized="norm_topk_prob",
-        shared_count="n_shared_experts",
-        scoring="sigmoid",
-    ),
+    experts=_SIGMOID_EXPERTS,
+)
+
+# GLM-4.5 to 4.7: the same experts behind usual attention, whose bias and norms `config.json` says,
+# and rotary positions for a part of each head.
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    class_prefix="Glm4Moe",
+    entries=(*_DENSE, _QKV_BIAS, *_QK_NORM, *_BIASED_ROUTER),
+    fields=config_fields.GLM4_MOE,
+    experts=_SIGMOID_EXPERTS,
 )
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3)
+    for family in (
+        LLAMA,
+        QWEN2,
+        MIMO,
+        QWEN3,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        MIXTRAL,
+        DEEPSEEK_V3,
+        GLM4_MOE,
+    )
 }

@@ -69,6 +69,7 @@ def read_rope(
     said = {
         "rope_theta": outer,
         "original_max_position_embeddings": config["max_position_embeddings"],
+        "partial_rotary_factor": config["partial_rotary_factor"],
         **said,
     }
     partial = {"partial_rotary_factor": family.fields["partial_rotary_factor"]}
@@ -100,12 +101,14 @@ def _one_spelling(folder: Path, name: str, config: Mapping[str, Any]) -> dict[st
 
 
 def rope_arguments(rope: Rope) -> dict[str, Any] | None:
-    """The scaling as GPTModel's keyword arguments."""
+    """Scaling and share of rotary positions as GPTModel's keyword arguments."""
+    part = float(rope.settings["partial_rotary_factor"] or 1.0)
+    found: dict[str, Any] = {} if part == 1.0 else {"rotary_percent": part}
     if rope.kind == "linear":
-        return {"seq_len_interpolation_factor": float(rope.settings["factor"])}
+        found["seq_len_interpolation_factor"] = float(rope.settings["factor"])
     if rope.kind == "llama3":
-        return {"rope_scaling": True, "rope_scaling_factor": float(rope.settings["factor"])}
-    return None
+        found |= {"rope_scaling": True, "rope_scaling_factor": float(rope.settings["factor"])}
+    return found or None
 
 
 # --- experts --------------------------------------------------------------------------------------
@@ -136,7 +139,7 @@ def expert_fields(
         "moe_router_pre_softmax": not normalized,
     }
     if experts.scoring == "sigmoid":
-        fields |= sigmoid_fields(folder, config, num_experts)
+        fields |= _sigmoid_fields(folder, config, num_experts)
     if experts.shared_width is not None:
         fields["moe_shared_expert_intermediate_size"] = config[experts.shared_width]
         fields["moe_shared_expert_gate"] = True
@@ -160,7 +163,7 @@ def _count_of_experts(folder: Path, config: Mapping[str, Any], keys: tuple[str, 
     return count
 
 
-def sigmoid_fields(folder: Path, config: Mapping[str, Any], num_experts: int) -> dict[str, Any]:
+def _sigmoid_fields(folder: Path, config: Mapping[str, Any], num_experts: int) -> dict[str, Any]:
     """Read the fields of a sigmoid router, which chooses among the experts of its best groups."""
     groups = config["n_group"]
     best = config["topk_group"]

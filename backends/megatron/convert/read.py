@@ -1,6 +1,6 @@
 """Reading a Hugging Face folder as an architecture.
 
-Imports neither torch nor Megatron, unless a bridge is used.
+Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from backends.megatron.convert.architecture import Architecture, BridgeKind
-from backends.megatron.convert.config_fields import BRIDGED
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.config_fields import ARCHITECTURES
 from backends.megatron.convert.families import FAMILIES
 from backends.megatron.convert.fields import (
     FULL_ATTENTION,
@@ -32,22 +32,18 @@ _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def read_architecture(
-    folder: Path | str, *, weights: bool = True, bridge: BridgeKind = "none"
-) -> Architecture:
+def read_architecture(folder: Path | str, *, weights: bool = True) -> Architecture:
     """Read `config.json` of a folder.
 
     Args:
         weights: also check that the folder has weights.
-        bridge: the package that gives the table and knows families that we lack; it imports torch
-            and Megatron.
 
     Raises ModelError: no such folder, no config.json or weights, an architecture or an option that
     we do not convert, a field that transformers would refuse, two that contradict each other.
     """
     folder = Path(folder)
     given = read_config(folder)
-    family = _family(folder, given, bridge)
+    family = _family(folder, given)
     config = check_fields(folder, given, family.fields)
     _check_supported(folder, given, config)
     is_classifier = _is_classifier(config)
@@ -65,15 +61,10 @@ def read_architecture(
         transformer=_transformer_fields(folder, config, family, rope),
         head="value" if is_classifier else "lm",
         folder=folder,
-        bridged=None if family.model_type in FAMILIES else family,
     )
     if weights:
         _check_weights(folder, arch)
-    if bridge == "none":
-        return arch
-    from backends.megatron.convert.bridges.read import through_bridge
-
-    return through_bridge(arch, bridge, weights=weights)
+    return arch
 
 
 def read_models(
@@ -90,7 +81,7 @@ def read_models(
     found = {}
     for key, folder in {"model.path": config.model.path, **other_folders(config)}.items():
         with named_by(key):
-            found[key] = read_architecture(folder, weights=weights, bridge=config.model.bridge)
+            found[key] = read_architecture(folder, weights=weights)
     return found.pop("model.path"), found
 
 
@@ -106,8 +97,8 @@ def _transformer_fields(
         "num_query_groups": config["num_key_value_heads"] or heads,
         "normalization": "RMSNorm",
         "layernorm_epsilon": float(config["rms_norm_eps"]),
-        "qk_layernorm": family.qk_norm,
-        "add_qkv_bias": family.qkv_bias,
+        "qk_layernorm": family.qk_norm or config.get("use_qk_norm", False),
+        "add_qkv_bias": family.qkv_bias or config["attention_bias"],
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "hidden_dropout": 0.0,
@@ -123,6 +114,7 @@ def _transformer_fields(
         fields |= latent_fields(config, rope)
     else:
         fields["kv_channels"] = _head_dim(folder, config, family)
+        _check_rotary_part(folder, fields["kv_channels"], rope)
     _check_heads(folder, fields)
     if family.experts is not None:
         fields |= expert_fields(folder, config, family.experts, fields["num_layers"])
@@ -137,6 +129,19 @@ def _head_dim(folder: Path, config: Mapping[str, Any], family: Family) -> int:
     if hidden % heads and (not config["head_dim"] or family.model_type == "llama"):
         raise refusal(folder, "num_attention_heads", heads, f"a divisor of hidden_size {hidden}")
     return size
+
+
+def _check_rotary_part(folder: Path, head_dim: int, rope: Rope) -> None:
+    part = rope.settings["partial_rotary_factor"]
+    if part in (None, 1):
+        return
+    rotary = int(head_dim * part)
+    if not 0 < rotary <= head_dim or rotary % 2:
+        expected = (
+            f"an even share of the head_dim {head_dim} (hidden_size / num_attention_heads), for"
+            " rope"
+        )
+        raise refusal(folder, "partial_rotary_factor", part, expected)
 
 
 def _check_heads(folder: Path, fields: Mapping[str, Any]) -> None:
@@ -159,27 +164,19 @@ def _is_classifier(config: Mapping[str, Any]) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in config["architectures"] or ())
 
 
-def _family(folder: Path, given: Mapping[str, Any], bridge: BridgeKind) -> Family:
-    """Find the family by `model_type`; `architectures`, where given, must name one of its classes.
-
-    A family that we lack has no entries until the bridge has given them.
-    """
+def _family(folder: Path, given: Mapping[str, Any]) -> Family:
+    """Find the family by `model_type`, whose classes `architectures` must name where given."""
     known = ", ".join(name for family in FAMILIES.values() for name in family.classes)
-    names = check_fields(folder, given, {"architectures": BRIDGED["architectures"]})
+    names = check_fields(folder, given, ARCHITECTURES)
     classes = names["architectures"] or []
     model_type = str(given.get("model_type"))
     family = FAMILIES.get(model_type)
-    if family is None and bridge != "none" and classes:
-        return Family(model_type, classes[0].split("For")[0], (), BRIDGED)
     if family is None:
         kind = f"model_type {given.get('model_type')!r}"
         got = classes[0] if classes else kind
         if got in known:  # Kimi K2 borrows the class of DeepSeek-V3
             got += f" with {kind}"
-        raise ModelError(
-            f"{folder}: architecture {got} is not converted; converted are: {known}; others may"
-            " come by model.bridge: mbridge"
-        )
+        raise ModelError(f"{folder}: architecture {got} is not converted; converted are: {known}")
     if classes and not set(classes) & set(family.classes):
         raise ModelError(
             f"{folder}: architecture {classes[0]} is not converted; converted are: {known}"

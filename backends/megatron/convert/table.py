@@ -93,8 +93,8 @@ class Entry:
 
     def is_in(self, fields: Mapping[str, Any]) -> bool:
         """Whether a model with these TransformerConfig fields has the entry."""
-        return (self.where is None or fields.get(self.where) is not None) and (
-            self.unless is None or fields.get(self.unless) is None
+        return (self.where is None or bool(fields.get(self.where))) and (
+            self.unless is None or not fields.get(self.unless)
         )
 
 

@@ -18,5 +18,3 @@ class ModelConfig(Section):
     """Precision of the trained weights and activations."""
     vocab_divisible_by: PositiveInt = 1
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    bridge: Literal["none", "mbridge", "megatron-bridge"] = "none"
-    """Package that converts the model, for families that rlcore does not know."""

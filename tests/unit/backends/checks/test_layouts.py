@@ -145,10 +145,6 @@ REFUSED: list[tuple[str, str, str, str]] = [
      "rollout.sampling.max_new_tokens (1024), padded to a multiple of 8 by the layout; set it to "
      "1048 or more",
      "policy.max_tokens_per_microbatch=1048"),
-    # another package's converter
-    ("dense", "model.bridge=mbrige",
-     "model.bridge (override): got 'mbrige', expected one of 'none', 'mbridge' or "
-     "'megatron-bridge'", "model.bridge=none"),
     # routing replay
     ("dense", "policy.routing_replay=logprobs",
      "policy.routing_replay: the llama model has no experts to replay; set it to none",

@@ -45,6 +45,10 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**QWEN_MOE, "shared_expert_intermediate_size": 24},
     "qwen3_moe": {**QWEN_MOE, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        "head_dim": 8, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
         "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 2,
@@ -52,6 +56,7 @@ OWN: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
 }  # fmt: skip
+SIGMOID = ("deepseek_v3", "glm4_moe")
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500.0},
     "linear": {"rope_type": "linear", "factor": 2.0},
@@ -66,7 +71,8 @@ ROPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SPELLINGS = "rope_scaling", "rope_parameters"
 
-every_family = pytest.mark.parametrize("family", sorted(FAMILIES))
+# MiMo is none of transformers' own
+every_family = pytest.mark.parametrize("family", sorted(FAMILIES.keys() & OWN))
 
 
 def base(family: str, head: str = "CausalLM") -> dict[str, Any]:
@@ -110,6 +116,9 @@ def meant(config: PretrainedConfig) -> dict[str, Any]:
         "heads": config.num_attention_heads, "groups": config.num_key_value_heads,
         "positions": config.max_position_embeddings, "epsilon": config.rms_norm_eps,
         "tied": config.tie_word_embeddings, "theta": rope["rope_theta"],
+        "part": rope.get("partial_rotary_factor") or 1.0,
+        "norms": getattr(config, "use_qk_norm", family in ("qwen3", "qwen3_moe")),
+        "bias": getattr(config, "attention_bias", False) or family in ("qwen2", "qwen2_moe"),
         "head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim if latent else head_dim,
         "rope": {
             key: rope[key]
@@ -140,12 +149,16 @@ def meant_experts(config: PretrainedConfig) -> dict[str, Any]:
             "width": config.intermediate_size,
         }
     found |= {"normalized": bool(config.norm_topk_prob), "width": config.moe_intermediate_size}
+    if family in SIGMOID:
+        found |= {"experts": config.n_routed_experts,
+                  "expert_layers": [layer >= config.first_k_dense_replace for layer in layers],
+                  "shared": config.n_shared_experts * config.moe_intermediate_size,
+                  "groups_of_experts": [config.n_group, config.topk_group],
+                  "scale": config.routed_scaling_factor}  # fmt: skip
+    if family == "glm4_moe":
+        return found
     if family == "deepseek_v3":
-        return {**found, "experts": config.n_routed_experts,
-                "expert_layers": [layer >= config.first_k_dense_replace for layer in layers],
-                "shared": config.n_shared_experts * config.moe_intermediate_size,
-                "groups_of_experts": [config.n_group, config.topk_group],
-                "scale": config.routed_scaling_factor, "rotary": config.head_dim,
+        return {**found, "rotary": config.head_dim,
                 "interleave": bool(config.rope_interleave),
                 "ranks": [config.q_lora_rank, config.kv_lora_rank, config.v_head_dim]}  # fmt: skip
     sparse = [
@@ -164,18 +177,20 @@ def ours(arch: Architecture) -> dict[str, Any]:
     """The same of an architecture."""
     t = arch.transformer
     rope: dict[str, Any] = {"rope_type": "default"}
-    if arch.rope_scaling is not None:
-        factor = arch.rope_scaling.get("seq_len_interpolation_factor")
-        rope = {"rope_type": "linear", "factor": factor}
-        if factor is None:
-            # Megatron hard-codes the three others.
-            rope = ROPES["llama3"] | {"factor": arch.rope_scaling["rope_scaling_factor"]}
+    scaling = arch.rope_scaling or {}
+    if "seq_len_interpolation_factor" in scaling:
+        rope = {"rope_type": "linear", "factor": scaling["seq_len_interpolation_factor"]}
+    if scaling.get("rope_scaling"):
+        # Megatron hard-codes the three others.
+        rope = ROPES["llama3"] | {"factor": scaling["rope_scaling_factor"]}
     found = {
         "vocab_size": arch.vocab_size, "hidden_size": t["hidden_size"],
         "intermediate_size": t["ffn_hidden_size"], "layers": t["num_layers"],
         "heads": t["num_attention_heads"], "groups": t["num_query_groups"],
         "positions": arch.max_position_embeddings, "epsilon": t["layernorm_epsilon"],
         "tied": arch.tie_word_embeddings, "theta": arch.rope_theta, "head_dim": t["kv_channels"],
+        "part": scaling.get("rotary_percent", 1.0), "norms": t["qk_layernorm"],
+        "bias": t["add_qkv_bias"],
     }  # fmt: skip
     if arch.latent_attention and t["rope_type"] == "yarn":
         rope = {
@@ -190,13 +205,16 @@ def ours(arch: Architecture) -> dict[str, Any]:
             "normalized": not t["moe_router_pre_softmax"], "expert_layers": arch.moe_layers,
             "width": t["moe_ffn_hidden_size"],
         }  # fmt: skip
-    if arch.family in ("qwen2_moe", "deepseek_v3"):
+    if arch.family in ("qwen2_moe", *SIGMOID):
         found["shared"] = t["moe_shared_expert_intermediate_size"]
-    if arch.latent_attention:
+    if arch.family in SIGMOID:
         found |= {
             "groups_of_experts": [t["moe_router_num_groups"], t["moe_router_group_topk"]],
-            "scale": t["moe_router_topk_scaling_factor"], "rotary": t["qk_pos_emb_head_dim"],
-            "interleave": t["rope_interleave"],
+            "scale": t["moe_router_topk_scaling_factor"],
+        }  # fmt: skip
+    if arch.latent_attention:
+        found |= {
+            "rotary": t["qk_pos_emb_head_dim"], "interleave": t["rope_interleave"],
             "ranks": [t["q_lora_rank"], t["kv_lora_rank"], t["v_head_dim"]],
         }  # fmt: skip
     return found
@@ -205,17 +223,18 @@ def ours(arch: Architecture) -> dict[str, Any]:
 def converted(config: PretrainedConfig) -> bool:
     """Whether a model of transformers' configuration has nothing that we do not convert."""
     has = {field.name: getattr(config, field.name) for field in fields(config)}
+    glm = config.model_type == "glm4_moe"
     windows = has.get("use_sliding_window") or (
         config.model_type == "mixtral" and config.sliding_window is not None
     )
     return (
         config.hidden_act == "silu"
-        and not has.get("attention_bias")
+        and (glm or not has.get("attention_bias"))
         and not has.get("mlp_bias")
         and has.get("qkv_bias", True)
         and not windows
         and set(has.get("layer_types") or ["full_attention"]) == {"full_attention"}
-        and config.rope_parameters.get("partial_rotary_factor") in (None, 1)
+        and (glm or config.rope_parameters.get("partial_rotary_factor") in (None, 1))
         and getattr(config, "quantization_config", None) is None
         and not config.is_heterogeneous
     )

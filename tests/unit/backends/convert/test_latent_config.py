@@ -227,7 +227,7 @@ def test_chosen_scores_are_normalised_unless_the_config_says_no(tmp_path: Path) 
 def test_transformer_engines_layers_have_the_same_router(
     score: str, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A family of a bridge may have sigmoid routers without latent attention."""
+    """GLM-4.5 has sigmoid routers without latent attention."""
     monkeypatch.setattr(layer_specs, "HAVE_TE", True)
     monkeypatch.setattr(
         layer_specs, "get_gpt_layer_with_transformer_engine_spec",

@@ -1,4 +1,4 @@
-"""Families of `model.bridge: mbridge`: log-probs, gradients and export against transformers."""
+"""GLM-4.5 and MiMo, which transformers lacks: log-probs and gradients against transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SP2 = {"tensor": 2, "sequence": True}
 
 
 def case(name: str, model: str, plan: str = "uneven", **keys: Any) -> dict[str, Any]:
-    return {"name": name, "model": model, "plan": plan, "bridge": "mbridge", **keys}
+    return {"name": name, "model": model, "plan": plan, **keys}
 
 
 CASES: dict[int, list[dict[str, Any]]] = {
@@ -53,7 +53,7 @@ def write_mimo(folder: Path, source: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("parity_bridge")
+    path = tmp_path_factory.mktemp("parity_glm")
     oracle.write_models(path / "models", only=("qwen2_tied", "glm4_moe"))
     write_mimo(path / "models" / "mimo", path / "models" / "qwen2_tied")
     for size, cases in CASES.items():
@@ -81,7 +81,7 @@ def distances(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_bridged_family_equals_transformers(name: str, folder: Path) -> None:
+def test_the_family_equals_transformers(name: str, folder: Path) -> None:
     got, model = result(folder, name)
     expected = oracle.policy_step(model)
     torch.testing.assert_close(
