@@ -1,10 +1,9 @@
 """Curricula choose the prompt of each draw by how the policy has done on the prompts so far.
 
-A curriculum is a pure function from recorded results to weights: see `plugin` and `stream`.
+A curriculum is a pure function from recorded results to weights: see `weights` and `stream`.
 """
 
-from rlcore.data.curriculum import pass_rate  # noqa: F401  (registers it)
-from rlcore.data.curriculum.plugin import build_curriculum, register_curriculum
 from rlcore.data.curriculum.results import PromptHistory
+from rlcore.data.curriculum.weights import build_curriculum
 
-__all__ = ["PromptHistory", "build_curriculum", "register_curriculum"]
+__all__ = ["PromptHistory", "build_curriculum"]

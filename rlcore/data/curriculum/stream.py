@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.curriculum.plugin import GuardedCurriculum
 from rlcore.data.curriculum.results import Outcome, Results
+from rlcore.data.curriculum.weights import Weigh, weigh
 from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError, RunFailed
@@ -44,7 +44,7 @@ class CurriculumStream(PromptStream):
     def __init__(
         self,
         base: PromptStream,
-        curriculum: GuardedCurriculum,
+        curriculum: Weigh,
         *,
         memory: float,
         passes_at: float | None,
@@ -104,7 +104,7 @@ class CurriculumStream(PromptStream):
 
     def _weigh(self) -> NDArray[np.float64]:
         """Ask the curriculum for the weights of this moment."""
-        weights = self._curriculum(self._results.history(*self._facts))
+        weights = weigh(self._curriculum, self._results.history(*self._facts))
         self._weights = weights
         self._drawn = {self.row(draw) for draw in self._open}
         free = weights.copy()

@@ -125,12 +125,10 @@ def test_a_taken_name_is_refused() -> None:
 
 MODULE = """
 from rlcore.algorithms import register_estimator, register_policy_loss
-from rlcore.data.curriculum.plugin import register_curriculum
 
 
 @register_estimator("loaded")
 @register_policy_loss("loaded")
-@register_curriculum("loaded")
 class Loaded:
     scale = {scale}
 

@@ -121,7 +121,9 @@ def test_one_of_a_user_chooses(make_service):
 
 def test_a_broken_one_ends_the_run_and_a_wrong_one_does_not_begin_it(make_service):
     service = make_service(rollout=SECTION, data={"curriculum": {"name": f"{__name__}:Broken"}})
-    with pytest.raises(RunFailed, match=r"data\.curriculum: .*Broken' gave prompt 0 the weight"):
+    with pytest.raises(
+        RunFailed, match=r"data\.curriculum \(.*\.py:\d+ in __call__\) gave prompt 0 the weight"
+    ):
         service.next_step(1)
     for section, said in (
         ({"name": "passrate"}, "data.curriculum: unknown curriculum 'passrate'"),

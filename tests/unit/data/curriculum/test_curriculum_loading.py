@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rlcore.config import Config
-from rlcore.data.curriculum import PromptHistory
-from rlcore.data.curriculum.plugin import GuardedCurriculum
-from rlcore.data.curriculum.results import Outcome
+from rlcore.data.curriculum import PromptHistory, build_curriculum
+from rlcore.data.curriculum.results import Outcome, Results
+from rlcore.data.curriculum.weights import curriculum_keywords, weigh
 from rlcore.data.loading import load_prompts, prompt_stream
 from rlcore.errors import RunFailed
+from tests.pages import blocks
 
 seen: list[PromptHistory] = []
 
@@ -84,11 +85,63 @@ def test_supervised_fine_tuning_has_none(tmp_path: Path, tokenizer: Any) -> None
     assert sorted(stream.row(draw) for draw in range(8)) == list(range(8))
 
 
+def history_of(size: int) -> PromptHistory:
+    return Results(size, 0.5).history(np.ones(size, np.int64), np.zeros(size, np.int64))
+
+
 @pytest.mark.parametrize("error", [ValueError("odd"), SystemExit(3)])
-def test_a_curriculum_that_raises_or_exits_fails_the_run_by_name(error: BaseException) -> None:
+def test_a_curriculum_that_raises_or_exits_fails_the_run_by_its_place(error: BaseException) -> None:
     def curriculum(_: PromptHistory) -> np.ndarray[Any, Any]:
         raise error
 
-    guarded = GuardedCurriculum("mine", curriculum)
-    with pytest.raises(RunFailed, match=rf"'mine' failed: {type(error).__name__}: {error}"):
-        guarded(cast(PromptHistory, None))
+    said = rf"data\.curriculum failed \(.*:\d+ in curriculum\): {type(error).__name__}: {error}"
+    with pytest.raises(RunFailed, match=said):
+        weigh(curriculum, history_of(3))
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ([1.0, 1.0, 1.0], "returned list, expected an array"),
+        (np.ones((3, 1)), r"returned shape \(3, 1\), expected an array \[N\] = \[3\]"),
+        (np.array([True, True, False]), "returned bool, expected numbers"),
+        (np.array([1.0, np.nan, -1.0]), r"gave prompt 1 the weight nan.*\(2 of 3 prompts\)"),
+        (np.zeros(3), "some prompt must be drawn"),
+    ],
+)
+def test_weights_that_cannot_be_drawn_from_fail_the_run(weights: Any, said: str) -> None:
+    with pytest.raises(RunFailed, match=said):
+        weigh(lambda _: weights, history_of(3))
+
+
+def test_keywords_are_checked() -> None:
+    for given, said in (
+        ({"tarjet": 0.3}, "'pass_rate'.*tarjet"),
+        ({"target": 1.0}, "target: expected a number between 0 and 1, got 1"),
+        ({"floor": 0.0}, "floor: expected a number above 0"),
+        ({"floor": "much"}, "keyword 'floor' expected float, got 'much'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            build_curriculum("pass_rate", **given)
+    with pytest.raises(
+        ValueError, match=r"unknown curriculum 'passrate'.*did you mean 'pass_rate'"
+    ):
+        build_curriculum("passrate")
+
+
+def test_the_function_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[4] / "docs" / "data.md"
+    (example,) = (
+        one.text for one in blocks(page) if "hardest_first" in one.text and "def " in one.text
+    )
+    (tmp_path / "my_prompts.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "my_prompts:hardest_first"
+    assert list(curriculum_keywords(name)) == ["floor", "warm_groups"]
+    results = Results(3, memory=1.0)
+    results.add(0, Outcome(4, 8))
+    results.add_failure(1)
+    history = results.history(np.ones(3, np.int64), np.zeros(3, np.int64))
+    np.testing.assert_allclose(weigh(build_curriculum(name, floor=0.5), history), [1.0, 0.5, 1.5])
+    with pytest.raises(ValueError, match="unknown keyword 'flor'"):
+        build_curriculum(name, flor=0.5)
