@@ -70,8 +70,8 @@ def register_estimator(
         source: the paper or implementation it comes from, in the same way.
 
     `compares_group` and `normalization` hold for the registered name, not for import paths and
-    subclasses. For built-in estimators `rlcore.config.built_in` reads the arguments from the
-    source, since a configuration is checked without torch: write them as literals.
+    subclasses. `rlcore.config.built_in` says the same of built-in estimators, since a configuration
+    is checked without torch.
     """
     if normalization not in get_args(NormalizationMode):
         raise AlgorithmError(f"estimator {name!r}: unknown normalization {normalization!r}")

@@ -1,18 +1,13 @@
-"""The declarations of built-in estimators and policy losses, read without torch.
+"""What built-in estimators and policy losses declare, without importing torch.
 
-Importing them would import torch, so the literals of their decorators are read from the source.
-Plugins are not here: they are imported and asked (`rlcore.launch.input_checks`).
+`tests/unit/config/test_built_in_algorithms.py` compares the tables with the registrations. Plugins
+are imported and asked instead (`rlcore.launch.input_checks`).
 """
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-
-_ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
 
 @dataclass(frozen=True)
@@ -26,39 +21,34 @@ class Declared:
     batch_stats: bool = False
 
 
-@cache
-def built_in_estimators() -> Mapping[str, Declared]:
-    """Return every built-in estimator by its name."""
-    return _read("estimators", "register_estimator")
+_GROUP = Declared(compares_group=True)
+_WITH_VALUES = Declared(frozenset({"values"}), shaped_rewards=True)
+_COVARIANCE = Declared(frozenset({"sequence_ids"}), batch_stats=True)
 
-
-@cache
-def built_in_losses() -> Mapping[str, Declared]:
-    """Return every built-in policy loss by its name."""
-    return _read("losses", "register_policy_loss")
-
-
-def _read(folder: str, decorator: str) -> dict[str, Declared]:
-    found: dict[str, Declared] = {}
-    for file in sorted((_ALGORITHMS / folder).glob("*.py")):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if not isinstance(node, ast.ClassDef):
-                continue
-            for call in node.decorator_list:
-                if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
-                    found[ast.literal_eval(call.args[0])] = _declared(node, call)
-    if not found:
-        raise RuntimeError(f"{_ALGORITHMS / folder}: the source of the algorithms is missing")
-    return found
-
-
-def _declared(node: ast.ClassDef, call: ast.Call) -> Declared:
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
-    needs = ast.literal_eval(given["needs"]) if "needs" in given else ()
-    flags = {
-        name: ast.literal_eval(given[name])
-        for name in ("shaped_rewards", "compares_group")
-        if name in given
-    }
-    methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
-    return Declared(frozenset(needs), batch_stats="batch_stats" in methods, **flags)
+ESTIMATORS: Mapping[str, Declared] = {
+    "dr_grpo": _GROUP,
+    "gdpo": Declared(frozenset({"reward_parts"}), compares_group=True),
+    "gpg": _GROUP,
+    "grpo": _GROUP,
+    "max_rl": _GROUP,
+    "opo": _GROUP,
+    "ppo": _WITH_VALUES,
+    "reinforce++": Declared(shaped_rewards=True),
+    "reinforce++_baseline": Declared(shaped_rewards=True, compares_group=True),
+    "remax": Declared(frozenset({"baseline_rewards"}), shaped_rewards=True),
+    "rloo": Declared(shaped_rewards=True, compares_group=True),
+    "vapo": _WITH_VALUES,
+}
+LOSSES: Mapping[str, Declared] = {
+    "cispo": Declared(),
+    "clip_cov": _COVARIANCE,
+    "decoupled_ppo": Declared(frozenset({"rollout_logprobs"})),
+    "geo_mean": Declared(),
+    "gspo": Declared(),
+    "gspo_token": Declared(),
+    "kl_cov": _COVARIANCE,
+    "ppo_clip": Declared(),
+    "reinforce": Declared(),
+    "sapo": Declared(),
+    "sft": Declared(),
+}

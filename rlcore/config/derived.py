@@ -9,7 +9,7 @@ from fractions import Fraction
 from operator import attrgetter
 from typing import Any
 
-from rlcore.config.built_in import built_in_estimators, built_in_losses
+from rlcore.config.built_in import ESTIMATORS, LOSSES
 from rlcore.config.engine_registry import is_import_path
 from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.sections.rollout import EngineConfig
@@ -104,7 +104,7 @@ def coefficients(config: Config) -> dict[str, float]:
 
 def takes_coefficients(config: Config) -> bool | None:
     """Return whether a built-in estimator takes COEFFICIENTS; None for a plugin."""
-    declared = built_in_estimators().get(config.algorithm.estimator.name)
+    declared = ESTIMATORS.get(config.algorithm.estimator.name)
     return None if declared is None else declared.shaped_rewards
 
 
@@ -317,8 +317,8 @@ def passes(
 
 def built_in_passes(config: Config) -> Passes | None:
     """Return `passes` if estimator and loss are built in; None if a plugin must be asked."""
-    estimator = built_in_estimators().get(config.algorithm.estimator.name)
-    loss = built_in_losses().get(config.algorithm.loss.name)
+    estimator = ESTIMATORS.get(config.algorithm.estimator.name)
+    loss = LOSSES.get(config.algorithm.loss.name)
     if estimator is None or loss is None:
         return None
     return passes(

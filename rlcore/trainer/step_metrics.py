@@ -17,7 +17,7 @@ from rlcore.algorithms import (
     staleness_metrics,
 )
 from rlcore.config import Config
-from rlcore.config.built_in import built_in_losses
+from rlcore.config.built_in import LOSSES
 from rlcore.config.derived import updates_per_step
 from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan
@@ -44,7 +44,7 @@ def constant_metrics(config: Config) -> frozenset[str]:
         return frozenset()
     algorithm = config.algorithm
     of_critic = frozenset({"val/clipfrac_avg"})
-    if algorithm.old_logprobs == "rollout" or algorithm.loss.name not in built_in_losses():
+    if algorithm.old_logprobs == "rollout" or algorithm.loss.name not in LOSSES:
         return of_critic
     return of_critic | _AGAINST_BEFORE
 

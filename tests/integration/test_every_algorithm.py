@@ -8,13 +8,12 @@ import pytest
 from workspace import Workspace
 
 from rlcore.algorithms import metric_spec, policy_loss_names
-from rlcore.config.built_in import built_in_estimators
+from rlcore.config.built_in import ESTIMATORS
 
-ESTIMATORS = sorted(built_in_estimators())
+NAMES = sorted(ESTIMATORS)
 LOSSES = [name for name in policy_loss_names() if name != "sft"]
 PAIRS = [
-    (ESTIMATORS[i % len(ESTIMATORS)], LOSSES[i % len(LOSSES)])
-    for i in range(max(len(ESTIMATORS), len(LOSSES)))
+    (NAMES[i % len(NAMES)], LOSSES[i % len(LOSSES)]) for i in range(max(len(NAMES), len(LOSSES)))
 ]
 
 # Two mini-batches, twice: the last three optimizer steps see a policy that has moved. Nothing is
@@ -31,11 +30,7 @@ def test_a_step(workspace: Workspace, estimator: str, loss: str) -> None:
         if loss == "decoupled_ppo"
         else ("algorithm.correction={name: icepop, max_staleness: 0}",)
     )
-    shaped = (
-        ("algorithm.kl.reward_coef=0.05",)
-        if built_in_estimators()[estimator].shaped_rewards
-        else ()
-    )
+    shaped = ("algorithm.kl.reward_coef=0.05",) if ESTIMATORS[estimator].shaped_rewards else ()
     named = (f"algorithm.estimator.name={estimator}", f"algorithm.loss.name={loss}")
     run = workspace.train(f"{estimator} {loss}", *STEPS, *named, *corrected, *shaped)
     assert run.code == 0, run.err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlcore.config.built_in import built_in_estimators
+from rlcore.config.built_in import ESTIMATORS
 from rlcore.config.derived import (
     COEFFICIENTS,
     PART_WEIGHTS,
@@ -81,7 +81,7 @@ def coefficient_ignored(config: Config, keyword: str) -> Problem:
 
 def apart(config: Config) -> Iterator[Problem]:
     """An estimator that takes the parts of the reward apart ignores no key about their sum."""
-    declared = built_in_estimators().get(config.algorithm.estimator.name)
+    declared = ESTIMATORS.get(config.algorithm.estimator.name)
     if declared is not None and "reward_parts" in declared.needs and not config.is_sft:
         yield from sum_ignored(config)
 

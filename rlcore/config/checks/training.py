@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlcore.config.built_in import built_in_estimators
+from rlcore.config.built_in import ESTIMATORS
 from rlcore.config.derived import generates, updates_per_step
 from rlcore.config.messages import Problem
 from rlcore.config.sections.algorithm import EstimatorConfig
@@ -71,7 +71,7 @@ def batch(config: Config) -> Iterator[Problem]:
             f"got {algorithm.minibatches}, at most rollout.prompts_per_step"
             f" ({rollout.prompts_per_step}): a group is never split",
         )
-    estimator = built_in_estimators().get(algorithm.estimator.name)
+    estimator = ESTIMATORS.get(algorithm.estimator.name)
     if rollout.samples_per_prompt == 1:
         if estimator is not None and estimator.compares_group:
             yield one_sample(f"estimator {algorithm.estimator.name!r}")

@@ -1,4 +1,4 @@
-"""The configuration reads from the source of algorithms what they declare when imported."""
+"""The tables of the configuration say what the algorithms declare when they are imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlcore.algorithms.corrections import CORRECTIONS, Correction, CorrectionLev
 from rlcore.algorithms.estimators.ppo import PPO
 from rlcore.algorithms.ragged import NormalizationMode
 from rlcore.config import Config
-from rlcore.config.built_in import built_in_estimators, built_in_losses
+from rlcore.config.built_in import ESTIMATORS, LOSSES
 from rlcore.config.checks.algorithm import DECOUPLED
 from rlcore.config.derived import COEFFICIENTS, built_in_passes
 from rlcore.config.sections.algorithm import Aggregation, CorrectionConfig, Normalization
@@ -77,18 +77,18 @@ def make_inputs(count: int = 4) -> EstimatorInputs:
     )
 
 
-def test_every_built_in_algorithm_is_read_from_its_source() -> None:
-    assert set(BUILT_IN) == set(built_in_estimators())
+def test_every_built_in_algorithm_is_in_a_table() -> None:
+    assert set(BUILT_IN) == set(ESTIMATORS)
     assert {
         name
         for name in policy_loss_names()
         if policy_loss_plugin(name).factory.__module__.startswith("rlcore.")
-    } == set(built_in_losses())
+    } == set(LOSSES)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_what_an_estimator_declares_is_what_it_does(name: str) -> None:
-    declared = built_in_estimators()[name]
+    declared = ESTIMATORS[name]
     assert declared.needs == build_estimator(name).needs
     taken = COEFFICIENTS.keys() & estimator_keywords(name).keys()
     assert taken == (set(COEFFICIENTS) if declared.shaped_rewards else set())
@@ -99,10 +99,10 @@ def test_what_an_estimator_declares_is_what_it_does(name: str) -> None:
     assert differs is declared.compares_group is estimator_plugin(name).compares_group
 
 
-@pytest.mark.parametrize("name", sorted(built_in_losses()))
+@pytest.mark.parametrize("name", sorted(LOSSES))
 def test_what_a_loss_declares_is_what_it_does(name: str) -> None:
     loss = build_policy_loss(name)
-    declared = built_in_losses()[name]
+    declared = LOSSES[name]
     assert (declared.needs, declared.batch_stats) == (loss.needs, loss.has_batch_stats)
 
 
@@ -143,7 +143,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 def test_passes_without_torch_are_those_of_a_step(settings: dict[str, Any]) -> None:
     pairs = [(estimator, "ppo_clip") for estimator in sorted(BUILT_IN)]
     if settings in SETTINGS[:3]:
-        pairs += [("grpo", loss) for loss in sorted(built_in_losses())]
+        pairs += [("grpo", loss) for loss in sorted(LOSSES)]
     for estimator, loss in pairs:
         algorithm = {
             **settings.get("algorithm", {}),
