@@ -4,7 +4,6 @@ It works without torch and without a GPU: everything that needs torch is asked o
 
     finding.py       one line: what was found, what is needed, what to do
     needs.py         what a configuration asks of the machine
-    interpreters.py  what an interpreter has installed
     environments.py  both environments: packages, NCCL, kernels
     gpus.py          driver, GPUs and their free memory
     machine.py       shared memory, open files, disk, locks, clock

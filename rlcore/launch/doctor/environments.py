@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
-from rlcore.interpreters import Interpreter, ask, cuda_toolkit
+from backends.megatron import kernel_probe
+from rlcore.interpreters.ask import Interpreter, ask, cuda_toolkit
 from rlcore.launch.doctor.finding import Finding, Level
 from rlcore.launch.doctor.needs import Needs
 
@@ -45,7 +46,7 @@ def unmet(wanted: dict[str, str], there: dict[str, str]) -> list[str]:
 def trainer(needs: Needs) -> tuple[Interpreter, list[Finding]]:
     """The interpreter that runs this command, which trains."""
     wanted = requirements(needs.extras)
-    python = ask(sys.executable, [*wanted, "transformer-engine"], kernels=True)
+    python = ask(sys.executable, [*wanted, "transformer-engine"], module=kernel_probe.__name__)
     name = "trainer environment"
     found = f"{sys.executable}: Python {python.python}, torch {python.torch or 'missing'}"
     needed = "every package of pyproject.toml, in its version"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlcore.deadlines import NVIDIA_SMI_S
-from rlcore.interpreters import Interpreter
+from rlcore.interpreters.ask import Interpreter
 from rlcore.launch.doctor.finding import Finding, Level, gib
 from rlcore.launch.doctor.needs import Needs
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rlcore.config import Config
 from rlcore.config.derived import generates, in_weight_group
 from rlcore.config.sections.sandbox import SandboxConfig
-from rlcore.interpreters import CHECKOUT
+from rlcore.interpreters.ask import CHECKOUT
 
 FILES = 512  # that a trainer holds open beside its engines' connections: libraries, logs, sockets
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.interpreters import cuda_toolkit
+from rlcore.interpreters.ask import cuda_toolkit
 
 logger = logging.getLogger(__name__)
 

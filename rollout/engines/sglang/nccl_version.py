@@ -9,7 +9,7 @@ import asyncio
 import sys
 
 from rlcore.errors import ConfigError
-from rlcore.interpreters import Interpreter, ask
+from rlcore.interpreters.ask import Interpreter, ask
 
 
 async def check_nccl(engine: str, trainer: str = sys.executable) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.interpreters import ask as ask_interpreter
+from rlcore.interpreters.ask import ask as ask_interpreter
 from rlcore.launch.doctor import environments
 
 GIVEN = ["run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1"]

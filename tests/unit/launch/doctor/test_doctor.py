@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from rlcore import cli, interpreters
-from rlcore.interpreters import ask
+from rlcore import cli
+from rlcore.interpreters import ask as interpreters
+from rlcore.interpreters.ask import ask
 from rlcore.launch import launchers
 from rlcore.launch.doctor import environments, machine, network
 from rlcore.launch.doctor.finding import Finding

@@ -10,7 +10,7 @@ import pytest
 
 from rlcore import interpreters
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.interpreters import cuda_toolkit
+from rlcore.interpreters.ask import cuda_toolkit
 from rollout.engines.sglang.gpu_environment import gpu_environment
 
 TOOLKIT = {"CUDA_HOME": "/opt/cuda", "PATH": "/usr/bin"}

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore import interpreters
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError, RunFailed
+from rlcore.interpreters import ask as interpreters
+from rlcore.interpreters import probe as interpreter_probe
 from rollout.engines.factories import Keys
 from rollout.engines.sglang import server_process
 from rollout.engines.sglang.nccl_version import check_nccl
@@ -77,7 +78,7 @@ def test_an_interpreter_that_does_not_tell_is_named(
 
 
 def test_the_question_is_for_the_library_that_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not for the one that torch was compiled with, which a replaced package does not change."""
 
@@ -85,22 +86,16 @@ def test_the_question_is_for_the_library_that_is_loaded(
         number._obj.value = 23007
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(ncclGetVersion=tell))
-    monkeypatch.setattr(sys, "argv", ["-c", "[]"])
-    exec(interpreters.PROBE + interpreters.TELL, {})
-    assert json.loads(capsys.readouterr().out)["nccl"] == "2.30.7"
+    assert interpreter_probe.answer([])["nccl"] == "2.30.7"
 
 
-def test_a_torch_for_the_cpu_has_none(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_torch_for_the_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(sys, "argv", ["-c", "[]"])
-    exec(interpreters.PROBE + interpreters.TELL, {})
-    told = json.loads(capsys.readouterr().out)
+    told = interpreter_probe.answer([])
     assert (told["nccl"], told["cuda"]) == ("", "")
 
 

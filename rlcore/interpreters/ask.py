@@ -13,53 +13,12 @@ from typing import Any
 
 from rlcore.boundary.child_environment import ENGINES, allowed_environment
 from rlcore.deadlines import INTERPRETER_S
+from rlcore.interpreters import probe
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 USUAL_TOOLKIT = "/usr/local/cuda"
 
-# What is said of NCCL is that of the library which is loaded: `torch.cuda.nccl.version()` tells the
-# one that torch was compiled with.
-PROBE = """
-import ctypes, json, platform, sys
-from importlib import metadata
-
-told = {"python": platform.python_version(), "packages": {}}
-for name in json.loads(sys.argv[1]):
-    try:
-        told["packages"][name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        pass
-try:
-    import torch
-    told["torch"] = torch.__version__
-    told["cuda"] = torch.version.cuda or ""
-    told["gpus"] = torch.cuda.device_count()
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-        digits = (number.value // 10000, number.value // 100 % 100, number.value % 100)
-    except (OSError, AttributeError):
-        digits = torch.cuda.nccl.version()[:3] if torch.version.cuda else ()
-    told["nccl"] = ".".join(map(str, digits))
-except Exception as error:
-    told["broken"] = f"{type(error).__name__}: {error}".splitlines()[0]
-"""
-TELL = "print(json.dumps(told))\n"
-# What the backend itself would choose: the kernels, and whether Transformer Engine can be imported.
-KERNELS = """
-try:
-    from backends.megatron.model.attention import uses_varlen
-    from backends.megatron.model.fused import why_not
-    told["varlen"] = uses_varlen(torch.device("cuda"), torch.bfloat16)
-    told["uncompiled"] = why_not() or ""
-    try:
-        import transformer_engine.pytorch
-        told["te"] = True
-    except ModuleNotFoundError:
-        told["te"] = False
-except Exception as error:
-    told["kernels_broken"] = f"{type(error).__name__}: {error}".splitlines()[0]
-"""
+PROBE = Path(probe.__file__)
 
 
 @dataclass(frozen=True)
@@ -87,18 +46,18 @@ class Interpreter:
     broken: str = ""
 
 
-def ask(python: Path | str, packages: list[str], *, kernels: bool = False) -> Interpreter:
+def ask(python: Path | str, packages: list[str], *, module: str | None = None) -> Interpreter:
     """Ask an interpreter for the versions of `packages`, torch and NCCL.
 
     Args:
-        kernels: ask for what the trainer would choose, too.
+        module: asks for more in the same way; the interpreter is that of rlcore then.
     """
-    script = PROBE + (KERNELS if kernels else "") + TELL
-    command = [str(python), "-W", "ignore", "-c", script, json.dumps(packages)]
-    paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+    script = [str(PROBE)] if module is None else ["-m", module]
+    command = [str(python), "-W", "ignore", *script, json.dumps(packages)]
     environment = allowed_environment(more=(*ENGINES, "NVTE_*"))
     environment.pop("PYTHONPATH", None)
-    if kernels:  # it is the trainer's
+    if module is not None:
+        paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     try:
         done = subprocess.run(

@@ -1,0 +1,47 @@
+"""Says in JSON what the trainer's interpreter has, and which kernels the backend would choose.
+
+`rlcore doctor` runs it in a process of its own, since torch holds memory of each GPU that it
+looks at.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from rlcore.interpreters.probe import answer
+
+
+def kernels() -> dict[str, Any]:
+    """Return the fields of `Interpreter` on kernels. Raises what torch does."""
+    import torch
+
+    from backends.megatron.model.attention import uses_varlen
+    from backends.megatron.model.fused import why_not
+
+    found: dict[str, Any] = {
+        "varlen": uses_varlen(torch.device("cuda"), torch.bfloat16),
+        "uncompiled": why_not() or "",
+        "te": find_spec("transformer_engine") is not None,
+    }
+    if found["te"]:
+        # it may be broken
+        import_module("transformer_engine.pytorch")
+    return found
+
+
+def main() -> None:
+    """Print what there is; the argument is a JSON list of packages."""
+    told = answer(json.loads(sys.argv[1]))
+    try:
+        told |= kernels()
+    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
+        told["kernels_broken"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Asks other Python environments what they have installed."""
