@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_world import run_world
 from hf_folders import MODELS, write_model
 from plan import LAYOUTS, LOADS, OTHER_KIND, REFUSED, VARIANTS, WORLDS, Refused
 from world_outputs import Outputs
+
+from tests.parity.spawn import run_ranks
 
 # Exports that transformers reads, and whose files are looked at.
 LOOKED_AT = {"tp2": tuple(MODELS), "one": ("qwen2", "qwen3")}
@@ -94,8 +95,12 @@ def _asked_for(request: pytest.FixtureRequest, *names: str) -> set[tuple[Any, ..
 
 def _run_plan(outputs: Outputs, size: int, plan: Sequence[tuple[str, list[Any]]]) -> None:
     payload = [{"layout": LAYOUTS[layout], "cases": cases} for layout, cases in plan]
-    run_world(
-        Path(__file__).with_name("world_ranks.py"), size, outputs.root / f"world{size}", payload
+    run_ranks(
+        Path(__file__).with_name("world_ranks.py"),
+        size,
+        outputs.root / f"world{size}",
+        payload,
+        deadline_s=240,
     )
 
 

@@ -26,6 +26,7 @@ with importing_megatron():
     from backends.megatron.weights.folder import export_hf
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.weights import DTYPES
+from tests.parity.rank_main import load_chunks
 
 
 def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
@@ -75,13 +76,7 @@ def convert(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelStat
 
 def save_weights(case: dict[str, Any], layout: ParallelConfig, parallel: ParallelState) -> None:
     """Import, then save a checkpoint without an optimizer."""
-    source = Path(case["source"])
-    arch = read_architecture(source)
-    config = transformer_config(arch, layout, case["dtype"], torch.device("cpu"), {})
-    padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
-    value_head = case["head"] == "value"
-    chunks = in_dtype(
-        build_chunks(arch, config, padded_vocab=padded, value_head=value_head), config
+    arch, _, chunks = load_chunks(
+        Path(case["source"]), layout, parallel, case["dtype"], value_head=case["head"] == "value"
     )
-    load_hf(chunks, arch, source, parallel)
     save_checkpoint(Path(case["save"]), [Saved("policy", arch, chunks)], parallel)

@@ -48,14 +48,8 @@ DEFAULT_CASES: list[Case] = [
     (GATHERED, "dp2", "bf16_distributed", "ep2"),
 ]
 
-# What is done to a checkpoint of ranks that share the experts out, and words of the error.
-DAMAGED_SOURCE = ("bf16_distributed", "ep2")
-DAMAGED: dict[str, str] = {
-    "shard_missing": "policy/__0_0.distcp is missing",
-    "shard_truncated": "were written",
-    "shard_overwritten": "cannot be loaded",
-    "metadata_overwritten": "cannot be loaded: a file holds other bytes than were written",
-}
+# What is saved where a rank cannot write.
+UNWRITABLE = ("bf16_distributed", "ep2")
 
 FULL_WORLDS: Worlds = [
     (1, ("one",), ()),

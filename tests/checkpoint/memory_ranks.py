@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from checkpoint_case import Trained
 from gathered_state import gathered_states
-from gloo_world import join_world
 from peak_bytes import peak_bytes
 
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
@@ -23,17 +22,17 @@ with importing_megatron():
     from backends.megatron.checkpoint.shards import HostCopies
     from backends.megatron.parallel.state import init_parallel
 from rlcore.config.sections.policy import ParallelConfig
+from tests.parity.rank_main import joined, payload
 
 VARIANT: dict[str, Any] = {"dtype": "bf16", "distributed": True}
 
 
-def main() -> None:
-    payload = join_world()
-    root = Path(payload["root"])
+def run(given: dict[str, Any]) -> None:
+    root = Path(given["root"])
     layout = ParallelConfig()
     with megatron_device("cpu"):
         parallel = init_parallel(layout, timeout_s=60, seed=0)
-        source = Path(payload["source"])
+        source = Path(given["source"])
         model = Trained("policy", source, VARIANT, layout, parallel)
         model.step(0)
         models = [model.saved]
@@ -62,8 +61,8 @@ def main() -> None:
             "largest": max(p.numel() for p in parameters),
         }
         (root / f"numbers{parallel.rank}.json").write_text(json.dumps(numbers))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with joined(Path(sys.argv[1]), alone=True):
+        run(payload(Path(sys.argv[1])))

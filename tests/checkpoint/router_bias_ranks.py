@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from gloo_world import join_world
-
-from backends.megatron.convert.load import load_hf
-from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():
@@ -20,10 +16,6 @@ with importing_megatron():
         save_checkpoint,
     )
     from backends.megatron.model.gpt import (
-        build_chunks,
-        in_dtype,
-        padded_vocab_size,
-        transformer_config,
         with_gradients,
     )
     from backends.megatron.parallel.state import ParallelState, destroy_parallel, init_parallel
@@ -32,14 +24,11 @@ with importing_megatron():
     from backends.megatron.weights.folder import export_hf
 from rlcore.config.sections.policy import OptimizerConfig, ParallelConfig
 from rlcore.weights import DTYPES
+from tests.parity.rank_main import joined, load_chunks, payload
 
 
 def build(source: Path, layout: ParallelConfig, parallel: ParallelState, dtype: str) -> Saved:
-    arch = read_architecture(source)
-    config = transformer_config(arch, layout, dtype, torch.device("cpu"), {})
-    padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
-    built = in_dtype(build_chunks(arch, config, padded_vocab=padded), config)
-    load_hf(built, arch, source, parallel)
+    arch, config, built = load_chunks(source, layout, parallel, dtype)
     modules = with_gradients(built, config, distributed_optimizer=False)
     optimizer = ScheduledOptimizer(
         OptimizerConfig(lr=0.5, weight_decay=0.1, clip_grad=0),
@@ -54,16 +43,15 @@ def export(model: Saved, parallel: ParallelState, dtype: str, folder: Path) -> N
     export_hf(WeightExporter(model.chunks, model.arch, parallel, dtype=DTYPES[dtype]), folder)
 
 
-def main() -> None:
-    payload = join_world()
-    root = Path(payload["root"])
-    dtype = payload["dtype"]
-    for name, keys in payload["layouts"].items():
+def run(given: dict[str, Any]) -> None:
+    root = Path(given["root"])
+    dtype = given["dtype"]
+    for name, keys in given["layouts"].items():
         layout = ParallelConfig(**keys)
         with megatron_device("cpu"):
             parallel = init_parallel(layout, timeout_s=60, seed=0)
-            if name == payload["saved_under"]:
-                model = build(Path(payload["source"]), layout, parallel, dtype)
+            if name == given["saved_under"]:
+                model = build(Path(given["source"]), layout, parallel, dtype)
                 assert model.optimizer is not None
                 for module in model.chunks:
                     for parameter in module.parameters():
@@ -71,15 +59,15 @@ def main() -> None:
                 assert not model.optimizer.step().skipped
                 save_checkpoint(root / "checkpoint", [model], parallel)
                 export(model, parallel, dtype, root / "saved")
-            model = build(Path(payload["other"]), layout, parallel, dtype)
-            if name == payload["saved_under"]:
+            model = build(Path(given["other"]), layout, parallel, dtype)
+            if name == given["saved_under"]:
                 load_checkpoint(root / "checkpoint", [model], parallel)
             else:
                 load_weights(root / "checkpoint", "policy", model.arch, model.chunks, parallel)
             export(model, parallel, dtype, root / name)
             destroy_parallel()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with joined(Path(sys.argv[1]), alone=True):
+        run(payload(Path(sys.argv[1])))

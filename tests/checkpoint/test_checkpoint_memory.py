@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gloo_world import run_world
 from hf_folders import write_model
+
+from tests.parity.spawn import run_ranks
 
 RANKS = 2
 STATE = 12  # bytes a parameter: masters and two moments
@@ -21,11 +22,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("memory")
     sizes = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 512}
     source = write_model("qwen3_tied", root / "source", **sizes)
-    run_world(
+    run_ranks(
         Path(__file__).with_name("memory_ranks.py"),
         RANKS,
         root / "world",
         {"root": str(root), "source": str(source)},
+        deadline_s=240,
     )
     return root
 

@@ -10,24 +10,23 @@ from typing import Any
 import pytest
 import torch
 from expert_plan import (
-    DAMAGED,
-    DAMAGED_SOURCE,
     DEFAULT_CASES,
     DEFAULT_WORLDS,
     FULL_CASES,
     FULL_WORLDS,
     LAYOUTS,
     MODEL,
+    UNWRITABLE,
     Case,
     Worlds,
     variant_of,
 )
-from gloo_world import run_world
 from hf_folders import write_model
 from optimizer_state import KEYS
 from world_outputs import Outputs, read_weights
 
 from backends.megatron.cpu.shim import importing_megatron
+from tests.parity.spawn import run_ranks
 
 with importing_megatron():
     from backends.megatron.checkpoint.save_load import saved_layout
@@ -39,7 +38,7 @@ BY_NCCL_RULES: Case = ("bf16_distributed", "ep2", "bf16_distributed", "dp2")
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    return _run(tmp_path_factory.mktemp("experts"), DEFAULT_WORLDS, DEFAULT_CASES, damaged=True)
+    return _run(tmp_path_factory.mktemp("experts"), DEFAULT_WORLDS, DEFAULT_CASES, unwritable=True)
 
 
 @pytest.fixture(scope="module")
@@ -78,17 +77,6 @@ def test_a_checkpoint_tells_how_experts_lay(outputs: Outputs) -> None:
         for variant, source, *_ in DEFAULT_CASES[:2]
     ]
     assert told == ["TP 1 x PP 1 x DP 2 x CP 1", "TP 1 x PP 1 x DP 2 x CP 1 x EP 2 x ETP 1"]
-
-
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_one_is_refused_on_every_rank(outputs: Outputs, damage: str) -> None:
-    for rank in (0, 1):
-        outcome = (outputs.refused(damage) / f"result.rank{rank}").read_text()
-        assert outcome.startswith(
-            f"ModelError: checkpoint {outputs.refused(damage) / 'checkpoint'}"
-        )
-        assert DAMAGED[damage] in outcome
-        assert "\n" not in outcome
 
 
 def test_a_full_disk_of_one_rank_is_told_by_every_rank(outputs: Outputs) -> None:
@@ -143,7 +131,7 @@ def _run(
     worlds: Worlds,
     cases: Sequence[Case],
     *,
-    damaged: bool = False,
+    unwritable: bool = False,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Outputs:
     outputs = Outputs(root)
@@ -158,9 +146,9 @@ def _run(
             payload.append(
                 _entry(layout, [_job(outputs, *case) for case in cases if case[3] == layout])
             )
-        if damaged:
-            payload.append({"layout": LAYOUTS[DAMAGED_SOURCE[1]], "cases": _damaged(outputs)})
-        run_world(
+        if unwritable:
+            payload.append({"layout": LAYOUTS[UNWRITABLE[1]], "cases": _unwritable(outputs)})
+        run_ranks(
             Path(__file__).with_name("world_ranks.py"),
             size,
             outputs.root / f"world{number}",
@@ -187,19 +175,11 @@ def _job(outputs: Outputs, variant: str, source: str, *loaded: str) -> dict[str,
     }
 
 
-def _damaged(outputs: Outputs) -> list[tuple[str, dict[str, Any]]]:
+def _unwritable(outputs: Outputs) -> list[tuple[str, dict[str, Any]]]:
     common = {
-        "variant": variant_of(DAMAGED_SOURCE[0]),
+        "variant": variant_of(UNWRITABLE[0]),
         "sources": {"policy": str(outputs.model(MODEL[0]))},
     }
-    damaged = [
-        ("refused", {
-            **common, "load": str(outputs.checkpoint(*DAMAGED_SOURCE)),
-            "copy": str(outputs.refused(damage) / "checkpoint"),
-            "damage": damage, "result": str(outputs.refused(damage) / "result"),
-        })
-        for damage in DAMAGED
-    ]  # fmt: skip
     full = outputs.refused("full_disk")
     alone = [
         ("file_of_rank_0", {
@@ -211,7 +191,6 @@ def _damaged(outputs: Outputs) -> list[tuple[str, dict[str, Any]]]:
         for file in FILES_OF_RANK_0
     ]  # fmt: skip
     return [
-        *damaged,
         ("full_disk", {**common, "save": str(full / "checkpoint"), "result": str(full / "result")}),
         *alone,
     ]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gloo_world import run_world
 from hf_folders import write_model
 from plan import LAYOUTS
 from world_outputs import read_weights
+
+from tests.parity.spawn import run_ranks
 
 NAMES = ("pp2", "tp2_sequence", "ep2", "cp2")  # saved under the first
 BIAS = "e_score_correction_bias"
@@ -24,7 +25,13 @@ def test_a_checkpoint_brings_the_bias(dtype: str, tmp_path: Path) -> None:
         "saved_under": NAMES[0],
         "layouts": {name: LAYOUTS[name] for name in NAMES},
     }  # fmt: skip
-    run_world(Path(__file__).with_name("router_bias_ranks.py"), 2, tmp_path / "world", payload)
+    run_ranks(
+        Path(__file__).with_name("router_bias_ranks.py"),
+        2,
+        tmp_path / "world",
+        payload,
+        deadline_s=240,
+    )
     before = read_weights(source)
     saved = read_weights(tmp_path / "saved")
     biases = [name for name in before if name.endswith(BIAS)]

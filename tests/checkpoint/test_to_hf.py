@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_world import run_world
 from hf_folders import MODELS, write_model
 from peak_bytes import peak_bytes
 from plan import LAYOUTS
@@ -15,6 +14,7 @@ from world_outputs import read_weights
 
 from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron
+from tests.parity.spawn import run_ranks
 
 with importing_megatron():
     from backends.megatron.checkpoint.to_hf import checkpoint_to_hf
@@ -33,6 +33,7 @@ SAVED_UNDER = {
     "deepseek_v3": "ep2",
     "deepseek_v3_plain": "tp2_sequence",
     "reward": "tp2",
+    "glm4_moe": "ep2",
 }
 
 
@@ -49,7 +50,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "head": "value" if name == "reward" else "lm",
         }
         payload.append({"layout": LAYOUTS[layout], "cases": [("save_weights", case)]})
-    run_world(Path(__file__).with_name("world_ranks.py"), 2, root / "world", payload)
+    run_ranks(
+        Path(__file__).with_name("world_ranks.py"), 2, root / "world", payload, deadline_s=240
+    )
     return root
 
 

@@ -163,11 +163,7 @@ def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(workspace: Worksp
     assert row["correction/stale_fraction"] > 0, (
         "the bound of the correction counts policy steps too"
     )
-    again = workspace.command(
-        "train", str(run.folder / "config.yaml"), "run.name=replayed async",
-        "training.debug=train_only", "training.steps=1", f"training.replay={run.rollouts(step)}",
-        f"training.replay_from={run.checkpoint(step - 1)}", name="replayed async",
-    )  # fmt: skip
+    again = workspace.replay(run, step)
     assert again.code == 0, again.err
     for name in ("loss/policy_avg", "train/grad_norm", "rollout/staleness_mean",
                  "rollout/staleness_max", "correction/stale_fraction"):  # fmt: skip
@@ -237,8 +233,7 @@ def test_filters_refill_and_over_sampling_loses_nothing(workspace: Workspace) ->
 
 @pytest.mark.usefixtures("slow_tokens")
 def test_an_evaluation_beside_uses_the_newest_weights(workspace: Workspace, tmp_path: Path) -> None:
-    heldout = f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]"
-    given = (heldout, "evaluation.max_prompts=8", "evaluation.temperature=1.0",
+    given = (workspace.heldout, "evaluation.max_prompts=8", "evaluation.temperature=1.0",
              "evaluation.every=2", "checkpoint.every=2", "checkpoint.keep=9")  # fmt: skip
     run = workspace.train(
         "async, evaluated", *LEARNING, *given, "rollout.max_staleness=1", "training.steps=3"
@@ -272,7 +267,7 @@ def test_an_early_stop_leaves_books_that_balance(workspace: Workspace) -> None:
         "training.steps=8",
         CONVERSATIONS,
     )
-    run = workspace.train("stopped", *LEARNING, *armed, "rollout.max_staleness=2")
+    run = workspace.train("stopped early", *LEARNING, *armed, "rollout.max_staleness=2")
     assert run.code == 0, run.err
     assert (run.result["status"], run.result["steps"]) == ("early_stopped", 2)
     check_async_run(run.folder, steps=2, staleness=2)

@@ -153,7 +153,7 @@ def test_engines_that_end_between_the_rollouts_cost_no_step(
     steps = 0 if fatal == 1 else 2
     given = (*LEARNING, "training.steps=4", "evaluation.every=1", "evaluation.max_prompts=4",
              "checkpoint.every=1", "checkpoint.async_save=true",
-             f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]")  # fmt: skip
+             workspace.heldout)  # fmt: skip
     run = workspace.train(run_name, *given)
     assert run.code == 1
     kept = (
@@ -213,9 +213,8 @@ def test_a_run_that_is_done_does_not_need_its_engines_any_more(
     assert run.checkpoint(2).is_dir()
     assert (run.folder / "hf" / "model.safetensors").is_file()
     fails_at(monkeypatch, "prepare", 3, NoEngineLeft("all engines burnt"))
-    held_out = f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]"
     run = workspace.train(
-        "burnt before the last evaluation", *LEARNING, "training.steps=2", held_out
+        "burnt before the last evaluation", *LEARNING, "training.steps=2", workspace.heldout
     )
     assert run.code == 1
     assert run.lines("all engines burnt; the run is saved after step 2")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from workspace import LEARNING, Run, Workspace
+from workspace import LEARNING, Run, Workspace, learned
 
 from rollout.engines.embedded.engine import EmbeddedEngine
 
@@ -19,15 +19,6 @@ PPO = (
     "algorithm.minibatches=2", "critic.optimizer.lr=1e-3", "checkpoint.every=1",
     "checkpoint.keep=9", "evaluation.every=2", "evaluation.max_prompts=4",
 )  # fmt: skip
-TIMES = ("time/", "perf/")
-
-
-def heldout(workspace: Workspace) -> str:
-    return f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]"
-
-
-def measured(run: Run) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in run.metrics]
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -36,7 +27,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 def assert_same(run: Run, other: Run) -> None:
     assert len(run.metrics) > 1
-    assert measured(run) == measured(other)
+    assert learned(run.metrics) == learned(other.metrics)
     mine = weights(run)
     others = weights(other)
     assert mine.keys() == others.keys()
@@ -45,7 +36,7 @@ def assert_same(run: Run, other: Run) -> None:
 
 @pytest.fixture(scope="module")
 def apart(workspace: Workspace) -> Run:
-    run = workspace.train("colocated apart", *PPO, heldout(workspace))
+    run = workspace.train("colocated apart", *PPO, workspace.heldout)
     assert run.code == 0, run.err
     return run
 
@@ -67,7 +58,7 @@ def test_taking_turns_changes_no_bit(
             )
 
     monkeypatch.setattr("rollout.engines.embedded.factory.EmbeddedEngine", Watched)
-    colocated = workspace.train("colocated", *PPO, heldout(workspace), COLOCATED)
+    colocated = workspace.train("colocated", *PPO, workspace.heldout, COLOCATED)
     assert colocated.code == 0, colocated.err
     assert_same(colocated, apart)
     assert all(row["time/handover"] > 0 for row in colocated.metrics)
@@ -78,11 +69,11 @@ def test_taking_turns_changes_no_bit(
 
 
 def test_it_resumes_and_is_evaluated(workspace: Workspace, apart: Run) -> None:
-    cut = workspace.train("colocated cut", *PPO, heldout(workspace), COLOCATED, "training.steps=2")
+    cut = workspace.train("colocated cut", *PPO, workspace.heldout, COLOCATED, "training.steps=2")
     assert cut.code == 0, cut.err
-    resumed = workspace.train("colocated cut", *PPO, heldout(workspace), COLOCATED, "--resume")
+    resumed = workspace.train("colocated cut", *PPO, workspace.heldout, COLOCATED, "--resume")
     assert resumed.code == 0, resumed.err
-    assert measured(resumed)[-1] == measured(apart)[-1]
+    assert learned(resumed.metrics)[-1] == learned(apart.metrics)[-1]
     assert all(torch.equal(w, weights(apart)[name]) for name, w in weights(resumed).items())
     scored = workspace.command("eval", str(resumed.folder / "config.yaml"), COLOCATED)
     assert scored.code == 0, scored.err

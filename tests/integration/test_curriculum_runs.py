@@ -64,6 +64,7 @@ def test_a_killed_run_chooses_as_the_undisturbed_one(runs: Runs, reference: Path
     assert "was saved with data.curriculum" in ended.output
 
 
+@pytest.mark.full  # test_ledger_runs.py kills one without a curriculum
 def test_a_run_that_generates_ahead_balances_after_kills(runs: Runs) -> None:
     asynchronous = (*CURRICULUM, "rollout.max_staleness=2", "rollout.oversample=1")
     for number, kill in enumerate(KILLS):

@@ -6,7 +6,7 @@ import os
 
 import pytest
 from rank_runs import Ended, RankRuns
-from workspace import LEARNING, Workspace
+from workspace import LEARNING, Workspace, learned
 
 from backends.megatron.testing import stub_config
 from rlcore.launch.process import DETERMINISTIC_LIBRARIES, set_up_torch
@@ -21,18 +21,8 @@ LAYOUTS = {
 def assert_bit_equal(first: Ended, second: Ended) -> None:
     """Metrics but for times, exported weights and checkpoints."""
     assert (first.code, second.code) == (0, 0), first.said + second.said
-    rows, again = (
-        [
-            {
-                name: repr(value)
-                for name, value in row.items()
-                if not name.startswith(("time/", "perf/"))
-            }
-            for row in run.rows
-        ]
-        for run in (first, second)
-    )
-    assert rows == again
+    rows = learned(first.rows)
+    assert rows == learned(second.rows)
     trained = [row["loss/policy_avg"] for row in rows if "loss/policy_avg" in row]
     assert len(set(trained)) == len(trained) == 3
     for folder, pattern in (("hf", "*.safetensors"), ("checkpoints", "*/model/policy/*.distcp")):
@@ -52,7 +42,7 @@ def test_a_run_by_the_rules_of_nccl_equals_one_over_gloo(
     options = (
         *LAYOUTS[layout], *LEARNING, "rollout.engine.in_process=true", "training.steps=3",
         "algorithm.estimator.name=ppo", "algorithm.minibatches=2", "checkpoint.every=2",
-        f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]",
+        workspace.heldout,
         "evaluation.max_prompts=4", "evaluation.every=2",
     )  # fmt: skip
     gloo = rank_runs.train(f"over_gloo_{layout}", *options)

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from accounting_checks import samples_of
 from hf_logprobs import logprobs, policy_before
 from workspace import LEARNING, Run, Workspace, same
-
-from rlcore.data.sample import Sample
-from rlcore.runs.rollouts import read_rollouts
 
 EVERY_WEIGHT = (
     "checkpoint.every=1",
@@ -23,7 +21,7 @@ CONSTANT = {"policy/approxkl_avg", "policy/clipfrac_avg", "val/ratio", "val/rati
 
 def distance(workspace: Workspace, run: Run, step: int) -> float:
     """The distance over all tokens of a step, which are one micro-batch."""
-    samples = [Sample.from_record(record) for record in read_rollouts(run.rollouts(step))]
+    samples = samples_of(run, step)
     before, after = (
         torch.cat(logprobs(policy_before(workspace, run, at), samples)) for at in (step, step + 1)
     )

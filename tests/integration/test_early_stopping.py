@@ -37,8 +37,7 @@ def kl(completed: Run) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def stopped(workspace: Workspace, kl: dict[int, float]) -> Run:
     """Stops after step 3: step 2 is exactly at the target."""
-    heldout = f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]"
-    return workspace.train("stopped", *armed(kl[2]), heldout, "evaluation.max_prompts=4")
+    return workspace.train("stopped", *armed(kl[2]), workspace.heldout, "evaluation.max_prompts=4")
 
 
 def test_below_the_target_a_run_completes(completed: Run, kl: dict[int, float]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from accounting_checks import samples_of
 from workspace import LEARNING, Run, Workspace
 
-from rlcore.data.sample import Sample
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
@@ -39,7 +39,7 @@ def test_the_trainer_agrees_with_the_engine_on_truncated_responses(
         a["tokens"] == b["tokens"] and sum(a[LOGPROBS]) > sum(b[LOGPROBS]) + 0.1 for a, b in pairs
     )
     assert with_masks.rows[1]["policy/entropy_avg"] < whole.rows[1]["policy/entropy_avg"] - 0.1
-    samples = [Sample.from_record(record) for record in read_rollouts(with_masks.rollouts(2))]
+    samples = samples_of(with_masks, 2)
     assert all(
         sample.sampling_mask is not None and sample.sampling_mask.counts.max(initial=0) <= 12
         for sample in samples
@@ -50,20 +50,11 @@ def test_the_trainer_agrees_with_the_engine_on_truncated_responses(
 
 
 def test_a_replay_scores_the_recorded_sets(workspace: Workspace, with_masks: Run) -> None:
-    given = ("training.debug=train_only", "training.steps=1",
-             f"training.replay={with_masks.rollouts(2)}",
-             f"training.replay_from={with_masks.checkpoint(1)}")  # fmt: skip
-    replay = workspace.command(
-        "train",
-        str(with_masks.folder / "config.yaml"),
-        "run.name=keep_sets_again",
-        *given,
-        name="keep_sets_again",
-    )
+    replay = workspace.replay(with_masks, 2)
     assert replay.code == 0, replay.err
     for name in (GAP, "loss/policy_avg", "train/grad_norm", "rollout/kl", "policy/entropy_avg"):
         assert replay.rows[1][name] == with_masks.rows[2][name], name
-    refused = workspace.train("keep_sets_refused", *TOP_P, *given)
+    refused = workspace.replay(with_masks, 2, "policy.logprobs.keep_sets=false")
     assert refused.code == 2
     assert "recorded with keep_sets: set policy.logprobs.keep_sets to true" in refused.err
 
@@ -83,13 +74,12 @@ def test_the_experts_of_the_engine_are_replayed(workspace: Workspace) -> None:
     assert all(row[GAP] < 1e-5 for row in run.metrics)
     # Two optimizer steps a batch: the weights of the second are not the engine's any more.
     assert all(0 <= row["train/routing_replay_changed"] < 1 for row in run.metrics)
-    samples = [Sample.from_record(record) for record in read_rollouts(run.rollouts(1))]
+    samples = samples_of(run, 1)
     assert all(
         one.routed_experts is not None and one.routed_experts.shape == (len(one.tokens) - 1, 2, 2)
         for one in samples
     )
-    given = ("training.debug=train_only", "training.steps=1", f"training.replay={run.rollouts(1)}")
-    replay = workspace.train("routed again", *TOP_P, *model, KEEP, *given)
+    replay = workspace.replay(run, 1)
     assert replay.code == 0, replay.err
     assert replay.rows[1]["train/grad_norm"] == run.rows[1]["train/grad_norm"]
     dense = workspace.train("dense", *TOP_P, "policy.routing_replay=engine")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accounting_checks import read_samples
 from hf_logprobs import logprobs, policy_before
 from rank_runs import Ended, RankRuns
 from torch import Tensor
@@ -37,24 +38,10 @@ def records_of(run: Run | Ended, step: int) -> list[dict[str, Any]]:
     return read_rollouts(run.folder / "rollouts" / f"step_{step:06d}.parquet")
 
 
-def samples_of(run: Run | Ended, step: int) -> list[Sample]:
-    return [Sample.from_record(record) for record in records_of(run, step)]
-
-
 def advantages_of(run: Run | Ended, step: int) -> list[Tensor]:
     return [
         torch.tensor(record["advantages"], dtype=torch.float64) for record in records_of(run, step)
     ]
-
-
-def replay(workspace: Workspace, run: Run, step: int, *arguments: str) -> Run:
-    """The same step once more from its recording, on the weights that it was made with."""
-    name = f"replay of {run.folder.name} {step}"
-    start = (f"training.replay_from={run.checkpoint(step - 1)}",) if step > 1 else ()
-    return workspace.command(
-        "train", str(run.folder / "config.yaml"), f"run.name={name}", "training.debug=train_only",
-        "training.steps=1", f"training.replay={run.rollouts(step)}", *start, *arguments, name=name,
-    )  # fmt: skip
 
 
 # --- the greedy baseline --------------------------------------------------------------------------
@@ -93,7 +80,7 @@ def prompt_of(sample: Sample) -> tuple[int, ...]:
 def assert_baselines(
     workspace: Workspace, run: Run | Ended, step: int, policy: Path
 ) -> list[float]:
-    samples = samples_of(run, step)
+    samples = read_samples(run.folder, step)
     assert len(samples) == 16, "the greedy responses are not among the samples"
     expected = greedy_rewards(
         policy, workspace.reward_model, list(dict.fromkeys(map(prompt_of, samples)))
@@ -125,9 +112,9 @@ def test_the_baseline_is_the_reward_of_the_greedy_response(
 def test_other_estimators_cost_no_greedy_response(workspace: Workspace, remax: Run) -> None:
     """And a recording without baselines cannot be replayed with an estimator that needs them."""
     grpo = workspace.train("grpo", *LEARNING, "training.steps=1", "checkpoint.export_hf=false")
-    assert all(sample.baseline_reward is None for sample in samples_of(grpo, 1))
+    assert all(sample.baseline_reward is None for sample in read_samples(grpo.folder, 1))
     assert "rollout/baseline_reward" not in grpo.rows[1]
-    refused = replay(workspace, grpo, 1, "algorithm.estimator.name=remax")
+    refused = workspace.replay(grpo, 1, "algorithm.estimator.name=remax")
     assert refused.code == 2
     assert "was recorded without the greedy baselines" in refused.err
     assert not refused.folder.exists()
@@ -155,7 +142,7 @@ def test_a_resumed_run_has_the_same_baselines(workspace: Workspace, remax: Run) 
 
 
 def test_a_replay_knows_the_baselines(workspace: Workspace, remax: Run) -> None:
-    again = replay(workspace, remax, 2)
+    again = workspace.replay(remax, 2)
     assert again.code == 0, again.err
     for name in (
         "rollout/baseline_reward",
@@ -191,7 +178,7 @@ def assert_taught(
     run: Run | Ended, step: int, policy: Path, teacher: Path, *, temperature: float = 1.0
 ) -> None:
     """With `ALONE` and a coefficient of 0.5: the token's reward, and the outcome on the last."""
-    samples = samples_of(run, step)
+    samples = read_samples(run.folder, step)
     own = logprobs(policy, samples, temperature)
     taught = logprobs(teacher, samples, temperature)
     for sample, advantages, mine, theirs in zip(
@@ -234,7 +221,7 @@ def test_each_token_earns_what_the_teacher_thinks_of_it(
             run, step, policy_before(workspace, run, step), folder, temperature=temperature
         )
     if teacher == "larger":
-        again = replay(workspace, run, 3)
+        again = workspace.replay(run, 3)
         assert again.code == 0, again.err
         assert again.rows[1]["loss/policy_avg"] == run.rows[3]["loss/policy_avg"]
 
@@ -323,7 +310,7 @@ def test_process_rewards_of_a_workflow_reach_the_estimator(
     run = workspace.train("process", *ALONE, "rollout.workflow=process:Digits")
     assert run.code == 0, run.err
     rewarded = 0
-    for sample, advantages in zip(samples_of(run, 2), advantages_of(run, 2), strict=True):
+    for sample, advantages in zip(read_samples(run.folder, 2), advantages_of(run, 2), strict=True):
         made: Any = sample.tokens[sample.loss_mask == 1]
         expected = 0.25 * torch.from_numpy(made < 6).double() * (sample.index % 2 == 0)
         rewarded += int(expected.count_nonzero())
@@ -331,5 +318,5 @@ def test_process_rewards_of_a_workflow_reach_the_estimator(
         assert torch.allclose(advantages, expected, atol=1e-6)
         assert (sample.token_rewards is None) == (sample.index % 2 == 1)
     assert rewarded > 3
-    again = replay(workspace, run, 2)
+    again = workspace.replay(run, 2)
     assert again.rows[1]["loss/policy_avg"] == run.rows[2]["loss/policy_avg"]

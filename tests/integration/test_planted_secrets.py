@@ -7,11 +7,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from tests.integration.json_server import answering
 from tests.integration.workspace import Workspace
 
 MARK = "planted"
@@ -57,33 +57,20 @@ print(len(text))
 """
 
 
-class Service(BaseHTTPRequestHandler):
-    """A server of rewards that fails half of the time, and quotes what it was asked with."""
-
-    calls = 0
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        Service.calls += 1
-        fails = Service.calls % 2
-        said = f"{self.path} {self.headers.get('Authorization')}" if fails else '{"score": 1.0}'
-        if "chat/completions" in self.path and not fails:
-            said = json.dumps({"choices": [{"message": {"content": "[[5]]"}}]})
-        self.send_response(400 if fails else 200)
-        self.send_header("Content-Length", str(len(said.encode())))
-        self.end_headers()
-        self.wfile.write(said.encode())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing."""
-
-
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield int(server.server_address[1])
-        server.shutdown()
+def url() -> Iterator[str]:
+    """A server of rewards that fails half of the time, and quotes what it was asked with."""
+    calls = count(1)
+
+    def answer(path: str, headers: Mapping[str, str], body: Any) -> tuple[int, Any]:
+        if next(calls) % 2:
+            return 400, f"{path} {headers.get('Authorization')}"
+        if "chat/completions" in path:
+            return 200, {"choices": [{"message": {"content": "[[5]]"}}]}
+        return 200, {"score": 1.0}
+
+    with answering(answer) as url:
+        yield url
 
 
 @dataclass
@@ -123,16 +110,16 @@ class Left:
     seen: Seen
 
 
-def settings(workspace: Workspace, model: Path, agent: Path, port: int) -> dict[str, Any]:
+def settings(workspace: Workspace, model: Path, agent: Path, url: str) -> dict[str, Any]:
     secret_url = (
-        f"http://user:{MARK}-password@127.0.0.1:{port}/hooks/{MARK}9a8b7c6d5e4f/"
+        f"http://user:{MARK}-password@{url.removeprefix('http://')}/hooks/{MARK}9a8b7c6d5e4f/"
         f"?api_key={MARK}-parameter&sig={MARK}-signature"
     )
     extra_body = {
         "authorization": f"Bearer {MARK}-header",
         "nested": [{"client_secret": f"{MARK}-nested"}, f"--token={MARK}-word"],
     }
-    judge = {"url": f"http://127.0.0.1:{port}", "model": "m", "api_key_env": "JUDGE_LOGIN"}
+    judge = {"url": url, "model": "m", "api_key_env": "JUDGE_LOGIN"}
     judge |= {"extra_body": extra_body}
     return {
         "run": {"name": "planted", "dir": str(workspace.folder / "runs"), "threads": 1},
@@ -178,7 +165,7 @@ def settings(workspace: Workspace, model: Path, agent: Path, port: int) -> dict[
 
 
 @pytest.fixture(scope="module")
-def left(workspace: Workspace, port: int, tmp_path_factory: pytest.TempPathFactory) -> Left:
+def left(workspace: Workspace, url: str, tmp_path_factory: pytest.TempPathFactory) -> Left:
     pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp(MARK[:5])
     model = folder / "model"
@@ -187,7 +174,7 @@ def left(workspace: Workspace, port: int, tmp_path_factory: pytest.TempPathFacto
     agent = folder / "agent.py"
     agent.write_text(AGENT)
     config = folder / "config.yaml"
-    config.write_text(yaml.safe_dump(settings(workspace, model, agent, port)))
+    config.write_text(yaml.safe_dump(settings(workspace, model, agent, url)))
     places = {
         name: str(folder / name.lower())
         for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")

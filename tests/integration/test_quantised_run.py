@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accounting_checks import samples_of
 from hf_logprobs import logprobs, policy_before
 from safetensors.torch import load_file, save_file
-from workspace import LEARNING, Run, Workspace
+from workspace import LEARNING, Workspace
 
-from rlcore.data.sample import Sample
 from rlcore.quantised_weights import FP8, dequantise, is_projection, quantise, scale_shape
-from rlcore.runs.rollouts import read_rollouts
 from rlcore.weights import TensorSpec
 
 GAP = "rollout/train_rollout_logprob_diff"
@@ -34,10 +33,6 @@ def rounded(folder: Path, out: Path) -> Path:
                 tensors[name] = dequantise(small, scale)
         save_file(tensors, out / path.name, metadata={"format": "pt"})
     return out
-
-
-def samples_of(run: Run, step: int) -> list[Sample]:
-    return [Sample.from_record(record) for record in read_rollouts(run.rollouts(step))]
 
 
 @pytest.mark.parametrize("in_process", [pytest.param(True, marks=pytest.mark.full), False])

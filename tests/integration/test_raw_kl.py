@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_logprobs import logprobs
+from accounting_checks import samples_of
+from hf_logprobs import logprobs, policy_before
 from torch import Tensor
 from workspace import LEARNING, Run, Workspace, same
-
-from rlcore.data.sample import Sample
-from rlcore.runs.rollouts import read_rollouts
 
 KL_METRICS = {"rollout/kl", "objective/kl", "rollout/kl_clamped_share"}
 EVERY_WEIGHT = ("checkpoint.every=1", "checkpoint.keep=9", "checkpoint.export_hf=false")
@@ -32,12 +30,8 @@ def estimate(kind: str, d: Tensor) -> Tensor:
 
 
 def fresh_kl(workspace: Workspace, run: Run, step: int, kind: str) -> Fresh:
-    samples = [Sample.from_record(record) for record in read_rollouts(run.rollouts(step))]
-    policy = workspace.model
-    if step > 1:
-        policy = workspace.folder / "exports" / run.folder.name / str(step - 1)
-        if not policy.exists():
-            assert workspace.command("export", str(run.checkpoint(step - 1)), str(policy)).code == 0
+    samples = samples_of(run, step)
+    policy = policy_before(workspace, run, step)
     pairs = zip(logprobs(policy, samples), logprobs(workspace.model, samples), strict=True)
     kl = [estimate(kind, own - reference) for own, reference in pairs]
     return Fresh(

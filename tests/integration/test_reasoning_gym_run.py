@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from workspace import Workspace
 
-from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
 
 def test_tasks_of_reasoning_gym_train_as_they_are(workspace: Workspace) -> None:
-    model = workspace.folder / "ascii_model"
-    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64}
-    init_model(model, ModelSpec.preset("ascii", chat=True, max_positions=1024, **sizes))
+    model = workspace.chat_model()
     given = (
         f"run.dir={workspace.folder / 'runs'}", "run.name=gym", "run.threads=1",
         f"model.path={model}", "model.dtype=fp32", "data.as_chat=true",

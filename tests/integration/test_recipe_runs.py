@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from json_server import answering
 from workspace import ROOT, Run, Workspace, make_classifier
 
 from rlcore.config.load import load_config
-from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 
 sys.path.insert(0, str(ROOT / "tests" / "unit" / "data"))
@@ -152,52 +151,26 @@ CASES = [
 ]  # fmt: skip
 
 
-class Judge(BaseHTTPRequestHandler):
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An OpenAI endpoint whose model knows numbers, and finds every other text right."""
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    calls = count(1)
 
-    asked: list[dict[str, Any]] = []  # noqa: RUF012 - of all requests
-
-    def do_POST(self) -> None:
-        assert self.path == "/v1/chat/completions"
-        assert self.headers["Authorization"] == "Bearer secret"
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(body)
+    def answer(path: str, headers: Mapping[str, str], body: Any) -> tuple[int, Any]:
+        assert path == "/v1/chat/completions"
+        assert headers["Authorization"] == "Bearer secret"
         prompt = body["messages"][-1]["content"]
         reference, answer = (
             prompt.partition(f"[{what}]\n")[2].partition(f"\n[end of {what}]")[0]
             for what in ("reference answer", "student's answer")
         )
-        rating = reference in answer or (not answer.isdigit() and len(self.asked) % 2)
+        rating = reference in answer or (not answer.isdigit() and next(calls) % 2)
         said = {"message": {"role": "assistant", "content": f"They differ. [[{int(rating)}]]"}}
-        answer = json.dumps({"choices": [said]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
+        return 200, {"choices": [said]}
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
-
-@pytest.fixture
-def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("JUDGE_KEY", "secret")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
-
-
-@pytest.fixture(scope="module")
-def chat_model(workspace: Workspace) -> Path:
-    folder = workspace.folder / "chat_model"
-    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64}
-    init_model(folder, ModelSpec.preset("ascii", chat=True, max_positions=4096, **sizes))
-    return folder
+    with answering(answer) as url:
+        yield f"{url}/v1"
 
 
 def write_rows(case: Case, folder: Path) -> Path:
@@ -231,10 +204,13 @@ def warmed_up(workspace: Workspace, case: Case, model: Path) -> Path:
     return run.folder / "hf"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_recipe_trains_on_rows_of_its_data(
-    workspace: Workspace, chat_model: Path, judge: str, case: Case
-) -> None:
+@pytest.mark.parametrize("case", [
+    # verl's rows are trained on in test_public_data.py
+    pytest.param(case, id=case.name, marks=pytest.mark.full if case.rows is verl_gsm8k else ())
+    for case in CASES
+])  # fmt: skip
+def test_a_recipe_trains_on_rows_of_its_data(workspace: Workspace, judge: str, case: Case) -> None:
+    chat_model = workspace.chat_model()
     data = write_rows(case, workspace.folder)
     given = [str(RECIPES / f"{case.recipe}.yaml"), *TOY, f"run.dir={workspace.folder / 'runs'}",
              f"run.name={case.name}", f"data.paths={data}", f"model.path={chat_model}",

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from accounting_checks import accounting_faults
+from accounting_checks import accounting_faults, samples_of
+from json_server import answering
 from safetensors.torch import load_file
 from workspace import LEARNING, Run, Workspace
 
-from rlcore.data.sample import Sample
 from rlcore.runs.directory import RunDirectory
-from rlcore.runs.rollouts import read_rollouts
 from rollout.accounting.audit import audit
 
 STEP = 16  # samples of a step
 
 
-class RewardServer(ThreadingHTTPServer):
+class RewardServer:
     """Scores responses by their length in slime's format, until it is told to answer 503."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = ""
         self.up = 0  # answers that are left; then it is down
         self.mends_after = 0  # refusals after which it is up again; 0: never
         self.refused = 0
         self.lock = threading.Lock()
+
+    def answer(self, path: str, headers: Mapping[str, str], body: Any) -> tuple[int, Any]:
+        return (200, float(len(body["response"]))) if self.answers() else (503, "down for repairs")
 
     def answers(self) -> bool:
         with self.lock:
@@ -42,34 +43,15 @@ class RewardServer(ThreadingHTTPServer):
             return False
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: RewardServer
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        there = self.server.answers()
-        answer = json.dumps(float(len(body["response"])) if there else "down for repairs").encode()
-        self.send_response(200 if there else 503)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture
 def server() -> Iterator[RewardServer]:
     made = RewardServer()
-    thread = threading.Thread(target=made.serve_forever, daemon=True)
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
+    with answering(made.answer) as made.url:
+        yield made
 
 
 def train(workspace: Workspace, server: RewardServer, name: str, *arguments: str) -> Run:
-    service = {"url": f"http://127.0.0.1:{server.server_port}/score", "retries": 0}
+    service = {"url": f"{server.url}/score", "retries": 0}
     return workspace.train(
         name, *LEARNING, "training.steps=4", "checkpoint.every=10", "algorithm.kl.reward_coef=0",
         f"reward={json.dumps({'parts': {'rm': {'service': service}}})}", *arguments,
@@ -130,7 +112,7 @@ def test_samples_that_a_short_outage_hits_are_left_out_and_recorded(
     assert run.code == 0, run.err
     assert audit(RunDirectory(run.folder)).contradictions == []
     assert [run.rows[step]["rollout/unscored_samples"] for step in range(1, 5)] == [0, 3, 0, 0]
-    samples = [Sample.from_record(record) for record in read_rollouts(run.rollouts(2))]
+    samples = samples_of(run, 2)
     left_out = [sample for sample in samples if not sample.is_scored]
     given_up = run.rows[2]["rollout/failed_groups"]
     assert len(left_out) == 3 or given_up

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_server import answering
 from test_recipe_runs import TOY
 from workspace import ROOT, Workspace
 
@@ -63,39 +63,28 @@ def conversation(digit: int, answer: int, tools: list[dict[str, Any]]) -> dict[s
     return {"messages": messages, "tools": tools}
 
 
-class Retrieval(BaseHTTPRequestHandler):
+@dataclass
+class Retrieval:
     """Search-R1's retrieval server, whose corpus has a document for each query."""
 
-    asked: list[dict[str, Any]] = []  # noqa: RUF012 - of all requests
+    url: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)
     result: Any = None  # instead of documents
 
-    def do_POST(self) -> None:
-        assert self.path == "/retrieve"
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def answer(self, path: str, headers: Mapping[str, str], body: Any) -> tuple[int, Any]:
+        assert path == "/retrieve"
         self.asked.append(body)
         (query,) = body["queries"]
         document = {"id": "7", "contents": f'"{query}"\nis {query}'}
-        result = self.result or {"result": [[{"document": document, "score": 0.9}]]}
-        answer = json.dumps(result).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        return 200, self.result or {"result": [[{"document": document, "score": 0.9}]]}
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Retrieval)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/retrieve"
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+def retrieval() -> Iterator[Retrieval]:
+    made = Retrieval()
+    with answering(made.answer) as url:
+        made.url = f"{url}/retrieve"
+        yield made
 
 
 def warmed_up(workspace: Workspace, model: Path) -> Path:
@@ -116,7 +105,7 @@ def warmed_up(workspace: Workspace, model: Path) -> Path:
 
 
 def test_the_recipe_searches_and_answers(
-    workspace: Workspace, url: str, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, retrieval: Retrieval, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     model = workspace.folder / "search_model"
@@ -126,8 +115,8 @@ def test_the_recipe_searches_and_answers(
     given = [
         RECIPE, *TOY, f"run.dir={workspace.folder / 'runs'}", "run.name=search",
         f"data.paths={data}", f"evaluation.paths=[{data}]", "evaluation.max_prompts=2",
-        f"model.path={model}", f"rollout.workflow.options.url={url}", "evaluation.every=2",
-        "rollout.samples_per_prompt=4", "rollout.sampling.max_new_tokens=90",
+        f"model.path={model}", f"rollout.workflow.options.url={retrieval.url}",
+        "evaluation.every=2", "rollout.samples_per_prompt=4", "rollout.sampling.max_new_tokens=90",
         "policy.optimizer.warmup_steps=0",
     ]  # fmt: skip
     asked = workspace.command("data", *given)
@@ -145,7 +134,7 @@ def test_the_recipe_searches_and_answers(
         if not tool["content"].startswith("error"):
             query = tool["content"].rpartition(" is ")[2]
             assert tool["content"] == shown(query)
-    for body in Retrieval.asked:
+    for body in retrieval.asked:
         assert (body["topk"], body["return_scores"]) == (3, True)
     for sample in samples:
         answer = f"<answer> {sample['label'][0]} </answer>"
@@ -155,7 +144,7 @@ def test_the_recipe_searches_and_answers(
 
 
 def test_an_answer_of_another_form_is_not_told_to_the_model(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    retrieval: Retrieval, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     from search import Search
@@ -167,7 +156,7 @@ def test_an_answer_of_another_form_is_not_told_to_the_model(
         finally:
             await search.close()
 
-    assert asyncio.run(ask(url)) == shown("5")
-    monkeypatch.setattr(Retrieval, "result", {"error": "index not loaded"})
+    assert asyncio.run(ask(retrieval.url)) == shown("5")
+    retrieval.result = {"error": "index not loaded"}
     with pytest.raises(NoAnswer, match=r"answered .*index not loaded.*, expected"):
-        asyncio.run(ask(url))
+        asyncio.run(ask(retrieval.url))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.integration.held_estimator import held
-from tests.integration.workspace import LEARNING, Run, Workspace
+from tests.integration.workspace import LEARNING, OF_ENGINES, Run, Workspace, learned
 from tests.process_facts import command_of
 
 STEPS = 12
@@ -24,22 +24,11 @@ REACH_S = 300.0
 SILENCE_S = 30.0
 
 
-def learned(run: Run) -> list[dict[str, object]]:
-    """The rows of the log, without what depends on the clock and on lost processes."""
-    return [
-        {
-            name: value
-            for name, value in row.items()
-            if not name.startswith(
-                ("time/", "perf/", "rollout/engine", "rollout/retried", "rollout/resumed")
-            )
-        }
-        for row in run.metrics
-    ]
-
-
-def weights(run: Run) -> bytes:
-    return (run.folder / "hf" / "model.safetensors").read_bytes()
+def assert_same(run: Run, inside: Run) -> None:
+    """Metrics but for those of clocks and lost processes, and weights."""
+    assert learned(run.metrics, without=OF_ENGINES) == learned(inside.metrics, without=OF_ENGINES)
+    ours, theirs = (one.folder / "hf" / "model.safetensors" for one in (run, inside))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +69,7 @@ def at_step(folder: Path, step: int, act: Callable[[], None]) -> threading.Threa
 def test_a_run_with_the_service_beside_it_is_the_same(workspace: Workspace, inside: Run) -> None:
     run = workspace.train("beside", *SERVERS)
     assert run.code == 0, run.err
-    assert learned(run) == learned(inside)
-    assert weights(run) == weights(inside)
+    assert_same(run, inside)
     assert (run.folder / "logs" / "service.log").exists()
     assert (run.folder / "timeline" / "service.spans").exists()
     assert not [
@@ -112,8 +100,7 @@ def test_a_service_that_dies_or_hangs_is_made_anew(
     assert run.code == 0, run.err
     assert struck
     assert not psutil.pid_exists(struck[0])
-    assert learned(run) == learned(inside)
-    assert weights(run) == weights(inside)
+    assert_same(run, inside)
     assert run.lines("the rollout service died: another process takes its place")
 
 

@@ -102,11 +102,7 @@ def test_it_stops_at_the_kl_of_whole_rollouts(workspace: Workspace, stopped: Run
 
 
 def test_its_last_step_is_replayed_to_the_bit(workspace: Workspace, stopped: Run) -> None:
-    again = workspace.command(
-        "train", str(stopped.folder / "config.yaml"), "run.name=turn rewards again",
-        "training.debug=train_only", "training.steps=1", f"training.replay={stopped.rollouts(2)}",
-        f"training.replay_from={stopped.checkpoint(1)}", name="turn rewards again",
-    )  # fmt: skip
+    again = workspace.replay(stopped, 2)
     assert again.code == 0, again.err
     for name in ("loss/policy_avg", "loss/value_avg", "train/grad_norm", "objective/kl",
                  "conversation/turns", "conversation/branches"):  # fmt: skip

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from workspace import ROOT, Workspace
 
-from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.rollouts import read_rollouts
 from rollout.workflows.verifiers_env import PYTHON
 
@@ -33,9 +32,7 @@ def test_a_taskset_is_trained_on(workspace: Workspace, rows: Path) -> None:
     given = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [row["verifiers"]["word"] for row in given] == ["ab", "ba"]
     assert given[0]["messages"][0] == {"role": "system", "content": "Be brief."}
-    model = workspace.folder / "words_model"
-    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64}
-    init_model(model, ModelSpec.preset("ascii", chat=True, max_positions=1024, **sizes))
+    model = workspace.chat_model()
     run = workspace.command(
         "train", f"run.dir={workspace.folder / 'runs'}", "run.name=words", "run.threads=1",
         f"model.path={model}", "model.dtype=fp32", f"data.paths={rows}",

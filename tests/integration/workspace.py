@@ -6,6 +6,7 @@ import io
 import json
 import math
 import sys
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 import torch
 
 from rlcore import cli
+from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.runs.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
+CLOCKS = ("time/", "perf/")  # metrics that no two runs share
+OF_ENGINES = ("rollout/engine", "rollout/retried", "rollout/resumed")  # that were lost
 LEARNING = ("policy.optimizer.lr=3e-3",)  # large enough that a few steps move the policy visibly
 
 
@@ -66,9 +70,11 @@ class Workspace:
 
         self.folder = folder
         self.model = model
+        self.replays = 0
         self.reward_model = folder / "reward_model"
         make_classifier(model, self.reward_model)
         make(folder / "data")
+        self.heldout = f"evaluation.paths=[{folder / 'data' / 'heldout.jsonl'}]"
         self.base = folder / "base.yaml"
         self.base.write_text(f"""
 run: {{dir: {folder / "runs"}, threads: 1}}
@@ -93,6 +99,25 @@ tracking: {{show_samples: 0}}
                  *arguments)  # fmt: skip
         return self.command("train", *given, name=name)
 
+    def chat_model(self) -> Path:
+        """A model with a chat template and a symbol for each letter; the first call makes it."""
+        folder = self.folder / "chat_model"
+        if not folder.exists():
+            sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64}
+            init_model(folder, ModelSpec.preset("ascii", chat=True, max_positions=4096, **sizes))
+        return folder
+
+    def replay(self, run: Run, step: int, *arguments: str) -> Run:
+        """Train on a recorded step once more, from the weights that it was made with."""
+        self.replays += 1
+        name = f"replay {self.replays}"
+        start = (f"training.replay_from={run.checkpoint(step - 1)}",) if step > 1 else ()
+        return self.command(
+            "train", str(run.folder / "config.yaml"), f"run.name={name}",
+            "training.debug=train_only", "training.steps=1",
+            f"training.replay={run.rollouts(step)}", *start, *arguments, name=name,
+        )  # fmt: skip
+
     def command(self, *arguments: str, name: str = "") -> Run:
         """Run any `rlcore` command."""
         out = io.StringIO()
@@ -112,6 +137,16 @@ def make_classifier(model: Path, folder: Path, *, seed: int = 5) -> None:
         classifier = AutoModelForSequenceClassification.from_config(config)
         torch.nn.init.normal_(classifier.score.weight, std=0.5)
     classifier.save_pretrained(folder)
+
+
+def learned(
+    rows: Iterable[Mapping[str, Any]], *, without: tuple[str, ...] = ()
+) -> list[dict[str, str]]:
+    """Metrics as text, to the bit, but for what the clock writes and what begins with `without`."""
+    return [
+        {name: repr(value) for name, value in row.items() if not name.startswith(CLOCKS + without)}
+        for row in rows
+    ]
 
 
 def same(a: float, b: float, *, rel: float = 1e-5, abs_: float = 1e-7) -> bool:

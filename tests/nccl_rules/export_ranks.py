@@ -13,17 +13,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from backends.megatron.convert.load import load_hf
-from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.model.gpt import (
-        build_chunks,
-        in_dtype,
-        padded_vocab_size,
-        transformer_config,
-    )
     from backends.megatron.parallel.state import ParallelState, destroy_parallel, init_parallel
     from backends.megatron.weights import export
     from backends.megatron.weights.export import WeightExporter
@@ -32,7 +24,7 @@ from rlcore.config.sections.policy import ParallelConfig
 from rlcore.quantised_weights import quantise_bucket, quantised_bucket
 from rlcore.weights import Bucket
 from tests import nccl_rules
-from tests.parity.rank_main import main
+from tests.parity.rank_main import load_chunks, main
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -48,11 +40,7 @@ def exporter_of(
     sharing: WeightExporter | None = None,
 ) -> WeightExporter:
     """An exporter; in FP8 if it shares the group of another one."""
-    arch = read_architecture(source)
-    config = transformer_config(arch, layout, "fp32", torch.device("cpu"), {})
-    padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
-    chunks = in_dtype(build_chunks(arch, config, padded_vocab=padded), config)
-    load_hf(chunks, arch, source, parallel)
+    arch, _, chunks = load_chunks(source, layout, parallel)
     return WeightExporter(
         chunks,
         arch,

@@ -9,24 +9,16 @@ from typing import Any
 
 import torch
 from cases import make_config
-from rank_main import main
+from rank_main import build_backend, main
 
 from backends.megatron import MegatronBackend
 from backends.megatron.weights.export import WeightExporter
 from rlcore.errors import RlcoreError
-from rlcore.trainer.objective import Objective
 
 
 def build(case: dict[str, Any], models: Path, *, with_reference: bool) -> MegatronBackend:
     config = make_config(case, models)
-    return MegatronBackend(
-        config,
-        Objective(config.algorithm),
-        with_reference=with_reference,
-        with_critic=False,
-        total_steps=0,
-        device="cpu",
-    )
+    return build_backend(config, reference=with_reference, total_steps=0)
 
 
 def load(case: dict[str, Any], models: Path) -> None:

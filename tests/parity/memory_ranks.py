@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 from cases import TRAINED, make_config
-from rank_main import joined, payload
+from rank_main import build_backend, joined, payload
 from saved_bytes import SavedBytes
 from torch import Tensor
 
-from backends.megatron import MegatronBackend
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.packing.plan import MinibatchPlan
-from rlcore.trainer.objective import Objective
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -45,14 +43,7 @@ def make_batch(case: dict[str, Any]) -> tuple[RolloutBatch, MinibatchPlan]:
 def run(case: dict[str, Any], folder: Path) -> dict[str, int]:
     optimizer = {**TRAINED, "offload": case.get("offload_optimizer", False)}
     config = make_config({**case, "optimizer": optimizer}, folder.parent / "models")
-    backend = MegatronBackend(
-        config,
-        Objective(config.algorithm),
-        with_reference=False,
-        with_critic=False,
-        total_steps=10,
-        device="cpu",
-    )
+    backend = build_backend(config)
     root = backend.rank == 0
     batch, plan = make_batch(case)
     backend.load_batch(batch if root else None, [plan] if root else None)

@@ -13,14 +13,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from cases import TRAINED, make_batch, make_config, make_plan, make_vectors
-from rank_main import main
+from rank_main import build_backend, main
 from torch import Tensor
 
 from backends.megatron import MegatronBackend
 from backends.megatron.checkpoint import shards
 from backends.megatron.training import optimizer
 from backends.megatron.training.passes import Model
-from rlcore.trainer.objective import Objective
 
 WRITE_S = 60.0
 
@@ -28,14 +27,7 @@ WRITE_S = 60.0
 def build(case: dict[str, Any], folder: Path, *, offload: bool) -> MegatronBackend:
     config = make_config({"model": "qwen3", "optimizer": TRAINED, **case}, folder.parent / "models")
     config.policy.optimizer.offload = config.critic.offload = offload
-    backend = MegatronBackend(
-        config,
-        Objective(config.algorithm),
-        with_reference=False,
-        with_critic=True,
-        total_steps=10,
-        device="cpu",
-    )
+    backend = build_backend(config, critic=True)
     batch = make_batch() if backend.rank == 0 else None
     backend.load_batch(batch, [make_plan(case["plan"])] if batch is not None else None)
     backend.assign(None if batch is None else make_vectors(batch.num_trainable))

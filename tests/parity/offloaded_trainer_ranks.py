@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from cases import TRAINED, make_batch, make_config, make_plan, make_vectors
-from offload_ranks import states
-from rank_main import main
+from offload_ranks import check_same_files, states
+from rank_main import build_backend, main
 from torch import Tensor
 from torch.nn import Parameter
 
 from backends.megatron import MegatronBackend
 from backends.megatron.training.passes import SwappedIn
-from rlcore.trainer.objective import Objective
 
 SMALL = 64 << 10  # bytes that may stay: rotary tables, masks, counters
 
@@ -25,14 +24,7 @@ Scores = list[dict[str, Tensor] | None]
 def build(case: dict[str, Any], folder: Path) -> MegatronBackend:
     config = make_config({**case, "optimizer": TRAINED}, folder.parent / "models")
     config.policy.optimizer.offload = config.critic.offload = case.get("offload_trained", False)
-    return MegatronBackend(
-        config,
-        Objective(config.algorithm),
-        with_reference=True,
-        with_critic=True,
-        total_steps=10,
-        device="cpu",
-    )
+    return build_backend(config, reference=True, critic=True)
 
 
 def device_bytes(backend: MegatronBackend | None = None) -> int:
@@ -73,15 +65,6 @@ def published(backend: MegatronBackend) -> list[Tensor]:
 def check_same(what: str, offloaded: list[Tensor], stayed: list[Tensor]) -> None:
     assert len(offloaded) == len(stayed), what
     assert all(torch.equal(a, b) for a, b in zip(offloaded, stayed)), what
-
-
-def check_files(folder: Path, other: Path) -> None:
-    names = [
-        path.relative_to(folder) for path in folder.rglob("*") if path.suffix in (".distcp", ".pt")
-    ]
-    assert names
-    for name in names:
-        assert (folder / name).read_bytes() == (other / name).read_bytes(), name
 
 
 def offload(backend: MegatronBackend, before: int) -> None:
@@ -126,7 +109,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
     check_same("the published weights", published(offloaded), weights)
     check_same("weights and optimizers", states(offloaded), after_two)
     offloaded.save(folder / f"{case['name']}_offloaded")
-    check_files(folder / f"{case['name']}_offloaded", folder / f"{case['name']}_plain")
+    check_same_files(folder / f"{case['name']}_offloaded", folder / f"{case['name']}_plain")
     offload(offloaded, before)  # the buffers of those passes too
     offloaded.close()
     del offloaded

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from cases import (
     ENTROPY_COEF,
@@ -17,9 +18,11 @@ from cases import (
     VOCAB,
     make_batch,
     make_vectors,
+    relative,
 )
 from torch import Tensor
 
+TIGHT = 1e-5  # relative, over each whole tensor
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -110,18 +113,43 @@ def _per_sequence(model: Any, head: Any) -> list[Tensor]:
     return out
 
 
-def relative(got: Tensor, expected: Tensor) -> float:
-    """How far a whole tensor is off."""
-    return float((got - expected).norm() / expected.norm().clamp(min=1e-12))
-
-
 def far(
-    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float = 1e-5
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float = TIGHT
 ) -> dict[str, float]:
     """The tensors that are further off than allowed, or are no numbers."""
     return {
         name: d for name, want in expected.items() if not (d := relative(got[name], want)) <= bound
     }
+
+
+def check_gradients(
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float = TIGHT
+) -> None:
+    """All gradients are within the bound; the bias of a sigmoid router has none on a rank."""
+    biases = {name for name in got if name.endswith("e_score_correction_bias")}
+    assert not any(got[name].count_nonzero() for name in biases), "no step may move it"
+    assert got.keys() - biases == expected.keys() - biases
+    others = {name: want for name, want in expected.items() if name not in biases}
+    assert not (found := far(got, others, bound)), f"distances of gradients above {bound}: {found}"
+
+
+def check_scores(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Log-probs and entropies, or values, are within 1e-5."""
+    for key in got.keys() & {"logprobs", "entropy", "values"}:
+        torch.testing.assert_close(got[key].double(), expected[key].double(), atol=TIGHT, rtol=0)
+
+
+def check_step(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    """A case's scores, gradients and metrics are those of another case."""
+    for kind in expected.keys() & got.keys() & {"scores", "values"}:
+        check_scores(got[kind], expected[kind])
+    for model, gradients in got["gradients"].items():
+        check_gradients(gradients, expected["gradients"][model])
+    # packs differ in what they share
+    for metric in got["metrics"].keys() - {"perf/shared_tokens"}:
+        assert got["metrics"][metric] == pytest.approx(
+            expected["metrics"][metric], rel=1e-4, abs=1e-6
+        ), metric
 
 
 def policy_step(folder: Path, *, on_policy: bool = False) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from cases import gradient, make_batch, make_config, make_plan, make_vectors, plan_of
-from rank_main import device, main
+from rank_main import build_backend, main
 from torch import Tensor, nn
 
 from backends.megatron import MegatronBackend
@@ -131,14 +131,7 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
     begin = time.perf_counter()
     config = make_config(case, folder.parent / "models")
     objective = Objective(config.algorithm)
-    backend = MegatronBackend(
-        config,
-        objective,
-        with_reference=True,
-        with_critic=case.get("critic", False),
-        total_steps=10,
-        device=device(),
-    )
+    backend = build_backend(config, reference=True, critic=case.get("critic", False))
     root = backend.rank == 0
     batch = read_batch(case, folder.parent) if root else None
     plans = read_plans(case)

@@ -8,23 +8,13 @@ from typing import Any
 
 from cases import TRAINED, make_config
 from offload_ranks import finish_save
-from rank_main import main
-
-from backends.megatron import MegatronBackend
-from rlcore.trainer.objective import Objective
+from rank_main import build_backend, main
 
 
 def run(case: dict[str, Any], folder: Path) -> None:
     optimizer = {**TRAINED, "distributed": case.get("distributed", False)}
     config = make_config({**case, "optimizer": optimizer}, folder.parent / "models")
-    backend = MegatronBackend(
-        config,
-        Objective(config.algorithm),
-        with_reference=False,
-        with_critic=False,
-        total_steps=10,
-        device="cpu",
-    )
+    backend = build_backend(config)
     found: dict[str, Any] = {}
     for name, everywhere in (("alone", False), ("everywhere", True)):
         backend._weights.free_buffers()

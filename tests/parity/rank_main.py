@@ -14,6 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from backends.megatron import MegatronBackend
+from backends.megatron.convert.architecture import Architecture
+from backends.megatron.convert.load import load_hf
+from backends.megatron.convert.read import read_architecture
+from backends.megatron.cpu.shim import importing_megatron
+
+with importing_megatron():
+    from backends.megatron.model.gpt import (
+        build_chunks,
+        in_dtype,
+        padded_vocab_size,
+        transformer_config,
+    )
+    from backends.megatron.parallel.state import ParallelState
+from rlcore.config import Config
+from rlcore.config.sections.policy import ParallelConfig
+from rlcore.trainer.objective import Objective
 from tests.process_groups import release_groups
 
 TIMEOUT = timedelta(seconds=240)  # of the start, for a busy machine, and of a collective
@@ -25,6 +42,34 @@ def device() -> torch.device:
     if os.environ.get("RANKS_DEVICE", "cpu") == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
+
+
+def build_backend(
+    config: Config, *, reference: bool = False, critic: bool = False, total_steps: int = 10
+) -> MegatronBackend:
+    """The backend of this rank."""
+    return MegatronBackend(
+        config, Objective(config.algorithm), with_reference=reference, with_critic=critic,
+        total_steps=total_steps, device=device(),
+    )  # fmt: skip
+
+
+def load_chunks(
+    source: Path,
+    layout: ParallelConfig,
+    parallel: ParallelState,
+    dtype: str = "fp32",
+    *,
+    value_head: bool = False,
+) -> tuple[Architecture, Any, list[Any]]:
+    """What this rank has of the model in a Hugging Face folder; with Megatron's configuration."""
+    arch = read_architecture(source)
+    config = transformer_config(arch, layout, dtype, torch.device("cpu"), {})
+    padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
+    built = build_chunks(arch, config, padded_vocab=padded, value_head=value_head)
+    chunks = in_dtype(built, config)
+    load_hf(chunks, arch, source, parallel)
+    return arch, config, chunks
 
 
 def payload(folder: Path) -> Any:

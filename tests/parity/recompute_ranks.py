@@ -12,13 +12,10 @@ import torch
 import torch.distributed as dist
 from cases import gradient, make_batch, make_config, make_plan, make_vectors
 from parity_ranks import weights
-from rank_main import main
+from rank_main import build_backend, main
 from saved_bytes import SavedBytes
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-
-from backends.megatron import MegatronBackend
-from rlcore.trainer.objective import Objective
 
 
 def watch_inputs(layers: list[nn.Module]) -> list[StorageWeakRef]:
@@ -38,14 +35,7 @@ def watch_inputs(layers: list[nn.Module]) -> list[StorageWeakRef]:
 def run(case: dict[str, Any], folder: Path) -> None:
     config = make_config(case, folder.parent / "models")
     config.policy.routing_replay = case.get("replay", "none")
-    backend = MegatronBackend(
-        config,
-        Objective(config.algorithm),
-        with_reference=False,
-        with_critic=False,
-        total_steps=10,
-        device="cpu",
-    )
+    backend = build_backend(config)
     root = backend.rank == 0
     batch = make_batch() if root else None
     backend.load_batch(batch, [make_plan(case["plan"])] if root else None)

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from cases import gradient, make_config, make_plan, make_vectors
 from parity_ranks import read_batch, weights
-from rank_main import main
+from rank_main import build_backend, main
 from torch import Tensor
 
 from backends.megatron import MegatronBackend
 from backends.megatron.convert.load import load_hf
-from rlcore.trainer.objective import Objective
 
 
 class Used:
@@ -53,14 +52,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
     models = folder.parent / "models"
     config = make_config(case, models)
     config.policy.routing_replay = case["replay"]
-    backend = MegatronBackend(
-        config,
-        Objective(config.algorithm),
-        with_reference=True,
-        with_critic=False,
-        total_steps=10,
-        device="cpu",
-    )
+    backend = build_backend(config, reference=True)
     root = backend.rank == 0
     batch = read_batch(case, folder.parent) if root else None
     backend.load_batch(batch, [make_plan(name) for name in case["plans"]] if root else None)

@@ -76,7 +76,7 @@ def run_ranks(
 
 @dataclass
 class Results:
-    """Results of `parity_ranks.py` by the names of cases; a world runs when a case is first used.
+    """Results of a script by the names of cases; a world runs when a case is first used.
 
     Cases that the same tier of tests needs share a launch of their world.
     """
@@ -86,6 +86,7 @@ class Results:
     launches: Sequence[Collection[str]]  # names of cases; the cases left over share one more
     deadline_s: float = 500.0
     environment: Mapping[str, str] = field(default_factory=dict)  # as of `run_ranks`
+    script: Path = PARITY_RANKS
     _launched: dict[str, Path] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class Results:
             kind = "_".join(self.environment.values())
             folder = self.folder / f"world{size}_launch{launch}{kind}"
             run_ranks(
-                PARITY_RANKS,
+                self.script,
                 size,
                 folder,
                 cases,

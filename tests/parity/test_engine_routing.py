@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from sample_oracle import step_on_samples
 from sampling_mask_samples import draw_samples
-from spawn import run_ranks
+from spawn import Results
 from torch import Tensor
 
 from rlcore.data.batch import RolloutBatch
@@ -24,14 +23,14 @@ FORCED: dict[str, Any] = {"model": "qwen3_moe", "then": "qwen3_moe_other", "plan
     "replay": "engine",
                           "samples": "recorded.parquet"}  # fmt: skip
 
-# By the ranks of a launch; those below 0 are launched by `scripts/test.sh --full` alone.
+# By the ranks of a launch; those of several are launched by `scripts/test.sh --full` alone.
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "forced", **FORCED},
         {"name": "forced_recompute", **FORCED, "megatron": FULL},
         {"name": "own", **FORCED, "replay": "none"},
     ],
-    -2: [
+    2: [
         {"name": "ep2", **FORCED, "plans": ["dp2"], "parallel": {"expert": 2}},
         {
             "name": "vpp2",
@@ -43,7 +42,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "cp2", **FORCED, "parallel": {"context": 2}},
     ],
 }
-NAMES = [pytest.param(case["name"], marks=pytest.mark.full if size < 0 else ())
+NAMES = [pytest.param(case["name"], marks=pytest.mark.full if size > 1 else ())
          for size, cases in CASES.items()
          for case in cases if case["replay"] == "engine"]  # fmt: skip
 
@@ -72,21 +71,8 @@ def samples(folder: Path) -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def result_of(folder: Path, samples: list[Sample]) -> Callable[[str], dict[str, Any]]:
-    """A world runs when its first case is asked for."""
-    worlds: dict[int, Path] = {}
-
-    def result(name: str) -> dict[str, Any]:
-        size = next(
-            size for size, cases in CASES.items() if any(case["name"] == name for case in cases)
-        )
-        if size not in worlds:
-            worlds[size] = folder / f"world{size}"
-            run_ranks(RANKS, abs(size), worlds[size], CASES[size], deadline_s=240)
-        found: dict[str, Any] = torch.load(worlds[size] / f"{name}.pt", weights_only=False)
-        return found
-
-    return result
+def results(folder: Path, samples: list[Sample]) -> Results:
+    return Results(folder, CASES, (), script=RANKS)
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +101,11 @@ def expected(folder: Path, samples: list[Sample]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_log_probs_and_gradients_are_those_of_the_engines_experts(
     name: str,
-    result_of: Callable[[str], dict[str, Any]],
+    results: Results,
     expected: dict[str, Any],
     samples: list[Sample],
 ) -> None:
-    result = result_of(name)
+    result = results[name]
     first, second = (score["logprobs"] for score in result["scores"])
     engine = RolloutBatch.from_samples(samples).vectors["rollout_logprobs"]
     torch.testing.assert_close(first, engine, atol=1e-5, rtol=0)
@@ -129,12 +115,12 @@ def test_log_probs_and_gradients_are_those_of_the_engines_experts(
     assert not oracle.far(got, expected["gradients"])
     changed = result["metrics"]["train/routing_replay_changed"]
     assert 0.2 < changed < 1
-    assert changed == result_of("forced")["metrics"]["train/routing_replay_changed"]
+    assert changed == results["forced"]["metrics"]["train/routing_replay_changed"]
 
 
 def test_routers_that_choose_for_themselves_give_others(
-    result_of: Callable[[str], dict[str, Any]], expected: dict[str, Any]
+    results: Results, expected: dict[str, Any]
 ) -> None:
-    result = result_of("own")
+    result = results["own"]
     assert (result["scores"][1]["logprobs"].double() - expected["logprobs"]).abs().mean() > 1e-2
     assert "train/routing_replay_changed" not in result["metrics"]

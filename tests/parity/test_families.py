@@ -1,51 +1,133 @@
-"""Every family under every kind of parallelism, against transformers in float64."""
+"""Every family under every kind of parallelism, against transformers in float64.
+
+GLM-4.5 is Glm4Moe of transformers; MiMo, which it lacks, is Qwen2 with layers that are left out.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from spawn import PARITY_RANKS, run_ranks
+from safetensors.torch import load_file, save_file
+from spawn import Results
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
-
-DENSE = ("llama", "qwen2_tied", "qwen3", "qwen3_tied")
-EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
+DENSE = ("llama", "qwen2_tied", "qwen3", "qwen3_tied", "mimo")
+LATENT = ("deepseek_v3", "deepseek_v3_plain")
+EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", *LATENT, "glm4_moe")
+OTHER = "deepseek_v3_other"
+BIAS = "e_score_correction_bias"
 SP2 = {"tensor": 2, "sequence": True}
+CP2 = {"context": 2}
+LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor": 2}, "tp2_sp": SP2, "pp2": {"pipeline": 2}, "cp2": {"context": 2},
-    "ep2": {"expert": 2},
-    "ep2_tp2_sp_etp1": {**SP2, "expert": 2, "expert_tensor": 1},
+    "tp2": {"tensor": 2}, "tp2_sp": SP2, "pp2": {"pipeline": 2},
+    "vpp2": {"pipeline": 2, "virtual_pipeline": 2}, "cp2": CP2, "ep2": {"expert": 2},
+    "cp2_ep2": {**CP2, "expert": 2}, "ep2_tp2_sp_etp1": {**SP2, "expert": 2, "expert_tensor": 1},
 }  # fmt: skip
+PLANS = {"ep2": "dp2", "vpp2": "pairs"}  # of the other layouts: uneven
+
+
+def case(name: str, model: str, plan: str = "uneven", **keys: Any) -> dict[str, Any]:
+    return {"name": name, "model": model, "plan": plan, **keys}
+
+
 # Megatron does not train experts under TP without SP; dense models have none to deal out.
-CASES = [
-    {
-        "name": f"{model}-{layout}",
-        "model": model,
-        "parallel": parallel,
-        "plan": "dp2" if layout == "ep2" else "uneven",
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        *(case(model, model, "one") for model in (*DENSE, *EXPERTS)),
+        case("other_reference", LATENT[0], reference=OTHER),
+        case("parked_reference", LATENT[0], reference=OTHER, offload=True),
+        case("losses", LATENT[0], megatron=LOSSES),
+    ],
+    2: [
+        *(
+            case(f"{model}-{layout}", model, PLANS.get(layout, "uneven"), parallel=parallel)
+            for model in (*DENSE, *EXPERTS)
+            for layout, parallel in LAYOUTS.items()
+            if (layout != "tp2" if model in EXPERTS else "ep2" not in layout)
+        ),
+        case("losses_cp2", LATENT[0], parallel=CP2, megatron=LOSSES),
+        case("losses_tp2_sp", LATENT[0], parallel=SP2, megatron=LOSSES),
+    ],
+}
+# One process of every family that test_parity.py and test_moe.py do not have; the others with
+# --full.
+EVERY_RUN = (
+    *LATENT, "mimo", "glm4_moe", "qwen2_moe", "mixtral", "other_reference", "losses",
+    "deepseek_v3-ep2", "deepseek_v3-tp2_sp", "deepseek_v3-cp2", "deepseek_v3-pp2", "mimo-pp2",
+    "glm4_moe-ep2_tp2_sp_etp1", "losses_cp2",
+)  # fmt: skip
+ALONE = ("other_reference", "parked_reference", "losses", "losses_cp2", "losses_tp2_sp")
+
+
+def each(*names: str) -> list[Any]:
+    """The cases as parameters of a test, marked."""
+    return [
+        pytest.param(name, marks=() if name in EVERY_RUN else pytest.mark.full) for name in names
+    ]
+
+
+def write_mimo(folder: Path, source: Path) -> None:
+    """Qwen2's weights under the name of MiMo, with a layer that is left out."""
+    config = json.loads((source / "config.json").read_text()) | {
+        "model_type": "mimo",
+        "architectures": ["MiMoForCausalLM"],
+        "num_nextn_predict_layers": 1,
+        "attention_bias": True,
     }
-    for model in (*DENSE, *EXPERTS)
-    for layout, parallel in LAYOUTS.items()
-    if (layout != "tp2" if model in EXPERTS else "ep2" not in layout)
-]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    predicted = {"model.mtp_layers.0.input_proj.weight": torch.zeros(2, 2)}
+    tensors = {**load_file(source / "model.safetensors"), **predicted}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("parity_families")
-    oracle.write_models(path / "models", only=(*DENSE, *EXPERTS))
-    run_ranks(PARITY_RANKS, 2, path / "world", CASES, deadline_s=400)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parity_families") / "models"
+    oracle.write_models(path, only={*DENSE, *EXPERTS, OTHER})
+    write_mimo(path / "mimo", path / "qwen2_tied")
     return path
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_a_layout_equals_transformers(case: dict[str, Any], folder: Path) -> None:
-    expected = oracle.policy_step(folder / "models" / case["model"])
-    got = torch.load(folder / "world" / f"{case['name']}.pt", weights_only=False)
-    for key in ("logprobs", "entropy"):
-        torch.testing.assert_close(got["scores"][key].double(), expected[key], atol=1e-5, rtol=0)
-    assert not oracle.far(got["gradients"]["policy"], expected["gradients"])
+@pytest.fixture(scope="module")
+def results(models: Path) -> Results:
+    return Results(models.parent, CASES, [EVERY_RUN])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name",
+    each(*(one["name"] for cases in CASES.values() for one in cases if one["name"] not in ALONE)),
+)
+def test_a_layout_equals_transformers(name: str, results: Results, models: Path) -> None:
+    model = name.partition("-")[0]
+    expected = oracle.policy_step(models / {"mimo": "qwen2_tied"}.get(model, model))
+    got = results[name]
+    oracle.check_scores(got["scores"], expected)
+    oracle.check_gradients(got["gradients"]["policy"], expected["gradients"])
+
+
+@pytest.mark.parametrize("name", each("losses_cp2", "losses_tp2_sp"))
+def test_losses_of_sigmoid_routers_are_those_of_one_process(name: str, results: Results) -> None:
+    got = results[name]
+    expected = results["losses"]
+    oracle.check_gradients(got["gradients"]["policy"], expected["gradients"]["policy"])
+    for metric in ("train/moe_aux_loss", "train/moe_z_loss"):
+        assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", each("other_reference", "parked_reference"))
+def test_a_reference_routes_by_its_own_bias(name: str, results: Results, models: Path) -> None:
+    """Also where its weights wait in host memory and are swapped into the policy for a pass."""
+    expected = oracle.policy_step(models / OTHER)["logprobs"]
+    oracle.check_scores(results[name]["reference"], {"logprobs": expected})
+    one, other = (
+        load_file(models / folder / "model.safetensors")[f"model.layers.2.mlp.gate.{BIAS}"]
+        for folder in (LATENT[0], OTHER)
+    )
+    assert not torch.equal(one, other)

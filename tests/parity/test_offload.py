@@ -15,6 +15,7 @@ from backends.megatron.training.offload import OffloadedTensors, Retention
 RANKS = Path(__file__).with_name("offload_ranks.py")
 CPU = torch.device("cpu")
 
+SHARDED = {"plan": "starved", "distributed": True}
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "fp32", "plan": "uneven"},
@@ -23,14 +24,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "fused_distributed", "plan": "one", "fused": True, "distributed": True},
     ],
     2: [
-        {"name": "dp2_distributed", "plan": "starved", "distributed": True},
-        {
-            "name": "ep2_distributed",
-            "plan": "starved",
-            "distributed": True,
-            "model": "qwen3_moe",
-            "parallel": {"expert": 2},
-        },
+        {"name": "dp2_distributed", **SHARDED},
+        {"name": "ep2_distributed", **SHARDED, "model": "qwen3_moe", "parallel": {"expert": 2}},
     ],
 }
 

@@ -15,41 +15,21 @@ from backends.megatron.training.offload import OffloadedTensors
 RANKS = Path(__file__).with_name("offloaded_trainer_ranks.py")
 CPU = torch.device("cpu")
 
+SHARDED = {"plan": "starved", "distributed": True}
 ONE: list[dict[str, Any]] = [
     {"name": "bf16", "plan": "one", "dtype": "bf16", "model": "qwen3"},
-    {
-        "name": "offloaded_too",
-        "plan": "uneven",
-        "model": "qwen3",
-        "offload": True,
-        "offload_trained": True,
-    },
+    {"name": "offloaded_too", "plan": "uneven", "model": "qwen3", "offload": True,
+     "offload_trained": True},
     {"name": "experts", "plan": "uneven", "model": "qwen3_moe"},
-]
+]  # fmt: skip
 TWO: list[dict[str, Any]] = [
-    {
-        "name": "tp2_sp",
-        "plan": "uneven",
-        "model": "qwen3",
-        "parallel": {"tensor": 2, "sequence": True},
-    },
+    {"name": "tp2_sp", "plan": "uneven", "model": "qwen3",
+     "parallel": {"tensor": 2, "sequence": True}},
     {"name": "pp2", "plan": "pairs", "model": "qwen2_tied", "parallel": {"pipeline": 2}},
-]
+]  # fmt: skip
 DISTRIBUTED: list[dict[str, Any]] = [
-    {
-        "name": "dp2_distributed",
-        "plan": "starved",
-        "distributed": True,
-        "model": "qwen3",
-        "dtype": "bf16",
-    },
-    {
-        "name": "ep2_distributed",
-        "plan": "starved",
-        "distributed": True,
-        "model": "qwen3_moe",
-        "parallel": {"expert": 2},
-    },
+    {"name": "dp2_distributed", **SHARDED, "model": "qwen3", "dtype": "bf16"},
+    {"name": "ep2_distributed", **SHARDED, "model": "qwen3_moe", "parallel": {"expert": 2}},
 ]
 
 

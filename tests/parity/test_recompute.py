@@ -7,8 +7,7 @@ from typing import Any
 
 import oracle
 import pytest
-import torch
-from spawn import run_ranks
+from spawn import Results
 
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.cpu.shim import importing_megatron
@@ -19,7 +18,6 @@ with importing_megatron():
     from backends.megatron.checks.transformer_fields import check_recompute
 
 RANKS = Path(__file__).with_name("recompute_ranks.py")
-Choices = dict[str, dict[str, Any]]
 EQUAL = 1e-6  # relative, over each whole tensor
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05}
 
@@ -37,137 +35,72 @@ def selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
-# Four layers; those of the second model have experts and a shared one, but for the second layer,
-# which is dense.
-DENSE: Choices = {
+# Four layers; those of the models with experts have a shared one, but for the second layer, which
+# is dense.
+CHOICES: dict[str, dict[str, Any]] = {
     "uniform_1": full("uniform", 1), "uniform_2": full("uniform", 2), "block_1": full("block", 1),
     "block_3": full("block", 3),
-    "core_attn": selective("core_attn"), "mlp": selective("mlp"),
+    "distributed": full("uniform", 1, distribute_saved_activations=True),
+    **{part: selective(part) for part in ("core_attn", "mlp", "moe", "shared_experts")},
     "core_attn_mlp": selective("core_attn", "mlp"),
-}  # fmt: skip
-EXPERTS: Choices = {
-    "uniform_1": full("uniform", 1), "uniform_2": full("uniform", 2),
-    "core_attn": selective("core_attn"),
-    "mlp": selective("mlp"), "moe": selective("moe"), "shared_experts": selective("shared_experts"),
     "every_part": selective("core_attn", "mlp", "moe", "shared_experts"),
 }  # fmt: skip
 SP2 = {"tensor": 2, "sequence": True}
 PP2 = {"pipeline": 2}
 VPP2 = PP2 | {"virtual_pipeline": 2}
-EP2 = {"expert": 2}
 
 
-def cases(
-    layout: str,
-    model: str,
-    choices: Choices,
-    *,
-    plan: str = "uneven",
-    megatron: dict[str, Any] | None = None,
-    **keys: Any,
-) -> list[dict[str, Any]]:
+def cases(layout: str, model: str, *choices: str, **keys: Any) -> list[dict[str, Any]]:
     """Cases without recomputation, named by the layout, and for each choice."""
-    common = {"model": model, "plan": plan, **keys}
-    every = {layout: {}} | {f"{layout}-{choice}": fields for choice, fields in choices.items()}
-    return [
-        {"name": name, "megatron": (megatron or {}) | fields, **common}
-        for name, fields in every.items()
-    ]
-
-
-def some(choices: Choices, *names: str) -> Choices:
-    return {name: choices[name] for name in names}
+    megatron = keys.pop("megatron", {})
+    common = {"model": model, "plan": "uneven", **keys}
+    chosen = {layout: {}} | {f"{layout}-{choice}": CHOICES[choice] for choice in choices}
+    return [{"name": name, "megatron": megatron | one, **common} for name, one in chosen.items()]
 
 
 REPLAY: dict[str, Any] = {"megatron": LOSSES, "replay": "logprobs"}
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
-        *cases("dense", "qwen3", DENSE),
-        *cases("moe", "qwen2_moe", EXPERTS, megatron=LOSSES),
-        *cases(
-            "moe_plain", "qwen2_moe", {"block_1": full("block", 1), "block_3": full("block", 3)}
-        ),
-        *cases(
-            "latent", "deepseek_v3", some(EXPERTS, "uniform_2", "every_part"), replay="logprobs"
-        ),
-        *cases(
-            "replay", "qwen2_moe", some(EXPERTS, "uniform_1", "uniform_2", "every_part"), **REPLAY
-        ),
+        *cases("dense", "qwen3", "uniform_1", "uniform_2", "block_1", "block_3", "core_attn", "mlp",
+               "core_attn_mlp"),
+        *cases("moe", "qwen2_moe", "uniform_1", "uniform_2", "core_attn", "mlp", "moe",
+               "shared_experts", "every_part", megatron=LOSSES),
+        *cases("moe_plain", "qwen2_moe", "block_1", "block_3"),
+        *cases("latent", "deepseek_v3", "uniform_2", "every_part", replay="logprobs"),
+        *cases("replay", "qwen2_moe", "uniform_1", "uniform_2", "every_part", **REPLAY),
     ],
     2: [
-        *cases(
-            "tp2_sp", "qwen3", some(DENSE, "uniform_2", "block_1", "core_attn_mlp"), parallel=SP2
-        ),
-        *cases(
-            "tp2",
-            "qwen3",
-            {"distributed": full("uniform", 1, distribute_saved_activations=True)},
-            parallel={"tensor": 2},
-        ),
-        *cases("pp2", "qwen3", some(DENSE, "uniform_1", "block_1", "core_attn_mlp"), parallel=PP2),
-        *cases(
-            "vpp2", "qwen3", some(DENSE, "uniform_1", "core_attn_mlp"), plan="pairs", parallel=VPP2
-        ),
-        *cases(
-            "moe_tp2_sp",
-            "qwen2_moe",
-            some(EXPERTS, "uniform_2", "every_part"),
-            parallel=SP2,
-            **REPLAY,
-        ),
-        *cases(
-            "moe_pp2", "qwen2_moe", some(EXPERTS, "uniform_1", "every_part"), parallel=PP2, **REPLAY
-        ),
-        *cases(
-            "moe_vpp2",
-            "qwen2_moe",
-            some(EXPERTS, "uniform_1", "every_part"),
-            plan="pairs",
-            parallel=VPP2,
-            **REPLAY,
-        ),
-        *cases(
-            "moe_ep2",
-            "qwen2_moe",
-            some(EXPERTS, "uniform_2", "every_part"),
-            plan="dp2",
-            parallel=EP2,
-            **REPLAY,
-        ),
-        *cases(
-            "moe_cp2",
-            "qwen2_moe",
-            some(EXPERTS, "uniform_2", "every_part"),
-            parallel={"context": 2},
-            **REPLAY,
-        ),
+        *cases("tp2_sp", "qwen3", "uniform_2", "block_1", "core_attn_mlp", parallel=SP2),
+        *cases("tp2", "qwen3", "distributed", parallel={"tensor": 2}),
+        *cases("pp2", "qwen3", "uniform_1", "block_1", "core_attn_mlp", parallel=PP2),
+        *cases("vpp2", "qwen3", "uniform_1", "core_attn_mlp", plan="pairs", parallel=VPP2),
+        *cases("moe_tp2_sp", "qwen2_moe", "uniform_2", "every_part", parallel=SP2, **REPLAY),
+        *cases("moe_pp2", "qwen2_moe", "uniform_1", "every_part", parallel=PP2, **REPLAY),
+        *cases("moe_vpp2", "qwen2_moe", "uniform_1", "every_part", plan="pairs", parallel=VPP2,
+               **REPLAY),
+        *cases("moe_ep2", "qwen2_moe", "uniform_2", "every_part", plan="dp2",
+               parallel={"expert": 2}, **REPLAY),
+        *cases("moe_cp2", "qwen2_moe", "uniform_2", "every_part", parallel={"context": 2},
+               **REPLAY),
     ],
-}
+}  # fmt: skip
 NAMES = [
-    pytest.param(size, case["name"], id=case["name"], marks=pytest.mark.full if size > 1 else ())
+    pytest.param(case["name"], marks=pytest.mark.full if size > 1 else ())
     for size, of_size in CASES.items() for case in of_size if "-" in case["name"]
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("recompute")
     oracle.write_models(folder / "models", only=("qwen3", "qwen2_moe", "deepseek_v3"))
-
-    def of(size: int, name: str) -> dict[str, Any]:
-        world = folder / f"world{size}"
-        if not world.exists():
-            run_ranks(RANKS, size, world, CASES[size], deadline_s=240)
-        result: dict[str, Any] = torch.load(world / f"{name}.pt", weights_only=False)
-        return result
-
-    return of
+    return Results(folder, CASES, (), script=RANKS)
 
 
-@pytest.mark.parametrize(("size", "name"), NAMES)
-def test_the_same_gradients_in_less_memory(size: int, name: str, results: Any) -> None:
-    got = results(size, name)
-    expected = results(size, name.partition("-")[0])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_gradients_in_less_memory(name: str, results: Results) -> None:
+    got = results[name]
+    expected = results[name.partition("-")[0]]
     far = [
         weight
         for weight, want in expected["gradients"].items()  # an expert without tokens has none

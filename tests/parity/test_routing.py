@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 from cases import make_batch
-from spawn import run_ranks
+from spawn import Results
 from torch import Tensor, nn
 
 from backends.megatron.convert.architecture import Architecture
@@ -31,7 +31,7 @@ FORCED: dict[str, Any] = {
 }
 SP2 = {"tensor": 2, "sequence": True}
 
-# By the ranks of a launch; those below 0 are launched by `scripts/test.sh --full` alone.
+# By the ranks of a launch; those of several are launched by `scripts/test.sh --full` alone.
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "off", "model": "qwen3_moe", "plans": ["pairs"], "replay": "none"},
@@ -48,7 +48,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "two_steps", "model": "qwen3_moe", "plans": ["half0", "half1"],
          "replay": "logprobs"},
     ],
-    -2: [
+    2: [
         {"name": "ep2", **FORCED, "plans": ["dp2"], "parallel": {"expert": 2}},
         {"name": "vpp2_recompute", **FORCED, "parallel": {"pipeline": 2, "virtual_pipeline": 2},
          "megatron": FULL},
@@ -56,34 +56,16 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "tp2_sp", **FORCED, "parallel": SP2},
         {"name": "cp2", **FORCED, "parallel": {"context": 2}},
     ],
-    -4: [
+    4: [
         {"name": "tp2_sp_pp2", **FORCED, "parallel": SP2 | {"pipeline": 2}, "megatron": FULL},
         {"name": "ep2_pp2", **FORCED, "plans": ["dp2"], "parallel": {"expert": 2, "pipeline": 2}},
     ],
 }  # fmt: skip
 # experts of, weights of
 ORACLES = {"qwen3_moe": "qwen3_moe_other", "deepseek_v3": "deepseek_v3_other"}
-FORCED_NAMES = [pytest.param(case["name"], marks=pytest.mark.full if size < 0 else ())
+FORCED_NAMES = [pytest.param(case["name"], marks=pytest.mark.full if size > 1 else ())
                 for size, cases in CASES.items()
                 for case in cases if case.get("then") == "qwen3_moe_other"]  # fmt: skip
-
-
-class Results:
-    """Results by name; a world runs when its first case is asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder  # type: Path, dict[int, Path]
-        self.worlds = {}  # type: Path, dict[int, Path]
-
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        size = next(
-            size for size, cases in CASES.items() if any(case["name"] == name for case in cases)
-        )
-        if size not in self.worlds:
-            self.worlds[size] = self.folder / f"world{size}"
-            run_ranks(RANKS, abs(size), self.worlds[size], CASES[size], deadline_s=120)
-        result: dict[str, Any] = torch.load(self.worlds[size] / f"{name}.pt", weights_only=False)
-        return result
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
-    return Results(folder)
+    return Results(folder, CASES, (), script=RANKS)
 
 
 def routers(model: Any) -> list[nn.Module]:

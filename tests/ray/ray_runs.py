@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from rlcore.launch.ray.calls import NAMESPACE, actor_name
 from tests.integration.held_estimator import held
-from tests.integration.workspace import LEARNING, Run, Workspace
+from tests.integration.workspace import LEARNING, OF_ENGINES, Run, Workspace, learned
 
 REACH_S = 600.0  # a real server takes minutes to start on a busy machine
 ANSWER_S = 120.0  # of an actor whose process starts on a busy machine
@@ -122,9 +122,6 @@ class Going:
 
     def kill_service(self) -> None:
         os.kill(self.service_pid(), signal.SIGKILL)
-
-    def kill_engine(self) -> None:
-        os.kill(self.engine_pid(), signal.SIGKILL)
 
     def processes(self) -> set[int]:
         """The processes of ranks, service and engine, with their children."""
@@ -243,20 +240,6 @@ def command(*arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr if code else done.stdout
 
 
-def learned(run: Run) -> list[dict[str, Any]]:
-    """The rows of the log, without what depends on the clock and on restarted engines."""
-    return [
-        {
-            name: value
-            for name, value in row.items()
-            if not name.startswith(
-                ("time/", "perf/", "rollout/engine", "rollout/retried", "rollout/resumed")
-            )
-        }
-        for row in run.metrics
-    ]
-
-
 def weights(run: Run) -> bytes:
     """The exported policy."""
     return (run.folder / "hf" / "model.safetensors").read_bytes()
@@ -277,6 +260,6 @@ def check_as_undisturbed(run: Run, local: Run) -> None:
     """Check that a run of COMMON has the metrics, weights and ledger of `local`."""
     assert run.code == 0, run.err
     assert run.result["status"] == "completed"
-    assert learned(run) == learned(local)
+    assert learned(run.metrics, without=OF_ENGINES) == learned(local.metrics, without=OF_ENGINES)
     assert weights(run) == weights(local)
     assert balance(run, STEPS)["consumed"] == 4 * STEPS

@@ -63,38 +63,6 @@ def test_a_run_on_a_cluster_equals_a_local_one(
     ]
 
 
-@pytest.mark.full  # as test_soak.py, under the local launcher
-def test_a_lost_engine_is_started_again(ray_runs: RayRuns, local: Run) -> None:
-    run = ray_runs.train(
-        "engine_lost",
-        *COMMON,
-        "rollout.engine.restart.backoff_s=0.1",
-        acts=[(3, Going.kill_engine)],
-    )
-    check_as_undisturbed(run, local)
-    assert sum(row["rollout/engine_restarts"] for row in run.metrics) == 1
-
-
-@pytest.mark.full  # the soak's short form loses one in every run of the tests
-def test_a_lost_service_is_made_anew_and_ranks_and_engines_go_on(
-    ray_runs: RayRuns, local: Run
-) -> None:
-    before: list[int] = []
-
-    def kill(going: Going) -> None:
-        before.extend(going.rank_pids())
-        going.kill_service()
-
-    run = ray_runs.train(
-        "service_lost",
-        *COMMON,
-        acts=[(3, kill), (7, lambda going: before.extend(going.rank_pids()))],
-    )
-    check_as_undisturbed(run, local)
-    assert before[:2] == before[2:], "the ranks were started again"
-    assert not run.lines("restart 1 of 3")
-
-
 def test_a_lost_rank_starts_all_again_from_the_last_checkpoint(
     ray_runs: RayRuns, local: Run
 ) -> None:

@@ -9,7 +9,6 @@ server said and generated after each publication to FOLDER/told.json.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,17 +26,9 @@ from publication_kit import (
     sink_over,
 )
 
-from backends.megatron.convert.load import load_hf
-from backends.megatron.convert.read import read_architecture
 from backends.megatron.cpu.shim import importing_megatron, megatron_device
 
 with importing_megatron():
-    from backends.megatron.model.gpt import (
-        build_chunks,
-        in_dtype,
-        padded_vocab_size,
-        transformer_config,
-    )
     from backends.megatron.parallel.state import ParallelState, destroy_parallel, init_parallel
     from backends.megatron.weights.export import WeightExporter
 from rlcore.config import Config
@@ -54,6 +45,8 @@ from rollout.engines.sglang.engine import SGLangEngine
 from rollout.weight_sync.groups.dealing import Dealing, Served
 from rollout.weight_sync.groups.rank_sender import RankSender
 from rollout.weight_sync.serialized import SerializedHandles
+from tests.parity.rank_main import joined, load_chunks
+from tests.parity.rank_main import payload as payload_of
 
 BUCKET_BYTES = 20_000
 HANDLES = "handles"  # the transport `tensor`, with a handle from each rank
@@ -62,25 +55,18 @@ SENDER = "sender"
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    payload = json.loads((folder / "payload.json").read_text())
-    rank = int(os.environ["RANK"])
-    size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size
-    )
-    layout = ParallelConfig(**payload["layout"])
-    with megatron_device("cpu"):
+    given = payload_of(folder)
+    layout = ParallelConfig(**given["layout"])
+    with joined(folder), megatron_device("cpu"):
         parallel = init_parallel(layout, timeout_s=120, seed=0)
         told = [
-            publish(payload, layout, parallel, transport, Path(model), version)
-            for version, (transport, model) in enumerate(payload["publications"], 1)
+            publish(given, layout, parallel, transport, Path(model), version)
+            for version, (transport, model) in enumerate(given["publications"], 1)
         ]
+        if parallel.rank == 0:
+            (folder / "told.json").write_text(json.dumps(told))
         destroy_parallel()
-    if rank == 0:
-        (folder / "told.json").write_text(json.dumps(told))
-    dist.destroy_process_group()
 
 
 def publish(
@@ -199,11 +185,7 @@ def what_it_holds(model: Path, engine: SGLangEngine, loop: LoopThread) -> dict[s
 
 
 def export_of(model: Path, layout: ParallelConfig, parallel: ParallelState) -> WeightExporter:
-    arch = read_architecture(model)
-    config = transformer_config(arch, layout, "fp32", torch.device("cpu"), {})
-    padded = padded_vocab_size(arch.vocab_size, 1, layout.tensor)
-    chunks = in_dtype(build_chunks(arch, config, padded_vocab=padded, value_head=False), config)
-    load_hf(chunks, arch, model, parallel)
+    arch, _, chunks = load_chunks(model, layout, parallel)
     return WeightExporter(chunks, arch, parallel, dtype=torch.float32, bucket_bytes=BUCKET_BYTES)
 
 

@@ -93,7 +93,7 @@ def two(folder: Path) -> Iterator[list[Served]]:
             server_kit.close(served)
 
 
-@pytest.fixture(scope="module", params=list(RUNS))
+@pytest.fixture(scope="module", params=["env", pytest.param("agent", marks=pytest.mark.full)])
 def recorded(
     request: pytest.FixtureRequest, workspace: Workspace, folder: Path, two: Sequence[Served]
 ) -> Recorded:

@@ -1,4 +1,7 @@
-"""A real server that is started for FP8, and gets every weight in FP8."""
+"""A real server that is started for FP8 behind TLS, and gets every weight in FP8.
+
+Keys and digests are on the wire in no clear text.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,29 @@ from publication_kit import (
 )
 from server_kit import Served
 
+from rlcore.config.sections.training import TLSConfig
 from rlcore.data.sample import VersionSpan
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, UserError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
 from rlcore.quantised_weights import dequantised, quantise_bucket, quantised_bucket
+from tests.certificates import Authority
+from tests.listeners import programs
 
 
 @pytest.fixture(scope="module")
-def served_fp8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def tls(tmp_path_factory: pytest.TempPathFactory) -> TLSConfig:
+    return Authority(tmp_path_factory.mktemp("tls")).tls("127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def served_fp8(tmp_path_factory: pytest.TempPathFactory, tls: TLSConfig) -> Iterator[Served]:
     """Each projection has whole blocks of 128 x 128, as SGLang asks."""
     folder = tmp_path_factory.mktemp("fp8")
     init_model(folder / "model", ModelSpec(layers=2, kv_heads=4))
     served = server_kit.launch(
-        server_kit.managed(folder / "model", folder / "fp8.log", quantization="fp8", dtype="bf16")
+        server_kit.managed(
+            folder / "model", folder / "fp8.log", quantization="fp8", dtype="bf16", tls=tls
+        )
     )
     yield served
     server_kit.close(served)
@@ -42,10 +55,11 @@ def served_fp8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     "transport", ["distributed", pytest.param("tensor", marks=pytest.mark.full)]
 )
 def test_the_server_generates_with_what_the_blocks_stand_for(
-    served_fp8: Served, tmp_path: Path, transport: str
+    served_fp8: Served, tls: TLSConfig, tmp_path: Path, transport: str
 ) -> None:
     changes = {"transport": transport, "verify_every": 0}
     config = run_config(str(served_fp8.model), tmp_path, served_fp8.config, **changes)
+    config.cluster.tls = tls
     engine = connect(config, served_fp8.url, served_fp8.keys, served_fp8.loop)
     sink, participants = sink_over(config, [engine], served_fp8.loop)
     for version, seed in ((5, 1), (6, 2)):
@@ -68,6 +82,18 @@ def test_the_server_generates_with_what_the_blocks_stand_for(
     assert not participants.dropped
     sink.close()
     served_fp8.call(engine.close())
+
+
+def test_a_client_of_another_authority_is_refused(served_fp8: Served, tmp_path: Path) -> None:
+    assert served_fp8.url.startswith("https://127.0.0.1:")
+    assert served_fp8.server.pid is not None
+    found = programs(served_fp8.server.pid)
+    assert "SGLang server" in found
+    assert set().union(*found.values()) == {"127.0.0.1"}, found
+    config = run_config(str(served_fp8.model), tmp_path, served_fp8.config)
+    config.cluster.tls = Authority(tmp_path, "stranger").tls("127.0.0.1")
+    with pytest.raises(UserError, match=r"127\.0\.0\.1 is not accepted by .*stranger\.pem"):
+        connect(config, served_fp8.url, served_fp8.keys, served_fp8.loop)
 
 
 def test_a_server_of_other_blocks_is_refused(served: Served, tmp_path: Path) -> None:

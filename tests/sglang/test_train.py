@@ -61,7 +61,7 @@ def test_a_run_on_a_server_given_by_url(
     given = (
         *LEARNING,
         *by_url,
-        f"evaluation.paths=[{workspace.folder / 'data' / 'heldout.jsonl'}]",
+        workspace.heldout,
         "evaluation.max_prompts=8",
         "evaluation.every=2",
         "evaluation.sets.sampled={max_prompts: 2, samples_per_prompt: 4, k: [1, 4],"
