@@ -139,11 +139,6 @@ def _add_servers(commands: Commands) -> None:
     sub.add_argument(
         "--urls-file", type=Path, help="a JSON file with their URLs, there while they are ready"
     )
-    text = (
-        "join a run that goes on: its folder, whose configuration is used beneath CONFIG; Ctrl-C"
-        " leaves it again"
-    )
-    sub.add_argument("--join", type=Path, metavar="RUN", help=text)
     text = "machines of one engine, each with as many of its ranks; call the command on all of them"
     sub.add_argument("--nodes", type=_positive, default=1, metavar="N", help=text)
     text = "of this machine; 0: the one that answers requests"

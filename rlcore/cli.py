@@ -182,16 +182,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def engine(arguments: argparse.Namespace) -> int:
-    """Run SGLang engines without a trainer, or for a run that goes on."""
-    from rlcore.launch.commands.engine import join_run, node_of, serve_engines
+    """Run SGLang engines without a trainer."""
+    from rlcore.launch.commands.engine import node_of, serve_engines
 
     node = node_of(arguments.nodes, arguments.node_rank, arguments.head)
-    if arguments.join is None:
-        loaded = _load(arguments.settings)
-        return serve_engines(loaded.config, urls_file=arguments.urls_file, node=node)
-    if node is not None:
-        raise UserError("--join: an engine on several machines does not join; give its URL instead")
-    return join_run(arguments.join, *split_arguments(arguments.settings))
+    loaded = _load(arguments.settings)
+    return serve_engines(loaded.config, urls_file=arguments.urls_file, node=node)
 
 
 def export(arguments: argparse.Namespace) -> int:

@@ -48,7 +48,6 @@ REQUEST_S = 600.0  # one request that makes no token, as it queues; each token a
 TOKEN_S = 1.0  # one token of the longest response, on an engine as full as it can be
 ABORT_S = 10.0  # a request that was aborted to be answered with the tokens that it has
 LAST_TOKEN_S = 30.0  # the token that is being made when an embedded engine closes
-LEAVE_FLEET_S = 180.0  # a run to let an engine go, which may have to end a publication first
 KILL_ENGINE_S = 30.0  # more than TERMINATE_S and REAP_S: how long the fleet waits for an end
 CLOSE_ENGINES_S = 30.0  # a transport or a service to close
 REWARD_START_S = 120.0  # imports of the user's reward modules in a worker

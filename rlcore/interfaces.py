@@ -317,9 +317,6 @@ class RolloutSource(Protocol):
         writes nothing.
         """
 
-    def admit_engines(self, folder: Path) -> None:
-        """Take in engines that announce themselves in `folder`, if any can join; let them leave."""
-
     def close(self) -> None:
         """Stop generation and end the engines."""
 

@@ -7,9 +7,7 @@ loop also carries the engine clients.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,6 +25,7 @@ from rlcore.data.sample import Sample
 from rlcore.deadlines import AUDIT_S, CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
 from rlcore.errors import ConfigError, DeadlineExceeded
 from rlcore.interfaces import BoundedEngine, RolloutEngine
+from rlcore.runs.directory import RunDirectory
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.asyncio_utils import LoopThread, gather_or_cancel, within
 from rollout.collection.buffer import (
@@ -41,10 +40,8 @@ from rollout.collection.evaluation import Evaluator
 from rollout.collection.filters import FilterChain
 from rollout.collection.group_runner import training_runner
 from rollout.engines.checks import check_vocabulary
-from rollout.engines.factories import JoinableFactory, factory_of
-from rollout.fleet.admission import Admission
-from rollout.fleet.announcements import EngineFolder, why_closed
 from rollout.fleet.dispatcher import Dispatcher
+from rollout.fleet.engine_list import EngineList, keep_shown
 from rollout.fleet.fleet import Fleet
 from rollout.rewards.audit import RewardAudit
 from rollout.rewards.labels import check_labels
@@ -97,7 +94,14 @@ class RolloutService:
             raise ConfigError("the rollout service needs at least one engine")
         self._config = config
         rollout = config.rollout
-        self.fleet = Fleet(engines, rollout.engine, place_s=engine_place_s(config))
+        engine = rollout.engine
+        self.fleet = Fleet(
+            engines,
+            engine,
+            place_s=engine_place_s(config),
+            listed=None if engine.urls_file is None else EngineList(config),
+            check=self._check_length,
+        )
         vocab_size = check_vocabulary(config.model.path, tokenizer)
         check_labels(config, prompts)
         self.prompts = prompts
@@ -141,7 +145,7 @@ class RolloutService:
         self._snapshot = self._collector.snapshot()  # of the newest step that the trainer has
         self._restored_step = 0  # the last step that was handed over before `restore`
         self._pending: PendingWork[Any] | None = None
-        self._admission: Future[None] | None = None  # of engines that join
+        self._showing: Future[None] | None = None
         self._seen = self._so_far()  # at the last hand-over
         self._seen_failures = self._training.attempts.failed.copy()  # likewise
         self.thread = LoopThread("rollout")
@@ -157,13 +161,16 @@ class RolloutService:
             RunFailed: one of them did not start; the service is closed then, as for the next.
             ConfigError: a prompt does not fit into an engine.
         """
+        run = self._config.run
+        directory = RunDirectory(Path(run.dir) / run.name)
+        if directory.path.is_dir():
+            shown = keep_shown(self.fleet.members, directory.engines_path)
+            self._showing = asyncio.run_coroutine_threadsafe(shown, self.loop)
         limit = self.fleet.comeback_s + REWARD_START_S + AUDIT_S
         rewards = self._scorer.start() if again else self._audit.start(self._scorer)
         starting = gather_or_cancel(rewards, self._evaluator.start(), self.fleet.start(again=again))
         try:
             self._call(starting, limit, "starting the engines and rewards")
-            for engine in self.fleet.engines:
-                self._check_length(engine)
         except BaseException:
             self.close()
             raise
@@ -304,10 +311,6 @@ class RolloutService:
         if pending is not None and not pending.task.done():
             self._call(_cancelled(pending.task), GIVE_UP_S, f"giving up {pending.what}")
 
-    def halt(self) -> None:
-        """End what is in flight, and begin nothing before the next publication."""
-        self._call(self._collector.halt(), CLOSE_ENGINES_S, "ending what is in flight")
-
     def _dropped(self, done: StepGroups) -> dict[str, float]:
         """How many draws the step was not trained on, and why."""
         counts = done.drop_counts
@@ -401,26 +404,6 @@ class RolloutService:
         """Append every draw's transitions to `path` from here on."""
         self._queue.keep_journal(path, max_staleness=self._config.rollout.max_staleness)
 
-    def admit_engines(self, folder: Path) -> None:
-        """See `rlcore.interfaces.RolloutSource.admit_engines`; a second call changes nothing.
-
-        Raises UserError where others may use the folder.
-        """
-        if self._admission is not None or why_closed(self._config) is not None:
-            return
-        engines = EngineFolder(folder)
-        engines.make()
-        factory: JoinableFactory = factory_of(self._config.rollout.engine.kind)
-        admission = Admission(
-            engines,
-            self.fleet,
-            self._config,
-            build=functools.partial(factory.build_joining, self._config),
-            check=self._check_length,
-            host=socket.gethostname(),
-        )
-        self._admission = asyncio.run_coroutine_threadsafe(admission.watch(), self.loop)
-
     def close(self) -> None:
         """End the engines' clients, the reward workers and the thread. May be called twice."""
         if self.loop.is_closed():
@@ -434,8 +417,8 @@ class RolloutService:
             self._queue.close()
 
     async def _stop(self) -> None:
-        if self._admission is not None:
-            self._admission.cancel()
+        if self._showing is not None:
+            self._showing.cancel()
         await self._collector.halt()
         await self.fleet.close()
         closing = {

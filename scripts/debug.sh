@@ -36,10 +36,10 @@ one_rank=(
     policy.parallel.expert=1 policy.parallel.expert_tensor=null policy.parallel.sequence=false policy.optimizer.distributed=false
     policy.parallel.first_stage_layers=null policy.parallel.last_stage_layers=null critic.optimizer.distributed=false
 )
-engine=(kind=embedded in_process=true count=1 colocated=false device=null)
+engine=(kind=embedded count=1 colocated=false device=null)
 servers=(
-    python=null 'urls=[]' tensor_parallel=1 'gpus=[]' host=127.0.0.1 server=null router_url=null transport=auto weights_dir=null
+    python=null 'urls=[]' urls_file=null tensor_parallel=1 'gpus=[]' host=127.0.0.1 server=null router_url=null transport=auto weights_dir=null
     max_in_flight=256 'environment={}'
 )
-exec "${start[@]}" -m rlcore train ${given[@]+"${given[@]}"} run.name=debug rollout.max_staleness=0 \
+exec "${start[@]}" -m rlcore train ${given[@]+"${given[@]}"} run.name=debug rollout.service=in_process rollout.max_staleness=0 \
     "${one_rank[@]}" "${engine[@]/#/rollout.engine.}" "${servers[@]/#/rollout.engine.}" "$@" --overwrite

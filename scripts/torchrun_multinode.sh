@@ -11,7 +11,7 @@
 #
 #   ENGINES=/shared/run1/engines ENGINE_NODES=2 NNODES=... ./scripts/torchrun_multinode.sh CONFIG.yaml [key=value ...]
 #
-# This waits for them (ENGINES_TIMEOUT_S, 1800); export their keys as on their nodes. Or, if you know the URLs:
+# This waits for them (ENGINES_TIMEOUT_S, 1800), and the run follows the folder, where others may come and go; export their keys as on their nodes. Or, if you know the URLs:
 # ENGINE_URLS=http://10.0.0.3:30000,http://10.0.0.4:30000
 set -euo pipefail
 # shellcheck source=scripts/common.sh
@@ -24,8 +24,8 @@ engines=()
 if [ -n "${ENGINES:-}" ]; then
     : "${ENGINE_NODES:?the number of nodes that run engines.sh}"
     need_keys
-    urls=$("$python" "$root/scripts/engine_urls.py" "$ENGINES" "$ENGINE_NODES" "${ENGINES_TIMEOUT_S:-1800}")
-    engines=(rollout.engine.kind=sglang "rollout.engine.urls=$urls")
+    "$python" "$root/scripts/engine_urls.py" "$ENGINES" "$ENGINE_NODES" "${ENGINES_TIMEOUT_S:-1800}" > /dev/null
+    engines=(rollout.engine.kind=sglang "rollout.engine.urls_file=$ENGINES")
 elif [ -n "${ENGINE_URLS:-}" ]; then
     engines=(rollout.engine.kind=sglang "rollout.engine.urls=[${ENGINE_URLS//,/, }]")
 fi

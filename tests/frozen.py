@@ -38,7 +38,7 @@ PPO = (
 TWO_RANKS = ("cluster.processes_per_node=2",)
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": ("rollout.service=in_process",),
-    "grpo, service in a process": (),
+    "grpo, service in a process": ("rollout.service=process",),
     "ppo, tensor": (*PPO, *TWO_RANKS, "policy.parallel.tensor=2"),
     "ppo, pipeline": (*PPO, *TWO_RANKS, "policy.parallel.pipeline=2"),
     "grpo, data": (*TWO_RANKS, "algorithm.correction.name=tis"),

@@ -12,8 +12,8 @@ PORTS = Path(__file__).resolve().parents[1] / "docs" / "ports.md"
 # the processes of runs, by their command line, the first that fits; names as in the table
 PROGRAMS = (
     ("torchrun agent", r"rlcore\.launch\.torchrun|torch\.distributed\.run"),
+    ("rollout service", r"rlcore\.launch\.service\.child"),
     ("trainer rank", r"rlcore(\.launch\.process)? train|rank_driver|-m rlcore |ray::Rank"),
-    ("rollout service", r"ray::ServiceActor"),
     ("embedded engine", r"rollout\.engines\.embedded\.server"),
     ("SGLang server", r"sglang/entry\.py"),
     ("SGLang scheduler", r"^sglang::|multiprocessing\.(spawn|forkserver|resource_tracker)"),

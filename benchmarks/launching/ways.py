@@ -110,8 +110,8 @@ def ray(task: Task) -> list[Program]:
 
 
 def ray_nodes(task: Task) -> list[Program]:
-    """Three nodes, with room for the service, the ranks and the engine on one each."""
-    sizes = ["cluster.ray.service_cpus=1", "cluster.ray.rank_cpus=1", "cluster.ray.engine_cpus=3"]
+    """Three nodes, with room for the ranks and the engine on one each."""
+    sizes = ["cluster.ray.rank_cpus=1", "cluster.ray.engine_cpus=3"]
     cluster = [sys.executable, str(REPOSITORY / "benchmarks" / "launching" / "cluster.py"), "1,2,3"]
     run = [
         *RLCORE,

@@ -124,7 +124,7 @@ def whole_runs(setting: Setting) -> Found:
         *grpo, dtype, "run.deterministic=true", f"training.steps={STEPS}", "checkpoint.every=2",
         "evaluation.every=0", "evaluation.paths=[]", "policy.optimizer.lr=1e-3",
     )  # fmt: skip
-    apart = ("rollout.engine.in_process=false", "rollout.engine.colocated=true")
+    apart = ("rollout.service=process", "rollout.engine.colocated=true")
     warmup = 20 if setting.toy else 400
     with ThreadPoolExecutor(5) as pool:
         made = {

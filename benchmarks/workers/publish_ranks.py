@@ -77,10 +77,7 @@ class Engines:
             }
         )
         factory.MODULE = "benchmarks.workers.publish_receiver"
-        # a trainer of two processes has its engines in processes of their own
-        site = EngineSite(
-            config, world_size=2, local_ranks=0, logs=folder, assign_gpus=lambda: [[]] * count
-        )
+        site = EngineSite(config, local_ranks=0, logs=folder, assign_gpus=lambda: [[]] * count)
         self.engines: Sequence[Any] = factory.EmbeddedFactory.build(site)
         self._loop = LoopThread("engines")
         self._sizes = sizes

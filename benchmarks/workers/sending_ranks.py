@@ -65,7 +65,6 @@ def run_config(folder: Path, ranks: int, engines: int) -> Config:
         "threads": 1,
         "count": engines,
         "senders": ranks,
-        "in_process": False,
         "verify_every": 1,  # checksums of all weights, beside the digests of buckets
         "start_timeout_s": LIMIT_S,
         "update_timeout_s": LIMIT_S,
@@ -93,10 +92,9 @@ def build_exporter(folder: Path, layout: ParallelConfig, bucket_bytes: int) -> W
 class Engines:
     """The engine processes and their sink, on rank 0."""
 
-    def __init__(self, config: Config, folder: Path, ranks: int) -> None:
+    def __init__(self, config: Config, folder: Path) -> None:
         site = EngineSite(
             config,
-            world_size=ranks,
             local_ranks=0,
             logs=folder,
             assign_gpus=lambda: [[]] * config.rollout.engine.count,
@@ -135,7 +133,7 @@ def main() -> None:
     with megatron_device("cpu"):
         exporter = build_exporter(folder, layout, settings["bucket_bytes"])
         sender = RankSender(torch.device("cpu"), LIMIT_S)
-        engines = None if rank else Engines(config, folder, ranks)
+        engines = None if rank else Engines(config, folder)
         publisher = WeightPublisher(
             SimpleNamespace(
                 buckets=lambda: exporter.buckets, export_buckets=exporter.export_buckets

@@ -44,8 +44,9 @@ ENGINES = (
 )
 # Keys of the run and of its cluster, which no child gets, whatever is asked for.
 OURS = ("RLCORE_*", "RAY_AUTH_*")
-# Rank 0 alone has the tracker.
-NOT_FOR_SERVICE = ("WANDB_API_KEY", "RAY_AUTH_*")
+# Rank 0 alone has the tracker, and the launchers the cluster. Under Ray the service joins it too.
+TRACKER = ("WANDB_API_KEY",)
+NOT_FOR_SERVICE = (*TRACKER, "RAY_AUTH_*")
 
 
 def allowed_environment(
@@ -75,9 +76,14 @@ def allowed_environment(
     }
 
 
-def service_environment() -> dict[str, str]:
-    """Return the variables of this process that the rollout service gets."""
-    return {name: value for name, value in os.environ.items() if not _is_on(NOT_FOR_SERVICE, name)}
+def service_environment(*, on_ray: bool = False) -> dict[str, str]:
+    """Return the variables of this process that the rollout service gets.
+
+    Args:
+        on_ray: the service finds its engines on a Ray cluster, and needs the cluster's token.
+    """
+    hidden = TRACKER if on_ray else NOT_FOR_SERVICE
+    return {name: value for name, value in os.environ.items() if not _is_on(hidden, name)}
 
 
 def _is_on(patterns: Sequence[str], name: str) -> bool:

@@ -182,35 +182,29 @@ def world_size(config: Config) -> int:
     )
 
 
-def embedded_in_trainer(config: Config, world_size: int) -> bool:
+def embedded_in_trainer(config: Config) -> bool:
     """Return whether the embedded engine is in the trainer's process, where a debugger reaches it.
 
-    By default that is where the run has no other process and no other engine.
-    """
-    engine = config.rollout.engine
-    if engine.kind != "embedded":
-        return False
-    if engine.in_process is None:
-        return world_size == 1 and engine.count == 1 and config.rollout.service != "process"
-    return engine.in_process
-
-
-def has_service_process(config: Config, world_size: int) -> bool:
-    """Return whether rank 0 starts a process for the rollout service.
-
-    Engines that take turns with the trainer leave nothing to do beside a step. Where an engine of
-    another package is, is not known.
+    It is where the rollout service is there, too, and there is no other engine.
     """
     rollout = config.rollout
-    if config.cluster.launcher == "ray" or not generates(config):
-        return False
-    if rollout.service != "auto":
-        return rollout.service == "process"
-    return not (
-        rollout.engine.colocated
-        or is_import_path(rollout.engine.kind)
-        or embedded_in_trainer(config, world_size)
+    return (
+        rollout.service == "in_process"
+        and rollout.engine.kind == "embedded"
+        and rollout.engine.count == 1
+        and config.cluster.launcher != "ray"
     )
+
+
+def hosted_engines(config: Config) -> int:
+    """Return the number of engines that Ray places, each in an actor.
+
+    An engine of another package is built in the process of the rollout service.
+    """
+    engine = config.rollout.engine
+    if not generates(config) or engine.is_external or is_import_path(engine.kind):
+        return 0
+    return engine.count
 
 
 def engine_place_s(config: Config) -> float:
@@ -229,6 +223,20 @@ def longest_request_s(config: Config) -> float:
     evaluated = [given.max_new_tokens or 0 for given in evaluation_sets(config)]
     longest = max(config.rollout.sampling.max_new_tokens, *evaluated, 0)
     return REQUEST_S + TOKEN_S * longest if given is None else given
+
+
+def all_engines_timeout_s(config: Config) -> float:
+    """Return the seconds for a step that needs every engine.
+
+    An engine may have to come back first, and requests in flight to end. The end of a publication
+    alone waits for six answers: to load (twice the limit), to close, to compare, to set, to resume.
+    """
+    engine = config.rollout.engine
+    return (
+        comeback_s(engine, engine_place_s(config))
+        + longest_request_s(config)
+        + engine.update_timeout_s * 6
+    )
 
 
 def gpus_of_a_node(config: Config) -> float:

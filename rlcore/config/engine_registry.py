@@ -53,7 +53,7 @@ KINDS = {
     "embedded": EngineKind(
         factory="rollout.engines.embedded.factory:EmbeddedFactory",
         title="the embedded engine",
-        own_keys=("in_process", "max_batch", "environment"),
+        own_keys=("max_batch", "environment"),
         not_read="only the embedded engine reads it: leave it out",
         batches=True,
         repeatable=True,
@@ -68,6 +68,7 @@ KINDS = {
         own_keys=(
             "python",
             "urls",
+            "urls_file",
             "tensor_parallel",
             "gpus",
             "host",

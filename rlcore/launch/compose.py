@@ -9,7 +9,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,15 +17,9 @@ from numpy.typing import NDArray
 
 from rlcore.algorithms import AlgorithmError
 from rlcore.config import Config
-from rlcore.config.derived import (
-    comeback_s,
-    engine_place_s,
-    generates,
-    longest_request_s,
-    recorded_fields,
-)
+from rlcore.config.derived import all_engines_timeout_s, generates, recorded_fields
 from rlcore.config.load import Loaded
-from rlcore.data.loading import load_prompts, prompt_notes
+from rlcore.data.loading import prompt_notes
 from rlcore.errors import ConfigError
 from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutSource, WeightSink
 from rlcore.launch.engines import build_engines, visible_names
@@ -47,6 +41,8 @@ from rlcore.weights import DTYPES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlcore.launch.service.client import ServiceClient
+
 
 @dataclass
 class RolloutHandles:
@@ -57,22 +53,6 @@ class RolloutHandles:
     num_prompts: int
     prompt_lengths: NDArray[np.int64] | None = None
     memory: EngineMemory | None = None
-
-
-class OpenService(Protocol):
-    """Opens the rollout service for rank 0: `open_service`, or `open_remote_service`."""
-
-    def __call__(
-        self,
-        config: Config,
-        process: Process,
-        tokenizer: PreTrainedTokenizerBase,
-        stack: ExitStack,
-        *,
-        greedy_baseline: bool,
-    ) -> RolloutHandles:
-        """Make the service without starting it; `stack` closes it."""
-        ...
 
 
 def build_algorithm(config: Config) -> tuple[Objective, CreditAssignment]:
@@ -130,14 +110,19 @@ def open_handles(
     stack: ExitStack,
     *,
     greedy_baseline: bool = False,
-    service: OpenService | None = None,
+    service: ServiceClient | None = None,
 ) -> RolloutHandles:
     """Read the prompts, and make what gives samples (an SFT file, a replay, the rollout service).
 
-    Nothing is started. `service` as for `run_rank`.
+    Nothing is started. `stack` closes the service.
+
+    Args:
+        service: the process of the rollout service; default: the service is in this process.
     """
     from rlcore.data.tokenizer import load_tokenizer
 
+    if service is not None:
+        return _open_service_process(service, config, process, stack, greedy_baseline)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     if config.is_sft:
         from rlcore.trainer.sources import SFTSource
@@ -155,12 +140,33 @@ def open_handles(
             recorded=recorded_fields(config),
         )
         return RolloutHandles(replay, None, 1)
-    return (service or open_service)(
-        config, process, tokenizer, stack, greedy_baseline=greedy_baseline
-    )
+    return _open_service_here(config, process, tokenizer, stack, greedy_baseline=greedy_baseline)
 
 
-def open_service(
+def _open_service_process(
+    client: ServiceClient,
+    config: Config,
+    process: Process,
+    stack: ExitStack,
+    greedy_baseline: bool,
+) -> RolloutHandles:
+    from rlcore.launch.service.engine_handles import RemoteParticipants
+    from rlcore.launch.service.handles import RemoteMemory, RemoteSource
+    from rollout.asyncio_utils import LoopThread
+    from rollout.weight_sync.publication import WeightPublication
+
+    stack.callback(client.close)
+    opened = client.open(config, greedy_baseline=greedy_baseline)
+    thread = LoopThread("publication")
+    stack.callback(thread.close)
+    sink = WeightPublication(config, RemoteParticipants(client), thread.loop, device=process.device)
+    stack.callback(sink.close)
+    source = RemoteSource(client)
+    memory = RemoteMemory(client)
+    return RolloutHandles(source, sink, opened.num_prompts, opened.prompt_lengths, memory)
+
+
+def _open_service_here(
     config: Config,
     process: Process,
     tokenizer: PreTrainedTokenizerBase,
@@ -168,18 +174,14 @@ def open_service(
     *,
     greedy_baseline: bool,
 ) -> RolloutHandles:
-    """Make the rollout service and its engines in this process; see `OpenService`."""
-    from rollout.fleet.engine_memory import FleetMemory
-    from rollout.service import RolloutService
+    from rlcore.launch.service.host import build_service
     from rollout.weight_sync.publication import WeightPublication
 
-    engines = build_engines(config, process.world_size)
-    prompts = load_prompts(config, tokenizer)
-    service = RolloutService(config, tokenizer, engines, prompts, greedy_baseline=greedy_baseline)
+    engines = build_engines(config)
+    service, memory = build_service(config, tokenizer, engines, greedy_baseline=greedy_baseline)
     stack.callback(service.close)
     sink = WeightPublication(config, service.fleet, service.loop, device=process.device)
     stack.callback(sink.close)
-    memory = FleetMemory(service.fleet, config.rollout.engine, service.thread)
     return RolloutHandles(service, sink, len(service.prompts), service.prompts.lengths, memory)
 
 
@@ -246,20 +248,6 @@ def build_gpu_sharing(
         return None
     memory = None if handles is None else handles.memory
     return GpuSharing(process.sync, backend, memory, timeout_s=all_engines_timeout_s(config))
-
-
-def all_engines_timeout_s(config: Config) -> float:
-    """Seconds for a step that needs every engine.
-
-    An engine may have to come back first, and requests in flight to end. The end of a publication
-    alone waits for six answers: to load (twice the limit), to close, to compare, to set, to resume.
-    """
-    engine = config.rollout.engine
-    return (
-        comeback_s(engine, engine_place_s(config))
-        + longest_request_s(config)
-        + engine.update_timeout_s * 6
-    )
 
 
 def build_utilization(

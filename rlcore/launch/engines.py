@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from rlcore.config import Config
+from rlcore.config.derived import hosted_engines
 from rlcore.config.engine_registry import KINDS
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
@@ -20,45 +21,46 @@ from rlcore.interfaces import RolloutEngine
 from rlcore.launch.environment import is_rank
 from rlcore.launch.logs import log_folder
 from rollout.engines.factories import EngineNode, EngineSite, factory_of
+from rollout.fleet.engine_list import EngineList
 
 IN_PROCESS = "copy"  # the transport that hands tensors over inside one process
 
 
-def build_engines(config: Config, world_size: int) -> list[RolloutEngine]:
+def build_engines(config: Config) -> list[RolloutEngine]:
     """Build the engines of a run, without starting them; see the factory of their kind.
-
-    Args:
-        world_size: the trainer processes of the run.
 
     Raises:
         ConfigError: the configuration asks in vain for an environment, a GPU or an argument.
     """
+    if config.cluster.launcher == "ray" and hosted_engines(config):
+        from rlcore.launch.ray.engine_hosts import cluster_engines
+
+        return cluster_engines(config)
+    if config.rollout.engine.urls_file is not None:
+        return EngineList(config).build_all()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if is_rank() else 1
     site = engine_site(
         config,
-        world_size=world_size,
         local_ranks=local_ranks,
         logs=log_folder(config.run),
     )
     return list(factory_of(config.rollout.engine.kind).build(site))
 
 
-def check_reachable(
-    engines: Sequence[RolloutEngine], config: Config, where: str, advice: str
-) -> None:
-    """Raise ConfigError for an engine that takes weights from its own process alone."""
+def check_reachable(engines: Sequence[RolloutEngine], config: Config) -> None:
+    """Raise ConfigError for an engine that takes weights from the trainer's own process alone."""
     for engine in engines:
         if engine.transports == (IN_PROCESS,):
             raise ConfigError(
                 f"rollout.engine.kind: {config.rollout.engine.kind} takes weights in its own"
-                f" process alone, and {where} the trainer is in another one: {advice}"
+                " process alone, and with rollout.service: process the trainer is in another one:"
+                " set rollout.service to in_process"
             )
 
 
 def engine_site(
     config: Config,
     *,
-    world_size: int,
     local_ranks: int,
     logs: Path,
     node: EngineNode | None = None,
@@ -78,7 +80,7 @@ def engine_site(
         )
         return [visible_names(numbers, os.environ) for numbers in assigned]
 
-    return EngineSite(config, world_size, local_ranks, logs, gpus, node)
+    return EngineSite(config, local_ranks, logs, gpus, node)
 
 
 def assign_gpus(

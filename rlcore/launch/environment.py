@@ -28,6 +28,9 @@ SUPERVISED = "RLCORE_SUPERVISOR"
 # The whole command line of a rank, as JSON, where the one that `ps` shows is masked.
 ARGUMENTS = "RLCORE_ARGUMENTS"
 
+# Set where Ray starts the ranks again: their engines are running, and some may be lost.
+RESTARTED = "RLCORE_RESTARTED"
+
 # The folder of the ranks' store, where they all run on this machine (rlcore/stores.py).
 STORE_FOLDER = "RLCORE_STORE_FOLDER"
 
@@ -71,6 +74,11 @@ def is_rank() -> bool:
 def supervised() -> bool:
     """Whether our own supervisor (local, or the Ray driver) started this process."""
     return SUPERVISED in os.environ
+
+
+def restarted() -> bool:
+    """Whether the ranks were started again while engines of an earlier start are running."""
+    return RESTARTED in os.environ
 
 
 def orphaned() -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -103,6 +104,30 @@ def log_output(file: TextIO) -> None:
     sys.stderr.flush()
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
+
+
+class LineStream(io.TextIOBase):
+    """A text stream that gives every complete line to `send`, as another process prints it."""
+
+    encoding = "utf-8"
+
+    def __init__(self, send: Callable[[str], None]) -> None:
+        self._send = send
+        self._line = ""
+
+    def writable(self) -> bool:
+        """True, as for every output stream."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Send the complete lines, and keep the rest."""
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._send(line + "\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Keep an incomplete line: other processes print too."""
 
 
 class MaskingFormatter(logging.Formatter):

@@ -12,7 +12,6 @@ from rlcore.config.derived import comeback_s, engine_place_s, total_steps, updat
 from rlcore.config.load import Loaded
 from rlcore.errors import FAILED, DataError, RunFailed, UserError, exit_code
 from rlcore.launch.compose import (
-    OpenService,
     RolloutHandles,
     build_algorithm,
     build_backend,
@@ -28,7 +27,7 @@ from rlcore.launch.input_checks import check_input
 from rlcore.launch.logs import describe_failure, log_folder
 from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import mark_opened, open_run, pin_initial_policy, record_timeline
-from rlcore.launch.service.own_process import begin_own_process
+from rlcore.launch.service.client import ServiceClient, begin_service
 from rlcore.launch.torchrun_attempts import RunHasEnded, mark_ended
 from rlcore.runs.directory import Status
 from rlcore.timeline.start import START
@@ -40,19 +39,13 @@ from rlcore.trainer.rank_sync import PeerFailed, in_one_line, on_rank0
 logger = logging.getLogger(__name__)
 
 
-def train_rank(
-    loaded: Loaded, *, resume: bool, overwrite: bool, service: OpenService | None = None
-) -> int:
-    """Train as the rank that the environment names, or as the only one; return its exit code.
-
-    Args:
-        service: opens the rollout service on rank 0; default: as `rollout.service` says.
-    """
+def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
+    """Train as the rank that the environment names, or as the only one; return its exit code."""
     rank = 0
     START.begin()
     try:
         with ExitStack() as stack:
-            service = service or begin_own_process(loaded.config, stack)
+            service = begin_service(loaded.config, stack)
             process = stack.enter_context(join(loaded.config))
             rank = process.rank
             resumes = process.attempt.resumes
@@ -79,12 +72,12 @@ def run_rank(
     *,
     resume: bool,
     overwrite: bool,
-    service: OpenService | None = None,
+    service: ServiceClient | None,
 ) -> Outcome:
     """Build the parts of this rank, train, and end the run.
 
     Args:
-        service: opens the rollout service on rank 0; default: `open_service`.
+        service: the process of the rollout service; None: the service is in this process, if any.
     """
     with START.phase("input"):
         check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)

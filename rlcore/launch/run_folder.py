@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from rlcore.config import Config
 from rlcore.config.load import Loaded, load_config
 from rlcore.config.path_keys import path_problem, split_reference
@@ -132,8 +134,6 @@ def describe_run(run: Path) -> Iterator[str]:
         UserError: there is no such run.
         DataError: its metrics are damaged.
     """
-    from rollout.fleet.announcements import EngineFolder, describe_engine
-
     directory = RunDirectory(run)
     if not directory.config_path.is_file():
         raise UserError(f"{run} has no {directory.config_path.name}; expected the folder of a run")
@@ -147,8 +147,19 @@ def describe_run(run: Path) -> Iterator[str]:
     else:
         state = "is held by no process: it was killed, or its file system has no locks"
     yield f"{directory.name}: step {rows[-1]['step'] if rows else 0}, {state}"
-    for row in EngineFolder.of(run).read_fleet():
-        yield f"  {describe_engine(row)}"
+    for line in engine_lines(run):
+        yield f"  {line}"
+
+
+def engine_lines(run: Path) -> Iterator[str]:
+    """Yield a line of `rlcore status` for each engine of a run that has started."""
+    path = RunDirectory(run).engines_path
+    for row in orjson.loads(path.read_bytes()) if path.is_file() else []:
+        place = f" at {row['url']}" if row["url"] else ""
+        yield (
+            f"{row['engine']}{place}: {row['state']}, version {row['version']},"
+            f" {row['requests']} requests, {row['restarts']} restarts"
+        )
 
 
 def record_timeline(config: Config, process: str) -> Callable[[], None]:

@@ -12,7 +12,7 @@ runs/<name>/config.yaml                        resolved, with the origin of each
             checkpoints/step_000010/           see checkpoints.py
             logs/                              one file a process
             timeline/                          one file a process: what it did, and when
-            engines/                           engines that join while it goes on, with their keys
+            engines.json                       the engines and their states
             result.json                        how the run ended; absent while it goes on
 """
 
@@ -51,7 +51,7 @@ _EMPTY_AT_FIRST = ("rollouts", "checkpoints")
 _OF_A_RUN = (
     *("metrics.jsonl", "notices.jsonl", "environment.jsonl", "result.json", "versions.jsonl"),
     *("ledger.jsonl", "rollouts", "checkpoints", "evaluations", "index", "logs", "timeline"),
-    *("engines", "hf", "hf_best", "weights", "tensorboard", "wandb", "wandb_run_id", CONFIG),
+    *("engines.json", "hf", "hf_best", "weights", "tensorboard", "wandb", "wandb_run_id", CONFIG),
 )
 # of a config.yaml before there was a header
 _SECTIONS = frozenset({"run", "model", "data", "policy", "algorithm", "rollout", "training"})
@@ -82,7 +82,7 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.rollouts = self.path / "rollouts"
         self.timeline = self.path / "timeline"
-        self.engines = self.path / "engines"
+        self.engines_path = self.path / "engines.json"
         self.evaluations = self.path / "evaluations"
         self.index = self.path / "index"
         self.checkpoints = self.path / "checkpoints"

@@ -413,7 +413,6 @@ class RankZero:
         # After the samples: recorded samples of a draw that the ledger lacks are a contradiction.
         self.source.keep_ledger(self.directory.ledger_path)
         self.directory.write_config(self.config.model_dump(mode="json"), self._origins)
-        self.source.admit_engines(self.directory.engines)  # they read the configuration
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         start = describe_start(self.step, self.source.snapshot(), gpus=gpus)
         append_start(self.directory.environment_path, start)

@@ -49,9 +49,6 @@ class SourceWithoutEngine:
     def keep_ledger(self, path: Path) -> None:
         """There is no ledger: the step says which samples were trained on."""
 
-    def admit_engines(self, folder: Path) -> None:
-        """There is nothing to generate."""
-
     def close(self) -> None:
         """Nothing is open."""
 

@@ -93,22 +93,18 @@ class EngineSite:
     """Where the engines of a run are built, and for which configuration.
 
     Attributes:
-        world_size: the trainer processes of the run.
         local_ranks: the trainer processes on this machine, which have its first GPUs; 0: none.
         logs: the folder for the engines' logs.
         assign_gpus: returns the names of each engine's GPUs, as CUDA_VISIBLE_DEVICES takes them;
             no names where engines are on the CPU. Raises ConfigError where there are too few.
         node: where an engine is on several machines.
-        keys: of servers, where the launcher has them; default: those of the environment.
     """
 
     config: Config
-    world_size: int
     local_ranks: int
     logs: Path
     assign_gpus: Callable[[], list[list[str]]]
     node: EngineNode | None = None
-    keys: Keys | None = None
 
 
 class EngineFactory(Protocol):
@@ -135,11 +131,11 @@ class HostedFactory(EngineFactory, Protocol):
         """Return the engines of these servers."""
 
 
-class JoinableFactory(HostedFactory, Protocol):
-    """Builds engines that `rlcore engine` runs, also those that join a run while it goes on."""
+class ExternalFactory(HostedFactory, Protocol):
+    """Builds engines that somebody else runs."""
 
-    def build_joining(self, config: Config, name: str, url: str, keys: Keys) -> RolloutEngine:
-        """Return the engine `name`, whose server runs at `url` with keys of its own."""
+    def build_external(self, config: Config, name: str, url: str) -> RolloutEngine:
+        """Return the engine `name`, whose server runs at `url`."""
 
 
 def kind_of(name: str) -> EngineKind:

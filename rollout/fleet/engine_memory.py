@@ -20,6 +20,7 @@ from rlcore.deadlines import TRANSPORT_GRACE_S
 from rlcore.errors import NoEngineLeft
 from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import LoopThread
+from rollout.fleet.engine_states import State
 from rollout.fleet.fleet import Fleet
 from rollout.weight_sync.base import ask
 
@@ -63,7 +64,9 @@ class FleetMemory:
         self._released -= set(tags)
         if self._released:
             return
-        await self._step("resume", lambda engine: engine.resume(), self._fleet.in_service)
+        await self._step(
+            "resume", lambda engine: engine.resume(), self._fleet.in_state(State.SERVING)
+        )
         self._fleet.resume_starts()
         try:
             await self._fleet.candidates()

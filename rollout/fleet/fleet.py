@@ -20,6 +20,7 @@ from rlcore.deadlines import ABORT_S, KILL_ENGINE_S, TRANSPORT_GRACE_S
 from rlcore.errors import NoEngineLeft, RlcoreError
 from rlcore.interfaces import RolloutEngine
 from rollout.asyncio_utils import gather_or_cancel, within
+from rollout.fleet.engine_list import EngineList
 from rollout.fleet.engine_states import Event, Health, ProgressClock, State
 from rollout.fleet.router import Lease, Member, Router
 from rollout.weight_sync.base import describe
@@ -36,16 +37,25 @@ class Fleet:
     """All engines of a run. `router` leases them to callers.
 
     Args:
-        place_s: seconds that an engine may need before its start; `start_timeout_s` counts from
-            then.
+        place_s: seconds that an engine may need before `start_timeout_s` counts.
+        listed: where the engines are listed, if the list may change.
+        check: raises UserError for an engine that has started and does not suit the run.
     """
 
     def __init__(
-        self, engines: Sequence[RolloutEngine], config: EngineConfig, *, place_s: float = 0.0
+        self,
+        engines: Sequence[RolloutEngine],
+        config: EngineConfig,
+        *,
+        place_s: float = 0.0,
+        listed: EngineList | None = None,
+        check: Callable[[RolloutEngine], None] = lambda engine: None,
     ) -> None:
         self.members = [Member(engine, Health(config.restart)) for engine in engines]
         self._config = config
         self._place_s = place_s
+        self._listed = listed
+        self._check = check
         self.comeback_s = comeback_s(config, place_s)
         self.router = Router(self.members, self._no_engine_error)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -61,9 +71,8 @@ class Fleet:
         """Start every engine; they are stale then. Raises the error of the first failed start.
 
         Args:
-            again: this fleet replaces one that may have lost some of its engines. One engine that
-                answers is enough, the others are restarted as failed engines are; where none
-                answers, raises as `candidates` does.
+            again: this fleet replaces one that may have lost engines. One that answers is enough,
+                the others are restarted; where none answers, raises as `candidates` does.
         """
         if not again:
             await gather_or_cancel(*(self._bring_up(member) for member in self.members))
@@ -84,15 +93,14 @@ class Fleet:
     # --- engines that join and leave --------------------------------------------------------------
 
     def join(self, engine: RolloutEngine) -> None:
-        """Take in an engine that answers. It is stale then, and from there on one like the others.
-
-        Raises ValueError where the fleet has an engine of that name.
-        """
-        if any(member.name == engine.name for member in self.members):
-            raise ValueError(f"the fleet has an engine {engine.name} already")
-        member = Member(engine, Health(self._config.restart), joined=True)
+        """Take in an engine, and start it. It is stale then, and from there on like the others."""
+        member = Member(engine, Health(self._config.restart))
         self.members.append(member)
         self._spawn(self._start_again(member))
+
+    def leave_soon(self, engine: RolloutEngine) -> None:
+        """Begin to take an engine out of the fleet."""
+        self._spawn(self.leave(engine))
 
     async def leave(self, engine: RolloutEngine) -> None:
         """Take an engine out of the fleet and disconnect from it. One that is out stays out.
@@ -152,10 +160,14 @@ class Fleet:
     async def candidates(self) -> list[RolloutEngine]:
         """All running engines, to take a whole publication. Waits for a restart where none runs.
 
+        Before that, the list of engines is read again, if it may change.
+
         Raises NoEngineLeft when no engine can be restarted, or none is in time.
         """
+        if self._listed is not None:
+            await self._listed.update(self)
         deadline = time.monotonic() + self.comeback_s
-        while not (running := self._in(*RUNNING)):
+        while not (running := self.in_state(*RUNNING)):
             if (error := self._no_engine_error()) is not None:
                 raise error
             if not self._may_start.is_set():
@@ -173,14 +185,16 @@ class Fleet:
 
     async def stale(self) -> list[RolloutEngine]:
         """The engines that run and wait for weights."""
-        return self._in(State.STALE)
+        return self.in_state(State.STALE)
 
     async def wait_for_stale(self) -> None:
         """Return once an engine waits for weights.
 
         On a shared device also wait until no other engine serves: its requests would be lost.
         """
-        while not self._in(State.STALE) or (self._config.colocated and self._in(State.SERVING)):
+        while not self.in_state(State.STALE) or (
+            self._config.colocated and self.in_state(State.SERVING)
+        ):
             await self._change(None)
 
     def draining(self, engine: RolloutEngine) -> None:
@@ -208,9 +222,7 @@ class Fleet:
             await self.failed(engine, why)
 
     async def failed(self, engine: RolloutEngine, why: str) -> None:
-        """End an engine that failed since its last start; once is enough. Returns when it is
-        ended.
-        """
+        """End an engine that failed since its last start. Returns when it is ended."""
         member = self._find(engine)
         if member is None:
             return
@@ -223,7 +235,7 @@ class Fleet:
     async def pause_starts(self) -> None:
         """Start no engine until `resume_starts`. Returns when no engine is starting."""
         self._may_start.clear()
-        while self._in(State.STARTING):
+        while self.in_state(State.STARTING):
             await self._change(None)
 
     def resume_starts(self) -> None:
@@ -232,11 +244,8 @@ class Fleet:
 
     @property
     def running(self) -> list[RolloutEngine]:
-        return self._in(*RUNNING)
-
-    @property
-    def in_service(self) -> list[RolloutEngine]:
-        return self._in(State.SERVING)
+        """The engines that answer, with whole weights or without."""
+        return self.in_state(*RUNNING)
 
     # --- what there is ----------------------------------------------------------------------------
 
@@ -252,7 +261,7 @@ class Fleet:
 
     @property
     def serving(self) -> int:
-        return len(self._in(State.SERVING))
+        return len(self.in_state(State.SERVING))
 
     @property
     def restarts(self) -> int:
@@ -270,7 +279,8 @@ class Fleet:
             parts.append(f"an engine with room ({states})")
         return ", ".join(parts)
 
-    def _in(self, *states: State) -> list[RolloutEngine]:
+    def in_state(self, *states: State) -> list[RolloutEngine]:
+        """The engines in one of some states."""
         return [member.engine for member in self.members if member.health.state in states]
 
     def _find(self, engine: RolloutEngine) -> Member | None:
@@ -358,6 +368,7 @@ class Fleet:
                 " (rollout.engine.start_timeout_s)"
             ),
         )
+        self._check(engine)
         member.health.on(Event.UP)
         member.down = asyncio.get_running_loop().create_future()
         self._spawn(self._watch(member, member.down))

@@ -30,7 +30,6 @@ class Member:
     engine: RolloutEngine
     health: Health
     version: int | None = None  # of the weights that it serves
-    joined: bool = False  # it came by itself, while the run went on
     leases: set[Lease] = field(default_factory=set)
     answers: int = 0  # calls that it answered so far
     held_s: float = 0.0  # in which a pause held its requests, so far
@@ -59,7 +58,6 @@ class Member:
             "version": self.version,
             "restarts": self.health.restarts,
             "requests": sum(lease.requests for lease in self.leases),
-            "joined": self.joined,
         }
 
     def has_room(self, room: int) -> bool:

@@ -1,13 +1,11 @@
-"""Control messages: what ranks read from the run's store, and what rank 0 asks of the service."""
+"""Control messages: what ranks read from the run's store."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed import HashStore
@@ -16,8 +14,6 @@ from rlcore.config.sections.run import RunConfig
 from rlcore.config.sections.training import ClusterConfig
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.launch.heartbeat import HeartbeatMonitor, beat_key, raise_if_stuck, read_stuck
-from rlcore.launch.ray.service_actor import ServiceActor
-from rlcore.launch.service.host import EngineInfo
 from rlcore.stores import FolderStore
 from rlcore.trainer.rank_sync import Failure, RankSync, read_failure
 from tests.fuzz.harness import ACCEPTED, Case, Target
@@ -80,87 +76,4 @@ def open_store() -> Iterator[Case]:
     yield case
 
 
-# --- Ray ------------------------------------------------------------------------------------------
-
-
-class Engine:
-    """What the actor asks of an engine."""
-
-    name = "engine-0"
-    managed = True
-    transports = ("distributed",)
-    url = "http://127.0.0.1:1"
-    group_ranks = 1
-    in_group = None
-
-    async def set_version(self, version: int) -> None:
-        """See `RolloutEngine.set_version`."""
-
-
-class Service:
-    """What the actor asks of the rollout service; anything else must not be reached."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        engines = [Engine()]
-        self.fleet = SimpleNamespace(
-            engines=engines, members=[], draining=lambda engine: None, candidates=self._candidates
-        )
-
-    async def _candidates(self) -> list[Any]:
-        return self.fleet.engines  # type: ignore[no-any-return]
-
-    def published(self, *given: Any) -> None:
-        """See `RolloutSource.published`."""
-
-    def snapshot(self) -> dict[str, Any]:
-        """See `RolloutSource.snapshot`."""
-        return {}
-
-
-CALLS: tuple[tuple[str, list[Any]], ...] = (
-    ("source", ["TOKEN", "published", 1, 1, 0]),
-    ("source", ["TOKEN", "snapshot"]),
-    ("participants", ["TOKEN", "candidates"]),
-    ("notify", ["TOKEN", "draining", "engine-0"]),
-    ("engine", ["TOKEN", "engine-0", "set_version", 3]),
-)
-
-
-@contextmanager
-def open_actor() -> Iterator[Case]:
-    """The service actor, without Ray, called with broken arguments."""
-    loop = asyncio.new_event_loop()
-    actor = ServiceActor.__new__(ServiceActor)
-    actor._instance = "abc"
-    actor._token = "abc/0"
-    actor._service = Service(loop)  # type: ignore[assignment]
-    actor._pending = set()
-
-    async def call(part: str, given: list[Any]) -> Any:
-        return await getattr(actor, part)(*given)
-
-    def case(mutator: Mutator) -> str:
-        part, example = mutator.random.choice(CALLS)
-        given = mutator.value(example)
-        arguments = given if isinstance(given, list) else [given]
-        right = ["abc/0" if one == "TOKEN" else one for one in arguments]
-        if mutator.changed and mutator.random.random() < 0.3:
-            right[:1] = [mutator.random.choice(("abc/1", "xyz/0", ""))]
-        try:
-            found = loop.run_until_complete(asyncio.wait_for(call(part, right), 10))
-        except RlcoreError as error:
-            return type(error).__name__
-        except TypeError as error:
-            # too few or too many arguments: Python's own word for it, which Ray passes on
-            need("argument" in str(error), f"{error!r}")
-            return "TypeError"
-        if part == "participants":
-            need(all(isinstance(one, EngineInfo) for one in found), f"{found}")
-        return ACCEPTED
-
-    yield case
-    loop.close()
-
-
-TARGETS = (Target("store", open_store), Target("ray-calls", open_actor))
+TARGETS = (Target("store", open_store),)

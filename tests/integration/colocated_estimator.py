@@ -12,7 +12,7 @@ from rlcore.algorithms.estimators.grpo import GRPO
 
 
 class EngineKiller:
-    """GRPO that kills every engine of this process at its second call, once for each `marker`."""
+    """GRPO that kills the engines below this process at its second call, once for each `marker`."""
 
     def __init__(self, marker: str) -> None:
         self.exact = GRPO()
@@ -25,7 +25,7 @@ class EngineKiller:
             self.marker.touch()
             engines = [
                 p
-                for p in psutil.Process(os.getpid()).children()
+                for p in psutil.Process(os.getpid()).children(recursive=True)
                 if "rollout.engines.embedded.server" in p.cmdline()
             ]
             assert engines

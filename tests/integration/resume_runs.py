@@ -48,7 +48,7 @@ PPO: dict[str, Any] = {
         "oversample": 1.3,
         "filters": ["zero_variance"],
         "sampling": {"temperature": 1.0, "max_new_tokens": 6},
-        "engine": {"in_process": True},
+        "service": "in_process",
     },
     "evaluation": {"every": 2, "temperature": 1.0},
     "reward": {

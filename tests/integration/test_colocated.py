@@ -86,7 +86,7 @@ def test_an_engine_that_dies_while_the_trainer_has_the_device_comes_back_after_i
 ) -> None:
     killer = f"{{name: 'colocated_estimator:EngineKiller', marker: {workspace.folder / 'killed'}}}"
     run = workspace.train(
-        "colocated killed", *LEARNING, COLOCATED, "rollout.engine.in_process=false",
+        "colocated killed", *LEARNING, COLOCATED, "rollout.service=process",
         "training.steps=4", f"algorithm.estimator={killer}",
         "rollout.engine.restart.backoff_s=0.01",
     )  # fmt: skip

@@ -40,7 +40,7 @@ def test_a_run_by_the_rules_of_nccl_equals_one_over_gloo(
 ) -> None:
     """Generation, evaluation, batches, scores, training, publication, checkpoints and export."""
     options = (
-        *LAYOUTS[layout], *LEARNING, "rollout.engine.in_process=true", "training.steps=3",
+        *LAYOUTS[layout], *LEARNING, "rollout.service=in_process", "training.steps=3",
         "algorithm.estimator.name=ppo", "algorithm.minibatches=2", "checkpoint.every=2",
         workspace.heldout,
         "evaluation.max_prompts=4", "evaluation.every=2",

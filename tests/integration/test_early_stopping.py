@@ -183,7 +183,7 @@ def test_all_ranks_stop_at_the_same_step(rank_runs: RankRuns) -> None:
     """Two data-parallel ranks reach limit and end together, or one would hang."""
     run = rank_runs.train(
         "stopped-ranks", *armed(1e-9), "training.max_update_kl=1e-12", "algorithm.minibatches=2",
-        "algorithm.epochs=2", "rollout.engine.in_process=true", "cluster.collective_timeout_s=60",
+        "algorithm.epochs=2", "rollout.service=in_process", "cluster.collective_timeout_s=60",
     )  # fmt: skip
     assert run.code == 0, run.said
     assert (run.result["status"], run.result["steps"]) == ("early_stopped", 2)

@@ -11,7 +11,7 @@ from tests.integration.resume_runs import contents
 
 STEPS = 12
 SETTINGS = (
-    "policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true",
+    "policy.parallel.tensor=2", *LEARNING, "rollout.service=in_process",
     f"training.steps={STEPS}", "checkpoint.every=3",
 )  # fmt: skip
 

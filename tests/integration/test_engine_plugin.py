@@ -90,18 +90,10 @@ def test_what_it_cannot_do_is_refused(workspace: Workspace, given: list[str], sa
     assert not refused.folder.exists()
 
 
-def test_under_ray_it_needs_a_way_for_weights_to_another_process(
-    workspace: Workspace, my_pkg: None
+def test_in_the_process_of_the_service_it_needs_a_way_for_weights_to_another_process(
+    workspace: Workspace,
 ) -> None:
-    pytest.importorskip("ray")
-    from rlcore.config.load import load_config
-    from rlcore.errors import ConfigError
-    from rlcore.launch.ray.engine_hosts import cluster_engines
-    from rlcore.launch.ray.placement import place
-    from rollout.engines.factories import Keys
-
-    given = ("run.name=x", "cluster.launcher=ray", *MINE)
-    config = load_config([workspace.base], given).config
-    assert place(config, has_gpus=False).hosts == (), "it runs in the service's process"
-    with pytest.raises(ConfigError, match="takes weights in its own process alone"):
-        cluster_engines(config, [], Keys("api", "admin"))
+    refused = workspace.train("refused engine", *MINE, "rollout.service=process")
+    assert refused.code == 2
+    assert "takes weights in its own process alone" in refused.err
+    assert "set rollout.service to in_process" in refused.err

@@ -69,7 +69,7 @@ def test_the_experts_of_the_engine_are_replayed(workspace: Workspace) -> None:
         ),
     )
     model = (f"model.path={folder}", "policy.routing_replay=engine")
-    run = workspace.train("routed", *TOP_P, *model, KEEP, "rollout.engine.in_process=false")
+    run = workspace.train("routed", *TOP_P, *model, KEEP, "rollout.service=process")
     assert run.code == 0, run.err
     assert all(row[GAP] < 1e-5 for row in run.metrics)
     # Two optimizer steps a batch: the weights of the second are not the engine's any more.

@@ -12,7 +12,8 @@ from rank_runs import Act, Ended, Going, RankRuns, to_child, to_rank
 from workspace import Workspace
 
 FOREVER = ("training.steps=100000", "policy.parallel.tensor=2")
-IN_PROCESS = ("rollout.engine.in_process=true",)  # no engine process to start: quicker
+IN_PROCESS = ("rollout.service=in_process",)  # no engine process to start: quicker
+SERVER = ("rollout.service=process",)
 HEARTBEAT_S = 8  # a rank that runs is not silent for so long, on a busy machine either
 REQUEST_S = 10
 COLLECTIVE_S = 10
@@ -132,7 +133,7 @@ def test_a_plugin_that_raises_on_rank_0(rank_runs: RankRuns) -> None:
 def test_without_an_engine_the_run_saves_and_ends(rank_runs: RankRuns) -> None:
     """Whether a request, a publication or the question for its health comes first is chance."""
     run = rank_runs.train(
-        "engine-stopped", *FOREVER, "rollout.engine.restart.limit=0",
+        "engine-stopped", *FOREVER, *SERVER, "rollout.engine.restart.limit=0",
         f"rollout.engine.request_timeout_s={REQUEST_S}",
         f"rollout.engine.update_timeout_s={REQUEST_S}",
         act=to_child("rollout.engines.embedded.server", signal.SIGSTOP),

@@ -19,7 +19,7 @@ def test_a_run_on_one_machine_listens_on_loopback_alone(rank_runs: RankRuns) -> 
         found.update(programs(going.supervisor, *going.ranks))
         os.kill(going.supervisor, signal.SIGTERM)
 
-    run = rank_runs.train("listens", *FOREVER, "rollout.engine.in_process=false", act=look)
+    run = rank_runs.train("listens", *FOREVER, "rollout.service=process", act=look)
     assert run.result["status"] == "interrupted", run.said
     assert found == {key: {"127.0.0.1"} for key in ("trainer rank", "embedded engine")}
     assert run.orphans == []

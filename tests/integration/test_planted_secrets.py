@@ -135,7 +135,6 @@ def settings(workspace: Workspace, model: Path, agent: Path, url: str) -> dict[s
             "max_failed": 1.0,
             "sampling": {"max_new_tokens": 6},
             "engine": {
-                "in_process": False,
                 "environment": {"PLAIN_NAME": f"{MARK}0a1b2c3d4e5f", "NCCL_DEBUG": "WARN"},
             },
             "workflow": {

@@ -35,14 +35,14 @@ def rounded(folder: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("in_process", [pytest.param(True, marks=pytest.mark.full), False])
+@pytest.mark.parametrize("service", [pytest.param("in_process", marks=pytest.mark.full), "process"])
 def test_an_engine_in_fp8_samples_from_the_rounded_policy(
-    workspace: Workspace, tmp_path: Path, in_process: bool
+    workspace: Workspace, tmp_path: Path, service: str
 ) -> None:
     """At every step, to 1e-4; the difference from the policy itself is what the run reports."""
     run = workspace.train(
-        f"fp8 {in_process}", *LEARNING, "checkpoint.every=1", "checkpoint.keep=9",
-        f"rollout.engine={{quantization: fp8, in_process: {in_process}, logprobs_every: 1}}",
+        f"fp8 {service}", *LEARNING, "checkpoint.every=1", "checkpoint.keep=9",
+        "rollout.engine={quantization: fp8, logprobs_every: 1}", f"rollout.service={service}",
         "algorithm.correction={name: tis}",
     )  # fmt: skip
     assert run.code == 0, run.err

@@ -19,7 +19,7 @@ from tests.integration.workspace import LEARNING, OF_ENGINES, Run, Workspace, le
 from tests.process_facts import command_of
 
 STEPS = 12
-SERVERS = ("rollout.engine.in_process=false", *LEARNING, f"training.steps={STEPS}")
+SERVERS = ("rollout.service=process", *LEARNING, f"training.steps={STEPS}")
 REACH_S = 300.0
 SILENCE_S = 30.0
 

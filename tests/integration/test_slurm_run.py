@@ -32,7 +32,7 @@ def test_a_job_trains_and_a_job_that_was_put_back_goes_on(
         "run.name=by-slurm",
         *LEARNING,
         "policy.parallel.tensor=2",
-        "rollout.engine.in_process=true",
+        "rollout.service=in_process",
     ]
 
     def submit(*arguments: str, **more: str) -> str:

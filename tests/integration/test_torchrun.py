@@ -16,7 +16,7 @@ from tests.listeners import programs
 from tests.timeline_checks import check_timeline
 
 LIMIT_S = 150.0
-TWO_RANKS = ("policy.parallel.tensor=2", *LEARNING, "rollout.engine.in_process=true")
+TWO_RANKS = ("policy.parallel.tensor=2", *LEARNING, "rollout.service=in_process")
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,8 @@ run: {{dir: {folder / "runs"}, threads: 1}}
 model: {{path: {model}, dtype: fp32}}
 data: {{paths: {folder / "data" / "train.jsonl"}}}
 policy: {{optimizer: {{lr: 1.0e-3}}, max_tokens_per_microbatch: 256}}
-rollout: {{prompts_per_step: 4, samples_per_prompt: 4, sampling: {{max_new_tokens: 6}}}}
+rollout: {{service: in_process, prompts_per_step: 4, samples_per_prompt: 4,
+          sampling: {{max_new_tokens: 6}}}}
 reward: {{parts: {{liked: {{model: {{path: {self.reward_model}}}}}}}}}
 training: {{steps: 3}}
 tracking: {{show_samples: 0}}

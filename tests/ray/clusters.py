@@ -25,7 +25,7 @@ _addresses = count(2)
 
 @contextmanager
 def new_cluster() -> Iterator[Any]:
-    """`ray.cluster_utils.Cluster` of a head that has room for a rollout service alone."""
+    """`ray.cluster_utils.Cluster` of a head with one CPU."""
     from ray.cluster_utils import Cluster
 
     logging.getLogger("ray").setLevel(logging.ERROR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,18 +18,19 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayError
 
 from rlcore.launch.ray.calls import NAMESPACE, actor_name
+from rlcore.runs.directory import RunDirectory
 from tests.integration.held_estimator import held
 from tests.integration.workspace import LEARNING, OF_ENGINES, Run, Workspace, learned
+from tests.process_facts import command_of
 
 REACH_S = 600.0  # a real server takes minutes to start on a busy machine
 ANSWER_S = 120.0  # of an actor whose process starts on a busy machine
 TWO_RANKS = (
     "policy.parallel.tensor=2",
     "cluster.processes_per_node=2",
-    "rollout.engine.in_process=false",
+    "rollout.service=process",
     *LEARNING,
 )
 STEPS = 16  # after an act at step 3 or 7 a quiet machine leaves a second or more to look
@@ -72,8 +74,13 @@ class Going:
         return [rank["pid"] for rank in self.ranks()]
 
     def service_pid(self) -> int:
-        pid: int = ray.get(self.actor("service").status.remote(), timeout=ANSWER_S)[0]
-        return pid
+        rank_0 = psutil.Process(self.rank_pids()[0])
+        [pid] = [
+            child.pid
+            for child in rank_0.children()
+            if "rlcore.launch.service.child" in command_of(child)
+        ]
+        return int(pid)
 
     def server_pid(self, index: int = 0) -> int:
         pid: int = ray.get(self.actor(f"engine-{index}").pid.remote(), timeout=ANSWER_S)
@@ -84,14 +91,9 @@ class Going:
         return int(psutil.Process(self.server_pid()).ppid())
 
     def engine_states(self) -> list[str]:
-        """The engines' states as the service sees them; empty without a service."""
-        try:
-            return [
-                row["state"]
-                for row in ray.get(self.actor("service").status.remote(), timeout=ANSWER_S)[1]
-            ]
-        except (RayError, ValueError):
-            return []
+        """The engines' states as the service writes them; empty before it has."""
+        path = RunDirectory(self.run.folder).engines_path
+        return [row["state"] for row in json.loads(path.read_bytes())] if path.exists() else []
 
     def kill_rank(self, rank: int) -> None:
         os.kill(self.rank_pids()[rank], signal.SIGKILL)

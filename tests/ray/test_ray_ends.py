@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 GONE_S = 60.0
 AGENTS_GONE_S = 150.0  # Ray's own agents look for their head for a minute
 WORKER = "reward.parts.right.function=exact_match"  # a reward that has processes of its own
-ONE_RANK = ("rollout.engine.in_process=false", *LEARNING)
+ONE_RANK = ("rollout.service=process", *LEARNING)
 LONG = "training.steps=1000"
 
 
@@ -158,16 +158,6 @@ def test_a_restart_without_room_fails_with_the_reason(ray_runs: RayRuns, cluster
     assert run.result["status"] == "failed"
     assert run.result["reason"].startswith("the Ray cluster has no room for the trainer")
     assert run.result["steps"] >= 2
-
-
-def test_a_service_without_room_is_named(ray_runs: RayRuns) -> None:
-    """The ranks, which have room, would wait for it without a reason."""
-    run = ray_runs.train(
-        "no_service", *ONE_RANK, "cluster.ray.service_cpus=64", "cluster.start_timeout_s=45"
-    )
-    assert run.code == 1
-    assert run.lines("rlcore: the Ray cluster has no room for the rollout service within 45 s")
-    assert "asked is [64 CPU]; it lacks" in run.err
 
 
 def test_ctrl_c_while_the_ranks_wait_for_room_again_is_an_interrupt(

@@ -21,7 +21,6 @@ from tests.ray.ray_runs import (
     RayRuns,
     balance,
     check_as_undisturbed,
-    command,
     until,
     until_gone,
 )
@@ -32,29 +31,6 @@ SILENCE_S = 30.0
 RANKS_START_S = 15.0  # until they wait for their engines
 RESTARTED = "restart 1 of 3 (cluster.max_restarts)"
 HEARTBEAT = f"cluster.heartbeat_timeout_s={SILENCE_S:g}"
-
-
-def test_a_service_that_hangs_is_found_and_made_anew(ray_runs: RayRuns, local: Run) -> None:
-    ranks: list[list[int]] = []
-    seen: list[str] = []
-
-    def stop(going: Going) -> None:
-        ranks.append(going.rank_pids())
-        service = going.service_pid()
-        os.kill(service, signal.SIGSTOP)
-        seen.extend(command("status", "--address", ray_runs.address).splitlines())
-        assert not until_gone({service}, within_s=SILENCE_S + 20)
-
-    run = ray_runs.train(
-        "service_hangs",
-        *COMMON,
-        HEARTBEAT,
-        acts=[(3, stop), (7, lambda going: ranks.append(going.rank_pids()))],
-    )
-    check_as_undisturbed(run, local)
-    assert seen[-1].startswith("  service: no answer within 15 s"), seen
-    assert len(run.lines("(cluster.heartbeat_timeout_s): it is made anew")) == 1
-    assert ranks[0] == ranks[1], "the ranks were started again"
 
 
 def test_a_service_lost_while_an_engine_comes_up_finds_it_coming(
@@ -182,46 +158,19 @@ def test_the_engine_of_a_lost_node_is_started_on_another(
     assert not run.lines(RESTARTED)
 
 
-def test_the_service_of_a_lost_node_is_made_anew_on_another(
-    ray_runs: RayRuns, cluster: Any, local: Run
-) -> None:
-    """It is too large for the driver's node; a node with room for it is left."""
-    add_node(cluster)
-    ranks: list[list[int]] = []
-
-    def lose(going: Going) -> None:
-        ranks.append(going.rank_pids())
-        lose_node(cluster, node_of(cluster, going.service_pid()))
-
-    run = ray_runs.train(
-        "service_node_lost",
-        *COMMON,
-        "cluster.ray.service_cpus=2",
-        acts=[(3, lose), (7, lambda going: ranks.append(going.rank_pids()))],
-    )
-    check_as_undisturbed(run, local)
-    assert ranks[0] == ranks[1], "the ranks were started again"
-
-
 def test_rank_0_and_the_service_are_lost_with_one_node(
     ray_runs: RayRuns, cluster: Any, local: Run
 ) -> None:
-    """Only a large node has room for them, so rank 0's memory of the service's state is lost too.
-
-    The run's folder has it as well.
-    """
+    """The run resumes from the checkpoint in its folder."""
     large = add_node(cluster, cpus=8)
     with late_node(cluster, cpus=8) as join:
 
         def lose(going: Going) -> None:
-            assert {node_of(cluster, pid) for pid in (*going.rank_pids(), going.service_pid())} == {
-                large
-            }
+            assert {node_of(cluster, pid) for pid in going.rank_pids()} == {large}
             join()
             lose_node(cluster, large)
 
-        shares = ("cluster.ray.rank_cpus=1.5", "cluster.ray.service_cpus=3")
-        run = ray_runs.train("both_lost", *COMMON, *shares, acts=[(5, lose)])
+        run = ray_runs.train("both_lost", *COMMON, "cluster.ray.rank_cpus=3", acts=[(5, lose)])
     check_as_undisturbed(run, local)
     assert len(run.lines(RESTARTED)) == 1
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -23,7 +24,6 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 SHARES = (
     "cluster.ray.rank_cpus=0.5",
     "cluster.ray.engine_cpus=0.5",
-    "cluster.ray.service_cpus=0.5",
 )
 
 
@@ -52,15 +52,12 @@ def node(actor: Any) -> str:
 
 
 def look(going: Going, engines: int) -> dict[str, Any]:
-    """Nodes and GPUs of ranks, engines and service."""
+    """Nodes and GPUs of ranks and engines, and a variable of the rollout service."""
     hosts = [going.actor(f"engine-{index}") for index in range(engines)]
-    service = going.actor("service")
     return {
         "ranks": [(rank["node"], rank["gpus"]) for rank in going.ranks()],
         "engines": [(node(host), visible(host)) for host in hosts],
-        "service": (node(service), visible(service)),
-        "told": ray.get(service.__ray_call__.remote(lambda _: os.environ.get("TOLD")), timeout=60),
-        "driver": ray.get_runtime_context().get_node_id(),
+        "told": psutil.Process(going.service_pid()).environ().get("TOLD"),
     }
 
 
@@ -99,7 +96,6 @@ def test_ranks_share_a_node_and_engines_are_spread_with_gpus_of_their_own(
     assert [len(mine), len(others)] == [1, 1]
     beside = mine if here == rank_node else others
     assert not {*beside} & {*first, *second}, "an engine beside the ranks has a GPU of its own"
-    assert seen["service"] == (seen["driver"], []), "the service is with the driver, without a GPU"
 
 
 def test_the_trainer_has_whole_nodes_and_engines_what_is_left(gpu_runs: RayRuns) -> None:

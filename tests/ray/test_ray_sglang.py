@@ -1,4 +1,4 @@
-"""Real SGLang on a Ray cluster: ranks, service and engine on separate nodes, staleness 0 and 1."""
+"""Real SGLang on a Ray cluster: ranks and engine on separate nodes, staleness 0 and 1."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from tests.integration.workspace import LEARNING, Run, Workspace
 from tests.ray.ray_runs import Going, RayRuns
 
 STEPS = 4
-# An engine takes a whole node and so do the ranks; for the service there is room on the head.
+# An engine takes a whole node, and so do the ranks with the rollout service.
 SGLANG = (
     *LEARNING,
+    "rollout.service=process",
     "policy.parallel.tensor=2",
     "cluster.processes_per_node=2",
     "cluster.ray.engine_cpus=2",
@@ -30,7 +31,6 @@ def nodes_of(going: Going) -> dict[str, set[int]]:
     """The raylets above each part: a raylet is a node."""
     parts = {
         "ranks": going.rank_pids(),
-        "service": [going.service_pid()],
         "engine": [going.engine_pid()],
     }
     return {part: {raylet_above(pid) for pid in pids} for part, pids in parts.items()}
@@ -59,7 +59,7 @@ def check_logprobs(workspace: Workspace, run: Run) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_three_nodes_share_a_run(ray_runs: RayRuns, staleness: int) -> None:
+def test_nodes_share_a_run(ray_runs: RayRuns, staleness: int) -> None:
     workspace = ray_runs.workspace
     seen = []
     run = ray_runs.train(
@@ -72,7 +72,7 @@ def test_three_nodes_share_a_run(ray_runs: RayRuns, staleness: int) -> None:
     )
     assert run.code == 0, run.err
     assert {len(raylets) for raylets in seen[0].values()} == {1}
-    assert len(set.union(*seen[0].values())) == 3, "some parts shared a node"
+    assert len(set.union(*seen[0].values())) == 2, "some parts shared a node"
 
     check_books(run, staleness)
     check_logprobs(workspace, run)

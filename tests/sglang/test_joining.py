@@ -1,7 +1,8 @@
-"""A real server joins a run that goes on, answers with its weights, and leaves it again."""
+"""A real server comes into a run that goes on, answers with its weights, and leaves it again."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from server_kit import START_S, Served
 
 from rollout.engines.factories import ADMIN_KEY, API_KEY
-from rollout.fleet.announcements import EngineFolder
+from rollout.fleet.engine_list import external_name
 from tests.integration.accounting_checks import check_accounting
 from tests.integration.workspace import LEARNING, Run, Workspace
 
@@ -54,7 +55,7 @@ def until(what: str, reached: Callable[[], object], seconds: float = QUICK_S) ->
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_an_engine_joins_a_run_and_leaves_it(
+def test_an_engine_comes_into_a_run_and_leaves_it(
     served: Served,
     tiny_model: Path,
     tmp_path: Path,
@@ -63,43 +64,40 @@ def test_an_engine_joins_a_run_and_leaves_it(
     workspace = Workspace(tmp_path, tiny_model)
     run = Run(0, "", "", workspace.folder / "runs" / "grows")
     keys = {API_KEY: served.keys.api, ADMIN_KEY: served.keys.admin}
-    engine = (
-        f"{{kind: sglang, urls: [{served.url}], start_timeout_s: {START_S}, logprobs_every: 1}}"
-    )
+    listed = tmp_path / "engines"
+    listed.mkdir()
+    (listed / "first.json").write_text(json.dumps([served.url]))
+    engine = f"{{kind: sglang, urls_file: {listed}, start_timeout_s: {START_S}, logprobs_every: 1}}"
     training = started(
         "training",
         *("train", str(workspace.base), *LEARNING, "run.name=grows", "training.steps=100000"),
-        f"rollout.engine={engine}",
+        *(f"rollout.engine={engine}", "rollout.service=process"),
         **keys,
     )
-    folder = EngineFolder.of(run.folder)
     until("no first step", lambda: run.folder.is_dir() and len(run.metrics) > 2, START_S)
-    joining = started(
+    started(
         "engine",
-        *("engine", "--join", str(run.folder)),
+        *("engine", str(workspace.base), "run.name=lent", "rollout.engine.kind=sglang"),
         *("rollout.engine.device=cpu", "rollout.engine.threads=1"),
+        *("--urls-file", str(listed / "second.json")),
+        **keys,
     )
 
     def serving() -> list[str]:
-        return [row["engine"] for row in folder.read_fleet() if row["state"] == "serving"]
+        rows = json.loads((run.folder / "engines.json").read_bytes())
+        return [row["engine"] for row in rows if row["state"] == "serving"]
 
     until("two engines do not serve", lambda: len(serving()) == 2, START_S)
-    assert serving()[0] == "engine-0"
-    [announced] = [one for one in folder.announced().values() if one is not None]
+    first, second = serving()
+    assert first == external_name(served.url)
     status = workspace.command("status", str(run.folder))
     assert status.code == 0
-    assert f"{announced.name} at {announced.url}: serving, version" in status.out
-    assert "joined later" in status.out.splitlines()[2]
+    assert f"{second} at http://127.0.0.1:" in status.out
     joined_at = len(run.metrics)
     until("no later step", lambda: len(run.metrics) > joined_at + 3)
 
-    joining.send_signal(signal.SIGTERM)
-    assert joining.wait(QUICK_S) == 0, (tmp_path / "engine").read_text()
-    said = (tmp_path / "engine").read_text()
-    assert f"{announced.name} has joined" in said
-    assert not list(folder.path.glob(f"{announced.name}*"))
-    assert announced.keys.api not in said + (tmp_path / "training").read_text()
-    until("the run still lists it", lambda: serving() == ["engine-0"])
+    (listed / "second.json").write_text("[]")
+    until("the run still lists it", lambda: serving() == [first])
     left_at = len(run.metrics)
     until("no step without it", lambda: len(run.metrics) > left_at + 2)
     training.send_signal(signal.SIGTERM)

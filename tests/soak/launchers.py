@@ -122,8 +122,7 @@ def _is_rank(process: psutil.Process) -> bool:
 
 
 def _is_service(process: psutil.Process) -> bool:
-    beside_rank_0 = "rlcore.launch.service.child" in process.cmdline()
-    return beside_rank_0 or _is_actor(process, "ServiceActor")
+    return "rlcore.launch.service.child" in process.cmdline()
 
 
 def _is_raylet(process: psutil.Process) -> bool:

@@ -26,7 +26,6 @@ CONFIG: dict[str, Any] = {
         "samples_per_prompt": SAMPLES,
         "sampling": {"max_new_tokens": 24},
         "engine": {
-            "in_process": False,
             "threads": 1,
             "count": 2,
             "senders": 2,  # each rank publishes to one of them

@@ -40,7 +40,7 @@ COMMANDS = {
     for block, words in commands(page)
     # neither a synopsis, `[KEY=VALUE ...]`, nor a run that there is not
     if words[1] in CONFIGURED
-    and not any(word.startswith(("[", "--join", "runs/", "HOST:PORT")) for word in words)
+    and not any(word.startswith(("[", "runs/", "HOST:PORT")) for word in words)
 }
 
 

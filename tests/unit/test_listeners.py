@@ -17,7 +17,7 @@ from tests.listeners import PROGRAMS, documented, program_of
         ("python -m rollout.engines.embedded.server", "embedded engine"),
         ("python /x/rollout/engines/sglang/entry.py --port=1", "SGLang server"),
         ("sglang::scheduler", "SGLang scheduler"),
-        ("ray::ServiceActor.run", "rollout service"),
+        ("python -m rlcore.launch.service.child 7", "rollout service"),
         ("/x/ray/core/src/ray/raylet/raylet --y", "Ray itself"),
         ("nc -l 80", None),
     ],

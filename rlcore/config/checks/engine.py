@@ -6,7 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlcore.config.derived import generates, recorded_fields, truncates, world_size
+from rlcore.config.derived import (
+    embedded_in_trainer,
+    generates,
+    recorded_fields,
+    truncates,
+    world_size,
+)
 from rlcore.config.engine_registry import KINDS, EngineKind, is_import_path
 from rlcore.config.messages import Problem
 from rlcore.config.secrets import mask_text
@@ -97,17 +103,6 @@ def engine_kind(config: Config) -> Iterator[Problem]:
     # rlcore/launch/input_checks.py imports an engine of another package, and asks the same of it
     if (kind := KINDS.get(engine.kind)) is not None:
         yield from fits_kind(config, kind)
-    if engine.in_process and engine.kind == "embedded" and config.rollout.service == "process":
-        yield Problem(
-            "rollout.service",
-            "got process, but rollout.engine.in_process keeps the engine in the trainer's, where"
-            " no other reaches it: leave one out",
-        )
-    if engine.in_process and engine.count > 1 and engine.kind == "embedded":
-        yield Problem(
-            f"{ENGINE}.count",
-            f"got {engine.count}, but one engine runs in this process: leave it out",
-        )
 
 
 def fits_kind(config: Config, kind: EngineKind) -> Iterator[Problem]:
@@ -136,7 +131,8 @@ def fits_kind(config: Config, kind: EngineKind) -> Iterator[Problem]:
 def engine_servers(config: Config) -> Iterator[Problem]:
     """Engines are either started by the run or given by URL."""
     engine = config.rollout.engine
-    if engine.urls:
+    with_tls = config.cluster.tls is not None
+    if engine.is_external:
         why = (
             "engines given by rollout.engine.urls are started by somebody else: leave it out, or to"
             " `rlcore engine`"
@@ -144,11 +140,15 @@ def engine_servers(config: Config) -> Iterator[Problem]:
         # options of another package's engine are not those of a server
         options = ("server",) if is_import_path(engine.kind) else ()
         yield from _given(engine, [key for key in MANAGED_ONLY if key not in options], why)
-        yield from (_bad_url(f"{ENGINE}.urls", url) for url in engine.urls if not _is_url(url))
+        for url in engine.urls:
+            if problem := url_problem(url, with_tls=with_tls):
+                yield Problem(f"{ENGINE}.urls", problem)
+        if engine.urls and engine.urls_file is not None:
+            yield Problem(f"{ENGINE}.urls_file", "got both it and urls: leave one of them out")
         if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
             yield Problem(f"{ENGINE}.urls", "one engine is named twice")
     if engine.router_url is not None:
-        if not engine.urls:
+        if not engine.urls or engine.urls_file is not None:
             message = (
                 "a router hands requests to engines that it knows by URL: name the same in"
                 " rollout.engine.urls"
@@ -157,8 +157,8 @@ def engine_servers(config: Config) -> Iterator[Problem]:
                 f"{ENGINE}.router_url",
                 f"{message} (weights and control go to them directly), or leave it out",
             )
-        if not _is_url(engine.router_url):
-            yield _bad_url(f"{ENGINE}.router_url", engine.router_url)
+        if problem := url_problem(engine.router_url, with_tls=with_tls):
+            yield Problem(f"{ENGINE}.router_url", problem)
         lost = {
             "rollout.sampling.stop": bool(config.rollout.sampling.stop),
             "policy.routing_replay": config.policy.routing_replay == "engine",
@@ -181,18 +181,9 @@ def engine_tls(config: Config) -> Iterator[Problem]:
         missing = "key_file" if tls.key_file is None else "certificate_file"
         yield Problem(f"cluster.tls.{missing}", "not given: a certificate and its key go together")
     engine = config.rollout.engine
-    named = {f"{ENGINE}.urls": engine.urls, f"{ENGINE}.router_url": [engine.router_url or ""]}
-    for path, urls in named.items():
-        for url in urls:
-            if url.startswith("http://"):
-                yield Problem(
-                    path,
-                    f"got {mask_text(url)!r}, but cluster.tls is set and the engines' keys would go"
-                    " there in clear: expected https://..., or leave cluster.tls out",
-                )
-    if is_import_path(engine.kind) or engine.urls or not generates(config):
+    if is_import_path(engine.kind) or engine.is_external or not generates(config):
         return
-    if tls.certificate_file is None and not (engine.kind == "embedded" and engine.in_process):
+    if tls.certificate_file is None and not embedded_in_trainer(config):
         yield Problem(
             "cluster.tls.certificate_file",
             "not given, but the run starts engines, which are servers: give it and"
@@ -205,7 +196,7 @@ def managed_servers(config: Config) -> Iterator[Problem]:
     that is rlcore's to set.
     """
     engine = config.rollout.engine
-    if engine.kind == "sglang" and not engine.urls:
+    if engine.kind == "sglang" and not engine.is_external:
         yield from cannot_start(engine)
 
 
@@ -306,7 +297,7 @@ def engine_transport(config: Config) -> Iterator[Problem]:
             f" the trainer: set it to 0, or leave {ENGINE}.quantization out"
         )
         yield Problem(f"{ENGINE}.verify_every", message)
-    if engine.transport == "delta" and engine.urls and engine.weights_dir is None:
+    if engine.transport == "delta" and engine.is_external and engine.weights_dir is None:
         message = (
             "not given; engines elsewhere follow the changes there: name a folder that they share"
             " with the trainer"
@@ -345,7 +336,7 @@ def colocated(config: Config) -> Iterator[Problem]:
     engine = config.rollout.engine
     if not engine.colocated or not generates(config):
         return
-    if engine.urls:
+    if engine.is_external:
         yield Problem(
             COLOCATED,
             "engines given by rollout.engine.urls are somebody else's to stop and start: turn"
@@ -457,13 +448,19 @@ def _show(value: object) -> str:
     return repr(value) if isinstance(value, str | int | float | list) else "a value"
 
 
-def _is_url(text: str) -> bool:
+def url_problem(url: str, *, with_tls: bool) -> str | None:
+    """Return what is wrong with the URL of a server, None if nothing is."""
     try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port beyond 65535, half an IPv6 address
-        return False
-
-
-def _bad_url(path: str, url: str) -> Problem:
-    return Problem(path, f"got {url!r}, expected http://HOST:PORT")
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    # a port beyond 65535, half an IPv6 address
+    except ValueError:
+        good = False
+    if not good:
+        return f"got {url!r}, expected http://HOST:PORT"
+    if with_tls and parts.scheme == "http":
+        return (
+            f"got {mask_text(url)!r}, but cluster.tls is set and the engines' keys would go there"
+            " in clear: expected https://..., or leave cluster.tls out"
+        )
+    return None

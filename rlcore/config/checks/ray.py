@@ -25,16 +25,6 @@ def ray_launcher(config: Config) -> Iterator[Problem]:
             " on one of its nodes"
         )
         yield Problem("cluster.ray.address", message)
-    if engine.in_process:
-        yield Problem(
-            "rollout.engine.in_process",
-            "got true, but under Ray every engine is an actor: leave it out",
-        )
-    if config.rollout.service == "in_process":
-        yield Problem(
-            "rollout.service",
-            "got in_process, but under Ray the rollout service is an actor: leave it out",
-        )
     if engine.colocated and is_import_path(engine.kind):
         yield Problem(
             "rollout.engine.colocated",
@@ -57,7 +47,7 @@ def _gpu_shares(config: Config) -> Iterator[Problem]:
             "cluster.ray.rank_gpus",
             f"got {ray.rank_gpus:g}, but Ray gives a share of one GPU or a whole number",
         )
-    if engine.device == "cpu" or engine.urls or not generates(config):
+    if engine.device == "cpu" or engine.is_external or not generates(config):
         return
     needed = engine.count * engine.tensor_parallel
     width = engine.tensor_parallel

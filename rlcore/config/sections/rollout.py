@@ -70,8 +70,6 @@ class EngineConfig(Section):
     """`embedded` (rlcore's own, on torch), `sglang`, or `package.module:Class` of an engine."""
     count: PositiveInt = 1
     """Engines that the run starts."""
-    in_process: bool | None = None
-    """Embedded: in the trainer's process; default: where there is one process and one engine."""
     device: str | None = None
     """Device of the engines; default: cuda when there is one, else cpu."""
     dtype: Literal["fp32", "bf16"] | None = None
@@ -101,6 +99,9 @@ class EngineConfig(Section):
     """SGLang: interpreter of the engine's own environment; default: that of .venv-sglang."""
     urls: list[str] = Field(default_factory=list)
     """SGLang: engines that somebody else runs, instead of engines that the run starts."""
+    urls_file: str | None = None
+    """SGLang: a JSON file with a list of such URLs, or a folder of such files. It is read again
+    before each publication: engines may come and go."""
     tensor_parallel: PositiveInt = 1
     """SGLang: tensor-parallel ranks of one engine."""
     gpus: list[NonNegativeInt] = Field(default_factory=list)
@@ -147,6 +148,11 @@ class EngineConfig(Section):
     colocated: bool = False
     """Trainer and engines take turns on the same GPUs."""
 
+    @property
+    def is_external(self) -> bool:
+        """Whether somebody else runs the engines."""
+        return bool(self.urls) or self.urls_file is not None
+
 
 class WorkflowConfig(Plugin):
     """The workflow, from a prompt to samples: its `name`, and its own keywords beside it."""
@@ -169,9 +175,9 @@ class RolloutConfig(Section):
     """Generation: engines, the size of a step, sampling, workflow, staleness."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    service: Literal["auto", "process", "in_process"] = "auto"
-    """Where the rollout service runs: a process of its own, or rank 0's (`in_process`); `auto`: its
-    own where engines are servers and do not take turns with the trainer. Under Ray: an actor."""
+    service: Literal["process", "in_process"] = "process"
+    """Where the rollout service runs: in a child process of rank 0, or, for a debugger, in rank 0's
+    process (`in_process`), and there with it a single embedded engine."""
     prompts_per_step: PositiveInt = 32
     """Prompts, and so groups, of one training step."""
     samples_per_prompt: PositiveInt = 8

@@ -117,15 +117,13 @@ class RayConfig(Section):
     address: str | None = None
     """HOST:PORT, `auto` (Ray's choice) or `local`; default: your own cluster here, else local."""
     rank_cpus: NonNegativeFloat = 1.0
-    """CPUs of a trainer process."""
+    """CPUs of a trainer process; rank 0 shares them with the rollout service."""
     rank_gpus: NonNegativeFloat = 1.0
     """GPUs of a trainer process, where the cluster has GPUs."""
     engine_cpus: NonNegativeFloat = 1.0
     """CPUs of an engine."""
     engine_gpus: NonNegativeFloat = 1.0
     """GPUs of each tensor-parallel rank of an engine."""
-    service_cpus: NonNegativeFloat = 1.0
-    """CPUs of the rollout service."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
     """Ray's runtime environment of all actors: env_vars, working_dir, ..."""
     env_from_shell: list[str] = Field(default_factory=list)

@@ -1,6 +1,4 @@
-"""`rlcore engine`: runs the SGLang engines of a configuration alone, for a trainer elsewhere, or
-for a run that goes on, which they join.
-"""
+"""`rlcore engine`: runs the SGLang engines of a configuration alone, for a trainer elsewhere."""
 
 from __future__ import annotations
 
@@ -19,11 +17,8 @@ from urllib.parse import urlsplit
 import orjson
 
 from rlcore.config import Config
-from rlcore.config.load import load_config
-from rlcore.config.secrets import masked_keys
-from rlcore.config.sections.rollout import EngineConfig, RestartConfig
+from rlcore.config.sections.rollout import RestartConfig
 from rlcore.errors import ConfigError, RlcoreError, RunFailed, UserError
-from rlcore.runs.directory import RunDirectory
 from rlcore.runs.files import write_atomic
 from rlcore.terminal import printable
 from rollout.fleet.engine_states import pause_before
@@ -33,9 +28,6 @@ if TYPE_CHECKING:
     from rollout.engines.sglang.server_process import ManagedServer
 
 Follow = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
-Leave = Callable[[], Coroutine[Any, Any, None]]
-# of the run's own engines, on its own machines
-OF_THE_RUN = ("count", "gpus", "host")
 
 
 def node_of(nodes: int, rank: int, head: str | None) -> EngineNode | None:
@@ -126,76 +118,6 @@ def serve_engines(
     return 0
 
 
-def join_run(run: Path, files: Sequence[Path], overrides: Sequence[str]) -> int:
-    """Run engines that join a run, until SIGINT or SIGTERM, or until the run has finished.
-
-    A first signal lets the run go on without them before they end, a second one ends them at once.
-    Returns the exit code, 0.
-
-    Args:
-        run: its folder.
-        files, overrides: changes of the run's configuration, for these engines.
-
-    Raises:
-        UserError: engines cannot join this run, or it refuses one of them.
-        RunFailed: an engine did not start, none is left, or the run was deleted.
-    """
-    from rollout.engines.factories import Keys
-    from rollout.fleet.announcements import EngineFolder
-    from rollout.fleet.membership import Membership
-
-    # its configuration may name code of others
-    EngineFolder.of(run).check()
-    config = joining_config(run, files, overrides)
-    keys = Keys.new()  # they are told to the run in a file that its user alone can read
-    host = f"{socket.gethostname()}-{os.getpid()}"  # several such commands may share a machine
-    membership = Membership(run, keys, _say)
-    if membership.is_finished():
-        raise UserError(f"--join: {run} has finished")
-    servers = build_servers(config, keys, run.with_name(f"{run.name}-engines") / host)
-    try:
-        asyncio.run(
-            run_servers(
-                servers,
-                membership.announce,
-                [*followers(config), membership.follow],
-                restart=config.rollout.engine.restart,
-                leave=membership.leave,
-            )
-        )
-    finally:
-        membership.withdraw()
-    return 0
-
-
-def joining_config(run: Path, files: Sequence[Path], overrides: Sequence[str]) -> Config:
-    """Read the configuration of a run for engines that join it.
-
-    The run's values of the keys that tell of its own machines are left out.
-
-    Raises:
-        UserError: there is no such run, or engines cannot join it.
-    """
-    from rollout.fleet.announcements import why_closed
-
-    path = RunDirectory(run).config_path
-    if not path.is_file():
-        raise UserError(f"--join: {run} has no {path.name}; expected the folder of a run")
-    if (why := why_closed(load_config([path]).config)) is not None:
-        raise UserError(f"--join: no engine can join {run}: {why}")
-    # the run's own engines, if they are given by URL
-    loaded = load_config([path, *files], ["rollout.engine.urls=[]", *overrides])
-    config = loaded.config.model_copy(deep=True)
-    masked = [key for key in masked_keys(config.model_dump()) if key.startswith("rollout.engine.")]
-    if masked:
-        raise loaded.error(masked[0], f"a secret that {path} does not have: give the value again")
-    for key in OF_THE_RUN:
-        if loaded.origin(f"rollout.engine.{key}").startswith(str(path)):
-            setattr(config.rollout.engine, key, getattr(EngineConfig(), key))
-    _check(config, None)
-    return config
-
-
 def build_servers(
     config: Config, keys: Keys, logs: Path, node: EngineNode | None = None
 ) -> Sequence[ManagedServer]:
@@ -203,7 +125,7 @@ def build_servers(
     from rlcore.launch.engines import engine_site
     from rollout.engines.factories import factory_of
 
-    site = engine_site(config, world_size=0, local_ranks=0, logs=logs, node=node)
+    site = engine_site(config, local_ranks=0, logs=logs, node=node)
     servers: Sequence[ManagedServer]
     servers = factory_of(config.rollout.engine.kind).build_servers(site, keys)
     print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
@@ -219,7 +141,7 @@ def _check(config: Config, urls_file: Path | None) -> None:
             f"rollout.engine.kind: got {engine.kind!r}, expected 'sglang': other engines are the"
             " trainer's own"
         )
-    if engine.urls:
+    if engine.is_external:
         raise ConfigError(
             "rollout.engine.urls: these engines run already: leave it out to start others"
         )
@@ -273,7 +195,6 @@ async def run_servers(
     follow: Sequence[Follow] = (),
     *,
     restart: RestartConfig,
-    leave: Leave | None = None,
 ) -> None:
     """Start all servers at once, and restart them as they end, until SIGINT or SIGTERM; then stop.
 
@@ -281,17 +202,13 @@ async def run_servers(
         announce: called with the URLs once all have started.
         follow: run beside the servers; the end of one ends them too.
         restart: how often and when a server is restarted; the command goes on while one is left.
-        leave: comes between the signal and the end of the servers; a second signal ends it.
 
     Raises:
         RunFailed: a server did not start the first time, or none is left.
     """
     stop = asyncio.Event()
-    hurry = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(
-            signum, lambda: hurry.set() if stop.is_set() else stop.set()
-        )
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     starting = [asyncio.ensure_future(server.start()) for server in servers]
     all_started = asyncio.gather(*starting)
@@ -307,9 +224,6 @@ async def run_servers(
         beside += [asyncio.ensure_future(one(urls)) for one in follow]
         await asyncio.wait({stopping, *beside}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
-            if leave is not None:
-                beside += [asyncio.ensure_future(leave()), asyncio.ensure_future(hurry.wait())]
-                await asyncio.wait(beside[-2:], return_when=asyncio.FIRST_COMPLETED)
             return
         if beside[0].done():
             raise RunFailed("no engine is left: " + "; ".join(beside[0].result()))

@@ -32,6 +32,7 @@ from rlcore.launch.input_checks import check_model
 from rlcore.launch.local import launch_ranks
 from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import pin_initial_policy
+from rlcore.launch.service.client import ServiceClient, begin_service
 from rlcore.runs.sample_table import to_json
 from rlcore.runs.versions import VersionJournal
 from rlcore.terminal import printable, redacted
@@ -81,9 +82,10 @@ def evaluate_model(
                 return launch_ranks(config, arguments)
         elif not is_rank():
             config = _in_one_process(config)
+        service = begin_service(config, stack)
         process = stack.enter_context(join(config, has_steps=False))
         with process.reporting_errors():
-            scored = _evaluate(config, process, stack)
+            scored = _evaluate(config, process, stack, service)
     if scored is not None:
         _show(config, *scored, output)
     return 0
@@ -99,13 +101,17 @@ def _check_launcher(loaded: Loaded) -> None:
         )
 
 
-def _evaluate(config: Config, process: Process, stack: ExitStack) -> Scored | None:
+def _evaluate(
+    config: Config, process: Process, stack: ExitStack, service: ServiceClient | None
+) -> Scored | None:
     """Publish the weights and score the prompts; the result is rank 0's. Collective."""
     sync = process.sync
     start_s = config.cluster.start_timeout_s
     check_model(config, process.world_size)
     handles = sync.run_on_rank0(
-        "reading the data", lambda: open_handles(config, process, stack), timeout_s=start_s
+        "reading the data",
+        lambda: open_handles(config, process, stack, service=service),
+        timeout_s=start_s,
     )
     backend = _policy_only(config, process, stack)
     sharing = build_gpu_sharing(config, process, backend, handles)

@@ -118,7 +118,7 @@ def plan(
     found = options(job, gpus, device, admits)
     if isinstance(own, Option) and own.layout not in {option.layout for option in found}:
         found = sorted([own, *found], key=by_time)
-    yield from report(job, gpus, _engines(config, gpus), gpu_memory, device, costs, own, found)
+    yield from report(job, gpus, _engines(config), gpu_memory, device, costs, own, found)
     fastest = next((option.layout for option in found if option.fits(gpu_memory)), None)
     if fastest is not None:
         is_own = isinstance(own, Option) and fastest == own.layout
@@ -138,9 +138,9 @@ def _placed(config: Config, trainer: int, engine_gpus: int | None) -> Config:
     """
     engine = config.rollout.engine
     if engine_gpus is not None:
-        if not _engine_gpus(config, trainer):
+        if not _engine_gpus(config):
             raise UserError(
-                f"--engine-gpus: got {engine_gpus}, but there is {_engines(config, trainer)}:"
+                f"--engine-gpus: got {engine_gpus}, but there is {_engines(config)}:"
                 " leave it out, or change rollout.engine"
             )
         if engine_gpus % engine.tensor_parallel:
@@ -159,17 +159,17 @@ def _placed(config: Config, trainer: int, engine_gpus: int | None) -> Config:
             n for n in range(2, trainer + 1) if trainer % n == 0 and trainer // n <= GPUS_PER_NODE
         )
     cluster: dict[str, Any] = {"nodes": nodes, "processes_per_node": trainer // nodes}
-    needed = trainer + (0 if _shares_gpus(config) else _engine_gpus(config, trainer))
+    needed = trainer + (0 if _shares_gpus(config) else _engine_gpus(config))
     if config.cluster.launcher == "local" and needed > GPUS_PER_NODE and not engine.colocated:
         cluster["launcher"] = "ray" if generates(config) else "torchrun"
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=cluster)})
 
 
-def _engine_gpus(config: Config, trainer: int) -> int:
+def _engine_gpus(config: Config) -> int:
     """Return the GPUs that engines of the run take next to the trainer's."""
     engine = config.rollout.engine
-    elsewhere = engine.colocated or engine.urls or engine.device == "cpu"
-    if not generates(config) or elsewhere or embedded_in_trainer(config, trainer):
+    elsewhere = engine.colocated or engine.is_external or engine.device == "cpu"
+    if not generates(config) or elsewhere or embedded_in_trainer(config):
         return 0
     return engine.count * engine.tensor_parallel
 
@@ -180,18 +180,20 @@ def _shares_gpus(config: Config) -> bool:
     return kind is not None and kind.shares_gpu
 
 
-def _engines(config: Config, trainer: int) -> str:
+def _engines(config: Config) -> str:
     """Name the engines of the run, and whose GPUs they are on."""
     if not generates(config):
         return "no engines"
     engine = config.rollout.engine
+    if engine.urls_file is not None:
+        return "engines by rollout.engine.urls_file, whose GPUs are not counted"
     if engine.urls:
         number = f"{len(engine.urls)} engine{'s' * (len(engine.urls) > 1)}"
         return f"{number} by rollout.engine.urls, whose GPUs are not counted"
     number = f"{engine.count} engine{'s' * (engine.count > 1)} of TP {engine.tensor_parallel}"
     if engine.device == "cpu":
         return f"{number} on the CPU"
-    if own := _engine_gpus(config, trainer):
+    if own := _engine_gpus(config):
         suffix = ", or on the trainer's where none is free" if _shares_gpus(config) else ""
         return f"{number} on {own} GPU{'s' * (own > 1)} of their own{suffix}"
     return f"{number} on the trainer's GPUs"
@@ -329,7 +331,7 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
     engines = len(given.urls) or given.count
     transport: str = given.transport
     if given.kind == "embedded":
-        transport = "copy" if given.in_process else "distributed"
+        transport = "copy" if embedded_in_trainer(config) else "distributed"
     elif transport == "auto":
         transport = "tensor" if given.colocated else "distributed"
     dtype = given.dtype or config.model.dtype

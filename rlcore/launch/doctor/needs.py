@@ -67,7 +67,7 @@ class Needs:
         engine = config.rollout.engine
         cluster = config.cluster
         sglang = generates(config) and engine.kind == "sglang"
-        started = sglang and not engine.urls
+        started = sglang and not engine.is_external
         apart = not engine.colocated and cluster.launcher != "ray"
         count = len(engine.urls) or engine.count
         extras = ("ray",) * (cluster.launcher == "ray") + ("wandb",) * config.tracking.wandb.enabled
@@ -90,7 +90,7 @@ class Needs:
             files=FILES + (count * engine.max_in_flight if sglang else 0),
             extras=extras,
             wandb_online=config.tracking.wandb.enabled and config.tracking.wandb.mode == "online",
-            engine_urls=sglang and bool(engine.urls),
+            engine_urls=sglang and engine.is_external,
             transformer_engine=config.policy.transformer_engine == "auto",
             deterministic=config.run.deterministic,
             bf16=config.model.dtype == "bf16",

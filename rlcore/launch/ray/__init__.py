@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster, with trainer ranks, rollout service and engines as actors.
+"""Runs on a Ray cluster, with trainer ranks and engines as actors.
 
 Nothing outside this folder imports ray.
 """

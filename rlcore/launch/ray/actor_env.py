@@ -8,12 +8,11 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.deadlines import STORE_S
 from rlcore.errors import RunFailed
-from rlcore.launch.service.lines import LineStream
+from rlcore.launch.logs import LineStream
 from rlcore.terminal import printable
 
 if TYPE_CHECKING:
@@ -105,15 +104,3 @@ class LogRelay:
         now = time.monotonic()
         self._missed_at = self._missed_at or now
         return now >= self._missed_at + wait_s
-
-
-def log_to(path: Path) -> None:
-    """Send records and the output of native code to `path`; SIGUSR1 writes all stacks there."""
-    from rlcore.launch.logs import Terminal, log_output, open_log
-
-    handler = open_log(path)
-    logging.getLogger().setLevel(logging.INFO)
-    logging.getLogger().addHandler(handler)
-    logging.getLogger().addHandler(Terminal())
-    logging.captureWarnings(True)
-    log_output(handler.stream)

@@ -1,4 +1,4 @@
-"""Calls of actors with deadlines; translates Ray's errors into ours; finds actors that hang."""
+"""Calls of actors with deadlines; translates Ray's errors into ours."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from rlcore.deadlines import ACTOR_END_S, STALL_S
-from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed
-from rlcore.launch.service.channel import ServiceLost
+from rlcore.deadlines import ACTOR_END_S
+from rlcore.errors import DeadlineExceeded, PartLost, RlcoreError, RunFailed
 
 NAMESPACE = "rlcore"  # of all named actors
 POLL_S = 0.2  # between two calls of an actor that is being started
-BEAT_S = 1.0
 
 
-class ActorLost(ServiceLost):
+class ActorLost(PartLost):
     """An actor's process or its node died; its replacement has no state."""
 
 
@@ -43,21 +41,6 @@ def get(ref: Any, *, limit_s: float, what: str, key: str) -> Any:
         raise translate_error(error, what) from error
 
 
-def get_when_up(call: Callable[[], Any], *, limit_s: float, what: str, key: str) -> Any:
-    """As `get`, for an actor that Ray may be restarting: the call is repeated until it is up."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        left = max(POLL_S, deadline - time.monotonic())
-        try:
-            return get(call(), limit_s=left, what=what, key=key)
-        except ActorLost as error:
-            if left <= POLL_S:
-                raise DeadlineExceeded(
-                    f"{what}: its process was not started again within {limit_s:g} s ({key})"
-                ) from error
-        time.sleep(POLL_S)
-
-
 async def answer(ref: Awaitable[Any], *, what: str) -> Any:
     """As `get`, without a limit of its own."""
     try:
@@ -67,7 +50,7 @@ async def answer(ref: Awaitable[Any], *, what: str) -> Any:
 
 
 async def answer_when_up(call: Callable[[], Awaitable[Any]], *, what: str) -> Any:
-    """As `get_when_up`, without a limit of its own."""
+    """As `answer`, of an actor that Ray may be restarting: the call is repeated until it is up."""
     while True:
         try:
             return await answer(call(), what=what)
@@ -117,56 +100,3 @@ def end_named(names: Iterable[str]) -> None:
             except (RayError, ValueError):  # it is gone
                 left.discard(name)
         time.sleep(POLL_S if left else 0.0)
-
-
-class HangDetector:
-    """Ends an actor that hangs: for Ray an actor lives as long as its process does.
-
-    It calls `beat` of the actor, which Ray starts again when it dies. The time until the first
-    answer does not count: the start has a deadline elsewhere.
-
-    Args:
-        limit_s: the silence after which the actor counts as hung.
-    """
-
-    def __init__(self, actor: Any, *, limit_s: float) -> None:
-        self._actor = actor
-        self._limit_s = limit_s
-        self._beat: Any = None  # the call that is not answered yet
-        self._is_up = False
-        now = time.monotonic()
-        self._heard_at = now
-        self._checked_at = now
-
-    def check(self) -> float | None:
-        """End the actor if it hangs, and return for how many seconds it was silent, else None.
-
-        Call it often; it never waits.
-        """
-        now = time.monotonic()
-        if now - self._checked_at > STALL_S:
-            self._heard_at = now
-        self._checked_at = now
-        if self._beat is None:
-            if now - self._heard_at >= BEAT_S:
-                self._beat = self._actor.beat.remote()
-            return None
-        if ray.wait([self._beat], timeout=0)[0]:
-            self._is_up = _succeeded(self._beat)
-            self._beat = None
-            self._heard_at = now
-            return None
-        silent_s = now - self._heard_at
-        if not self._is_up or silent_s < self._limit_s:
-            return None
-        self._is_up = False
-        ray.kill(self._actor, no_restart=False)
-        return silent_s
-
-
-def _succeeded(call: Any) -> bool:
-    try:
-        ray.get(call)
-    except RayError:  # its process is gone, and is started again
-        return False
-    return True

@@ -188,12 +188,11 @@ class Reservation:
 
         Raises RunFailed where there is no room within `limit_s` (cluster.start_timeout_s).
         """
-        _wait(
-            lambda: self.group.wait(timeout_seconds=WAIT_S),
-            lambda: _no_room(self.parts, cluster, self.what, limit_s),
-            limit_s,
-            tick,
-        )
+        deadline = time.monotonic() + limit_s
+        while not self.group.wait(timeout_seconds=WAIT_S):
+            tick()
+            if time.monotonic() > deadline:
+                raise RunFailed(_no_room(self.parts, cluster, self.what, limit_s))
         return self.group
 
 
@@ -210,43 +209,6 @@ def reserve(parts: Sequence[Resources], strategy: str, what: str) -> Iterator[Re
     finally:
         if ray.is_initialized():
             remove_placement_group(group)
-
-
-def wait_for_actor(
-    actor: Any,
-    part: Resources,
-    cluster: Cluster,
-    what: str,
-    *,
-    limit_s: float,
-    tick: Callable[[], None],
-) -> None:
-    """Wait until an actor that has no reservation has its process, or has failed.
-
-    Args:
-        part: what it asks for.
-        tick: called all the time meanwhile.
-
-    Raises RunFailed where there is no room within `limit_s` (cluster.start_timeout_s).
-    """
-    up = actor.__ray_ready__.remote()
-    _wait(
-        lambda: bool(ray.wait([up], timeout=WAIT_S)[0]),
-        lambda: _no_room([part], cluster, what, limit_s),
-        limit_s,
-        tick,
-    )
-
-
-def _wait(
-    is_there: Callable[[], bool], lacks: Callable[[], str], limit_s: float, tick: Callable[[], None]
-) -> None:
-    """Wait for what `is_there` waits for a while. Raises RunFailed with what `lacks` says."""
-    deadline = time.monotonic() + limit_s
-    while not is_there():
-        tick()
-        if time.monotonic() > deadline:
-            raise RunFailed(lacks())
 
 
 def _no_room(parts: Sequence[Resources], cluster: Cluster, what: str, limit_s: float) -> str:

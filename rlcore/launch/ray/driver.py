@@ -3,8 +3,8 @@
 this process    the ranks' store, the terminal, signals
 run status      a small actor for `rlcore status` and `rlcore stop`
 engine hosts    an actor for each engine; Ray starts it elsewhere when its node is lost
-service         an actor; Ray restarts it, and rank 0 restores its state
-ranks           an actor each; when one is lost all restart from the last checkpoint
+ranks           an actor each; when one is lost all restart from the last checkpoint; rank 0 has the
+                rollout service, as under every launcher
 """
 
 from __future__ import annotations
@@ -12,44 +12,41 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
 
-from rlcore.config.derived import generates, world_size
+from rlcore.config.derived import world_size
 from rlcore.config.load import Loaded
-from rlcore.deadlines import CLOSE_SERVICE_S
 from rlcore.errors import INTERRUPTED, RlcoreError, UserError
+from rlcore.launch.environment import RESTARTED
 from rlcore.launch.input_checks import check_input
 from rlcore.launch.ray.actor_env import ActorEnv, LogRelay
-from rlcore.launch.ray.calls import NAMESPACE, HangDetector, actor_name, end_named
+from rlcore.launch.ray.calls import NAMESPACE, actor_name, end_named
 from rlcore.launch.ray.cluster import (
     Cluster,
     Reservation,
     connected,
     reserve,
-    wait_for_actor,
     warn,
 )
-from rlcore.launch.ray.engine_hosts import EngineHost
+from rlcore.launch.ray.engine_hosts import EngineHost, host_name
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.ranks import Ranks
-from rlcore.launch.ray.service_actor import ServiceActor
 from rlcore.launch.ray.status import RunStatus, StopRequests
 from rlcore.launch.run_folder import conclude_unless_written, result_mark
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.lock import wait_until_free
 from rlcore.trainer.rank0 import FINISHED
 from rlcore.trainer.rank_sync import Failure
-from rollout.engines.factories import Keys, engine_name
+from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
 
 CONCURRENT = 1000  # calls of an actor at a time
 
@@ -68,22 +65,6 @@ def drive(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
         # Signals are counted until all is closed, so that they do not change the exit code.
         last.enter_context(requests.counting_signals())
         return Driver(loaded, cluster, stack, requests).run(resume=resume, overwrite=overwrite)
-
-
-def host_name(run: str, index: int) -> str:
-    """The name of an engine's actor."""
-    return actor_name(run, engine_name(index))
-
-
-def on_this_node(*, spills: bool = False) -> NodeAffinitySchedulingStrategy:
-    """Place an actor on the driver's node, with whose loss the run is lost anyway.
-
-    Args:
-        spills: place it elsewhere if this node has no room, and sometimes even if it has.
-    """
-    node = ray.get_runtime_context().get_node_id()
-    # `soft` alone asks only whether the node is alive: on a busy node it would wait.
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=spills, _spill_on_unavailable=spills)
 
 
 class Driver:
@@ -105,8 +86,6 @@ class Driver:
         self._stopping = False  # the ranks were asked to end
         self._run_status: Any = None
         self._statuses_written = 0
-        self._service: Any = None
-        self._hang_detector: HangDetector | None = None  # of the service
         self._hosts: list[Any] = []
         self._restarts = 0
         self._opened = False  # the ranks have taken the run's folder
@@ -129,10 +108,10 @@ class Driver:
                 engines = self._wait_for(
                     self._stack.enter_context(reserve(placement.engines, "SPREAD", "the engines"))
                 )
-            self._stack.callback(self._end_service)  # before the engines' bundles are given back
+            # before the engines' bundles are given back
+            self._stack.callback(self._end_hosts)
             if not placement.shares_gpus:
                 self._host_engines(engines, [])
-                self._start_service()
             code = None
             while code is None:  # an attempt resumes the run that an earlier one has begun
                 code = self._attempt(
@@ -191,9 +170,8 @@ class Driver:
     ) -> Failure | None:
         """Run the ranks, which have been placed, to their end."""
         if self._cluster.placement.shares_gpus:
-            self._end_service()
+            self._end_hosts()
             self._host_engines(group, ranks.gpus)
-            self._start_service()
         self._write_run_status(
             [
                 {"rank": rank, "node": node, "pid": pid, "gpus": gpus}
@@ -202,9 +180,11 @@ class Driver:
                 )
             ]
         )
-        self._wait_for_service()
         self._ranks = ranks  # from here on a stop request ends them cleanly
-        return ranks.run(resume=resume, overwrite=overwrite, service=self._service)
+        for_rank0 = {API_KEY: self._keys.api, ADMIN_KEY: self._keys.admin}
+        if self._restarts and not self._cluster.placement.shares_gpus:
+            for_rank0[RESTARTED] = str(self._restarts)
+        return ranks.run(resume=resume, overwrite=overwrite, for_rank0=for_rank0)
 
     # --- the parts --------------------------------------------------------------------------------
 
@@ -216,7 +196,10 @@ class Driver:
             namespace=NAMESPACE,
             num_cpus=0,
             max_concurrency=CONCURRENT,
-            scheduling_strategy=on_this_node(),
+            # With the loss of the driver's node the run is lost anyway.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            ),
         )
         try:
             self._run_status = run_status.remote()
@@ -267,61 +250,17 @@ class Driver:
             )
             self._hosts.append(host.remote(self._actor_env, self.config, index, self._keys, shared))
 
-    def _start_service(self) -> None:
-        if not generates(self.config):
-            return
-        resources = bundles([self._cluster.placement.service])[0]
-        service = ray.remote(ServiceActor).options(
-            name=actor_name(self.config.run.name, "service"),
-            namespace=NAMESPACE,
-            max_restarts=-1,
-            num_cpus=resources.get("CPU", 0.0),
-            max_concurrency=CONCURRENT,
-            scheduling_strategy=on_this_node(spills=True),
-        )
-        names = [host_name(self.config.run.name, index) for index in range(len(self._hosts))]
-        self._service = service.remote(self._actor_env, self.config, names, self._keys)
-        limit_s = self.config.cluster.heartbeat_timeout_s
-        self._hang_detector = HangDetector(self._service, limit_s=limit_s)
-
-    def _wait_for_service(self) -> None:
-        if self._service is not None:
-            wait_for_actor(
-                self._service,
-                self._cluster.placement.service,
-                self._cluster,
-                "the rollout service",
-                limit_s=self.config.cluster.start_timeout_s,
-                tick=self._tick,
-            )
-
-    def _end_service(self) -> None:
-        """End the service and its engines."""
-        self._hang_detector = None
-        if self._service is not None:
-            with suppress(RayError):
-                ray.get(self._service.close.remote(), timeout=CLOSE_SERVICE_S)
+    def _end_hosts(self) -> None:
+        """End the engines."""
         name = self.config.run.name
-        end_named(
-            [
-                actor_name(name, "service"),
-                *(host_name(name, index) for index in range(len(self._hosts))),
-            ]
-        )
-        self._service = None
+        end_named([host_name(name, index) for index in range(len(self._hosts))])
         self._hosts = []
 
     # --- meanwhile --------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Print the actors' output, end a hanging service, and pass on requests to stop."""
+        """Print the actors' output, and pass on requests to stop."""
         self._log_relay.show()
-        silent_s = None if self._hang_detector is None else self._hang_detector.check()
-        if silent_s is not None:
-            warn(
-                f"the rollout service was silent for {silent_s:.0f} s"
-                " (cluster.heartbeat_timeout_s): it is made anew"
-            )
         self._requests.check()
         if not self._requests.count:
             return

@@ -1,6 +1,6 @@
 """Engines on a cluster: an actor owns an engine's server, which is used directly, by its URL.
 
-Actors belong to the driver, so that an engine outlives the service. When a node is lost, Ray starts
+Actors belong to the driver, so that an engine outlives rank 0. When a node is lost, Ray starts
 its actors elsewhere; the service's fleet then starts the server in it, as for any failed engine.
 """
 
@@ -10,25 +10,26 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
 
 from rlcore.config import Config
-from rlcore.config.derived import world_size
+from rlcore.config.derived import hosted_engines
 from rlcore.deadlines import END_SERVER_S
 from rlcore.errors import DeadlineExceeded, RlcoreError
 from rlcore.interfaces import RolloutEngine
-from rlcore.launch.engines import check_reachable, engine_site
 from rlcore.launch.logs import log_folder
 from rlcore.launch.ray.actor_env import ActorEnv
-from rlcore.launch.ray.calls import answer, answer_when_up
+from rlcore.launch.ray.calls import NAMESPACE, actor_name, answer, answer_when_up
 from rollout.asyncio_utils import within
 from rollout.engines.child_process import Server
 from rollout.engines.factories import HostedFactory, Keys, engine_name, factory_of
 
 LOOPBACK = "127.0.0.1"
+# Variables of rank 0, with which its rollout service joins the cluster on the same node.
+ADDRESS = "RAY_ADDRESS"
+NODE_ADDRESS = "RLCORE_NODE_ADDRESS"
 
 logger = logging.getLogger(__name__)
 
@@ -194,26 +195,32 @@ class HostedServer:
             await asyncio.wait({self._ended}, timeout=END_SERVER_S)
 
 
-def cluster_engines(config: Config, hosts: Sequence[Any], keys: Keys) -> list[RolloutEngine]:
-    """Make the engines of a run on a cluster, without starting them.
+def host_name(run: str, index: int) -> str:
+    """The name of an engine's actor."""
+    return actor_name(run, engine_name(index))
 
-    Args:
-        hosts: the handles of their actors; none where they are given by URL, or are engines of
-            another package, which are built here, in the process of the rollout service.
 
-    Raises:
-        ConfigError: no transport reaches such an engine from the trainer's process.
+def cluster_engines(config: Config) -> list[RolloutEngine]:
+    """Make the engines of a run that are actors, without starting them.
+
+    This process, the rollout service's or rank 0's, joins the cluster unless it is in it.
     """
-    factory = factory_of(config.rollout.engine.kind)
-    if not hosts:
-        site = engine_site(
-            config, world_size=world_size(config), local_ranks=0, logs=log_folder(config.run)
+    if not ray.is_initialized():
+        ray.init(
+            address=os.environ[ADDRESS],
+            _node_ip_address=os.environ[NODE_ADDRESS],
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
         )
-        engines = list(factory.build(replace(site, keys=keys)))
-        check_reachable(engines, config, "under Ray", "use another cluster.launcher")
-        return engines
+    limit_s = config.cluster.start_timeout_s
     servers = [
-        HostedServer(host, engine_name(index), place_timeout_s=config.cluster.start_timeout_s)
-        for index, host in enumerate(hosts)
+        HostedServer(
+            ray.get_actor(host_name(config.run.name, index), namespace=NAMESPACE),
+            engine_name(index),
+            place_timeout_s=limit_s,
+        )
+        for index in range(hosted_engines(config))
     ]
-    return list(factory.build_clients(config, servers, keys=keys))
+    factory: HostedFactory = factory_of(config.rollout.engine.kind)
+    return list(factory.build_clients(config, servers, keys=Keys.from_environment()))

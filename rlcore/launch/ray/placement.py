@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlcore.config import Config
-from rlcore.config.derived import generates, gpus_of_a_node
-from rlcore.config.engine_registry import is_import_path
+from rlcore.config.derived import gpus_of_a_node, hosted_engines
 
 Resources = dict[str, float]
 
@@ -37,7 +36,6 @@ class Placement:
     engines: tuple[Resources, ...]
     # the index of each engine's bundle, in `engines` or else in `trainer`
     hosts: tuple[int, ...]
-    service: Resources  # {} where nothing generates
 
     @property
     def shares_gpus(self) -> bool:
@@ -47,7 +45,7 @@ class Placement:
     @property
     def total(self) -> Resources:
         """The resources of all parts together."""
-        return added(*self.trainer, *self.engines, self.service)
+        return added(*self.trainer, *self.engines)
 
 
 def place(config: Config, *, has_gpus: bool) -> Placement:
@@ -56,9 +54,7 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
     engine = config.rollout.engine
     asked = config.cluster.ray
     on_gpu = has_gpus and engine.device != "cpu"
-    # an engine of another package runs in the service's process
-    has_hosts = generates(config) and not engine.urls and not is_import_path(engine.kind)
-    count = engine.count if has_hosts else 0
+    count = hosted_engines(config)
     rank = _resources(asked.rank_cpus, asked.rank_gpus if has_gpus else 0.0)
     one_engine = _resources(
         asked.engine_cpus, asked.engine_gpus * engine.tensor_parallel if on_gpu else 0.0
@@ -85,7 +81,6 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
         engine=one_engine,
         engines=engines,
         hosts=hosts,
-        service=_resources(asked.service_cpus, 0.0) if generates(config) else {},
     )
 
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import ray
 
 from rlcore.config.load import Loaded
 from rlcore.launch.environment import SUPERVISED, THREADS
 from rlcore.launch.ray.actor_env import ActorEnv
+from rlcore.launch.ray.engine_hosts import ADDRESS, NODE_ADDRESS
 from rlcore.timeline.start import START, now
-
-if TYPE_CHECKING:
-    from rlcore.launch.compose import OpenService
 
 
 class RankActor:
@@ -37,13 +33,11 @@ class RankActor:
         *,
         resume: bool,
         overwrite: bool,
-        service: Any,
     ) -> int:
         """Train, and return the rank's exit code.
 
         Args:
-            environment: the variables that torchrun would set.
-            service: the handle of the service actor; None where nothing generates.
+            environment: the variables that torchrun would set, and for rank 0 the engines' keys.
 
         Raises:
             RlcoreError: as `rlcore.launch.rank.train_rank`.
@@ -57,12 +51,9 @@ class RankActor:
         os.environ.update({**environment, **local, SUPERVISED: str(os.getppid())})
         from rlcore.launch.rank import train_rank
 
-        open_service: OpenService | None = None
         if environment["RANK"] == "0":
             self._actor_env.redirect_output()
-            if service is not None:
-                from rlcore.launch.ray.service_channel import ActorChannel
-                from rlcore.launch.service.handles import open_remote_service
-
-                open_service = partial(open_remote_service, ActorChannel(service))
-        return train_rank(loaded, resume=resume, overwrite=overwrite, service=open_service)
+            # for the rollout service, which is a process of its own
+            os.environ[ADDRESS] = ray.get_runtime_context().gcs_address
+            os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
+        return train_rank(loaded, resume=resume, overwrite=overwrite)

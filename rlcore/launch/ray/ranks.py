@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -133,8 +133,12 @@ class Ranks:
             self.gpus.append(gpus)
         return None
 
-    def run(self, *, resume: bool, overwrite: bool, service: Any) -> Failure | None:
-        """Run all ranks to their end; return a failure, which ends the run, at once."""
+    def run(self, *, resume: bool, overwrite: bool, for_rank0: Mapping[str, str]) -> Failure | None:
+        """Run all ranks to their end; return a failure, which ends the run, at once.
+
+        Args:
+            for_rank0: variables for rank 0 and its rollout service.
+        """
         places = self._cluster.placement.ranks
         for place, actor in zip(places, self.actors, strict=True):
             environment = rank_environment(
@@ -145,9 +149,9 @@ class Ranks:
             ) | store_environment(self._cluster.address, self._host.port)
             if THREADS in os.environ:
                 environment[THREADS] = os.environ[THREADS]
-            ref = actor.run.remote(
-                environment, self._loaded, resume=resume, overwrite=overwrite, service=service
-            )
+            if place.rank == 0:
+                environment |= for_rank0
+            ref = actor.run.remote(environment, self._loaded, resume=resume, overwrite=overwrite)
             self._runs[ref] = place.rank
         while True:
             self._tick()

@@ -15,13 +15,13 @@ from ray.exceptions import AuthenticationError, RayError
 
 from rlcore.deadlines import STATUS_ANSWER_S
 from rlcore.errors import DeadlineExceeded, RlcoreError, UserError
-from rlcore.launch.ray.calls import NAMESPACE, ActorLost, actor_name, first_line, get
+from rlcore.launch.ray.calls import NAMESPACE, actor_name, first_line, get
 from rlcore.launch.ray.cluster import NO_TOKEN
 from rlcore.launch.ray.discovery import LOCAL, check_reachable, find_cluster
+from rlcore.launch.run_folder import engine_lines
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
-from rollout.fleet.announcements import describe_engine
 
 POLL_S = 0.5
 KEY = "a fixed limit"
@@ -116,30 +116,8 @@ def _describe(run: str) -> Iterator[str]:
     for rank in facts["ranks"]:
         gpus = f", GPU {', '.join(rank['gpus'])}" if rank["gpus"] else ""
         yield f"  rank {rank['rank']}: pid {rank['pid']} on node {rank['node'][:12]}{gpus}"
-    yield from _describe_service(run)
-
-
-def _describe_service(run: str) -> Iterator[str]:
-    try:
-        service = ray.get_actor(actor_name(run, "service"), namespace=NAMESPACE)
-    except ValueError:  # nothing generates, or it is not started yet, or the run has ended
-        return
-    try:
-        pid, engines = get(
-            service.status.remote(), limit_s=STATUS_ANSWER_S, what="service", key=KEY
-        )
-    except ActorLost:
-        yield "  service: being started"
-        return
-    except DeadlineExceeded:
-        yield (
-            f"  service: no answer within {STATUS_ANSWER_S:g} s: it is being started, or hangs"
-            " (cluster.heartbeat_timeout_s)"
-        )
-        return
-    yield f"  service: pid {pid}"
-    for engine in engines:
-        yield f"  {describe_engine(engine)}"
+    for line in engine_lines(folder):
+        yield f"  {line}"
 
 
 def _step(folder: Path) -> str:

@@ -1,6 +1,6 @@
 """The process of the rollout service: `python -m rlcore.launch.service.child FD`, by rank 0.
 
-It answers calls from the socket FD, which it inherited, and ends with it.
+It answers calls from the socket FD, which it inherited, and ends with rank 0.
 """
 
 from __future__ import annotations
@@ -14,69 +14,23 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from logging.handlers import MemoryHandler
 from typing import Any
 
-from rlcore.config import Config
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.import_paths import place_of_error
-from rlcore.interfaces import RolloutEngine
-from rlcore.launch.engines import build_engines, check_reachable
-from rlcore.launch.logs import EARLY_RECORDS, Terminal, log_folder, open_log
+from rlcore.launch.logs import EARLY_RECORDS, LineStream, Terminal
 from rlcore.launch.process import set_up_torch
 from rlcore.launch.service import frames
+from rlcore.launch.service.frames import LINE, Begin
 from rlcore.launch.service.host import ServiceHost
-from rlcore.launch.service.lines import LineStream
-from rlcore.timeline.recorder import RECORDER
 from rlcore.timeline.start import now, process_start
 from rollout.daemon_threads import DaemonExecutor
 from rollout.sandbox.process_tree import die_with_parent
 
-MOST_CALLS = 256  # side by side
-LINE = -1  # instead of a call's number: a line for rank 0's terminal
+# Calls that run at a time.
+MAX_CALLS = 256
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Begin:
-    """The first message: what the service is opened with."""
-
-    config: Config
-    world_size: int
-    again: bool  # it takes the place of a lost one
-    path: Sequence[str]  # where rank 0 imports plugins from
-    folder: str  # rank 0's working directory
-
-
-class ChildHost(ServiceHost):
-    """A `ServiceHost` in rank 0's child."""
-
-    def __init__(self, begin: Begin, early: MemoryHandler) -> None:
-        super().__init__(begin.config)
-        self._begin = begin
-        self._early = early
-
-    def _engines(self) -> Sequence[RolloutEngine]:
-        engines = build_engines(self._config, self._begin.world_size)
-        where = "with rollout.service: process"
-        check_reachable(engines, self._config, where, "set rollout.service to in_process")
-        return engines
-
-    def _open_log(self) -> bool:
-        handler = open_log(log_folder(self._config.run) / "service.log")
-        for descriptor in (1, 2):
-            os.dup2(handler.stream.fileno(), descriptor)
-        self._early.setTarget(handler)
-        self._early.flush()
-        logging.getLogger().removeHandler(self._early)
-        logging.getLogger().addHandler(handler)
-        return self._begin.again
-
-    async def close(self) -> None:
-        """End the service and its engines, and the timeline."""
-        await super().close()
-        RECORDER.close()
 
 
 class Connection:
@@ -110,10 +64,11 @@ class Connection:
 
 
 def main() -> None:
-    """Serve until rank 0 says, or is gone."""
+    """Serve until rank 0 ends the service, or is gone."""
     die_with_parent()
     began = process_start()
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0's to heed, which ends this process
+    # Rank 0 handles these, and ends this process.
+    for number in (signal.SIGINT, signal.SIGTERM):
         # a handler and not SIG_IGN, which engines and reward workers would inherit
         signal.signal(number, lambda _number, _frame: None)
     descriptor = int(sys.argv[1])
@@ -134,8 +89,9 @@ def main() -> None:
         os._exit(0)
     os.chdir(begin.folder)
     sys.path[:] = begin.path
-    set_up_torch(begin.config)  # for reward models, which run here
-    asyncio.run(_serve(connection, begin, early))
+    # for reward models, which run here
+    set_up_torch(begin.config)
+    asyncio.run(_serve(connection, ServiceHost(begin, early)))
 
 
 def _import_ahead() -> None:
@@ -146,17 +102,16 @@ def _import_ahead() -> None:
     import rollout.service  # noqa: F401
 
 
-async def _serve(connection: Connection, begin: Begin, early: MemoryHandler) -> None:
+async def _serve(connection: Connection, host: ServiceHost) -> None:
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(DaemonExecutor(MOST_CALLS, "service"))
-    host = ChildHost(begin, early)
+    loop.set_default_executor(DaemonExecutor(MAX_CALLS, "service"))
     calls: set[asyncio.Task[None]] = set()
     closed = asyncio.Event()
 
-    async def answer(call: int, part: str, given: Sequence[Any], named: dict[str, Any]) -> None:
+    async def answer(call: int, part: str, given: Sequence[Any]) -> None:
         asked = now()
         try:
-            found = True, await getattr(host, part)(*given, **named)
+            found = True, await getattr(host, part)(*given)
         except BaseException as error:  # noqa: BLE001 - it belongs to the caller
             found = False, _sendable(error, part)
         if part in ("open", "start"):
@@ -165,7 +120,7 @@ async def _serve(connection: Connection, begin: Begin, early: MemoryHandler) -> 
         if part == "close":
             closed.set()
 
-    def begin_call(message: tuple[int, str, Sequence[Any], dict[str, Any]]) -> None:
+    def begin_call(message: tuple[int, str, Sequence[Any]]) -> None:
         task = asyncio.ensure_future(answer(*message))
         calls.add(task)
         task.add_done_callback(calls.discard)
@@ -180,7 +135,8 @@ async def _serve(connection: Connection, begin: Begin, early: MemoryHandler) -> 
 
     threading.Thread(target=read, name="calls", daemon=True).start()
     await closed.wait()
-    os._exit(0)  # whatever thread a plugin has left
+    # whatever thread a plugin has left
+    os._exit(0)
 
 
 def _sendable(error: BaseException, part: str) -> BaseException:

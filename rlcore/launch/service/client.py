@@ -1,19 +1,53 @@
-"""Calls the rollout service for rank 0, and recovers when the service dies."""
+"""Calls the rollout service for rank 0, and starts another one when its process dies."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import sys
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from rlcore.config import Config
-from rlcore.config.derived import comeback_s, engine_place_s
-from rlcore.deadlines import REWARD_START_S, SERVICE_ANSWER_S, SERVICE_GRACE_S
-from rlcore.launch.service.channel import Channel, ServiceLost
-from rlcore.launch.service.host import OpenedService
+from rlcore.config.derived import comeback_s, engine_place_s, generates
+from rlcore.deadlines import (
+    CLOSE_SERVICE_S,
+    END_RANK_S,
+    REWARD_START_S,
+    SERVICE_ANSWER_S,
+    SERVICE_GRACE_S,
+)
+from rlcore.errors import DeadlineExceeded, RunFailed
+from rlcore.launch.environment import restarted
+from rlcore.launch.service.frames import Begin, OpenedService
+from rlcore.launch.service.process import ServiceLost, ServiceProcess
 
-WORD_KEY = "60 s and cluster.heartbeat_timeout_s, in which one that hangs is replaced"
+ANSWER_KEY = "60 s and cluster.heartbeat_timeout_s, in which one that hangs is replaced"
 SERVICE = "the rollout service"
-# Methods of `RolloutSource` that a replacement service is told again, in this order.
-TOLD_AGAIN = ("restore", "keep_ledger", "admit_engines", "published")
+# Starts of the process in one run.
+MAX_STARTS = 6
+# Methods of `RolloutSource` that are repeated at a replacement service, in this order.
+REPLAYED = ("restore", "keep_ledger", "published")
+logger = logging.getLogger(__name__)
+
+
+def begin_service(config: Config, stack: ExitStack) -> ServiceClient | None:
+    """Start the process of the service on rank 0, so that it imports while this one joins others.
+
+    None on other ranks, where nothing generates, and where the service is in rank 0's process.
+
+    Args:
+        stack: ends the process.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if rank != 0 or config.rollout.service == "in_process" or not generates(config):
+        return None
+    client = ServiceClient(config)
+    stack.callback(client.close)
+    return client
 
 
 class ServiceClient:
@@ -22,39 +56,81 @@ class ServiceClient:
     Rank 0's main thread and its publication thread use it, never both at once.
     """
 
-    def __init__(self, channel: Channel, config: Config, *, greedy_baseline: bool) -> None:
-        self._channel = channel
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self._greedy_baseline = greedy_baseline
-        self._token = ""
+        self._process = self._new_process()
+        self._starts = 1
+        self._begin: Begin | None = None
+        # the process that has got `Begin`
+        self._begun: ServiceProcess | None = None
         self._started = False
-        self._unanswered: list[Any] = []  # notifications, awaited with the next call
-        self._told: dict[str, tuple[Any, ...]] = {}  # newest arguments of methods in TOLD_AGAIN
+        # notifications, awaited with the next call
+        self._unanswered: list[Future[Any]] = []
+        # the newest arguments of methods in REPLAYED
+        self._newest: dict[str, tuple[Any, ...]] = {}
 
     # --- the service's life -----------------------------------------------------------------------
 
-    def open(self) -> OpenedService:
+    @property
+    def pid(self) -> int | None:
+        """The number of the newest process."""
+        return self._process.pid
+
+    def open(self, config: Config, *, greedy_baseline: bool) -> OpenedService:
         """Let the service read its prompts. Raises UserError for bad prompts and the like."""
-        opened: OpenedService = self._channel.open(
-            greedy_baseline=self._greedy_baseline,
-            limit_s=self.config.cluster.start_timeout_s,
-            what=f"opening {SERVICE}",
-            key="cluster.start_timeout_s",
+        self.config = config
+        self._begin = Begin(
+            config,
+            greedy_baseline,
+            again=restarted(),
+            path=list(sys.path),
+            folder=os.getcwd(),
         )
-        self._token = opened.token
+        return self._open()
+
+    def _open(self) -> OpenedService:
+        """Open the service, in another process if this one is lost. Raises RunFailed after many."""
+        assert self._begin is not None, "open comes first"
         self._unanswered = []
-        return opened
+        while True:
+            if self._process.lost:
+                self._start_again()
+            if self._begun is not self._process:
+                self._process.begin(replace(self._begin, again=self._begin.again or self._started))
+                self._begun = self._process
+            try:
+                opened: OpenedService = _result(
+                    self._process.call("open"),
+                    limit_s=self.config.cluster.start_timeout_s,
+                    what=f"opening {SERVICE}",
+                    key="cluster.start_timeout_s",
+                )
+                return opened
+            # recovery: another process, as often as it may be started
+            except ServiceLost as error:
+                logger.warning("%s", error)
+
+    def _start_again(self) -> None:
+        if self._starts >= MAX_STARTS:
+            raise RunFailed(
+                f"the rollout service died {self._starts} times in this run: see logs/service.log"
+            )
+        self._starts += 1
+        logger.warning("the rollout service died: another process takes its place")
+        self._process = self._new_process()
+
+    def _new_process(self) -> ServiceProcess:
+        return ServiceProcess(on_ray=self.config.cluster.launcher == "ray")
 
     def start(self) -> None:
         """Start the service's engines and reward workers."""
-        limit = (
+        limit_s = (
             comeback_s(self.config.rollout.engine, engine_place_s(self.config))
             + REWARD_START_S
             + SERVICE_GRACE_S
         )
-        self.call(
-            "start", limit_s=limit, key="cluster.start_timeout_s and rollout.engine.start_timeout_s"
-        )
+        key = "cluster.start_timeout_s and rollout.engine.start_timeout_s"
+        self.call("start", limit_s=limit_s, key=key)
         self._started = True
 
     def reopen(self) -> None:
@@ -68,41 +144,49 @@ class ServiceClient:
                 f"{SERVICE} died, and with it the knowledge of what its engines keep on the"
                 " trainer's GPUs"
             )
-        self.open()
+        self._open()
         if self._started:
             self.start()
-        for method in TOLD_AGAIN:
-            if method in self._told:
-                self._tell(method)
+        for method in REPLAYED:
+            if method in self._newest:
+                self._repeat(method)
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method in TOLD_AGAIN, of the replacement if the service has died."""
+    def close(self) -> None:
+        """End the service, its engines and its process, within a limit; may be called twice."""
+        process = self._process
+        has_begun = self._begun is process
+        if has_begun and not process.lost:
+            wait([process.call("close")], timeout=CLOSE_SERVICE_S)
+        process.end(wait_s=END_RANK_S if has_begun else 0.0)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def replay(self, method: str, *arguments: Any) -> None:
+        """Call a method in REPLAYED, of the replacement if the service has died."""
         self.remember(method, *arguments)
         try:
-            self._tell(method)
+            self._repeat(method)
         except ServiceLost:
-            self.reopen()  # which tells it
+            self.reopen()
 
     def remember(self, method: str, *arguments: Any) -> None:
-        """Have a replacement service told this."""
-        self._told[method] = arguments
+        """Replay this call at a replacement service."""
+        self._newest[method] = arguments
 
     @property
     def state(self) -> Any:
         """The state that a replacement service would restore; None for its beginning."""
-        return self._told.get("restore", (None,))[0]
+        return self._newest.get("restore", (None,))[0]
 
-    def _tell(self, method: str) -> None:
+    def _repeat(self, method: str) -> None:
         # A large buffer or a long journal takes its time.
         start_s = self.config.cluster.start_timeout_s
         slow = {"limit_s": start_s, "key": "cluster.start_timeout_s"}
         limits: dict[str, Any] = {} if method == "published" else slow
-        self.call("source", method, *self._told[method], **limits)
-
-    # --- calls ------------------------------------------------------------------------------------
+        self.call("source", method, *self._newest[method], **limits)
 
     def call(
-        self, part: str, *arguments: Any, limit_s: float = SERVICE_ANSWER_S, key: str = WORD_KEY
+        self, part: str, *arguments: Any, limit_s: float = SERVICE_ANSWER_S, key: str = ANSWER_KEY
     ) -> Any:
         """Call a method of the host, from the main thread.
 
@@ -113,31 +197,29 @@ class ServiceClient:
                 `cluster.heartbeat_timeout_s` more, after which it is lost.
         """
         heartbeat_s = self.config.cluster.heartbeat_timeout_s
+        answer_s = SERVICE_ANSWER_S + heartbeat_s
         for notification in self._take_unanswered():
-            self._channel.get(
-                notification, limit_s=SERVICE_ANSWER_S + heartbeat_s, what=SERVICE, key=WORD_KEY
-            )
-        return self._channel.get(
-            self._send(part, arguments),
-            limit_s=limit_s + heartbeat_s,
-            what=f"{SERVICE}: {part}",
-            key=key,
-        )
+            _result(notification, limit_s=answer_s, what=SERVICE, key=ANSWER_KEY)
+        call = self._process.call(part, *arguments)
+        return _result(call, limit_s=limit_s + heartbeat_s, what=f"{SERVICE}: {part}", key=key)
 
     async def call_async(self, part: str, *arguments: Any) -> Any:
         """As `call`, from the publication's loop, which has limits of its own."""
         for notification in self._take_unanswered():
-            await self._channel.answer(notification, what=SERVICE)
-        return await self._channel.answer(self._send(part, arguments), what=SERVICE)
+            await asyncio.wrap_future(notification)
+        return await asyncio.wrap_future(self._process.call(part, *arguments))
 
     def notify(self, *arguments: Any) -> None:
         """Call the host's `notify` without waiting; the next call waits for it."""
-        self._unanswered.append(self._send("notify", arguments))
+        self._unanswered.append(self._process.call("notify", *arguments))
 
-    def _send(self, part: str, arguments: tuple[Any, ...]) -> Any:
-        return self._channel.send(part, self._token, *arguments)
-
-    def _take_unanswered(self) -> list[Any]:
+    def _take_unanswered(self) -> list[Future[Any]]:
         notifications = self._unanswered
         self._unanswered = []
         return notifications
+
+
+def _result(call: Future[Any], *, limit_s: float, what: str, key: str) -> Any:
+    if not wait([call], timeout=limit_s).done:
+        raise DeadlineExceeded(f"{what}: no answer within {limit_s:g} s ({key})")
+    return call.result()

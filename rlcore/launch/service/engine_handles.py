@@ -8,9 +8,9 @@ from typing import Any
 
 from rlcore.errors import EngineFailed, PublicationFailed
 from rlcore.interfaces import RolloutEngine, WeightVerifier
-from rlcore.launch.service.channel import ServiceLost
 from rlcore.launch.service.client import ServiceClient
 from rlcore.launch.service.host import EngineInfo
+from rlcore.launch.service.process import ServiceLost
 from rollout.weight_sync.process_group import GroupAddress
 
 

@@ -12,8 +12,14 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcore.config import Config
 
 MARK = b"rlsv"
 ALIGNMENT = 16  # bytes, of every array
@@ -22,6 +28,33 @@ MOST_BYTES = 1 << 38  # of a frame
 SMALL_BYTES = 1 << 16  # of a buffer that is sent together with others
 _HEADER = struct.Struct("!4sIQ")
 _PADDING = bytes(ALIGNMENT)
+# Instead of the number of a call: a line for the terminal of rank 0.
+LINE = -1
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The first message to the child: what the service is opened with.
+
+    Attributes:
+        again: the service replaces a lost one, so some engines may be lost, too.
+        path: where rank 0 imports plugins from.
+        folder: the working directory of rank 0.
+    """
+
+    config: Config
+    greedy_baseline: bool
+    again: bool
+    path: Sequence[str]
+    folder: str
+
+
+@dataclass(frozen=True)
+class OpenedService:
+    """What rank 0 learns when it opens the service."""
+
+    num_prompts: int
+    prompt_lengths: NDArray[np.int64]
 
 
 class BadFrame(ConnectionError):

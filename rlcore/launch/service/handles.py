@@ -1,52 +1,18 @@
-"""A remote rollout service as rank 0 uses it: samples, publication, and engine memory."""
+"""The rollout service in its process, as rank 0 uses it: samples, and the engines' memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlcore.config import Config
+from rlcore.config.derived import all_engines_timeout_s
 from rlcore.data.batch import StepRollouts
 from rlcore.data.generation import MemoryTag
 from rlcore.data.sample import Sample
 from rlcore.deadlines import SERVICE_GRACE_S
-from rlcore.launch.compose import RolloutHandles, all_engines_timeout_s
-from rlcore.launch.process import Process
-from rlcore.launch.service.channel import Channel, ServiceLost
 from rlcore.launch.service.client import ServiceClient
-from rlcore.launch.service.engine_handles import RemoteParticipants
-from rollout.asyncio_utils import LoopThread
-from rollout.weight_sync.publication import WeightPublication
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-def open_remote_service(
-    channel: Channel,
-    config: Config,
-    process: Process,
-    tokenizer: PreTrainedTokenizerBase,
-    stack: ExitStack,
-    *,
-    greedy_baseline: bool,
-) -> RolloutHandles:
-    """Open the service behind `channel` for rank 0; see `compose.OpenService`."""
-    client = ServiceClient(channel, config, greedy_baseline=greedy_baseline)
-    opened = client.open()
-    thread = LoopThread("publication")
-    stack.callback(thread.close)
-    sink = WeightPublication(config, RemoteParticipants(client), thread.loop, device=process.device)
-    stack.callback(sink.close)
-    return RolloutHandles(
-        RemoteSource(client),
-        sink,
-        opened.num_prompts,
-        opened.prompt_lengths,
-        RemoteMemory(client),
-    )
+from rlcore.launch.service.process import ServiceLost
 
 
 class RemoteSource:
@@ -79,7 +45,7 @@ class RemoteSource:
 
     def published(self, step: int, version: int, incarnation: int) -> None:
         """Implements the protocol."""
-        self._client.tell("published", step, version, incarnation)
+        self._client.replay("published", step, version, incarnation)
 
     def snapshot(self) -> dict[str, Any]:
         """The state of the newest hand-over, which came with it."""
@@ -87,15 +53,11 @@ class RemoteSource:
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Implements the protocol."""
-        self._client.tell("restore", state)
+        self._client.replay("restore", state)
 
     def keep_ledger(self, path: Path) -> None:
         """Implements the protocol."""
-        self._client.tell("keep_ledger", path.absolute())
-
-    def admit_engines(self, folder: Path) -> None:
-        """Implements the protocol."""
-        self._client.tell("admit_engines", folder.absolute())
+        self._client.replay("keep_ledger", path.absolute())
 
     def close(self) -> None:
         """Do nothing: whoever made its process closes the service."""

@@ -69,16 +69,16 @@ class EmbeddedFactory:
 
     @classmethod
     def build(cls, site: EngineSite) -> Sequence[RolloutEngine]:
-        """Return one engine in this process where the run has no other process and no other engine,
-        so that a debugger reaches it; else engines in processes and on GPUs of their own.
+        """Return one engine in this process, so that a debugger reaches it, where the rollout
+        service is in the trainer's; else engines in processes and on GPUs of their own.
         """
         config = site.config
         engine = config.rollout.engine
-        if embedded_in_trainer(config, site.world_size):
+        if embedded_in_trainer(config):
             if engine.environment:
                 raise ConfigError(
                     "rollout.engine.environment: the engine is in this process: leave it out, or"
-                    " set rollout.engine.in_process to false"
+                    " set rollout.service to process"
                 )
             return [
                 EmbeddedEngine(

@@ -30,9 +30,6 @@ class ExternalServer:
     """Has the methods of `ManagedServer`, but neither starts nor ends the server.
 
     Use it from one event loop.
-
-    Args:
-        named_by: what tells of the server, for messages.
     """
 
     managed = False
@@ -47,10 +44,9 @@ class ExternalServer:
         config: EngineConfig,
         keys: Keys,
         tls: TLSConfig | None = None,
-        named_by: str = "rollout.engine.urls",
     ) -> None:
         self.name = name
-        self._named_by = named_by
+        self._named_by = f"rollout.engine.{'urls_file' if config.urls_file else 'urls'}"
         self.url = url.rstrip("/")
         self.model_path = model_path
         self.config = config

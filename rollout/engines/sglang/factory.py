@@ -22,7 +22,7 @@ UNTIED = frozenset({"qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"})
 
 
 class SGLangFactory:
-    """`rollout.engines.factories.HostedFactory` of SGLang engines."""
+    """`rollout.engines.factories.ExternalFactory` of SGLang engines."""
 
     @classmethod
     def build(cls, site: EngineSite) -> list[SGLangEngine]:
@@ -33,21 +33,13 @@ class SGLangFactory:
         """
         config = site.config
         engine = config.rollout.engine
-        keys = site.keys or Keys.from_environment()  # one pair for all
         if not engine.urls:
+            keys = Keys.from_environment()
             return cls.build_clients(config, cls.build_servers(site, keys), keys=keys)
-        servers = [
-            ExternalServer(
-                engine_name(index),
-                url,
-                config.model.path,
-                config=engine,
-                keys=keys,
-                tls=config.cluster.tls,
-            )
+        return [
+            cls.build_external(config, engine_name(index), url)
             for index, url in enumerate(engine.urls)
         ]
-        return cls.build_clients(config, servers, keys=keys)
 
     @classmethod
     def build_servers(cls, site: EngineSite, keys: Keys) -> list[ManagedServer]:
@@ -94,8 +86,9 @@ class SGLangFactory:
         ]
 
     @classmethod
-    def build_joining(cls, config: Config, name: str, url: str, keys: Keys) -> SGLangEngine:
-        """See `JoinableFactory`."""
+    def build_external(cls, config: Config, name: str, url: str) -> SGLangEngine:
+        """See `ExternalFactory`."""
+        keys = Keys.from_environment()
         server = ExternalServer(
             name,
             url,
@@ -103,7 +96,6 @@ class SGLangFactory:
             config=config.rollout.engine,
             keys=keys,
             tls=config.cluster.tls,
-            named_by="it joins by `rlcore engine --join`",
         )
         [engine] = cls.build_clients(config, [server], keys=keys)
         return engine

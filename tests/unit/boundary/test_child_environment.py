@@ -65,6 +65,7 @@ def test_keys_of_the_run_are_never_passed_on(name: str) -> None:
 
 def test_the_service_has_all_but_what_rank_0_alone_needs() -> None:
     assert os.environ.keys() - service_environment().keys() == {"WANDB_API_KEY", "RAY_AUTH_TOKEN"}
+    assert os.environ.keys() - service_environment(on_ray=True).keys() == {"WANDB_API_KEY"}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ PPO = "algorithm.estimator.name=ppo"
 TIS = "algorithm.correction.name=tis"
 SGLANG = "rollout.engine.kind=sglang"
 BY_URL = (SGLANG, "rollout.engine.urls=[http://x:1]")
+COUNT = "rollout.engine.count"
+ROUTER = "rollout.engine.router_url=http://x:1"
 TP_2 = (SGLANG, "rollout.engine.tensor_parallel=2")
 PARTS = "rollout.engine.server.attn_dp_size"
 TWO = ("cluster.launcher=torchrun", "cluster.processes_per_node=2")
@@ -147,6 +149,10 @@ def paths(lines: list[str]) -> list[str]:
             [f"rollout.engine.{key}" for key in ("python", "tensor_parallel", "transport")],
         ),
         (["rollout.engine.urls=[http://x:1]"], ["rollout.engine.urls"]),
+        (["rollout.engine.urls_file=x.json"], ["rollout.engine.urls_file"]),
+        ([*BY_URL, "rollout.engine.urls_file=x.json"], ["rollout.engine.urls_file"]),
+        ([SGLANG, "rollout.engine.urls_file=x.json", "rollout.engine.count=2"], [COUNT]),
+        ([SGLANG, "rollout.engine.urls_file=x.json", ROUTER], ["rollout.engine.router_url"]),
         (["rollout.engine.max_in_flight=8"], ["rollout.engine.max_in_flight"]),
         (["rollout.engine.server={context_length: 9}"], ["rollout.engine.server"]),
         # data-parallel attention: parts of the server's ranks
@@ -156,10 +162,9 @@ def paths(lines: list[str]) -> list[str]:
             [*TP_2, "rollout.engine.server={attn_dp_size: 2}", "rollout.engine.verify_every=5"],
             ["rollout.engine.verify_every"],
         ),
-        (["rollout.engine.in_process=true", "rollout.engine.count=2"], ["rollout.engine.count"]),
         (
-            [SGLANG, "rollout.engine.in_process=false", "rollout.engine.max_batch=8"],
-            ["rollout.engine.in_process", "rollout.engine.max_batch"],
+            [SGLANG, "rollout.engine.max_batch=8"],
+            ["rollout.engine.max_batch"],
         ),
         (
             [*BY_URL, "rollout.engine.count=2", "rollout.engine.threads=1"],
@@ -373,4 +378,4 @@ def test_with_tls_engines_that_the_run_starts_need_a_certificate(load, refusal) 
     for overrides in ((), ("rollout.engine.kind=sglang",)):
         load(trusted, *given, *overrides)
         assert "certificate_file: not given" in refusal(trusted, *overrides)[0]
-    load(trusted, "rollout.engine.in_process=true")
+    load(trusted, "rollout.service=in_process")

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rlcore.config.derived import longest_request_s
+from rlcore.config.derived import all_engines_timeout_s, longest_request_s
 from rlcore.config.load import Loaded
-from rlcore.launch.compose import all_engines_timeout_s
 
 LONG = ("rollout.sampling.max_new_tokens=32768", "policy.max_tokens_per_microbatch=40000")
 TWO = ("policy.parallel.tensor=2", "cluster.processes_per_node=2")

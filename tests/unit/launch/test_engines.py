@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +30,9 @@ def python(tmp_path: Path, tiny_model: Path) -> tuple[str, str]:
     return f"rollout.engine.python={tmp_path / 'python'}", f"model.path={tiny_model}"
 
 
+IN_PROCESS = "rollout.service=in_process"
+
+
 def config_of(*overrides: str) -> Config:
     given = (
         "run.name=x",
@@ -44,9 +46,8 @@ def config_of(*overrides: str) -> Config:
     return load_config([], [*given, *overrides]).config
 
 
-def built(*overrides: str, world_size: int = 1) -> list[Any]:
-    process: Any = SimpleNamespace(world_size=world_size)
-    return list(build_engines(config_of(*overrides), process.world_size))
+def built(*overrides: str) -> list[Any]:
+    return list(build_engines(config_of(*overrides)))
 
 
 def managed(*overrides: str) -> list[ManagedServer]:
@@ -58,19 +59,17 @@ def managed(*overrides: str) -> list[ManagedServer]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "world_size", "kinds"),
+    ("overrides", "kinds"),
     [
-        ([], 1, [EmbeddedEngine]),
-        ([], 2, [RemoteEngine]),
-        (["rollout.engine.count=2"], 1, [RemoteEngine, RemoteEngine]),
-        (["rollout.engine.in_process=false"], 1, [RemoteEngine]),
-        (["rollout.engine.in_process=true"], 2, [EmbeddedEngine]),
+        ([], [RemoteEngine]),
+        ([IN_PROCESS], [EmbeddedEngine]),
+        ([IN_PROCESS, "rollout.engine.count=2"], [RemoteEngine, RemoteEngine]),
     ],
 )
-def test_one_embedded_engine_of_one_process_is_in_it_and_others_are_processes(
-    overrides: list[str], world_size: int, kinds: list[type]
+def test_one_embedded_engine_is_in_the_process_of_the_service_there_and_others_are_processes(
+    overrides: list[str], kinds: list[type]
 ) -> None:
-    made = built(*overrides, world_size=world_size)
+    made = built(*overrides)
     assert [type(one) for one in made] == kinds
     assert [one.name for one in made] == [f"engine-{index}" for index in range(len(kinds))]
 
@@ -80,13 +79,13 @@ def test_embedded_engines_that_are_processes_have_gpus_of_their_own(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5,7")
-    made = built("rollout.engine.count=2", world_size=2)
+    made = built("rollout.engine.count=2")
     assert [one._server.gpus for one in made] == [("2",), ("5",)]
 
 
 def test_an_embedded_engine_in_this_process_has_no_variables_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine\.environment: the engine is in this"):
-        built("rollout.engine.environment={A: b}")
+        built(IN_PROCESS, "rollout.engine.environment={A: b}")
 
 
 def test_servers_have_names_and_logs_of_their_own_and_one_pair_of_keys(
@@ -125,6 +124,18 @@ def test_servers_by_url(tmp_path: Path) -> None:
     made = built(SGLANG, urls, f"model.path={tmp_path}")
     assert all(isinstance(one.server, ExternalServer) and not one.managed for one in made)
     assert [one.server.url for one in made] == ["http://a:1", "http://b:2"]
+
+
+def test_servers_by_a_file_of_urls_are_named_by_host_and_port(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "urls.json").write_text('["http://a:1", "http://[::1]:2/"]')
+    given = (SGLANG, f"rollout.engine.urls_file={tmp_path / 'urls.json'}")
+    made = built(*given, f"model.path={tmp_path}")
+    assert [one.server.url for one in made] == ["http://a:1", "http://[::1]:2"]
+    assert [one.name for one in made] == ["a-1", "1-2"]
+    (tmp_path / "urls.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"urls_file: .*urls\.json lists no engine"):
+        built(*given, f"model.path={tmp_path}")
 
 
 def test_a_server_is_told_what_the_trainer_needs_of_it(

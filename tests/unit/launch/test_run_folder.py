@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,7 +22,6 @@ from rlcore.launch.run_folder import (
 )
 from rlcore.runs.checkpoints import CheckpointStore
 from rlcore.runs.directory import RunDirectory
-from rollout.fleet.announcements import EngineFolder
 
 
 def test_the_result_counts_the_steps_of_the_log(tmp_path: Path) -> None:
@@ -125,14 +125,13 @@ def test_the_status_of_a_run_tells_its_step_its_end_and_its_engines(tmp_path: Pa
     directory.metrics_path.write_text('{"step": 1}\n{"step": 7}\n')
     directory.write_result("completed", 7)
     row = {"engine": "engine-0", "url": None, "state": "serving", "version": 8}
-    folder = EngineFolder.of(directory.path)
-    folder.make()
-    joined = {**row, "engine": "b", "url": "http://b:1", "joined": True}
-    folder.write_fleet([{"requests": 3, "restarts": 1, **one} for one in (row, joined)])
+    by_url = {**row, "engine": "b", "url": "http://b:1"}
+    rows = [{"requests": 3, "restarts": 1, **one} for one in (row, by_url)]
+    directory.engines_path.write_text(json.dumps(rows))
     assert list(describe_run(directory.path)) == [
         "a: step 7, has ended: completed",
         "  engine-0: serving, version 8, 3 requests, 1 restarts",
-        "  b at http://b:1: serving, version 8, 3 requests, 1 restarts, joined later",
+        "  b at http://b:1: serving, version 8, 3 requests, 1 restarts",
     ]
 
 

@@ -231,7 +231,7 @@ def test_ppo_on_two_nodes_trains_on_the_first_and_generates_on_the_second(stage:
         "model.path=m",
         "cluster.launcher=torchrun",
         "rollout.engine.kind=sglang",
-        'rollout.engine.urls=["http://10.0.0.2:30000"]',
+        f"rollout.engine.urls_file={stage.folder / 'engines'}",
     ]
     assert served["arguments"][3:6] == [
         f"{root / PPO}.yaml",
@@ -349,7 +349,8 @@ def test_any_file_becomes_one_process(stage: Stage, name: str) -> None:
     )
     config = debugged(stage, str(file))
     assert config.run.name == "debug"
-    assert config.rollout.engine == EngineConfig(in_process=True)
+    assert config.rollout.service == "in_process"
+    assert config.rollout.engine == EngineConfig()
     assert config.policy.parallel == ParallelConfig()
 
 

@@ -37,15 +37,15 @@ def test_slurm_nodes_are_split_into_trainers_and_engines(stage: Stage) -> None:
             "--max-restarts": "3",
         }
         assert {flag: value_of(arguments, flag) for flag in flags} == flags
-        assert arguments[arguments.index("rlcore") :] == [
+        assert arguments[arguments.index("rlcore") : -1] == [
             "rlcore",
             "train",
             "run.yaml",
             "a.b=1",
             "cluster.launcher=torchrun",
             "rollout.engine.kind=sglang",
-            'rollout.engine.urls=["http://10.0.0.3:30000", "http://10.0.0.4:30000"]',
         ]
+        assert arguments[-1].startswith(f"rollout.engine.urls_file={stage.folder}")
     for call, address in zip(engines, ("10.0.0.3", "10.0.0.4"), strict=True):
         assert call["arguments"][:7] == [
             "-m", "rlcore", "engine", "run.yaml", "a.b=1", "servers.yaml", "rollout.engine.count=4",

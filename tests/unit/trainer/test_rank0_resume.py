@@ -57,8 +57,6 @@ class Source:
 
     def keep_ledger(self, path: Path) -> None: ...
 
-    def admit_engines(self, folder: Path) -> None: ...
-
 
 class Notes(BaseTracker):
     """Remembers the lines that people would see."""

@@ -23,7 +23,10 @@ from tests.unit.launch.commands.plan_kit import ALONE, CONFIG, first_line, plan,
         ("kind=sglang device=cpu", "1 engine of TP 1 on the CPU"),
         ('kind=sglang urls=["http://a:1"]', "1 engine by rollout.engine.urls, whose GPUs are not"),
         ("count=2", "2 engines of TP 1 on 2 GPUs of their own, or on the trainer's where none is"),
-        ("in_process=true", "1 engine of TP 1 on the trainer's GPUs"),
+        (
+            "urls_file=engines kind=sglang",
+            "engines by rollout.engine.urls_file, whose GPUs are not",
+        ),
     ],
 )
 def test_the_engines_gpus_are_counted_apart(

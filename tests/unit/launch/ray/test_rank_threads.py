@@ -37,5 +37,5 @@ def test_of_the_two_settings_the_users_counts(
     actor_env: Any = SimpleNamespace(enter=lambda: None)
     loaded: Any = SimpleNamespace(config=config)
     actor = RankActor(actor_env)
-    actor.run({"RANK": "1", **given}, loaded, resume=False, overwrite=False, service=None)
+    actor.run({"RANK": "1", **given}, loaded, resume=False, overwrite=False)
     assert seen == [expected]

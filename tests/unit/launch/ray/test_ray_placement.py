@@ -45,8 +45,7 @@ def test_a_node_of_the_trainer_is_one_bundle_and_an_engine_another() -> None:
     assert found.trainer == ({"CPU": 8.0, "GPU": 8.0},) * 2
     assert found.engines == ({"CPU": 1.0, "GPU": 4.0},) * 3
     assert found.hosts == (0, 1, 2)
-    assert found.service == {"CPU": 1.0}
-    assert found.total == {"CPU": 20.0, "GPU": 28.0}
+    assert found.total == {"CPU": 19.0, "GPU": 28.0}
     assert not found.shares_gpus
 
 
@@ -107,19 +106,18 @@ def test_engines_given_by_url_need_no_place() -> None:
     assert not found.shares_gpus
 
 
-def test_a_run_that_generates_nothing_has_no_service() -> None:
+def test_a_run_that_generates_nothing_has_no_engines() -> None:
     sft = config()
     sft.algorithm.loss.name = "sft"
     found = place(sft, has_gpus=False)
-    assert found.service == {}
     assert found.hosts == ()
     assert found.total == {"CPU": 1.0}
 
 
 def test_missing_resources_are_named_with_the_numbers() -> None:
     found = placed(per_node=2)
-    assert lacking(found, {"CPU": 4.0}) is None
-    assert lacking(found, {"CPU": 3.5}) == "4 CPU (the cluster has 3.5)"
+    assert lacking(found, {"CPU": 3.0}) is None
+    assert lacking(found, {"CPU": 2.5}) == "3 CPU (the cluster has 2.5)"
     assert lacking(placed(has_gpus=True), {"CPU": 64.0}) == "2 GPU (the cluster has 0)"
 
 
@@ -129,10 +127,6 @@ def test_missing_resources_are_named_with_the_numbers() -> None:
         (
             {"ray": {"address": "ray://head:10001"}},
             "cluster.ray.address: got 'ray://head:10001', expected HOST:PORT",
-        ),
-        (
-            {"in_process": True},
-            "rollout.engine.in_process: got true, but under Ray every engine is an actor",
         ),
         ({"kind": "sglang", "gpus": [0]}, "rollout.engine.gpus: got [0], but Ray chooses GPUs"),
         (

@@ -40,8 +40,8 @@ def found_by_the_rank(
 ) -> dict[str, str]:
     found: dict[str, str] = {}
 
-    def train_rank(loaded: Any, *, resume: bool, overwrite: bool, service: Any) -> int:
-        assert (resume, overwrite, service) == (True, False, None)
+    def train_rank(loaded: Any, *, resume: bool, overwrite: bool) -> int:
+        assert (resume, overwrite) == (True, False)
         found.update(os.environ)
         return 5
 
@@ -56,12 +56,7 @@ def found_by_the_rank(
     loaded: Any = SimpleNamespace(
         config=SimpleNamespace(cluster=SimpleNamespace(ray=SimpleNamespace(rank_gpus=rank_gpus)))
     )
-    assert (
-        RankActor(Here()).run(
-            ENVIRONMENT, loaded, resume=True, overwrite=False, service="service of rank 0"
-        )
-        == 5
-    )
+    assert RankActor(Here()).run(ENVIRONMENT, loaded, resume=True, overwrite=False) == 5
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlcore.errors import ConfigError
 from rlcore.launch.service import frames
-from rlcore.launch.service.child import LINE
+from rlcore.launch.service.frames import LINE
 
 LOST = 3  # its exit code
 
@@ -20,11 +20,11 @@ def main() -> None:
     def send(number: int, answer: Any) -> None:
         frames.send(connection, frames.encode((number, answer)))
 
-    frames.receive(connection)  # `Begin`
+    begin = frames.receive(connection)
     late: list[int] = []
     beats = 0
     while True:
-        number, part, given, named = frames.receive(connection)
+        number, part, given = frames.receive(connection)
         if part == "die":
             os._exit(LOST)
         elif part == "nonsense":
@@ -44,7 +44,10 @@ def main() -> None:
             for one in late:
                 send(one, (True, "late"))
         elif part == "open":
-            send(number, (True, named))
+            opened = {"greedy_baseline": begin.greedy_baseline, "again": begin.again}
+            send(number, (True, opened))
+        elif part == "start":
+            send(number, (True, None))
         elif part == "close":
             send(number, (True, None))
             os._exit(0)

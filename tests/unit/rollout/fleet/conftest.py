@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from patient_loop import LOOP_TIME, run_patiently
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.generation import GenerateRequest, SamplingParams
 from rlcore.deadlines import REQUEST_S
-from rollout.fleet import admission, dispatcher, fleet
+from rollout.fleet import dispatcher, fleet
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.fleet import Fleet
 
@@ -30,7 +30,7 @@ LIMITS = {
 class Site:
     """Engines a, b, ... in a fleet, and what a trainer would do for them."""
 
-    def __init__(self, names: str, *, place_s: float = 0.0, **config: Any) -> None:
+    def __init__(self, names: Sequence[str], *, place_s: float = 0.0, **config: Any) -> None:
         self.config = EngineConfig(**{**LIMITS, **config})
         self.engines = [FakeEngine(random_reply(31), name=name) for name in names]
         self.fleet = Fleet(self.engines, self.config, place_s=place_s)
@@ -75,12 +75,11 @@ def on_site(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`on_site("ab", use, retries=2)`: start a fleet of two, publish version 1, `await use(site)`,
     close it. Time passes while all of them wait.
     """
-    for module in (fleet, admission):
-        monkeypatch.setattr(module, "time", LOOP_TIME)
+    monkeypatch.setattr(fleet, "time", LOOP_TIME)
     monkeypatch.setattr(dispatcher, "now", LOOP_TIME.monotonic)
 
     def run(
-        names: str, use: Use, *, publish: bool = True, again: bool = False, **config: Any
+        names: Sequence[str], use: Use, *, publish: bool = True, again: bool = False, **config: Any
     ) -> None:
         async def main() -> None:
             site = Site(names, **config)

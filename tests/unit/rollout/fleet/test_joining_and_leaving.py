@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from fake_engine import FakeEngine, random_reply
 
-from rlcore.errors import EngineFailed, NoEngineLeft
+from rlcore.config import Config
+from rlcore.errors import ConfigError, EngineFailed, NoEngineLeft
 from rollout.fleet import fleet
+from rollout.fleet.engine_list import EngineList, keep_shown
 
 
 def new_engine(name, **settings):
@@ -27,16 +30,6 @@ def test_an_engine_that_joins_serves_once_it_has_the_weights(on_site, request_of
         assert site.states() == "serving serving"
         await asyncio.gather(*(site.dispatcher.one(request_of(i)) for i in range(9, 13)))
         assert late.calls
-        assert [member.describe()["joined"] for member in site.fleet.members] == [False, True]
-
-    on_site("a", use)
-
-
-def test_no_two_engines_have_one_name(on_site):
-    async def use(site):
-        with pytest.raises(ValueError, match="the fleet has an engine a already"):
-            site.fleet.join(new_engine("a"))
-        assert site.states() == "serving"
 
     on_site("a", use)
 
@@ -162,5 +155,126 @@ def test_where_the_last_one_leaves_everybody_hears_why(on_site, request_of):
             await site.dispatcher.one(request_of(1))
         with pytest.raises(NoEngineLeft, match="engine a has left"):
             await site.fleet.candidates()
+
+    on_site("a", use)
+
+
+# --- the list of engines --------------------------------------------------------------------------
+
+
+class Listed(EngineList):
+    """A list in a file, of which fake engines are made."""
+
+    def __init__(self, path):
+        path.write_text("[]")
+        self.path = path
+        self.built = []
+        self._config = Config.model_validate(
+            {
+                "run": {"name": "a"},
+                "model": {"path": "m"},
+                "data": {"paths": "d.jsonl"},
+                "training": {"steps": 1},
+                "rollout": {"engine": {"kind": "sglang", "urls_file": str(path)}},
+            }
+        )
+
+    def build(self, name, url):
+        self.built.append((name, url))
+        return new_engine(name)
+
+
+def test_engines_come_and_go_with_the_list(on_site, request_of, tmp_path):
+    """A new one serves once it has the weights; the list is read before a publication."""
+    listed = Listed(tmp_path / "urls.json")
+
+    async def use(site):
+        site.fleet._listed = listed
+        listed.path.write_text('["http://a:1", "http://b:1/"]')
+        await asyncio.sleep(0.2)
+        assert site.states() == "serving"
+        await site.publish(2)
+        assert listed.built == [("b-1", "http://b:1")]
+        await site.until("serving stale")
+        await site.publish(2, only_stale=True)
+        assert site.states() == "serving serving"
+        assert [member.version for member in site.fleet.members] == [2, 2]
+        listed.path.write_text('["http://b:1", "http://c:1"]')
+        await site.publish(3)
+        await site.until("serving stale")
+        assert [member.name for member in site.fleet.members] == ["b-1", "c-1"]
+        assert site.engines[0].closed
+
+    on_site(["a-1"], use)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[", "cannot be read"),
+        ('{"a": 1}', "expected a JSON list of URLs"),
+        ('["b:1"]', "got 'b:1', expected http://HOST:PORT"),
+        (None, "there is no "),
+    ],
+)
+def test_a_list_that_cannot_be_read_changes_nothing(on_site, tmp_path, text, why, caplog):
+    listed = Listed(tmp_path / "urls.json")
+    listed.path.unlink()
+    if text is not None:
+        listed.path.write_text(text)
+
+    async def use(site):
+        site.fleet._listed = listed
+        await site.publish(2)
+        assert site.states() == "serving"
+        [said] = [one for one in caplog.messages if "the engines stay as they are" in one]
+        assert why in said
+
+    on_site(["a-1"], use)
+
+
+def test_a_folder_has_a_file_for_each_command(tmp_path):
+    listed = Listed(tmp_path / "urls.json")
+    listed.path = tmp_path / "engines"
+    listed.path.mkdir()
+    assert listed.read() == {}
+    (listed.path / "node1.json").write_text('["http://10.0.0.1:1", "http://10.0.0.1:2"]')
+    (listed.path / "node2.json").write_text('["http://10.0.0.2:1"]')
+    (listed.path / "notes.txt").write_text("no list")
+    assert listed.read() == {
+        "10.0.0.1-1": "http://10.0.0.1:1",
+        "10.0.0.1-2": "http://10.0.0.1:2",
+        "10.0.0.2-1": "http://10.0.0.2:1",
+    }
+
+
+def test_an_engine_that_does_not_suit_the_run_does_not_serve(on_site, tmp_path, caplog):
+    listed = Listed(tmp_path / "urls.json")
+    listed.path.write_text('["http://a:1", "http://b:1"]')
+
+    def check(engine):
+        if engine.name == "b-1":
+            raise ConfigError("engine b-1 takes 8 tokens")
+
+    async def use(site):
+        site.fleet._listed = listed
+        site.fleet._check = check
+        await site.publish(2)
+        await site.until("serving dead")
+        assert "engine b-1 takes 8 tokens" in site.fleet.members[1].health.why
+
+    on_site(["a-1"], use)
+
+
+def test_the_state_of_the_engines_is_written(on_site, tmp_path):
+    path = tmp_path / "engines.json"
+
+    async def use(site):
+        showing = asyncio.ensure_future(keep_shown(site.fleet.members, path))
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        [row] = json.loads(path.read_bytes())
+        assert (row["engine"], row["state"], row["version"]) == ("a", "serving", 1)
+        showing.cancel()
 
     on_site("a", use)

@@ -1,0 +1,120 @@
+"""Files of a run's engines: the list of those that come and go, and the states of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from rlcore.config import Config
+from rlcore.config.checks.engine import url_problem
+from rlcore.errors import ConfigError, UserError
+from rlcore.interfaces import RolloutEngine
+from rlcore.runs.files import write_atomic
+from rollout.engines.factories import ExternalFactory, factory_of
+from rollout.fleet.engine_states import State
+from rollout.fleet.router import Member
+
+if TYPE_CHECKING:
+    from rollout.fleet.fleet import Fleet
+
+KEY = "rollout.engine.urls_file"
+SHOW_S = 1.0
+logger = logging.getLogger(__name__)
+
+
+class EngineList:
+    """A JSON file with a list of URLs, or a folder with such files (`*.json`), one a command.
+
+    Args:
+        config: has `rollout.engine.urls_file`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        assert config.rollout.engine.urls_file is not None
+        self.path = Path(config.rollout.engine.urls_file)
+        self._config = config
+        self._factory: ExternalFactory = factory_of(config.rollout.engine.kind)
+
+    def read(self) -> dict[str, str]:
+        """Return the URL of each engine by its name, which tells the machine and the port.
+
+        Raises:
+            UserError: a file cannot be read, or is no list of URLs.
+        """
+        found: dict[str, str] = {}
+        for path in sorted(self.path.glob("*.json")) if self.path.is_dir() else [self.path]:
+            try:
+                urls = orjson.loads(path.read_bytes())
+            # an engine has ended, and its command has deleted the file
+            except FileNotFoundError:
+                if path == self.path:
+                    raise UserError(f"{KEY}: there is no {path}") from None
+                continue
+            except (OSError, ValueError) as error:
+                raise UserError(f"{KEY}: {path} cannot be read: {error}") from error
+            if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+                raise UserError(f"{KEY}: {path}: got {urls!r:.80}, expected a JSON list of URLs")
+            for url in urls:
+                if problem := url_problem(url, with_tls=self._config.cluster.tls is not None):
+                    raise UserError(f"{KEY}: {path}: {problem}")
+                found[external_name(url)] = url.rstrip("/")
+        return found
+
+    def build_all(self) -> list[RolloutEngine]:
+        """Make the engines of the list, not started. Raises ConfigError where it has none."""
+        named = self.read()
+        if not named:
+            raise ConfigError(f"{KEY}: {self.path} lists no engine")
+        return [self.build(name, url) for name, url in named.items()]
+
+    def build(self, name: str, url: str) -> RolloutEngine:
+        """Make an engine of the list, not started."""
+        return self._factory.build_external(self._config, name, url)
+
+    async def update(self, fleet: Fleet) -> None:
+        """Take in the engines that are new in the list, and let those go that it lacks."""
+        try:
+            named = await asyncio.to_thread(self.read)
+        # recovery: the engines stay as they are until the next publication
+        except UserError as error:
+            logger.warning("%s; the engines stay as they are", error)
+            return
+        for member in fleet.members:
+            if member.name not in named and member.health.state is not State.LEAVING:
+                logger.info("engine %s leaves: it is not in %s any more", member.name, self.path)
+                fleet.leave_soon(member.engine)
+        known = {member.name for member in fleet.members}
+        for name, url in named.items():
+            if name not in known:
+                logger.info("engine %s is new in %s", name, self.path)
+                fleet.join(self.build(name, url))
+        # those that leave are not in the publication that begins
+        await asyncio.sleep(0)
+
+
+async def keep_shown(members: Sequence[Member], path: Path) -> None:
+    """Write the state of the engines to a file, for `rlcore status`, until cancelled."""
+    shown: list[dict[str, Any]] | None = None
+    while True:
+        rows = [member.describe() for member in members]
+        if rows != shown:
+            try:
+                await asyncio.to_thread(write_atomic, path, orjson.dumps(rows))
+            # recovery: the next look; nothing but a display depends on it
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", path, error)
+            shown = rows
+        await asyncio.sleep(SHOW_S)
+
+
+def external_name(url: str) -> str:
+    """Return the name of an engine by its host and port, which no other engine of a run has."""
+    parts = urlsplit(url)
+    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname}-{parts.port}").lstrip("-")
