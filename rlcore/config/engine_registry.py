@@ -10,6 +10,8 @@ import difflib
 from dataclasses import dataclass
 
 RECORDS = ("sampling_mask", "routed_experts")
+# An SGLang server's longest prompt ends so many tokens before its longest answer.
+SGLANG_ANSWER_RESERVE = 4
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class EngineKind:
         stop_strings: it ends responses at `rollout.sampling.stop`.
         colocated: it can release its memory, for `rollout.engine.colocated`.
         shares_gpu: it takes no more of a GPU's memory than it needs, so several share one.
+        context_reserve: tokens of the model's context that a prompt and its response must leave
+            free; None: the engine itself says how long they may be.
+        answer_reserve: tokens of its longest sequence that no prompt may take.
+        sets_cumem: it sets NCCL_CUMEM_ENABLE, and the trainer must set it to the same.
     """
 
     factory: str = ""
@@ -47,6 +53,9 @@ class EngineKind:
     stop_strings: bool = False
     colocated: bool = False
     shares_gpu: bool = False
+    context_reserve: int | None = None
+    answer_reserve: int = 0
+    sets_cumem: bool = False
 
 
 KINDS = {
@@ -61,6 +70,7 @@ KINDS = {
         stop_strings=True,
         colocated=True,
         shares_gpu=True,
+        context_reserve=0,
     ),
     "sglang": EngineKind(
         factory="rollout.engines.sglang.factory:SGLangFactory",
@@ -85,6 +95,10 @@ KINDS = {
         records=RECORDS,
         stop_strings=True,
         colocated=True,
+        # SGLang keeps two tokens of its context_length for itself.
+        context_reserve=2,
+        answer_reserve=SGLANG_ANSWER_RESERVE,
+        sets_cumem=True,
     ),
 }
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlcore.config import Config
 from rlcore.config.derived import generates, micro_batch_tokens
+from rlcore.config.engine_registry import KINDS
 from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.data.curriculum import build_curriculum
 from rlcore.data.curriculum.stream import CurriculumStream
@@ -22,9 +23,6 @@ from rlcore.hf_config.read import text_model_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# SGLang keeps two tokens of its context_length for itself, rollout.engines.sglang.limits says.
-_SERVER_RESERVE = 2
 
 
 def load_prompts(
@@ -124,14 +122,13 @@ def context_of(config: Config) -> tuple[int, str] | None:
     tokens = _positions(config)
     key = "max_position_embeddings in config.json"
     engine = config.rollout.engine
-    if engine.kind not in ("embedded", "sglang"):
-        return None  # a plugin: it knows its own limits
-    if engine.kind == "embedded":
-        return None if tokens is None else (tokens, key)
+    kind = KINDS.get(engine.kind)
+    if kind is None or kind.context_reserve is None:
+        return None
     if (served := engine.server.get("context_length")) is not None:
         tokens = served
         key = "rollout.engine.server.context_length"
-    return None if tokens is None else (int(tokens) - _SERVER_RESERVE, key)
+    return None if tokens is None else (int(tokens) - kind.context_reserve, key)
 
 
 def _positions(config: Config) -> int | None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from rlcore.config import Config
 from rlcore.config.checks.engine import argument_name
 from rlcore.config.derived import in_weight_group
+from rlcore.config.engine_registry import KINDS
 from rlcore.config.secrets import hide_secrets
 from rlcore.deadlines import SAME_SIGNAL_S, STORE_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RlcoreError, RunFailed
@@ -205,7 +206,8 @@ def cuda_environment(config: Config, torch_version: str) -> dict[str, str]:
         # Megatron overlaps communication and matmuls by the order in which they were launched.
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     engine = config.rollout.engine
-    if engine.kind == "sglang" and in_weight_group(engine):
+    kind = KINDS.get(engine.kind)
+    if kind is not None and kind.sets_cumem and in_weight_group(engine):
         # Between GPUs of one machine NCCL hands memory over by handles of the kind that this
         # chooses. SGLang sets it, to this; with another kind the trainer cannot open its handles.
         symmetric = any(

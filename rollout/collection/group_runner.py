@@ -26,7 +26,6 @@ from rollout.collection.attempts import Aborted, Attempts, GivenUp, PartialRollo
 from rollout.collection.stages import Stages, WorkflowKey
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.factories import kind_of
-from rollout.engines.sglang.limits import ANSWER_RESERVE
 from rollout.failures import Failure
 from rollout.fleet.dispatcher import Dispatcher, LockstepBatcher
 from rollout.fleet.fleet import Fleet
@@ -442,8 +441,7 @@ def _context(
     fleet: Fleet,
 ) -> WorkflowContext:
     limit = context_of(config)
-    # an SGLang server's longest prompt ends so far before its longest answer
-    reserve = ANSWER_RESERVE if config.rollout.engine.kind == "sglang" else 0
+    reserve = kind_of(config.rollout.engine.kind).answer_reserve
 
     def served() -> int | None:
         tokens = fleet.max_total_tokens

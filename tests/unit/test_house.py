@@ -101,6 +101,20 @@ def test_nine_of_ten_public_names_say_what_they_are() -> None:
     assert len(documented) >= 0.9 * len(names), f"{len(documented)} of {len(names)}"
 
 
+def test_only_its_folder_and_the_configuration_know_an_engine_by_its_name() -> None:
+    """Other code asks for a fact of `EngineKind`."""
+    names = {"sglang", "embedded"}
+    for path, tree in TREES.items():
+        if path.is_relative_to(ROOT / "rollout/engines") or path.is_relative_to(
+            ROOT / "rlcore/config"
+        ):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith(".kind"):
+                compared = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
+                assert not names & compared, f"{path}:{node.lineno} {ast.unparse(node)}"
+
+
 def test_no_two_files_of_tests_have_one_name() -> None:
     """pytest imports a test file outside a package by its name alone."""
     files = (path for path in (ROOT / "tests").rglob("test_*.py"))

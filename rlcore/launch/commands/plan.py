@@ -330,10 +330,12 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
     given = config.rollout.engine
     engines = len(given.urls) or given.count
     transport: str = given.transport
-    if given.kind == "embedded":
-        transport = "copy" if embedded_in_trainer(config) else "distributed"
+    kind = KINDS.get(given.kind)
+    if embedded_in_trainer(config):
+        transport = "copy"
     elif transport == "auto":
-        transport = "tensor" if given.colocated else "distributed"
+        has_handles = kind is None or "transport" in kind.own_keys
+        transport = "tensor" if given.colocated and has_handles else "distributed"
     dtype = given.dtype or config.model.dtype
     tensors = [*weight_tensors(arch, _DTYPES[dtype], "lm")]
     sizes = [(math.prod(shape) * _ITEM_BYTES[own], own) for _, _, shape, own in tensors]

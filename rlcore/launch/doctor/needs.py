@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlcore.config import Config
 from rlcore.config.derived import generates, in_weight_group
+from rlcore.config.engine_registry import KINDS
 from rlcore.config.sections.sandbox import SandboxConfig
 from rlcore.interpreters.ask import CHECKOUT
 
@@ -66,7 +67,7 @@ class Needs:
             return cls(engine_python=python if python.is_file() else None)
         engine = config.rollout.engine
         cluster = config.cluster
-        sglang = generates(config) and engine.kind == "sglang"
+        sglang = generates(config) and engine.kind in KINDS and KINDS[engine.kind].standalone
         started = sglang and not engine.is_external
         apart = not engine.colocated and cluster.launcher != "ray"
         count = len(engine.urls) or engine.count

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from rlcore.config.engine_registry import SGLANG_ANSWER_RESERVE
 from rlcore.data.generation import GenerateRequest, SamplingParams
 from rlcore.data.sample import Experts
 from rlcore.errors import EngineFailed, ModelError
 from rollout.engines.checks import folder_vocab_size, model_config
 
-# prompt and response together may be so much longer than the longest prompt of /server_info
-ANSWER_RESERVE = 4
 # Generous bounds of the JSON of a completion: of its frame, of a token with its text and log-prob,
 # of a token in a sampling mask, and of an expert.
 FRAME_BYTES = 1 << 16
@@ -112,7 +111,11 @@ class Limits:
             raise no_sglang(engine, error) from error
         experts = ExpertLayers.of(model_path) if reports_experts else None
         return cls(
-            folder_vocab_size(model_path), longest - 1, longest + ANSWER_RESERVE, keep, experts
+            folder_vocab_size(model_path),
+            longest - 1,
+            longest + SGLANG_ANSWER_RESERVE,
+            keep,
+            experts,
         )
 
 
