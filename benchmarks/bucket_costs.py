@@ -46,7 +46,7 @@ class Costs:
     """Publishes to one server. Times are seconds a bucket."""
 
     def __init__(self, served: Served, folder: Path) -> None:
-        config = run_config(str(served.model), folder, served.config, verify_every=0)
+        config = run_config(str(served.model), folder, served.config)
         self._served = served
         self._engine: SGLangEngine = connect(config, served.url, served.keys, served.loop)
         self._sink, _ = sink_over(config, [self._engine], served.loop)

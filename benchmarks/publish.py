@@ -6,8 +6,8 @@ processes pass the same number of bytes without anything around it: rank 1 its p
 gather), then rank 0 everything to the engines (the broadcast). `ratio` is the time of that, one
 after the other, over the time of a whole publication; above 1 is possible, since a publication
 gathers the next bucket while the last is being sent. Both take turns, and the medians over rounds
-are compared. Each round also has a publication without digests (`rollout.engine.bucket_digests`):
-`digests cost` is the median over rounds of what those of a publication add to it.
+are compared. Each round also has a publication without digests: `digests cost` is the median over
+rounds of what digests add to a publication.
 """
 
 from __future__ import annotations

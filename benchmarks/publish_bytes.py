@@ -1,7 +1,7 @@
 """Counts what each sender of a real publication broadcasts to engines, beside the simulation.
 
 The ranks are Megatron's, over gloo; the engines are embedded ones in processes of their own, which
-compare digests and checksums of what they received. The simulation is that of publish_scale.py,
+compare digests of what they received. The simulation is that of publish_scale.py,
 for the same buckets, ranks and engines: both must send the same bytes from the same ranks.
 """
 

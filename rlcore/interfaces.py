@@ -127,19 +127,6 @@ class PolicyBackend(Protocol):
 # --- generation -----------------------------------------------------------------------------------
 
 
-class WeightVerifier(Protocol):
-    """Checks the checksum of an engine that has taken every bucket."""
-
-    # Whether a mismatch proves an error: an engine may order weights for its kernels.
-    certain: bool
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor that is sent. It is read now, and may be overwritten afterwards."""
-
-    def mismatch(self, reported: Any) -> str | None:
-        """Return what is wrong with an engine whose checksum is `reported`, None if nothing is."""
-
-
 class RolloutEngine(Protocol):
     """An inference engine. It generates, and takes new weights in the steps of a publication.
 
@@ -203,16 +190,6 @@ class RolloutEngine(Protocol):
 
     async def set_version(self, version: int) -> None:
         """Name the version of its weights, which its completions then carry."""
-
-    def verifier(self) -> WeightVerifier:
-        """Make a new verifier, to which the tensors that are sent are added.
-
-        Raises:
-            ConfigError: the weights of this engine cannot be verified.
-        """
-
-    async def checksum(self) -> Any:
-        """Return a digest of its weights, for `WeightVerifier.mismatch`."""
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Free device memory while paused. Caches are empty afterwards; weights are gone."""

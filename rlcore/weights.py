@@ -1,10 +1,10 @@
-"""The form in which weights travel: Hugging Face names, flat buckets of bytes, and digests."""
+"""The form in which weights travel: Hugging Face names, flat buckets of bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -96,14 +96,3 @@ def fingerprint(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(raw_bytes(tensor))
     return digest.hexdigest()
-
-
-def combine_fingerprints(fingerprints: Mapping[str, str]) -> str:
-    """Return one digest of `{name: fingerprint}`, whatever the order."""
-    lines = "".join(f"{name} {fingerprints[name]}\n" for name in sorted(fingerprints))
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return one digest of named tensors: equal if and only if names, types, shapes, bytes are."""
-    return combine_fingerprints({name: fingerprint(tensor) for name, tensor in named})

@@ -16,6 +16,7 @@ from rlcore.config.sections.rollout import EngineConfig
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.data.packing.plan import plan_minibatches
+from rlcore.weights import fingerprint
 from rollout.engines.embedded.engine import EmbeddedEngine
 
 MODEL = "1.5B"
@@ -59,7 +60,7 @@ async def _serve(
 
 
 async def _publish(made: Trainer, engine: EmbeddedEngine, setting: Setting, found: Found) -> None:
-    verifier = engine.verifier()
+    published: dict[str, str] = {}
     for version in (1, 2):
         began = time.perf_counter()
         sent = 0
@@ -70,8 +71,7 @@ async def _publish(made: Trainer, engine: EmbeddedEngine, setting: Setting, foun
             await engine.receive_bucket(bucket.index, flat)
             sent += bucket.num_bytes
             if version == 2:
-                for name, tensor in bucket.views(flat):
-                    verifier.add(name, tensor)
+                published |= {name: fingerprint(tensor) for name, tensor in bucket.views(flat)}
         await engine.end_update()
         await engine.set_version(version)
         await engine.resume()
@@ -80,8 +80,9 @@ async def _publish(made: Trainer, engine: EmbeddedEngine, setting: Setting, foun
         seconds = time.perf_counter() - began
         if version == 1:
             found.number("publication by copy", sent / seconds / 1e9, "GB/s", f"{seconds:.3g} s")
-    differs = verifier.mismatch(await engine.checksum())
-    found.check("publication: the engine's checksum differs", float(differs is not None), 0.0)
+    held = engine._started()[1].tensors
+    differ = sum(fingerprint(held[name]) != one for name, one in published.items())
+    found.check("publication: tensors of the engine that differ", float(differ), 0.0)
 
 
 def _requests(count: int, prompt: int, new: int, vocabulary: int) -> list[GenerateRequest]:

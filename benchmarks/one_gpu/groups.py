@@ -217,8 +217,8 @@ def _serve(pipe: Connection, device: str) -> None:
             continue
         assert group is not None
         if name == "load":
-            size, orders, beside = given
-            pipe.send(receiving.load(group, size, orders, beside=beside))
+            size, order, beside = given
+            pipe.send(receiving.load(group, size, order, beside=beside))
             continue
         count, size = given
         pipe.send([fingerprint(group.receive(size)) for _ in range(count)])

@@ -13,7 +13,7 @@ from one_gpu.section import Found, Setting, seconds_of
 from torch import Tensor
 
 from rlcore.quantised_weights import FP8, quantise, scale_shape
-from rollout.weight_sync.digests import digest, new_order
+from rollout.weight_sync.digests import Digest, new_order
 
 # A layer of Qwen3-30B-A3B, and a pack of 16384 tokens of which each goes to 8 experts.
 EXPERTS = 128
@@ -146,6 +146,12 @@ def _swiglu(rows: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _digest(order: str, flat: Tensor) -> str:
+    made = Digest(order)
+    made.add(flat)
+    return made.read()
+
+
 def _digests(setting: Setting, found: Found) -> None:
     """The digest of a bucket is the CPU's; its speed beside a copy's."""
     generator = torch.Generator().manual_seed(8)
@@ -153,12 +159,12 @@ def _digests(setting: Setting, found: Found) -> None:
     flat = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
     there = flat.to(setting.device, copy=True)
     order = new_order("linear")
-    differs = digest(order, flat) != digest(order, there)
+    differs = _digest(order, flat) != _digest(order, there)
     found.check("digest of a bucket: differs from the CPU's", float(differs), 0.0)
     there[size // 2] ^= 1
-    same = digest(order, flat) == digest(order, there)
+    same = _digest(order, flat) == _digest(order, there)
     found.check("digest of other bytes: the same", float(same), 0.0)
-    seconds = seconds_of(lambda: digest(order, there), setting.size.rounds, cuda=setting.cuda)
+    seconds = seconds_of(lambda: _digest(order, there), setting.size.rounds, cuda=setting.cuda)
     found.number("digest of a bucket", size / seconds / 1e9, "GB/s", f"{seconds * 1e3:.3g} ms")
     other = torch.empty_like(there)
     copy = seconds_of(lambda: other.copy_(there), setting.size.rounds, cuda=setting.cuda)

@@ -32,7 +32,6 @@ def runs_of_two_ranks(setting: Setting) -> Found:
     alike = (
         str(EXAMPLE / "base.yaml"), str(EXAMPLE / "grpo.yaml"), "cluster.processes_per_node=2",
         "rollout.service=process", "rollout.engine.count=2", "rollout.engine.senders=2",
-        "rollout.engine.verify_every=1",
         "rollout.engine.restart.backoff_s=0.1", f"model.dtype={setting.size.dtype}",
         "run.deterministic=true", f"training.steps={STEPS}", "checkpoint.every=2",
         "checkpoint.export_hf=true", "evaluation.every=0", "evaluation.paths=[]",

@@ -1,22 +1,21 @@
 """Buckets that are loaded as SGLang's schedulers load them, with and without a stream to receive.
 
 The other process of `groups.py` posts a broadcast, a digest and copies for each bucket, and waits
-for nothing but the digest of the bucket before.
+for nothing but the digests of the buckets before the last.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from one_gpu.section import Found
 
 from rlcore.weights import fingerprint
-from rollout.engines.sglang.patches.bucket_digests import whole
+from rollout.engines.sglang.patches.received_digests import whole
 from rollout.engines.sglang.patches.receiving_stream import ReceivingStream
-from rollout.weight_sync.digests import Digest, digest, new_order
+from rollout.weight_sync.digests import Digest, new_order
 from rollout.weight_sync.process_group import WeightGroup
 
 if TYPE_CHECKING:
@@ -26,26 +25,19 @@ TENSORS = 64  # of a bucket
 BUCKETS = 8
 
 
-def load(group: WeightGroup, size: int, orders: Sequence[str], *, beside: bool) -> list[str]:
-    """Load a bucket for each order. Returns digests, then fingerprints of what was loaded."""
+def load(group: WeightGroup, size: int, order: str, *, beside: bool) -> list[str]:
+    """Load buckets. Returns their digest, then fingerprints of what was loaded."""
     device = group.device
     stream = ReceivingStream(device if beside else torch.device("cpu"))
-    weights = torch.zeros(len(orders), size, dtype=torch.uint8, device=device)
-    found: list[str] = []
-    last: Digest | None = None
-    for order, own in zip(orders, weights):
-        one = Digest(order, device)
+    weights = torch.zeros(BUCKETS, size, dtype=torch.uint8, device=device)
+    digest = Digest(order)
+    for own in weights:
         tensors = stream.receive(lambda: _receive(group, size))
-        one.take(whole(tensors))
+        digest.add(whole(tensors))
         for (_, tensor), place in zip(tensors, own.chunk(TENSORS)):
             place.copy_(tensor)
         del tensors
-        if last is not None:
-            found.append(last.read())
-        last = one
-    if last is not None:
-        found.append(last.read())
-    return found + [fingerprint(own) for own in weights]
+    return [digest.read(), *map(fingerprint, weights)]
 
 
 def _receive(group: WeightGroup, size: int) -> list[tuple[str, torch.Tensor]]:
@@ -59,16 +51,18 @@ def compare(groups: Groups, found: Found) -> None:
     for beside in (False, True):
         with groups.joined() as group:
             groups.sent_wrong(group, 1)  # makes the communicator
-            orders = [new_order("linear") for _ in range(BUCKETS)]
-            groups.member.tell("load", groups.size, orders, beside)
+            order = new_order("linear")
+            groups.member.tell("load", groups.size, order, beside)
             began = time.perf_counter()
             for index in range(BUCKETS):
                 group.send(groups.bucket(index))
             told = groups.member.answer()
             seconds = time.perf_counter() - began
         sent = [groups.bucket(index) for index in range(BUCKETS)]
-        right = [digest(order, flat) for order, flat in zip(orders, sent)]
-        right += [fingerprint(flat) for flat in sent]
+        digest = Digest(order)
+        for flat in sent:
+            digest.add(flat)
+        right = [digest.read(), *map(fingerprint, sent)]
         how = "beside the last one" if beside else "after the last one"
         wrong = sum(one != other for one, other in zip(told, right, strict=True))
         found.check(f"groups: wrong digests and weights, received {how}", float(wrong), 0.0)

@@ -265,7 +265,6 @@ class World:
             device=torch.device("cuda"),
             timeout_s=300.0,
             probe_s=10.0,
-            digests="none",
             senders=self._senders,
             rails=self._rails,
         )
@@ -336,7 +335,6 @@ def _config() -> Config:
             "model": {"path": "none"},
             "data": {"paths": "none.jsonl"},
             "training": {"steps": 1},
-            "rollout": {"engine": {"verify_every": 0, "bucket_digests": "none"}},
         }
     )
 

@@ -112,8 +112,8 @@ class Engines:
     def publish(self, exporter: WeightExporter, *, digests: bool = True) -> dict[str, float]:
         """Measure a whole publication and its parts on rank 0."""
         self._version += 1
-        if self._sink._transport is not None:  # in the warm-up it has those of a run
-            self._sink._transport._digests = "auto" if digests else "none"  # type: ignore[attr-defined]
+        for engine in self.engines:
+            engine.digests_weights = digests
         began = time.perf_counter()
         self._sink.prepare(exporter.buckets)
         prepared = time.perf_counter()

@@ -65,7 +65,6 @@ def run_config(folder: Path, ranks: int, engines: int) -> Config:
         "threads": 1,
         "count": engines,
         "senders": ranks,
-        "verify_every": 1,  # checksums of all weights, beside the digests of buckets
         "start_timeout_s": LIMIT_S,
         "update_timeout_s": LIMIT_S,
     }

@@ -344,8 +344,7 @@ RULES = (
         _apart,
         "0.2 nats is what FP8 engines may differ by, twice what bf16 does; below one half most"
         " tokens weigh nothing in a correction",
-        "rollout/train_rollout_logprob_diff_max, rollout/staleness_mean, algorithm.correction;"
-        " rollout.engine.verify_every: 1 shows weights that did not arrive",
+        "rollout/train_rollout_logprob_diff_max, rollout/staleness_mean, algorithm.correction",
         patience=2,
     ),
     Rule(

@@ -21,8 +21,7 @@ LIMITS = {"fp32": 1e-3, "bf16": 0.1, "fp8": 0.2}
 CAUSES = (
     "its logits are not divided by rollout.sampling.temperature, its dtype is another"
     " (rollout.engine.dtype), its cache holds keys and values of older weights, weights did not"
-    " arrive whole (rollout.engine.verify_every: 1 shows it), or it serves another model or"
-    " vocabulary than model.path"
+    " arrive whole, or it serves another model or vocabulary than model.path"
 )
 
 

@@ -32,7 +32,6 @@ def choose_transport(
             device=device,
             timeout_s=limit,
             probe_s=probe,
-            digests=config.rollout.engine.bucket_digests,
             senders=config.rollout.engine.senders,
             rails=config.rollout.engine.rails,
         )

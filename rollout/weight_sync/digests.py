@@ -1,9 +1,9 @@
-"""Keyed digests of the bytes of a bucket, which both ends of a transport compute and compare.
+"""A keyed digest of all that a rank receives in a publication, which both ends compute and compare.
 
-A bucket goes over a channel without authentication, a process group. Its `order`, "KIND:KEY" with a
-new random key, goes over the control channel of the engine, which takes the admin key, and the
-engine's digest comes back the same way. So whoever changes bytes on their way does not know how
-they are judged. The kinds:
+Weights go over a channel without authentication, a process group. The `order` of their digest,
+"KIND:KEY" with a new random key, goes over the control channel of the engine, which takes the admin
+key, and the engine's digest comes back the same way. So whoever changes bytes on their way does not
+know how they are judged. The kinds:
 
     xxh3     XXH3 of 128 bits, for bytes in host memory: as fast as they are read. Each piece of
              `PIECE` bytes has a seed of its own, and the key chooses where the first piece ends. It
@@ -12,7 +12,6 @@ they are judged. The kinds:
              bytes. Other bytes have the same sums with a probability of at most 2**-114 for one who
              does not know the keys. Made of torch's operations, so it runs where the bytes are;
              only the sums go to the host.
-    sha256   SHA-256 of key and bytes, on the host.
 
 The engines' environment does not have rlcore: SGLang's processes load this file by its path. It
 imports nothing of ours.
@@ -27,7 +26,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-KINDS = ("xxh3", "linear", "sha256")
+KINDS = ("xxh3", "linear")
 PIECE = 1 << 20  # bytes
 ROW = 8192  # bytes; times 2**14, the largest product, their sum fits into 32 bits
 ROWS = 2048  # that are computed at once in float64
@@ -37,23 +36,21 @@ KEY_BYTES = 32
 
 
 def new_order(kind: str) -> str:
-    """Make an order for one bucket."""
+    """Make an order for the digest of one publication."""
     return f"{kind}:{secrets.token_hex(KEY_BYTES)}"
 
 
 class Digest:
-    """The digest of one bucket, of which only `read` waits for a device.
-
-    Make it before the bucket is received: what a GPU needs for it is copied there first, and a
-    copy waits for what its stream has been given.
+    """The digest of the buckets of one publication, in their order.
 
     Args:
         order: from `new_order`.
 
-    Raises ValueError for an order that is none.
+    Raises ValueError for anything else.
     """
 
-    def __init__(self, order: str, device: torch.device) -> None:
+    def __init__(self, order: str) -> None:
+        self.order = order
         self._kind, _, text = order.partition(":")
         self._key = bytes.fromhex(text)
         if self._kind not in KINDS or len(self._key) != KEY_BYTES:
@@ -61,43 +58,55 @@ class Digest:
                 f"expected KIND:KEY with one of {', '.join(KINDS)}, got kind {self._kind!r}"
             )
         self._whole = hashlib.sha256(self._key)
-        self._digits = _digits(self._key, device) if self._kind == "linear" else None
-        self._sums: Tensor | None = None  # on the host, once `_ready`
-        self._ready: torch.cuda.Event | None = None
+        self._count = 0
+        self._digits: Tensor | None = None  # where the buckets are, from the first one on
+        # of the newest buckets: bytes, and sums on the host, which are there after the event
+        self._unread: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
 
-    def take(self, flat: Tensor) -> None:
-        """Give it the bucket: uint8 [n] on the device. The caller's stream computes the sums."""
-        if self._digits is not None:
-            self._whole.update(flat.numel().to_bytes(8, "little"))
-            sums = _sums(flat, self._digits)
-            self._digits = None
-            if not sums.is_cuda:
-                self._sums = sums
-                return
-            self._sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-            self._sums.copy_(sums, non_blocking=True)
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(sums.device))
-        elif self._kind == "xxh3":
-            self._whole.update(_xxh3(self._key, flat.cpu().numpy().data))
+    def add(self, flat: Tensor) -> None:
+        """Add a bucket: uint8 [n], all on one device. The caller's stream computes the sums.
+
+        Waits for the device until the sums of all buckets but the last one and this are there.
+        """
+        if self._kind == "xxh3":
+            key = self._key + self._count.to_bytes(8, "little")
+            self._hash(flat.numel(), _xxh3(key, flat.cpu().numpy().data))
         else:
-            self._whole.update(flat.cpu().numpy().data)
+            if self._digits is None:
+                self._digits = _digits(self._key, flat.device)
+            self._unread.append((flat.numel(), *_on_host(_sums(flat, self._digits))))
+            self._read(keep=1)
+        self._count += 1
+
+    def wait(self) -> None:
+        """Return when the device has read all buckets."""
+        self._read(keep=0)
 
     def read(self) -> str:
-        """Return the digest in hexadecimal, once."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        if self._sums is not None:
-            self._whole.update(self._sums.numpy().data)
-            self._sums = None
+        """Return the digest of all buckets so far in hexadecimal."""
+        self.wait()
         return self._whole.hexdigest()
 
+    def _read(self, keep: int) -> None:
+        while len(self._unread) > keep:
+            size, sums, ready = self._unread.pop(0)
+            if ready is not None:
+                ready.synchronize()
+            self._hash(size, sums.numpy().tobytes())
 
-def digest(order: str, flat: Tensor) -> str:
-    """Return the digest of uint8 [n] on any device. Raises ValueError as `Digest` does."""
-    one = Digest(order, flat.device)
-    one.take(flat)
-    return one.read()
+    def _hash(self, size: int, found: bytes) -> None:
+        self._whole.update(size.to_bytes(8, "little") + found)
+
+
+def _on_host(sums: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Copy sums to the host without waiting. Returns the copy, and when it is filled."""
+    if not sums.is_cuda:
+        return sums, None
+    host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+    host.copy_(sums, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(sums.device))
+    return host, ready
 
 
 def _xxh3(key: bytes, data: memoryview) -> bytes:

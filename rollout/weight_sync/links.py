@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -24,10 +25,17 @@ from torch import Tensor
 from rlcore.errors import EngineFailed
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
-from rollout.weight_sync.bucket_checks import SentDigests, Wanted, digest_kind
+from rollout.weight_sync.digests import Digest, new_order
 from rollout.weight_sync.groups.dealing import Dealing, Served
 from rollout.weight_sync.groups.link import EngineLink, Link, RemoteLink
 from rollout.weight_sync.process_group import choose_backend, gpu_identity
+
+NOT_LOADED = "not loaded: "  # of SGLang's ranks, in place of a digest, before the reason
+NOT_VERIFIED = (
+    "the weights that engine %s receives are not verified: it computes no digests; start it by"
+    " `rlcore engine`, whose servers do"
+)
+logger = logging.getLogger(__name__)
 
 
 class DistributedTransport(Transport):
@@ -44,11 +52,11 @@ class DistributedTransport(Transport):
         health()      tells under `gpu` what identifies its GPU; None stands for the CPU, and for a
                       GPU that it shares with the trainer
 
-    and, if its `digests_buckets` is true, `receive_bucket(index, None, order)` for a digest of what
-    it receives (digests.py), and `bucket_digests()`: those since `begin_update`, by index. If its
-    `queues_buckets` is true, it takes `receive_bucket` of later buckets while it receives one,
-    and receives in the order of the indices, whatever order the calls come in; a call that was
-    posted ahead has `CALLS_AT_ONCE` times its limit.
+    and, if its `digests_weights` is true, `receive_bucket(index, None, order)` for a digest of all
+    that it receives (digests.py), and `received_digests()`: those of its ranks since
+    `begin_update`, in their order. If its `queues_buckets` is true, it takes `receive_bucket` of
+    later buckets while it receives one, and receives in the order of the indices, whatever order
+    the calls come in; a call that was posted ahead has `CALLS_AT_ONCE` times its limit.
 
     Args:
         senders, rails: see `Dealing`.
@@ -62,7 +70,6 @@ class DistributedTransport(Transport):
         device: torch.device,
         timeout_s: float,
         probe_s: float,
-        digests: Wanted = "auto",
         senders: int | None = None,
         rails: int | None = None,
     ) -> None:
@@ -71,12 +78,10 @@ class DistributedTransport(Transport):
         self._probe_s = probe_s
         self._links: dict[Engine, EngineLink] = {}
         self._dealing = Dealing(senders, rails, on_gpu=device.type == "cuda")
-        self._digests = digests
         # in the current transaction
-        self._sent = SentDigests()
+        self._sent: dict[str, Digest] = {}  # of what was sent, by kind
         self._buckets: Sequence[Bucket] = ()
         self._sending = -1  # the newest bucket that was begun
-        self._orders: dict[int, dict[str | None, str | None]] = {}  # by bucket and kind of digest
         self._failed: Failures = {}
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
@@ -102,16 +107,18 @@ class DistributedTransport(Transport):
                 continue
             self._links[engine] = self._new_link(engine, gpu, served)
         self._engines = [engine for engine in engines if engine not in failed]
-        self._sent = SentDigests()
         self._buckets = buckets
         self._sending = -1
-        self._orders = {}
+        kinds = {kind for engine in self._engines if (kind := self._kind(engine))}
+        self._sent = {kind: Digest(new_order(kind)) for kind in sorted(kinds)}
         for link in self._links_now():
             link.begin()
         self._failed = failed | await self._on_links(lambda link: link.join())
         return self._failed
 
     def _new_link(self, engine: Engine, gpu: str | None, served: Served) -> EngineLink:
+        if not getattr(engine, "digests_weights", False):
+            logger.warning(NOT_VERIFIED, engine.name)
         if served.sender:
             backend = choose_backend(self.trainer_ranks[served.sender].gpu, gpu)
             return RemoteLink(engine, backend, served, self._device, self._timeout_s)
@@ -149,19 +156,15 @@ class DistributedTransport(Transport):
         self._sending = bucket.index
         flat = self._on_host(flat)
         called = [one.index for one in self._buckets[bucket.index : bucket.index + 2]]
-        for index in called:
-            if index not in self._orders:
-                self._orders[index] = SentDigests.orders(map(self._kind, self._engines))
-
-        def orders(link: EngineLink) -> dict[int, str | None]:
-            return {index: self._orders[index][self._kind(link.engine)] for index in called}
-
-        sending = self._on_links(lambda link: link.send(orders(link), flat))
-        failed, _ = await asyncio.gather(
-            sending, self._sent.add(bucket, flat, self._orders[bucket.index])
-        )
+        sending = self._on_links(lambda link: link.send(called, self._order(link.engine), flat))
+        failed, _ = await asyncio.gather(sending, asyncio.to_thread(self._digest, flat))
         self._failed |= failed
         return failed
+
+    def _digest(self, flat: Tensor) -> None:
+        for digest in self._sent.values():
+            digest.add(flat)
+            digest.wait()
 
     def _on_host(self, flat: Tensor) -> Tensor:
         """The bytes where all groups take them, copied once for all."""
@@ -200,9 +203,21 @@ class DistributedTransport(Transport):
         self._failed |= failed
         if failed:
             return failed
-        return await self._sent.compare(
-            {engine: self._kind(engine) for engine in self._engines}, self._timeout_s
-        )
+        failed = await self._compare()
+        self._failed |= failed
+        return failed
+
+    async def _compare(self) -> Failures:
+        asked = [engine for engine in self._engines if self._kind(engine)]
+        what = "received_digests"
+        answers = await ask(asked, what, lambda e: e.received_digests(), self._timeout_s)
+        sent = {kind: digest.read() for kind, digest in self._sent.items()}
+        failed = answers.failed
+        for engine, received in answers.results.items():
+            why = difference(sent[str(self._kind(engine))], received, engine.group_ranks)
+            if why is not None:
+                failed[engine] = f"engine {engine.name}: {why}"
+        return failed
 
     async def give_up(self) -> Failures:
         """Wait until the engines that have not failed are at the end of what they were called for.
@@ -221,7 +236,14 @@ class DistributedTransport(Transport):
         return failed
 
     def _kind(self, engine: Engine) -> str | None:
-        return digest_kind(self._digests, engine, self._links[engine].backend)
+        """The kind of digest that the engine computes, if it does."""
+        if not getattr(engine, "digests_weights", False):
+            return None
+        return "linear" if self._links[engine].backend == "nccl" else "xxh3"
+
+    def _order(self, engine: Engine) -> str | None:
+        kind = self._kind(engine)
+        return None if kind is None else self._sent[kind].order
 
     async def close(self) -> None:
         """Close all groups."""
@@ -236,3 +258,19 @@ class DistributedTransport(Transport):
     async def _on_links(self, step: Callable[[EngineLink], Any]) -> Failures:
         reasons = await asyncio.gather(*map(step, self._links_now()))
         return {engine: why for engine, why in zip(self._engines, reasons) if why is not None}
+
+
+def difference(sent: str, received: Sequence[str], ranks: int) -> str | None:
+    """Compare the digests of an engine's ranks with that of what was sent; None if they agree."""
+    if len(received) != ranks:
+        return f"digests of {len(received)} ranks, expected {ranks}"
+    for rank, digest in enumerate(received):
+        if digest.startswith(NOT_LOADED):
+            return f"its rank {rank} received the weights, but did not load them: {digest}"
+        if digest != sent:
+            return (
+                f"its rank {rank} did not receive the weights as they were sent, so something"
+                f" between trainer and engine changes them (digest sent {sent[:12]}, received"
+                f" {digest[:12] or 'none'})"
+            )
+    return None

@@ -7,7 +7,7 @@ around them, and what a failure means:
     prepare     pause, begin: the others go on without an engine that fails here
     send        the buckets: after a failure PublicationFailed is raised, and the caller runs the
                 whole transaction again with the engines that are left
-    finish      end, verify, set the version, resume: the others have a whole version and go on
+    finish      compare digests, end, set the version, resume
 
 A failed engine takes no traffic until it has received a complete publication, and is never resumed
 on part of one. The others stay paused meanwhile.
@@ -26,19 +26,14 @@ from torch import Tensor
 from rlcore.config import Config
 from rlcore.config.derived import comeback_s, engine_place_s, longest_request_s
 from rlcore.deadlines import ABORT_S, CLOSE_ENGINES_S, TRANSPORT_GRACE_S
-from rlcore.errors import ConfigError, DeadlineExceeded, PublicationFailed
-from rlcore.interfaces import RankPlace, RolloutEngine, WeightVerifier
+from rlcore.errors import DeadlineExceeded, PublicationFailed
+from rlcore.interfaces import RankPlace, RolloutEngine
 from rlcore.timeline.recorder import RECORDER, now
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import call_on
 from rollout.weight_sync.base import Failures, Transport, ask, gpus_of
 from rollout.weight_sync.choose import choose_transport
-from rollout.weight_sync.links import DistributedTransport
 
-UNASKED = (
-    "looked at because this was the first publication by handle, or an engine does not tell what it"
-    " receives; rollout.engine.verify_every: 0 turns that off"
-)
 STAGES = ("publication", "stages")  # of the timeline
 LAST_RESORT = 6  # times the longest limit: then the loop itself is stuck
 
@@ -110,10 +105,6 @@ class WeightPublication:
         self._pause_limit = longest_request_s(config) + ABORT_S if drains else self._limit
         # how long `candidates` may wait for an engine to come back
         self._comeback = comeback_s(engine, engine_place_s(config))
-        self._verify_every = config.rollout.engine.verify_every
-        self._publications = 0  # finished ones
-        # of the current publication, if it is to be verified
-        self._verifier: WeightVerifier | None = None
         self._transport: Transport | None = None
         self._engines: list[RolloutEngine] = []  # in the current transaction
         # of the timeline: the number of the transaction, its begin, the begin of its stage
@@ -181,7 +172,7 @@ class WeightPublication:
         self._call(self._send_called(bucket, flat))
 
     def finish(self, version: int) -> None:
-        """Close the update, verify it, and resume the engines on `version`.
+        """Verify and close the update, and resume the engines on `version`.
 
         Raises PublicationFailed or RunFailed when no engine is left.
         """
@@ -244,50 +235,9 @@ class WeightPublication:
             self._transport.open(self._engines, buckets), "the way of the weights was not opened"
         )
         self._record_stage(f"transport {self._transport.name}: open")
-        self._verifier = self._verifier_if_due()
-
-    def _verifier_if_due(self) -> WeightVerifier | None:
-        """Make a verifier. Where the user gave no number it is for the first publication by handle,
-        and for every one to engines that compute no digests.
-
-        All engines of a run hold their weights in the same form.
-        """
-        every = self._verify_every
-        if every is not None:
-            due = every > 0 and self._publications % every == 0
-            return self._engines[0].verifier() if due else None
-        by_handle = bool(self.handle_gpus) and self._device.type == "cuda"
-        if (self._publications or not by_handle) and not self._tells_no_digests:
-            return None
-        try:
-            verifier = self._engines[0].verifier()
-        except ConfigError as error:  # the user did not ask for it
-            if by_handle:
-                logger.info("the first publication by handle is not verified: %s", error)
-            elif not self._publications:
-                logger.warning("the weights that engines receive are not verified: %s", error)
-            return None
-        if not verifier.certain and not by_handle and not self._publications:
-            logger.warning(
-                "the weights that engines receive are not verified: SGLang may order them for its"
-                " kernels there, so that checksums prove nothing; start the engines by `rlcore"
-                " engine`, whose servers tell what they receive"
-            )
-        return verifier if verifier.certain else None
-
-    @property
-    def _tells_no_digests(self) -> bool:
-        """Whether some engine cannot tell what it received, though that is wanted."""
-        return (
-            self._config.rollout.engine.bucket_digests != "none"
-            and isinstance(self._transport, DistributedTransport)
-            and not all(getattr(engine, "digests_buckets", False) for engine in self._engines)
-        )
 
     async def _send(self, bucket: Bucket, flat: Tensor, handles: Mapping[str, str] | None) -> None:
         assert self._transport is not None
-        if self._verifier is not None:
-            await asyncio.to_thread(self._record, self._verifier, bucket, flat)
         await self._all_or_again(
             self._transport.send(bucket, flat)
             if handles is None
@@ -307,9 +257,6 @@ class WeightPublication:
         )
         self._record_stage("complete")
         await self._step("end_update", lambda e: e.end_update(), self._limit)
-        if self._verifier is not None:
-            await self._verify(self._verifier)
-        self._publications += 1
         await self._step("set_version", lambda e: e.set_version(version), self._limit)
         await self._step("resume", lambda e: e.resume(), self._limit)
         for engine in self._engines:
@@ -330,23 +277,6 @@ class WeightPublication:
             track = (f"engine {engine.name}", "weights")
             args = {"publication": self._transactions}
             RECORDER.add(track, outcome, self._opened_at, now(), **args)
-
-    @staticmethod
-    def _record(verifier: WeightVerifier, bucket: Bucket, flat: Tensor) -> None:
-        for name, tensor in bucket.views(flat):
-            verifier.add(name, tensor)
-
-    async def _verify(self, verifier: WeightVerifier) -> None:
-        checksums = await self._step("checksum", lambda e: e.checksum(), self._limit)
-        mismatches = {engine: verifier.mismatch(one) for engine, one in checksums.items()}
-        unasked = "" if self._verify_every else f" ({UNASKED})"
-        await self._out(
-            {
-                engine: f"its weights differ from what was sent: {mismatch}{unasked}"
-                for engine, mismatch in mismatches.items()
-                if mismatch
-            }
-        )
 
     async def _step(
         self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float

@@ -1,4 +1,4 @@
-"""Tracks whether an engine holds one whole version of the weights, and verifies them.
+"""Tracks whether an engine holds one whole version of the weights.
 
     empty -> updating -> unversioned -> ready
                ^  ^ ______________________/
@@ -13,11 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from rlcore.errors import EngineFailed
-from rlcore.weights import Bucket, combine_fingerprints, fingerprint
+from rlcore.weights import Bucket
 
 SHOWN = 5  # items listed in an error
 
@@ -127,27 +124,6 @@ class WeightState:
         """Record that there is memory again, for a whole update to fill."""
         if self.state == "released":
             self.state = "empty"
-
-
-class FingerprintVerifier:
-    """`rlcore.interfaces.WeightVerifier` for an engine with weights of `dtype`."""
-
-    certain = True
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._sent: dict[str, str] = {}
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Record a tensor that is sent."""
-        self._sent[name] = fingerprint(tensor.to(self._dtype))
-
-    def mismatch(self, reported: str) -> str | None:
-        """Compare with the engine's checksum. Returns the difference, or None."""
-        expected = combine_fingerprints(self._sent)
-        return (
-            None if reported == expected else f"checksum {reported[:12]}, expected {expected[:12]}"
-        )
 
 
 def shorten(items: Iterable[object]) -> str:

@@ -13,7 +13,7 @@ from benchmarks.publish_bytes import compare
 def test_each_sender_sends_what_the_simulation_says(
     ranks: int, engines: int, tmp_path: Path
 ) -> None:
-    """2 and 4 processes; the engines compare digests and checksums of what they received."""
+    """2 and 4 processes; the engines compare digests of what they received."""
     sent = compare(tmp_path, ranks, engines)
     assert sent.real == sent.simulated
     assert min(sent.real) > 10_000_000

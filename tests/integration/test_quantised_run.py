@@ -63,7 +63,6 @@ def test_an_engine_in_fp8_samples_from_the_rounded_policy(
     ("given", "said"),
     [
         ("{quantization: fp8, transport: delta}", "a folder of weights is not quantised"),
-        ("{quantization: fp8, verify_every: 2}", "are not those of the trainer: set it to 0"),
         (
             "{kind: sglang, quantization: fp8, server: {quantization: fp8}}",
             "says how the servers are quantised: leave one of them out",

@@ -16,7 +16,7 @@ from tests.timeline_checks import check_timeline
 
 TWO = (
     "policy.parallel.tensor=2", *LEARNING, "rollout.service=process",
-    "rollout.engine.count=2", "rollout.engine.threads=1", "rollout.engine.verify_every=1",
+    "rollout.engine.count=2", "rollout.engine.threads=1",
     "rollout.engine.restart.backoff_s=0.1", "checkpoint.export_hf=true",
     "training.steps=4",
 )  # fmt: skip

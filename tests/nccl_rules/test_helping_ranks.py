@@ -173,8 +173,8 @@ class Publication:
         loop = asyncio.new_event_loop()
 
         def serve(index: int) -> None:
-            orders = dict.fromkeys(range(index, min(index + 2, BUCKETS)))
-            assert loop.run_until_complete(link.send(orders, FLAT)) is None
+            indices = range(index, min(index + 2, BUCKETS))
+            assert loop.run_until_complete(link.send(indices, None, FLAT)) is None
             self.default[0].record_event().wait()  # rank 0 computes the bucket's digest
             if index == BUCKETS - 1:
                 assert loop.run_until_complete(link.settle()) is None

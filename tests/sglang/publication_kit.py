@@ -35,7 +35,7 @@ Weights = dict[str, torch.Tensor]
 def run_config(
     folder: str, run_dir: Path, engine: EngineConfig, *, on_update: str = "drain", **changes: Any
 ) -> Config:
-    settings = engine.model_dump() | {"verify_every": 1, "health_timeout_s": 60.0} | changes
+    settings = engine.model_dump() | {"health_timeout_s": 60.0} | changes
     return Config.model_validate({
         "run": {"name": "test", "dir": str(run_dir)}, "model": {"path": folder, "dtype": "fp32"},
         "data": {"paths": "none.jsonl"}, "training": {"steps": 1},
@@ -116,7 +116,8 @@ def publish(
 
 def checksums(served: Served, engine: SGLangEngine) -> dict[str, str]:
     """Checksums of the tensors of a server of one rank."""
-    [rank] = served.call(engine.checksum())
+    asked = {"action": "checksum", "selector": "target"}
+    [rank] = served.call(engine._control("/weights_checker", asked))["ranks"]
     return dict(rank["checksums"])
 
 

@@ -166,19 +166,13 @@ def engine_of(
 
 
 def what_it_holds(model: Path, engine: SGLangEngine, loop: LoopThread) -> dict[str, Any]:
-    """Compare the server's weights and log-probs with the model's."""
-    # of the folder itself: what was gathered may be wrong as well
-    verifier = engine.verifier()
+    """Compare the server's log-probs with those of the model's folder."""
     weights = folder_weights(model)
-    for name, tensor in weights.items():
-        verifier.add(name, tensor)
-    problem = verifier.mismatch(loop.call(engine.checksum(), seconds=60, what="the checksums"))
     [[completion]] = loop.call(engine.generate([request()]), seconds=60, what="a response")
     error = Oracle(model, weights).errors(request().prompt.tolist(), completion).max()
     loop.call(engine.close(), seconds=60, what="closing")
     loop.close()
     return {
-        "problem": problem,
         "logprobs_agree": bool(error < TOLERANCE),
         "versions": [span.version for span in completion.versions],
     }

@@ -108,7 +108,7 @@ def test_an_engine_on_two_machines_trains_and_outlives_the_loss_of_one(
     threading.Thread(target=lose_the_second, daemon=True).start()
     run = workspace.train(
         "spanning", *LEARNING, "rollout.engine.kind=sglang", f"rollout.engine.urls=['{url}']",
-        "rollout.engine.tensor_parallel=2", "rollout.engine.verify_every=1",
+        "rollout.engine.tensor_parallel=2",
         f"training.steps={STEPS}", f"rollout.engine.start_timeout_s={server_kit.START_S}",
         "rollout.engine.restart.limit=20", "rollout.engine.restart.backoff_s=2",
         held(folder, {acted: 2}),

@@ -61,7 +61,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_parts_that_the_server_fuses_arrive_whatever_the_size_of_buckets(
     latent: Served, tmp_path: Path
 ) -> None:
-    config = run_config(str(latent.model), tmp_path, latent.config, verify_every=0)
+    config = run_config(str(latent.model), tmp_path, latent.config)
     engine = connect(config, latent.url, latent.keys, latent.loop)
     sink, participants = sink_over(config, [engine], latent.loop)
     first = folder_weights(latent.model)

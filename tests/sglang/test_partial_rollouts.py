@@ -37,9 +37,7 @@ TOKENS = 300
 @pytest.fixture
 def sink(served: Served, engine: SGLangEngine, tmp_path: Path) -> Iterator[WeightPublication]:
     """Publishes by aborting. Afterwards the server has its own weights again."""
-    config = run_config(
-        str(served.model), tmp_path, served.config, on_update="abort", verify_every=0
-    )
+    config = run_config(str(served.model), tmp_path, served.config, on_update="abort")
     sink, _ = sink_over(config, [engine], served.loop)
     yield sink
     publish(sink, folder_weights(served.model), 99)  # versions never go back

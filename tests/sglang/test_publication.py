@@ -76,7 +76,7 @@ def test_the_server_generates_with_what_was_published(
     )
     for version, seed in ((5, 1), (6, 2)):
         weights = random_weights(served.model, seed)
-        publish(sink, weights, version)  # compares the checksums of all tensors, too
+        publish(sink, weights, version)
         completion = generate(served, engine, draw=version)
         assert completion.versions == (VersionSpan(version, 0, 12),)
         assert Oracle(served.model, weights).errors(PROMPT, completion).max() < TOLERANCE
@@ -93,7 +93,7 @@ def test_an_update_while_responses_are_made(
     served: Served, engines: Engines, tmp_path: Path, mode: str
 ) -> None:
     """Every token carries its weights' version; later requests never use old keys and values."""
-    config = run_config(str(served.model), tmp_path, served.config, on_update=mode, verify_every=0)
+    config = run_config(str(served.model), tmp_path, served.config, on_update=mode)
     engine = engines(on_update=mode)
     sink, _ = sink_over(config, [engine], served.loop)
     old, new = (Oracle(served.model, random_weights(served.model, seed)) for seed in (1, 2))
@@ -174,32 +174,6 @@ def test_a_part_of_an_update_is_nobodys_version(served: Served, engines: Engines
     ):
         served.call(engine.resume())
     assert served.call(engine.health())["version"] is None
-
-
-def test_a_tensor_that_comes_damaged_is_named_and_its_engine_is_out(
-    served: Served, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = run_config(str(served.model), tmp_path, served.config, transport="tensor")
-    engine = engines(transport="tensor")
-    whole = engine.receive_serialized
-    damaged = "model.layers.1.mlp.up_proj.weight"
-
-    async def damage(index: int, payloads: list[str]) -> None:
-        bucket = layout(weights)[index]
-        if damaged in [spec.name for spec in bucket.tensors]:
-            wrong = weights | {damaged: weights[damaged].clone()}
-            wrong[damaged][3, 4] += 1e-3
-            payloads = [by_value(bucket, flatten(bucket, wrong))]
-        await whole(index, payloads)
-
-    weights = random_weights(served.model, 4)
-    monkeypatch.setattr(engine, "receive_serialized", damage)
-    sink, participants = sink_over(config, [engine], served.loop)
-    with pytest.raises(RunFailed, match="no engine is left"):
-        publish(sink, weights, 7)
-    assert participants.dropped["engine-0"].endswith(
-        "1 tensors differ: model.layers.1.mlp.gate_up_proj.weight"
-    )
 
 
 def test_what_a_dead_trainer_left_behind_stops_nobody(
@@ -286,7 +260,7 @@ def test_calls_that_come_in_another_order_than_the_buckets_wait_for_their_turn(
 def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(
     served: Served, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {"transport": "distributed", "verify_every": None}
+    changes = {"transport": "distributed"}
     config = run_config(str(served.model), tmp_path, served.config, **changes)
     engine = engines(**changes)
     man = ManInTheMiddle(None)
@@ -298,7 +272,7 @@ def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(
     man.flips = (2, 100)
     with pytest.raises(RunFailed, match="no engine is left"):
         publish(sink, weights, 9)
-    assert "1 of" in participants.dropped["engine-0"]
-    assert "buckets did not arrive as they were sent" in participants.dropped["engine-0"]
-    assert "(bucket 2: xxh3 sent" in participants.dropped["engine-0"]
+    said = participants.dropped["engine-0"]
+    assert "engine-0: its rank 0 did not receive the weights as they were sent" in said
+    assert "(digest sent" in said
     sink.close()

@@ -57,7 +57,7 @@ def served_fp8(tmp_path_factory: pytest.TempPathFactory, tls: TLSConfig) -> Iter
 def test_the_server_generates_with_what_the_blocks_stand_for(
     served_fp8: Served, tls: TLSConfig, tmp_path: Path, transport: str
 ) -> None:
-    changes = {"transport": transport, "verify_every": 0}
+    changes = {"transport": transport}
     config = run_config(str(served_fp8.model), tmp_path, served_fp8.config, **changes)
     config.cluster.tls = tls
     engine = connect(config, served_fp8.url, served_fp8.keys, served_fp8.loop)
@@ -97,8 +97,6 @@ def test_a_client_of_another_authority_is_refused(served_fp8: Served, tmp_path: 
 
 
 def test_a_server_of_other_blocks_is_refused(served: Served, tmp_path: Path) -> None:
-    config = run_config(
-        str(served.model), tmp_path, served.config, quantization="fp8", verify_every=0
-    )
+    config = run_config(str(served.model), tmp_path, served.config, quantization="fp8")
     with pytest.raises(ConfigError, match=r"weight_block_size.*rollout.engine.quantization"):
         connect(config, served.url, served.keys, served.loop)

@@ -39,7 +39,7 @@ def test_every_tensor_changes_and_is_the_same_for_every_size_of_buckets(
     for file in (tmp_path / "tokenizer").glob("*token*"):
         shutil.copy(file, model)
     served = server_kit.launch(server_kit.managed(model, tmp_path / "server.log"))
-    config = run_config(str(model), tmp_path, served.config, verify_every=0)
+    config = run_config(str(model), tmp_path, served.config)
     engine = connect(config, served.url, served.keys, served.loop)
     sink, participants = sink_over(config, [engine], served.loop)
     first = folder_weights(model)

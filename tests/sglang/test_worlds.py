@@ -49,7 +49,6 @@ def publish_from(served: Served, tmp_path: Path, size: int, **layout: int) -> No
     assert [one["transport"] for one in told] == list(TRANSPORTS)
     for version, one in enumerate(told, 1):
         assert one == one | {
-            "problem": None,
             "dropped": {},
             "logprobs_agree": True,
             "versions": [version],

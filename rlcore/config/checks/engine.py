@@ -233,13 +233,6 @@ def _attention_parts(engine: EngineConfig) -> Iterator[Problem]:
             f"got {parts!r}, expected a divisor of {ENGINE}.tensor_parallel"
             f" ({engine.tensor_parallel}), whose ranks are dealt to the parts",
         )
-    elif parts > 1 and engine.verify_every:
-        yield Problem(
-            f"{ENGINE}.verify_every",
-            f"got {engine.verify_every}, but it is not known how SGLang lays out weights under"
-            f" data-parallel attention: set it to 0 ({ENGINE}.bucket_digests still compares what"
-            f" arrives), or leave {where} out",
-        )
 
 
 def _quantised(engine: EngineConfig) -> Iterator[Problem]:
@@ -263,12 +256,6 @@ def _quantised(engine: EngineConfig) -> Iterator[Problem]:
                 f" (dense Qwen2 and Qwen3; got load_format {load_format!r}): leave it out and set"
                 f" {ENGINE}.quantization: fp8, which publishes in FP8, or set both",
             )
-        elif engine.verify_every:
-            yield Problem(
-                f"{ENGINE}.verify_every",
-                f"got {engine.verify_every}, but the weights of a quantised engine are not those"
-                f" that were sent: set it to 0, or leave {SERVER}.{name} out",
-            )
 
 
 def engine_transport(config: Config) -> Iterator[Problem]:
@@ -291,12 +278,6 @@ def engine_transport(config: Config) -> Iterator[Problem]:
             f" {ENGINE}.quantization"
         )
         yield Problem(f"{ENGINE}.transport", message)
-    if engine.quantization is not None and engine.verify_every:
-        message = (
-            f"got {engine.verify_every}, but the weights of a quantised engine are not those of"
-            f" the trainer: set it to 0, or leave {ENGINE}.quantization out"
-        )
-        yield Problem(f"{ENGINE}.verify_every", message)
     if engine.transport == "delta" and engine.is_external and engine.weights_dir is None:
         message = (
             "not given; engines elsewhere follow the changes there: name a folder that they share"

@@ -134,12 +134,6 @@ class EngineConfig(Section):
     an engine; default: over NCCL as many as the engine has GPUs, if so many are free, else one."""
     weights_dir: OutputPath | None = None
     """Transports disk and delta: folder shared with the engines; default: the run's."""
-    bucket_digests: Literal["auto", "sha256", "none"] = "auto"
-    """Keyed digests of the weights that go over a process group, compared before they are used:
-    of the fastest kind, SHA-256, or none."""
-    verify_every: NonNegativeInt | None = None
-    """Publications from one checksum of all weights to the next; 0: never; default: only the first
-    by handles of GPU memory, where the engine's layout is known."""
     health_every_s: PositiveFloat = 5.0
     """Time from one health check of an engine to the next."""
     health_timeout_s: PositiveFloat = 10.0

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from rlcore.errors import EngineFailed, PublicationFailed
-from rlcore.interfaces import RolloutEngine, WeightVerifier
+from rlcore.errors import EngineFailed
+from rlcore.interfaces import RolloutEngine
 from rlcore.launch.service.client import ServiceClient
 from rlcore.launch.service.host import EngineInfo
 from rlcore.launch.service.process import ServiceLost
@@ -93,7 +93,7 @@ class RemoteEngineHandle:
         self.group_ranks = info.group_ranks
         self.in_group = info.in_group
         self.gpus = info.gpus
-        self.digests_buckets = info.digests_buckets
+        self.digests_weights = info.digests_weights
         self.queues_buckets = info.queues_buckets
 
     health = _remote("health")
@@ -101,28 +101,16 @@ class RemoteEngineHandle:
     resume = _remote("resume")
     begin_update = _remote("begin_update")
     receive_bucket = _remote("receive_bucket")
-    bucket_digests = _remote("bucket_digests")
+    received_digests = _remote("received_digests")
     receive_serialized = _remote("receive_serialized")
     load_folder = _remote("load_folder")
     end_update = _remote("end_update")
     set_version = _remote("set_version")
-    checksum = _remote("checksum")
 
     async def join_group(self, address: GroupAddress, rank: int) -> None:
         """Let the engine join the process group for weights."""
         await self.call("join_group", address, rank)
         self.in_group = address.name
-
-    def verifier(self) -> WeightVerifier:
-        """Implements the protocol. Raises PublicationFailed where the service is gone.
-
-        The next attempt finds another service.
-        """
-        try:
-            found: WeightVerifier = self._client.call("verifier", self.name)
-        except ServiceLost as error:
-            raise PublicationFailed(f"engine {self.name}: {error}") from error
-        return found
 
     async def call(self, verb: str, *arguments: Any) -> Any:
         """Call a method of the engine. Raises EngineFailed where it or the service is gone."""

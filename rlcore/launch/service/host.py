@@ -47,8 +47,8 @@ class EngineInfo:
     in_group: str | None = None
     # of an engine that tells its GPUs
     gpus: tuple[str, ...] = ()
-    # of an engine that tells what it received
-    digests_buckets: bool = False
+    # of an engine that digests what it receives
+    digests_weights: bool = False
     # of an engine that takes calls of several buckets at once
     queues_buckets: bool = False
 
@@ -169,10 +169,6 @@ class ServiceHost:
     async def engine(self, name: str, verb: str, *arguments: Any) -> Any:
         """Call a method of an engine, for a publication."""
         return await self._in_loop(self._method(self._engine(name), verb)(*arguments))
-
-    async def verifier(self, name: str) -> Any:
-        """Call `RolloutEngine.verifier`."""
-        return self._engine(name).verifier()
 
     async def close(self) -> None:
         """End the service, its engines and the timeline."""

@@ -37,14 +37,13 @@ from rlcore.errors import (
     UserError,
 )
 from rlcore.tls import engine_client, refused_engine
-from rlcore.weights import DTYPES, Bucket, TensorSpec
+from rlcore.weights import Bucket, TensorSpec
 from rollout.engines.checks import check_records, check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.sglang.limits import ExpertLayers
 from rollout.json_client import read_answer
 from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
-from rollout.weight_sync.version_state import FingerprintVerifier
 
 ERRORS: dict[str, type[RlcoreError]] = {
     UserError.__name__: UserError,
@@ -61,7 +60,6 @@ class RemoteEngine:
     """`rlcore.interfaces.RolloutEngine` over a server process. Use it from one event loop.
 
     Args:
-        dtype: as for `EmbeddedEngine`.
         key: the server's; every request carries it.
         experts: of the model, where records of them are asked for.
         tls: `cluster.tls`.
@@ -70,7 +68,7 @@ class RemoteEngine:
     group_ranks = 1
     transports: tuple[str, ...] = ("distributed",)
     managed = True
-    digests_buckets = True
+    digests_weights = True
     queues_buckets = True
 
     def __init__(
@@ -78,7 +76,6 @@ class RemoteEngine:
         server: Server,
         *,
         config: EngineConfig,
-        dtype: str,
         key: str,
         experts: ExpertLayers | None = None,
         tls: TLSConfig | None = None,
@@ -86,7 +83,6 @@ class RemoteEngine:
         self.name = server.name
         self._tls = tls
         self.config = config
-        self._dtype = dtype
         self._key = key
         self._experts = experts
         self._server = server
@@ -199,15 +195,9 @@ class RemoteEngine:
             )
         await self._call("receive_bucket", {"index": index, "order": order})
 
-    async def bucket_digests(self) -> dict[int, str]:
+    async def received_digests(self) -> list[str]:
         """See `rollout.weight_sync.links.DistributedTransport`."""
-        found = await self._call("bucket_digests")
-        try:
-            return {int(index): str(digest) for index, digest in found.items()}
-        except (AttributeError, ValueError) as error:
-            raise EngineFailed(
-                f"engine {self.name}: /bucket_digests was answered with nonsense: {error!r}"
-            ) from error
+        return [str(await self._call("received_digest"))]
 
     async def end_update(self) -> None:
         """See `RolloutEngine.end_update`."""
@@ -217,14 +207,6 @@ class RemoteEngine:
         """See `RolloutEngine.set_version`."""
         await self._call("set_version", {"version": version})
         self._version = version
-
-    def verifier(self) -> FingerprintVerifier:
-        """See `RolloutEngine.verifier`."""
-        return FingerprintVerifier(DTYPES[self.config.dtype or self._dtype])
-
-    async def checksum(self) -> str:
-        """See `RolloutEngine.checksum`."""
-        return str(await self._call("checksum"))
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See `RolloutEngine.release_memory`."""

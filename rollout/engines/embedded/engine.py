@@ -26,13 +26,12 @@ from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, Pause
 from rlcore.data.tokenizer import load_tokenizer
 from rlcore.deadlines import LAST_TOKEN_S
 from rlcore.errors import RunFailed, UserError
-from rlcore.weights import DTYPES, Bucket
+from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
 from rollout.engines.checks import check_request as check_common
 from rollout.engines.embedded.causal_lm import CausalLM
 from rollout.engines.embedded.decoding import Decoding, Slot
 from rollout.engines.embedded.model_weights import ModelWeights
-from rollout.weight_sync.version_state import FingerprintVerifier
 
 
 class PauseGate:
@@ -373,14 +372,6 @@ class EmbeddedEngine:
     async def set_version(self, version: int) -> None:
         """See `RolloutEngine.set_version`."""
         self._started()[1].set_version(version)
-
-    def verifier(self) -> FingerprintVerifier:
-        """See `RolloutEngine.verifier`."""
-        return FingerprintVerifier(DTYPES[self.dtype])
-
-    async def checksum(self) -> str:
-        """See `RolloutEngine.checksum`."""
-        return await asyncio.to_thread(self._started()[1].checksum)
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Release the weights; keys and values live no longer than a call.

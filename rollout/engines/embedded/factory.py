@@ -124,7 +124,6 @@ class EmbeddedFactory:
             RemoteEngine(
                 server,
                 config=config.rollout.engine,
-                dtype=config.model.dtype,
                 key=keys.api,
                 experts=experts,
                 tls=config.cluster.tls,

@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from rlcore.errors import ModelError
 from rlcore.quantised_weights import dequantised, unquantised
-from rlcore.weights import Bucket, TensorSpec, digest, saved_buffers
+from rlcore.weights import Bucket, TensorSpec, saved_buffers
 from rollout.weight_sync.version_state import SHOWN, WeightState, shorten
 
 ALIGNMENT = 64  # bytes, as torch allocates: kernels of other alignments sum in another order
@@ -92,10 +92,6 @@ class ModelWeights(WeightState):
             storage.resize_(size)
         self._sizes = {}
         super().restore()
-
-    def checksum(self) -> str:
-        """A digest of all weights."""
-        return digest(self.tensors.items())
 
     def _can_land(self, bucket: Bucket) -> bool:
         starts = itertools.accumulate(spec.num_bytes for spec in bucket.tensors[:-1])

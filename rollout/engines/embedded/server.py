@@ -36,7 +36,7 @@ from rlcore.tls import server_context
 from rollout.engines.bucket_turns import BucketTurns, OutOfTurn
 from rollout.engines.embedded.client import decode_buckets, decode_request, encode_completion
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.weight_sync.digests import digest
+from rollout.weight_sync.digests import Digest
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, gpu_identity
 
 MAX_BODY = 1 << 30
@@ -85,7 +85,7 @@ class EngineServer:
         self._receiving: asyncio.Future[Tensor] | None = None
         # the newest bucket is being copied into the model, and its digest computed
         self._applying: asyncio.Future[None] | None = None
-        self._digests: dict[str, str] = {}  # of the current update: bucket index -> digest
+        self._digest: Digest | None = None  # of what the current update has brought
         self._turns = BucketTurns()
         self.verbs: dict[str, Verb] = {
             "generate": self._generate,
@@ -95,10 +95,9 @@ class EngineServer:
             "progress": lambda _: engine.progress(),
             "begin_update": self._begin_update,
             "receive_bucket": self._receive_bucket,
-            "bucket_digests": self._bucket_digests,
+            "received_digest": self._received_digest,
             "end_update": self._end_update,
             "set_version": lambda body: engine.set_version(body["version"]),
-            "checksum": lambda _: engine.checksum(),
             "release_memory": self._release_memory,
             "resume_memory": lambda body: engine.resume_memory(body["tags"]),
             "join_group": self._join_group,
@@ -150,7 +149,7 @@ class EngineServer:
         await asyncio.gather(self._applied(), return_exceptions=True)
         await self.engine.begin_update(buckets)
         self._sizes = {bucket.index: bucket.num_bytes for bucket in buckets}
-        self._digests = {}
+        self._digest = None
 
     async def _join_group(self, body: dict[str, Any]) -> None:
         if self._group is not None:
@@ -190,12 +189,14 @@ class EngineServer:
 
     async def _apply(self, index: int, flat: Tensor, order: str | None) -> None:
         if order is not None:
-            self._digests[str(index)] = await asyncio.to_thread(digest, order, flat)
+            if self._digest is None or self._digest.order != order:
+                self._digest = Digest(order)
+            await asyncio.to_thread(self._digest.add, flat)
         await self.engine.receive_bucket(index, flat)
 
-    async def _bucket_digests(self, _: dict[str, Any]) -> dict[str, str]:
+    async def _received_digest(self, _: dict[str, Any]) -> str:
         await self._applied()
-        return self._digests
+        return "" if self._digest is None else self._digest.read()
 
     async def _end_update(self, _: dict[str, Any]) -> None:
         await self._applied()

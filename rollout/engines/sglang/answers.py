@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -181,20 +180,21 @@ def _number(name: str, mark: str) -> int:
     return int(name.removesuffix(mark))
 
 
-def read_digests(engine: str, answer: Any, orders: Mapping[int, str]) -> dict[int, str]:
-    """Read what a server told of an update's digests: each bucket's, by index.
+def read_digests(engine: str, answer: Any) -> list[str]:
+    """Read the digests of what a server's ranks received in an update, by tensor-parallel rank.
 
     Args:
         answer: its message has the digests of all ranks, as often as attention is divided.
-        orders: of the buckets, by index.
     """
     try:
         found, *others = map(json.loads, answer["message"].split(" | "))
         if any(other != found for other in others):
             raise ValueError(f"different digests from {len(others) + 1} parts of it")
-        return {index: str(found[order]) for index, order in orders.items()}
+        if not isinstance(found, list):
+            raise TypeError(f"{found!r}, expected a list")
+        return [str(digest) for digest in found]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFailed(
-            f"engine {engine}: it was asked for the digests of {len(orders)} buckets, and answered"
-            f" with nonsense: {error!r}"
+            f"engine {engine}: it was asked for the digests of what it received, and answered with"
+            f" nonsense: {error!r}"
         ) from error

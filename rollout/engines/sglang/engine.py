@@ -18,23 +18,21 @@ from typing import Any
 
 from torch import Tensor
 
-from rlcore.config.checks.engine import ATTENTION_PARTS, server_argument
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.training import TLSConfig
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.deadlines import BROKEN_CONNECTION_S
-from rlcore.errors import ConfigError, EngineFailed, EngineHangs, RlcoreError, UserError
+from rlcore.errors import EngineFailed, EngineHangs, RlcoreError, UserError
 from rlcore.weights import Bucket, TensorSpec
 from rollout.asyncio_utils import gather_or_cancel, within
 from rollout.engines.checks import check_versions
 from rollout.engines.child_process import Server
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.answers import read_digests, version_name
-from rollout.engines.sglang.checksums import FusedChecksums
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.limits import no_sglang
-from rollout.engines.sglang.patches import bucket_calls, bucket_digests
+from rollout.engines.sglang.patches import bucket_calls, received_digests
 from rollout.engines.sglang.pause_gate import PauseGate
 from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
@@ -87,18 +85,14 @@ class SGLangEngine:
         # None unless requests go through a router of the user
         self._router: ServerClient | None = None
         self._generation: Generation | None = None
-        # "cpu" | "cuda"; "auto" | "float32" | "bfloat16" | ...
-        self._device = ""
-        self._dtype = ""
-        self._attention_parts = 1
+        self._device = ""  # "cpu" or "cuda"
         self._mode: PauseMode | None = None  # the pause in force
         self.in_group: str | None = None  # the name of the server's process group for weights
         self._server_group: str | None = None  # ... even if the connection is another one
-        # whether the server tells the digests of what it receives; `rlcore engine`'s and ours do
-        self.digests_buckets = False
+        # whether the server digests what it receives; `rlcore engine`'s and ours do
+        self.digests_weights = False
         # whether it takes calls of several buckets at once, in the buckets' order; the same servers
         self.queues_buckets = False
-        self._orders: dict[int, str] = {}  # for digests of the current update's buckets
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -135,10 +129,8 @@ class SGLangEngine:
         info = await self._running.get("/server_info")
         try:
             self._device = str(info["device"])
-            self._dtype = str(info["dtype"])
-            self._attention_parts = int(info.get(ATTENTION_PARTS) or 1)
             states = info.get("internal_states") or [{}]  # a router's answer has none
-            self.digests_buckets = bucket_digests.SERVER_INFO in states[0]
+            self.digests_weights = received_digests.SERVER_INFO in states[0]
             self.queues_buckets = bucket_calls.SERVER_INFO in states[0]
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise no_sglang(self.name, error) from error
@@ -297,7 +289,6 @@ class SGLangEngine:
                 " first"
             )
         self.weights.begin(buckets)
-        self._orders = {}
         try:
             await self._control("/begin_weight_update", {"selector": "all"})
         except EngineHangs:
@@ -336,10 +327,9 @@ class SGLangEngine:
                 f"engine {self.name} is another process: it takes buckets over the process group"
             )
         specs = self.weights.bucket(index).tensors
-        load_format = bucket_digests.LOAD_FORMAT
+        load_format = received_digests.LOAD_FORMAT
         if order is not None:
-            load_format = bucket_digests.ORDERED + order
-            self._orders[index] = order
+            load_format = received_digests.ORDERED + order
         if self.queues_buckets:
             load_format += f"{bucket_calls.TURN}{index}"
         times = CALLS_AT_ONCE if self.queues_buckets else 1
@@ -357,12 +347,10 @@ class SGLangEngine:
         }
         return await self._control("/update_weights_from_distributed", body, times=times)
 
-    async def bucket_digests(self) -> dict[int, str]:
+    async def received_digests(self) -> list[str]:
         """See `rollout.weight_sync.links.DistributedTransport`."""
-        if not self._orders:
-            return {}
-        answer = await self._receive((), bucket_digests.ALL_DIGESTS)
-        return read_digests(self.name, answer, self._orders)
+        answer = await self._receive((), received_digests.DIGESTS)
+        return read_digests(self.name, answer)
 
     async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:
         """Take bucket `index` in the request's body: one payload for each tensor-parallel rank."""
@@ -371,7 +359,7 @@ class SGLangEngine:
             "/update_weights_from_tensor",
             {
                 "serialized_named_tensors": list(payloads),
-                "load_format": bucket_digests.LOAD_FORMAT,
+                "load_format": received_digests.LOAD_FORMAT,
                 **KEEP_REQUESTS,
             },
         )
@@ -410,23 +398,6 @@ class SGLangEngine:
     def gpus(self) -> tuple[str, ...]:
         """The names of its GPUs, one a tensor-parallel rank; () where we do not know them."""
         return self.server.gpus
-
-    def verifier(self) -> FusedChecksums:
-        """Make a verifier. Raises ConfigError for a model whose layout in SGLang is not known."""
-        if server_argument(self.config, "quantization") is not None or self._attention_parts > 1:
-            raise ConfigError(
-                "rollout.engine.verify_every: it is not known how a quantised engine, or one with"
-                " data-parallel attention, holds what was sent: set it to 0"
-            )
-        return FusedChecksums.of(
-            self.model_path, ranks=self.group_ranks, dtype=self._dtype, device=self._device
-        )
-
-    async def checksum(self) -> Any:
-        """A hash of every tensor of every rank, as the server holds them."""
-        return (
-            await self._control("/weights_checker", {"action": "checksum", "selector": "target"})
-        )["ranks"]
 
     @property
     def url(self) -> str:

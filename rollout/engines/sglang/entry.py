@@ -165,7 +165,7 @@ def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
     told = (load_beside("patches/bucket_calls").SERVER_INFO,) if in_turn(args) else ()
     load_beside("patches/receiving_stream").install()
     digests = load_beside("../../weight_sync/digests")
-    load_beside("patches/bucket_digests").install(digests, told)
+    load_beside("patches/received_digests").install(digests, told)
     load_beside("patches/derived_weights").install()
     from sglang.srt.managers.scheduler import run_scheduler_process
 

@@ -46,7 +46,6 @@ RULES: dict[Rule, Callable[[Session], Awaitable[None]]] = {
     control.PAUSED: control.update_unpaused,
     control.PARTIAL: control.partial_update,
     control.BACKWARDS: control.version_order,
-    control.CHECKSUM: control.checksum,
     control.KILL: control.kill,
 }
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-import torch
-
 from rlcore.algorithms.testing.contract import Rule
 from rlcore.config.derived import longest_request_s
 from rlcore.data.generation import Completion, PauseMode
-from rlcore.errors import ConfigError
 from rollout.engines.testing.session import Session
 
 UNDER_WAY_S = 0.05  # for a request to reach the engine
@@ -44,11 +41,6 @@ BACKWARDS = Rule(
     "version-order",
     "versions never go back",
     "raise EngineFailed from set_version for a version behind the one in force",
-)
-CHECKSUM = Rule(
-    "checksum",
-    "the checksum agrees with the expectation of what was sent, and with nothing else",
-    "digest the weights that the engine holds, not those that it was promised",
 )
 DRAIN = Rule(
     "pause-drain",
@@ -141,24 +133,6 @@ async def version_order(session: Session) -> None:
     work = session.engine.set_version(session.version - 1)
     await session.refused(f"set_version({session.version - 1}), after {session.version},", work)
     await session.publish()
-
-
-async def checksum(session: Session) -> None:
-    """Against what was sent, and against something else."""
-    try:
-        right = session.engine.verifier()
-        wrong = session.engine.verifier()
-    except ConfigError:
-        return  # allowed: weights of this engine cannot be verified
-    await session.call("pause", session.engine.pause("drain"))
-    said = await session.call("checksum", session.engine.checksum())
-    for number, (name, tensor) in enumerate(session.weights.items()):
-        right.add(name, tensor)
-        wrong.add(name, tensor if number else torch.zeros_like(tensor))
-    await session.call("resume", session.engine.resume())
-    problem = right.mismatch(said)
-    session.expect(problem is None, f"{problem}", "no problem with the weights that were sent")
-    session.expect(wrong.mismatch(said) is not None, "no problem", "one with other weights")
 
 
 async def drain(session: Session) -> None:

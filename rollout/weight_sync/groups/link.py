@@ -77,14 +77,14 @@ class Calls:
         """How many calls may stay unanswered when a bucket has left."""
         return CALLS_AT_ONCE - 1 if self.queued else 0
 
-    def post(self, orders: Mapping[int, str | None]) -> None:
+    def post(self, indices: Sequence[int], order: str | None) -> None:
         """Call the engine for buckets, each once.
 
         Args:
-            orders: for digests of what it receives, by the index of a bucket and of the one that
-                follows.
+            indices: of a bucket, and of the one that follows.
+            order: for a digest of what it receives.
         """
-        for index, order in [*orders.items()][: 2 if self.queued else 1]:
+        for index in indices[: 2 if self.queued else 1]:
             if index > self.last:
                 self._calls.append(asyncio.ensure_future(self._call(index, order)))
                 self.last = index
@@ -226,24 +226,24 @@ class EngineLink(ABC):
         """The bucket up to which the engine was called in this publication; -1: for none."""
         return self._calls.last
 
-    async def send(self, orders: Mapping[int, str | None], flat: Tensor) -> str | None:
+    async def send(self, indices: Sequence[int], order: str | None, flat: Tensor) -> str | None:
         """Have the engine take a bucket. Return when it has left this rank, if this rank sends it,
         and the engine has room for the next call.
 
         Args:
-            orders: see `Calls.post`.
+            indices, order: see `Calls.post`.
         """
         try:
             sending = self._start_sending(flat)
         except RunFailed as error:  # recovery: without this engine, by the caller
             return await self._failed(str(error))
-        self._calls.post(orders)
-        beyond = self._calls.last - min(orders, default=self._calls.last)
+        self._calls.post(indices, order)
+        beyond = self._calls.last - min(indices, default=self._calls.last)
         return await self._settle(self._calls.most, sending, beyond)
 
     async def send_called(self, flat: Tensor) -> str | None:
         """Send a bucket for which the engine was called before. Return when it has left."""
-        return await self.send({}, flat)
+        return await self.send((), None, flat)
 
     async def settle(self) -> str | None:
         """Wait until the engine has loaded all that was sent (and made its digests)."""

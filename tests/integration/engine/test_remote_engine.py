@@ -18,13 +18,11 @@ from engine_kit import flatten, layout, remote_engine, request, tiny_qwen3
 from rlcore.config import Config
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import DeadlineExceeded, ModelError, PublicationFailed, RunFailed, UserError
-from rlcore.weights import digest
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.weight_sync.publication import WeightPublication
 from tests.static_participants import StaticParticipants
 
 LIMITS = {
-    "verify_every": 1,
     "device": "cpu",
     "threads": 1,
     "start_timeout_s": 300.0,
@@ -154,9 +152,6 @@ def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, confi
     publish(sink, model, 3)
     first = [link.group for link in sink._transport._links.values()]
     answers = [run(loop, engine.generate(requests())) for engine in (*pair, local)]
-    assert [run(loop, engine.checksum()) for engine in pair] == [
-        digest(model.named_parameters())
-    ] * 2
     for answer in answers[:2]:
         for a, b in zip((c for row in answer for c in row), (c for row in answers[2] for c in row)):
             assert a.tokens.tolist() == b.tokens.tolist()

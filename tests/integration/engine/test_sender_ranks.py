@@ -63,7 +63,7 @@ class Trainer:
         self.model = tiny_qwen3()
         self.model.config.save_pretrained(folder / "model")
         settings = {
-            "device": "cpu", "threads": 1, "verify_every": 1, "senders": RANKS,
+            "device": "cpu", "threads": 1, "senders": RANKS,
             "start_timeout_s": 300.0, "request_timeout_s": 20.0, "update_timeout_s": update_s,
             **weights,
         }  # fmt: skip
@@ -158,7 +158,7 @@ def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trainer]
 def test_engines_are_dealt_out_and_keep_their_groups(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every engine verifies what it got, by digests and by the checksum of all weights."""
+    """Every engine verifies what it got, by its digest."""
     sent: list[int] = []  # bytes, of all groups together
     original = WeightGroup.send
 

@@ -64,7 +64,7 @@ async def gateway() -> AsyncIterator[Door]:
 async def engine() -> AsyncIterator[Door]:
     server = EngineServer(Engine(), "the-key")  # type: ignore[arg-type]
     runner = await HttpServer(server.serve).listen(bound("127.0.0.1"), closes_s=0.1)
-    yield Door(runner.addresses[0][1], "/bucket_digests", "the-key")
+    yield Door(runner.addresses[0][1], "/received_digest", "the-key")
     await runner.cleanup()
 
 

@@ -159,10 +159,6 @@ def paths(lines: list[str]) -> list[str]:
         ([*TP_2, "rollout.engine.server={attn_dp_size: 3}"], [PARTS]),
         ([*TP_2, "rollout.engine.server={attn-dp-size: two}"], [PARTS]),
         (
-            [*TP_2, "rollout.engine.server={attn_dp_size: 2}", "rollout.engine.verify_every=5"],
-            ["rollout.engine.verify_every"],
-        ),
-        (
             [SGLANG, "rollout.engine.max_batch=8"],
             ["rollout.engine.max_batch"],
         ),

@@ -42,9 +42,7 @@ def remote_engine(
 ) -> RemoteEngine:
     """An engine that is a child of this process."""
     server = ServerConfig(name, str(folder), config, "the-key", dtype="fp32", tls=tls)
-    return RemoteEngine(
-        EmbeddedServer(server, log), config=config, dtype="fp32", key="the-key", tls=tls
-    )
+    return RemoteEngine(EmbeddedServer(server, log), config=config, key="the-key", tls=tls)
 
 
 def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rlcore.data.generation import Completion, GenerateRequest, MemoryTag, PauseMode
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import RunFailed
 from rlcore.weights import Bucket
-from rollout.weight_sync.version_state import FingerprintVerifier
 
 Reply = Callable[[GenerateRequest, int], Sequence[int]]
 """(request, sample index) -> the tokens of that response."""
@@ -150,14 +148,6 @@ class FakeEngine:
         if set(tags) - self.released:
             raise RunFailed(f"{self.name}: {sorted(set(tags) - self.released)} are not released")
         self.released -= set(tags)
-
-    def verifier(self) -> FingerprintVerifier:
-        """See `RolloutEngine.verifier`."""
-        return FingerprintVerifier(torch.float32)
-
-    async def checksum(self) -> str:
-        """See `RolloutEngine.checksum`."""
-        return f"fake-{self.version}"
 
     async def health(self) -> dict[str, Any]:
         """See `RolloutEngine.health`."""

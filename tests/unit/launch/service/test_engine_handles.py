@@ -15,11 +15,11 @@ from rlcore.launch.service.host import EngineInfo
 def test_a_publication_knows_whether_an_engine_digests_and_queues_buckets(told: bool) -> None:
     engine = SimpleNamespace(
         name="engine-0", managed=True, transports=("distributed",), url="http://10.0.0.9:1",
-        group_ranks=2, in_group=None, digests_buckets=told, queues_buckets=not told,
+        group_ranks=2, in_group=None, digests_weights=told, queues_buckets=not told,
     )  # fmt: skip
     client: Any = None
     handle = RemoteEngineHandle(client, EngineInfo.of(engine))
-    assert (handle.digests_buckets, handle.queues_buckets) == (told, not told)
+    assert (handle.digests_weights, handle.queues_buckets) == (told, not told)
 
 
 def test_an_engine_that_no_process_group_reaches_needs_to_tell_nothing_of_groups() -> None:

@@ -36,7 +36,6 @@ FAKE_SKIPS = (
     "update-unpaused",
     "partial-update",
     "version-order",
-    "checksum",
     "kill",
     "bad-request",
 )
@@ -72,7 +71,7 @@ def embedded(config: Config, cls: type[EmbeddedEngine] = EmbeddedEngine) -> Embe
 def test_the_embedded_engine_keeps_it(check: Callable[..., Any], config: Config) -> None:
     report = check(lambda: embedded(config))
     assert len(report.kept) == len(RULES) + 1
-    assert "keeps 23 rules, 0 skipped" in str(report)
+    assert "keeps 22 rules, 0 skipped" in str(report)
 
 
 @pytest.mark.rest
@@ -166,11 +165,6 @@ class KeepsItsWeights(EmbeddedEngine):
         pass
 
 
-class Promises(EmbeddedEngine):
-    async def checksum(self) -> str:
-        return "all is well"
-
-
 class Forgets(EmbeddedEngine):
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         return await super().generate([replace(request, prefixes=()) for request in requests])
@@ -224,7 +218,6 @@ NEXT_VERSION = each(
         (DoesNotAbort, "abort"),
         (TakesUpdatesUnpaused, "update-unpaused"),
         (CountsNoBuckets, "partial-update"),
-        (Promises, "checksum"),
         (KeepsItsWeights, "kill"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Digests tell any two buckets apart, for whoever does not know their key in advance."""
+"""Digests tell any two publications apart, for whoever does not know their key in advance."""
 
 from __future__ import annotations
 
@@ -6,23 +6,33 @@ import asyncio
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from rlcore.weights import Bucket, TensorSpec
+from rlcore.weights import TensorSpec, cut_buckets
 from rollout.weight_sync import digests
-from rollout.weight_sync.bucket_checks import SentDigests, digest_kind
-from rollout.weight_sync.digests import DIGITS, KINDS, PIECE, ROW, digest, new_order
+from rollout.weight_sync.digests import DIGITS, KINDS, PIECE, ROW, Digest, new_order
+from rollout.weight_sync.groups.link import Link
+from rollout.weight_sync.links import DistributedTransport, difference
 
+CPU = torch.device("cpu")
 SIZES = (1, 2, 7, ROW - 1, ROW, ROW * 3 + 6, 2 * PIECE + 4321)
 
 
 def some_bytes(size: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+
+
+def digest(order: str, *buckets: Tensor) -> str:
+    made = Digest(order)
+    for flat in buckets:
+        made.add(flat)
+    return made.read()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,52 +108,95 @@ def test_the_module_imports_nothing_of_ours() -> None:
     after = {name for name in sys.modules if name.startswith(("rlcore", "rollout", "backends"))}
     assert before == after
     order = new_order("xxh3")
-    assert module.digest(order, some_bytes(99)) == digest(order, some_bytes(99))
+    alone = module.Digest(order)
+    alone.add(some_bytes(99))
+    assert alone.read() == digest(order, some_bytes(99))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buckets_count_in_their_order_and_with_their_borders(kind: str) -> None:
+    one, two = some_bytes(3 * ROW, 1), some_bytes(3 * ROW, 2)
+    order = new_order(kind)
+    whole = digest(order, one, two)
+    assert digest(order, one.clone(), two.clone()) == whole
+    assert len({whole, digest(order, two, one), digest(order, one), digest(order, one, one)}) == 4
+    assert digest(order, torch.cat([one, two])) != whole
+    assert digest(order, one, two, some_bytes(0)) != whole
+
+
+def test_a_digest_may_be_waited_for_or_read_between_buckets() -> None:
+    order = new_order("linear")
+    buckets = [some_bytes(ROW + index, index) for index in range(4)]
+    made = Digest(order)
+    for count, flat in enumerate(buckets, 1):
+        made.add(flat)
+        if count == 2:
+            made.wait()
+        assert count < 3 or made.read() == digest(order, *buckets[:count])
+
+
+def test_a_rank_that_received_something_else_is_named() -> None:
+    assert difference("a" * 64, ["a" * 64] * 2, 2) is None
+    said = difference("a" * 64, ["a" * 64, "b" * 64], 2)
+    assert said is not None
+    assert said.startswith("its rank 1 did not receive the weights as they were sent")
+    assert "(digest sent aaaaaaaaaaaa, received bbbbbbbbbbbb)" in said
+    assert "received none" in str(difference("a" * 64, [""], 1))
+    assert difference("a", ["a"], 2) == "digests of 1 ranks, expected 2"
+    loaded = "its rank 0 received the weights, but did not load them: not loaded: out of memory"
+    assert difference("a", ["not loaded: out of memory"], 1) == loaded
 
 
 class Engine:
+    """Receives over a link that is none, and digests what is sent but for `changes`."""
+
     name = "engine-0"
-    digests_buckets = True
+    url = "http://10.0.0.9:1"
+    group_ranks = 2
+    in_group = "weights"
 
-    def __init__(self, received: dict[int, str]) -> None:
-        self._received = received
+    def __init__(self, *, digests: bool = True, changes: bool = False) -> None:
+        self.digests_weights = digests
+        self.changes = changes
+        self.made: Digest | None = None
 
-    async def bucket_digests(self) -> dict[int, str]:
-        return self._received
+    async def health(self) -> dict[str, None]:
+        return {"gpu": None}
 
+    async def received_digests(self) -> list[str]:
+        assert self.made is not None
+        return [self.made.read()] * 2
 
-def test_an_engine_that_received_something_else_is_named() -> None:
-    bucket = Bucket(0, (TensorSpec("a", (4,), "float32"),))
-    flat = some_bytes(16)
-
-    async def main() -> None:
-        sent = SentDigests()
-        orders = sent.orders(["xxh3", None, "xxh3"])
-        order = orders["xxh3"]
-        assert order is not None
-        assert orders[None] is None
-        await sent.add(bucket, flat, orders)
-        right = Engine({0: digest(order, flat)})
-        wrong = Engine({0: digest(order, some_bytes(16, seed=1))})
-        missing = Engine({})
-        failed = await sent.compare({right: "xxh3", wrong: "xxh3", missing: "xxh3"}, 5.0)
-        assert set(failed) == {wrong, missing}
-        assert "engine-0: 1 of 1 buckets did not arrive as they were sent" in failed[wrong]
-        assert "received none" in failed[missing]
-        unloaded = Engine({0: f"{digest(order, flat)},not loaded: CUDA out of memory"})
-        assert await sent.compare({unloaded: "xxh3"}, 5.0) == {
-            unloaded: "engine engine-0: bucket 0 was received, but one of its ranks did not load"
-            " it: CUDA out of memory"
-        }
-        assert await sent.compare({wrong: None}, 5.0) == {}
-
-    asyncio.run(main())
+    def take(self, order: str | None, flat: Tensor) -> None:
+        if order is not None:
+            self.made = self.made or Digest(order)
+            self.made.add(flat ^ 1 if self.changes else flat)
 
 
-def test_which_kind_of_digest() -> None:
-    engine = Engine({})
-    assert digest_kind("auto", engine, "gloo") == "xxh3"
-    assert digest_kind("auto", engine, "nccl") == "linear"
-    assert digest_kind("sha256", engine, "nccl") == "sha256"
-    assert digest_kind("none", engine, "gloo") is None
-    assert digest_kind("auto", object(), "gloo") is None
+def test_a_publication_ends_with_the_digests_of_all_engines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def join(link: Link) -> None:
+        pass
+
+    async def send(link: Link, indices: Sequence[int], order: str | None, flat: Tensor) -> None:
+        link.engine.take(order, flat)
+
+    monkeypatch.setattr(Link, "join", join)
+    monkeypatch.setattr(Link, "send", send)
+    right, wrong, silent = Engine(), Engine(changes=True), Engine(digests=False)
+    buckets = cut_buckets([TensorSpec(f"w{i}", (4,), "float32") for i in range(3)], 16)
+
+    async def publish() -> dict[Engine, str]:
+        transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0)
+        assert await transport.open([right, wrong, silent], buckets) == {}
+        for bucket in buckets:
+            assert await transport.send(bucket, some_bytes(16, bucket.index)) == {}
+        return await transport.complete()
+
+    failed = asyncio.run(publish())
+    assert [*failed] == [wrong]
+    assert "engine engine-0: its rank 0 did not receive the weights as they were" in failed[wrong]
+    assert silent.made is None
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "engine engine-0 receives are not verified: it computes no digests" in warning

@@ -93,7 +93,7 @@ def test_rank_0_goes_on_when_it_has_passed_a_bucket_on(monkeypatch: pytest.Monke
         link = RemoteLink(engine, "gloo", Served(3, (0,)), CPU, 60.0)
         assert await link.meet({3: json.dumps({"engine-0": ADDRESS})}) is None
         link.begin()
-        sending = asyncio.ensure_future(link.send({0: None, 1: None}, FLAT))
+        sending = asyncio.ensure_future(link.send([0, 1], None, FLAT))
         await asyncio.sleep(0.05)
         assert not sending.done(), "two calls may be unanswered, but the bucket has not left"
         Group.made[0].passed_on[0].set_result(None)

@@ -114,7 +114,7 @@ def test_a_bucket_that_was_given_up_half_way_breaks_its_connection() -> None:
     async def give_up() -> None:
         link = Link(Silent(), "gloo", torch.device("cpu"), 5.0)
         link.group = Group()  # type: ignore[assignment]
-        sending = asyncio.ensure_future(link.send({0: None}, torch.empty(0, dtype=torch.uint8)))
+        sending = asyncio.ensure_future(link.send([0], None, torch.empty(0, dtype=torch.uint8)))
         await asyncio.sleep(0.05)
         sending.cancel()
         await asyncio.wait({sending})
@@ -163,7 +163,7 @@ def test_an_engine_that_dies_before_its_first_bucket_holds_nobody_up(
         assert await link.join() is None
         began = time.monotonic()
         flat = torch.zeros(4, dtype=torch.uint8)
-        assert await link.send({0: None}, flat) == "engine engine-0 died"
+        assert await link.send([0], None, flat) == "engine engine-0 died"
         assert time.monotonic() - began < 12, "by far less than the limit"
         assert not link.is_whole
 

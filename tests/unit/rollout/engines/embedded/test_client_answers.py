@@ -50,7 +50,7 @@ def with_engine(answers: dict[str, Any], use: Callable[[RemoteEngine], Awaitable
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         server: Any = Running(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        engine = RemoteEngine(server, config=EngineConfig(), dtype="fp32", key="key")
+        engine = RemoteEngine(server, config=EngineConfig(), key="key")
         await engine.start()
         try:
             await use(engine)
@@ -87,9 +87,9 @@ def test_answers_without_end_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(client, "COMPLETIONS_BYTES", 2000)
 
     async def use(engine: RemoteEngine) -> None:
-        with pytest.raises(EngineFailed, match="/checksum was answered with more than 1,000 bytes"):
-            await engine.checksum()
+        with pytest.raises(EngineFailed, match="/progress was answered with more than 1,000 bytes"):
+            await engine.progress()
         with pytest.raises(EngineFailed, match="/generate was answered with more than 2,000 bytes"):
             await engine.generate([request([1])])
 
-    with_engine({"checksum": b" " * 1500, "generate": b" " * 2500}, use)
+    with_engine({"progress": b" " * 1500, "generate": b" " * 2500}, use)

@@ -306,18 +306,18 @@ def test_broken_weights_are_an_error(model, folder):
 
 def test_a_model_it_cannot_run_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
-        with_engine(tmp_path, None, lambda engine: engine.checksum())
+        with_engine(tmp_path, None, lambda engine: engine.health())
     tiny_qwen3(
         use_sliding_window=True, sliding_window=8, max_window_layers=1
     ).config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="sliding-window"):
-        with_engine(tmp_path, None, lambda engine: engine.checksum())
+        with_engine(tmp_path, None, lambda engine: engine.health())
 
 
 def test_starting_leaves_global_torch_state_alone(folder):
     torch.manual_seed(5)
     before = torch.get_rng_state()
     dtype = torch.get_default_dtype()
-    with_engine(folder, None, lambda engine: engine.checksum())
+    with_engine(folder, None, lambda engine: engine.health())
     assert torch.equal(before, torch.get_rng_state())
     assert torch.get_default_dtype() == dtype

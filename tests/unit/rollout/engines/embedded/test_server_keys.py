@@ -14,9 +14,9 @@ from rollout.engines.embedded.server import EngineServer
 
 
 class Engine:
-    """Answers /checksum."""
+    """Answers /progress."""
 
-    async def checksum(self) -> str:
+    async def progress(self) -> str:
         return "right"
 
     def __getattr__(self, verb: str) -> Any:
@@ -26,7 +26,7 @@ class Engine:
 async def ask(port: int, authorization: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(
-        b"POST /checksum HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 0\r\n"
+        b"POST /progress HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 0\r\n"
         + authorization
         + b"\r\n"
     )

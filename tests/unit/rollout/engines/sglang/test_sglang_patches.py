@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rollout.engines.sglang import entry
-from rollout.engines.sglang.patches.bucket_digests import ALL_DIGESTS, ORDERED
+from rollout.engines.sglang.patches.received_digests import DIGESTS, ORDERED
 from rollout.engines.sglang.patches.receiving_stream import ReceivingStream
-from rollout.weight_sync.digests import digest, new_order
+from rollout.weight_sync.digests import Digest, new_order
 
 PARTS = {
     "managers.io_struct": "UpdateWeightsFromDistributedReqOutput",
@@ -93,7 +93,7 @@ def manager() -> Any:
     """A scheduler's part, patched as `run_scheduler` does."""
     entry.load_beside("patches/receiving_stream").install()
     digests = entry.load_beside("../../weight_sync/digests")
-    entry.load_beside("patches/bucket_digests").install(digests, ["another"])
+    entry.load_beside("patches/received_digests").install(digests, ["another"])
     entry.load_beside("patches/derived_weights").install()
     return sys.modules[f"sglang.srt.{[*PARTS][2]}"].SchedulerWeightUpdaterManager()  # type: ignore[attr-defined]
 
@@ -106,111 +106,78 @@ def bucket(seed: int, order: str | None, size: int = 9) -> SimpleNamespace:
     )
 
 
-def told(one: Any) -> dict[str, str]:
-    answer = one.update_weights_from_distributed(SimpleNamespace(load_format=ALL_DIGESTS))
+def told(one: Any) -> list[str]:
+    answer = one.update_weights_from_distributed(SimpleNamespace(load_format=DIGESTS))
     assert answer.success
-    found: dict[str, str] = json.loads(answer.message)
+    found: list[str] = json.loads(answer.message)
     return found
 
 
-def test_digests_of_an_update_are_told_at_once_and_only_of_this_update(looks: list[str]) -> None:
+def digest(order: str, *seeds: int) -> str:
+    made = Digest(order)
+    for seed in seeds:
+        made.add(bucket(seed, None).flat)
+    return made.read()
+
+
+@pytest.mark.parametrize("kind", ["xxh3", "linear"])
+def test_the_digest_is_of_all_that_was_ordered_in_this_update(kind: str, looks: list[str]) -> None:
     one = manager()
     assert one.begin_weight_update(None) == "begun"
-    orders = [new_order("xxh3"), new_order("linear"), new_order("sha256")]
-    for seed, order in enumerate(orders):
+    order = new_order(kind)
+    for seed in range(3):
         answer = one.update_weights_from_distributed(bucket(seed, order))
         assert answer.message == "loaded"
     one.update_weights_from_distributed(bucket(7, None))  # another client's
-    expected = {order: digest(order, bucket(seed, order).flat) for seed, order in enumerate(orders)}
-    assert told(one) == expected
-    assert told(one) == expected  # a second time, too
+    assert told(one) == [digest(order, 0, 1, 2)]
+    assert told(one) == [digest(order, 0, 1, 2)]  # a second time, too
     # SGLang knows no other, and never saw the question
     assert one.formats == ["flattened_bucket"] * 4
     one.begin_weight_update(None)
-    assert told(one) == {}
+    assert told(one) == [""]
+    later = new_order(kind)
+    one.update_weights_from_distributed(bucket(4, later))
+    assert told(one) == [digest(later, 4)]
 
 
 def test_a_bucket_that_did_not_come_leaves_no_order_behind(looks: list[str]) -> None:
     one = manager()
     one.begin_weight_update(None)
-    missed = new_order("xxh3")
-    later = new_order("xxh3")
+    order = new_order("xxh3")
     with pytest.raises(ValueError, match="no bucket"):
-        one.update_weights_from_distributed(bucket(0, missed, size=0))
+        one.update_weights_from_distributed(bucket(0, order, size=0))
     one.update_weights_from_distributed(bucket(1, None))
-    one.update_weights_from_distributed(bucket(2, later))
-    found = told(one)
-    assert found[missed] != digest(missed, bucket(1, None).flat)
-    assert found[later] == digest(later, bucket(2, None).flat)
+    one.update_weights_from_distributed(bucket(2, order))
+    assert told(one) == [digest(order, 2)]
 
 
-def test_ranks_that_received_different_bytes_are_seen(
-    looks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_has_its_own_digest(looks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     order = new_order("xxh3")
 
     def gather(ranks: list[Any], own: Any, group: Any) -> None:
-        ranks[:] = [own, {order: "other"}, {}]
+        ranks[:] = [own, "other", ""]
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 3)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     one = manager()
     one.begin_weight_update(None)
     one.update_weights_from_distributed(bucket(0, order))
-    own = digest(order, bucket(0, None).flat)
-    assert told(one) == {order: ",".join(sorted([own, "none", "other"]))}
+    assert told(one) == [digest(order, 0), "other", ""]
 
 
-def test_a_bucket_that_one_rank_did_not_load_is_told_of(
-    looks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_did_not_load_a_bucket_says_so(looks: list[str]) -> None:
     """SGLang sends the first rank's answer alone, which knows nothing of it."""
-    orders = [new_order("xxh3") for _ in range(2)]
-    of_second: dict[str, str] = {}
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(
-        torch.distributed,
-        "all_gather_object",
-        lambda ranks, own, group: ranks.__setitem__(slice(None), [own, of_second or own]),
-    )
-    second = manager()
-    second.begin_weight_update(None)
-    second.update_weights_from_distributed(bucket(0, orders[0]))
-    second.fails = "CUDA out of memory"
-    assert not second.update_weights_from_distributed(bucket(1, orders[1])).success
-    of_second.update(told(second))
-    first = manager()
-    first.begin_weight_update(None)
-    for seed, order in enumerate(orders):
-        assert first.update_weights_from_distributed(bucket(seed, order)).success
-    loaded, half = (digest(order, bucket(seed, order).flat) for seed, order in enumerate(orders))
-    assert told(first) == {
-        orders[0]: loaded,
-        orders[1]: f"{half},not loaded: CUDA out of memory",
-    }
-
-
-def test_only_the_newest_digest_waits(looks: list[str]) -> None:
-    module = entry.load_beside("patches/bucket_digests")
-    read: list[str] = []
-
-    class One:
-        def __init__(self, order: str, device: torch.device) -> None:
-            self.order = order
-
-        def read(self) -> str:
-            read.append(self.order)
-            return f"digest of {self.order}"
-
-    digests = module.Digests(One)
-    for order in "abc":
-        digests.order = order
-        digests.begin(torch.device("cpu"))
-        digests.order = None
-        assert digests.begin(torch.device("cpu")) is None
-        digests.read_earlier()
-    assert read == ["a", "b"]
-    assert digests.read_all() == {order: f"digest of {order}" for order in "abc"}
+    one = manager()
+    order = new_order("xxh3")
+    one.begin_weight_update(None)
+    one.update_weights_from_distributed(bucket(0, order))
+    one.fails = "CUDA out of memory"
+    assert not one.update_weights_from_distributed(bucket(1, order)).success
+    one.fails = "another reason"
+    one.update_weights_from_distributed(bucket(2, order))
+    assert told(one) == ["not loaded: CUDA out of memory"]
+    one.begin_weight_update(None)
+    assert told(one) == [""]
 
 
 def test_a_model_is_looked_at_once_an_update(looks: list[str]) -> None:

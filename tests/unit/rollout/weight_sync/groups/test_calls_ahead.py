@@ -89,8 +89,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def start(link: EngineLink, index: int) -> asyncio.Task[str | None]:
-    orders = {one.index: None for one in BUCKETS[index : index + 2]}
-    return asyncio.ensure_future(link.send(orders, FLAT))
+    indices = [one.index for one in BUCKETS[index : index + 2]]
+    return asyncio.ensure_future(link.send(indices, None, FLAT))
 
 
 def own_link(engine: Engine, timeout_s: float = 5.0) -> tuple[Link, Group]:
