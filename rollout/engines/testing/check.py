@@ -1,4 +1,4 @@
-"""The contract of an engine, rule by rule."""
+"""Tries an engine against its contract (rules.py)."""
 
 from __future__ import annotations
 
@@ -18,36 +18,10 @@ from rlcore.config.engine_registry import EngineKind
 from rlcore.interfaces import RolloutEngine
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.factories import kind_of
-from rollout.engines.testing import control_rules as control
-from rollout.engines.testing import generation_rules as generation
+from rollout.engines.testing.rules import REPEATABLE, RULES
 from rollout.engines.testing.session import DEADLINES, Session
 
 Build = Callable[[], "RolloutEngine | Awaitable[RolloutEngine]"]
-
-# In the order in which they are tried; the first three bring the engine to where others begin.
-RULES: dict[Rule, Callable[[Session], Awaitable[None]]] = {
-    control.START: control.start,
-    control.NO_WEIGHTS: control.no_weights,
-    control.PUBLICATION: control.publication,
-    generation.COMPLETIONS: generation.completions,
-    generation.TOKENS: generation.tokens,
-    generation.LOGPROBS: generation.logprobs,
-    generation.FINISH: generation.finish_reasons,
-    generation.VERSIONS: generation.versions,
-    generation.PREFIXES: generation.prefixes,
-    generation.REPEATABLE: generation.repeatable,
-    generation.BAD_REQUEST: generation.bad_request,
-    control.WAITING: control.requests_wait,
-    control.DRAIN: control.drain,
-    control.HOLD: control.hold,
-    control.ABORT: control.abort,
-    control.PROGRESS: control.progress,
-    control.MIXED: control.mixed_versions,
-    control.PAUSED: control.update_unpaused,
-    control.PARTIAL: control.partial_update,
-    control.BACKWARDS: control.version_order,
-    control.KILL: control.kill,
-}
 
 
 def check_engine(
@@ -83,7 +57,7 @@ def check_engine(
     if unknown := reasons.keys() - {rule.name for rule in RULES}:
         raise ValueError(f"skip: no rule {sorted(unknown)[0]!r}")
     if not kind.repeatable:
-        reasons.setdefault(generation.REPEATABLE.name, "EngineKind(repeatable=False)")
+        reasons.setdefault(REPEATABLE.name, "EngineKind(repeatable=False)")
     held = _folder_weights(Path(config.model.path)) if weights is None else weights
     return asyncio.run(_check(engine, config, kind, held, long, reasons))
 
@@ -112,6 +86,7 @@ async def _check(
                 await check(session)
             except ContractError:
                 raise
+            # whatever a user's engine raises that no rule expects
             except Exception as error:
                 got = f"{type(error).__name__}: {error}"
                 raise session.broken(got, "no such error") from error

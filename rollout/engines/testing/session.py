@@ -16,17 +16,24 @@ from rlcore.algorithms.testing.contract import Rule
 from rlcore.config import Config
 from rlcore.config.derived import longest_request_s
 from rlcore.config.engine_registry import EngineKind
-from rlcore.data.generation import Completion, GenerateRequest, PauseMode, Prefix, SamplingParams
+from rlcore.data.generation import Completion, GenerateRequest, Prefix, SamplingParams
 from rlcore.deadlines import TRANSPORT_GRACE_S
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.interfaces import RolloutEngine
 from rlcore.weights import TensorSpec, cut_buckets
+from rollout.engines.checks import check_completion, check_versions
 from rollout.weight_sync.base import describe
 from rollout.weight_sync.choose import choose_transport
 
 T = TypeVar("T")
 SPECS_A_BUCKET = 3  # so that every update has several buckets
 
+COMPLETIONS = Rule(
+    "completions",
+    "generate returns n whole completions a request, in order: tokens, log-probs, version spans",
+    "return new tokens only, int32 in the vocabulary and at most max_new_tokens, a float32 log-prob"
+    " of logits / temperature for each, and the versions that made them",
+)
 DEADLINES = Rule(
     "deadlines",
     "every call ends within its limit in rollout.engine, with an error if need be",
@@ -69,8 +76,6 @@ class Session:
         )
         self._transport: Any = None
 
-    # --- failures ---------------------------------------------------------------------------------
-
     def broken(self, got: object, expected: str, *, rule: Rule | None = None) -> ContractError:
         """The error of an engine that breaks the current rule."""
         example = f"got {got}\nexpected {expected}"
@@ -99,9 +104,7 @@ class Session:
             result = await self._within(what, work)
         except error_type:
             return
-        except ContractError:
-            raise
-        except Exception as error:
+        except RlcoreError as error:
             raise self.broken(f"{what} raised {name_of(error)}", expected) from error
         raise self.broken(f"{what} returned {result!r}", expected)
 
@@ -119,8 +122,6 @@ class Session:
         expected = f"an answer, or an error, within {seconds:g} s"
         raise self.broken(f"{what} still runs", expected, rule=DEADLINES)
 
-    # --- life -------------------------------------------------------------------------------------
-
     async def start(self) -> None:
         """Start the engine."""
         await self.call("start", self.engine.start(), self.config.rollout.engine.start_timeout_s)
@@ -128,8 +129,6 @@ class Session:
     async def health(self) -> dict[str, Any]:
         """What the engine says of itself."""
         return await self.call("health", self.engine.health())
-
-    # --- generation -------------------------------------------------------------------------------
 
     def request(
         self,
@@ -147,21 +146,32 @@ class Session:
 
     async def generate(self, *requests: GenerateRequest) -> list[list[Completion]]:
         """The completions of requests that can be served, made in one call."""
+        oldest = self.version
         answers = await self.call("generate", self.engine.generate(requests))
-        lengths = [len(completions) for completions in answers]
         wanted = [request.n for request in requests]
-        self.expect(lengths == wanted, f"{lengths} completions", f"{wanted}, n a request, in order")
+        try:
+            if (lengths := [len(completions) for completions in answers]) != wanted:
+                raise ValueError(f"{lengths} completions, expected {wanted}, n a request, in order")
+            for request, completions in zip(requests, answers):
+                for place, completion in enumerate(completions):
+                    check_completion(completion, request, place, vocab_size=self.vocab_size)
+            check_versions(self.engine.name, answers, oldest, self.version)
+        except (ValueError, RlcoreError) as error:
+            expected = "what the request asks for"
+            raise self.broken(str(error), expected, rule=COMPLETIONS) from error
         return answers
 
     async def one(self, request: GenerateRequest) -> Completion:
         """The completion of a request for one."""
         return (await self.generate(request))[0][0]
 
-    # --- publication ------------------------------------------------------------------------------
+    async def publish(self) -> None:
+        """Pause, bring a whole version, and resume."""
+        await self.call("pause", self.engine.pause("drain"))
+        await self.update()
 
-    async def publish(self, mode: PauseMode = "drain") -> None:
-        """Bring a whole version, and resume."""
-        await self.call("pause", self.engine.pause(mode))
+    async def update(self) -> None:
+        """Bring the paused engine a whole version, and resume."""
         await self.bring(len(self.buckets))
         await self.call("end_update", self.engine.end_update())
         self.version += 1

@@ -27,15 +27,12 @@ from rollout.engines.testing.check import RULES
 LONG = 500
 NO_MODEL = "the fake has no model: it holds no weights, and answers at once"
 FAKE_SKIPS = (
-    "no-weights",
-    "requests-wait",
+    "start",
     "pause-drain",
     "pause-hold",
     "abort",
     "progress",
-    "update-unpaused",
-    "partial-update",
-    "version-order",
+    "updates",
     "kill",
     "bad-request",
 )
@@ -71,7 +68,7 @@ def embedded(config: Config, cls: type[EmbeddedEngine] = EmbeddedEngine) -> Embe
 def test_the_embedded_engine_keeps_it(check: Callable[..., Any], config: Config) -> None:
     report = check(lambda: embedded(config))
     assert len(report.kept) == len(RULES) + 1
-    assert "keeps 22 rules, 0 skipped" in str(report)
+    assert "keeps 15 rules, 0 skipped" in str(report)
 
 
 @pytest.mark.rest
@@ -115,13 +112,14 @@ class OutOfOrder(EmbeddedEngine):
         return (await super().generate(requests))[::-1]
 
 
-class DropsStopToken(EmbeddedEngine):
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        def change(one: Completion) -> Completion:
-            end = -1 if one.finish_reason == "stop" else None
-            return replace(one, tokens=one.tokens[:end], logprobs=one.logprobs[:end])
+class HasAVersionAtOnce(EmbeddedEngine):
+    async def health(self) -> dict[str, Any]:
+        return await super().health() | {"version": self.version or 0}
 
-        return [[change(one) for one in made] for made in await super().generate(requests)]
+
+class HasNoVersion(EmbeddedEngine):
+    async def health(self) -> dict[str, Any]:
+        return await super().health() | {"version": None}
 
 
 class AnswersWithoutWeights(EmbeddedEngine):
@@ -141,6 +139,23 @@ class CountsNoBuckets(EmbeddedEngine):
     async def end_update(self) -> None:
         self._started()[1].received_all()
         await super().end_update()
+
+
+class GoesBack(EmbeddedEngine):
+    async def set_version(self, version: int) -> None:
+        self._started()[1].version = None
+        await super().set_version(version)
+
+
+class DoesNotHold(EmbeddedEngine):
+    async def pause(self, mode: Any) -> None:
+        if mode in ("drain", "abort"):
+            await super().pause(mode)
+
+
+class StandsStill(EmbeddedEngine):
+    async def progress(self) -> int | None:
+        return None if await super().progress() is None else 1
 
 
 class DoesNotDrain(EmbeddedEngine):
@@ -167,7 +182,11 @@ class KeepsItsWeights(EmbeddedEngine):
 
 class Forgets(EmbeddedEngine):
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        return await super().generate([replace(request, prefixes=()) for request in requests])
+        def forget(one: GenerateRequest) -> GenerateRequest:
+            left = one.sampling.max_new_tokens - len(one.made(0))
+            return replace(one, prefixes=(), sampling=replace(one.sampling, max_new_tokens=left))
+
+        return await super().generate([forget(request) for request in requests])
 
 
 class Random(EmbeddedEngine):
@@ -194,6 +213,16 @@ class Hangs(EmbeddedEngine):
 WIDE = each(EmbeddedEngine, lambda one: replace(one, logprobs=one.logprobs.astype(np.float64)))
 LONG_TOKENS = each(EmbeddedEngine, lambda one: replace(one, tokens=one.tokens.astype(np.int64)))
 ONE_LOGPROB_LESS = each(EmbeddedEngine, lambda one: replace(one, logprobs=one.logprobs[1:]))
+NO_REASON = each(EmbeddedEngine, lambda one: replace(one, finish_reason="length"))
+OLD_VERSION = each(
+    EmbeddedEngine,
+    lambda one: replace(
+        one,
+        versions=tuple(
+            VersionSpan(first.version, 0, len(one.tokens)) for first in one.versions[:1]
+        ),
+    ),
+)
 NEXT_VERSION = each(
     EmbeddedEngine,
     lambda one: replace(one, versions=(VersionSpan(99, 0, len(one.tokens)),)),
@@ -203,21 +232,27 @@ NEXT_VERSION = each(
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
-        (AnswersWithoutWeights, "no-weights"),
+        (HasAVersionAtOnce, "start"),
+        (AnswersWithoutWeights, "start"),
+        (HasNoVersion, "publication"),
         (OutOfOrder, "completions"),
-        (LONG_TOKENS, "tokens"),
-        (WIDE, "logprobs"),
-        (ONE_LOGPROB_LESS, "logprobs"),
-        (DropsStopToken, "finish-reasons"),
-        (NEXT_VERSION, "versions"),
+        (LONG_TOKENS, "completions"),
+        (WIDE, "completions"),
+        (ONE_LOGPROB_LESS, "completions"),
+        (NEXT_VERSION, "completions"),
+        (NO_REASON, "finish-reasons"),
         (Forgets, "prefixes"),
         (Random, "repeatable"),
         (BlamesItself, "bad-request"),
-        (RefusesWhilePaused, "requests-wait"),
         (DoesNotDrain, "pause-drain"),
+        (RefusesWhilePaused, "pause-drain"),
+        (DoesNotHold, "pause-hold"),
+        (StandsStill, "progress"),
         (DoesNotAbort, "abort"),
-        (TakesUpdatesUnpaused, "update-unpaused"),
-        (CountsNoBuckets, "partial-update"),
+        (OLD_VERSION, "mixed-versions"),
+        (TakesUpdatesUnpaused, "updates"),
+        (CountsNoBuckets, "updates"),
+        (GoesBack, "updates"),
         (KeepsItsWeights, "kill"),
     ],
 )

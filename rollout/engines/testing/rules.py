@@ -1,0 +1,324 @@
+"""What every engine keeps over its life, in the order in which it is tried."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from rlcore.algorithms.testing.contract import Rule
+from rlcore.config.derived import longest_request_s
+from rlcore.data.generation import Completion, PauseMode, Prefix
+from rlcore.errors import UserError
+from rollout.engines.testing.session import COMPLETIONS, Session
+
+UNDER_WAY_S = 0.05  # for a request to reach the engine
+SETTLE_S = 0.2  # for an answer or a token that should not come
+
+START = Rule(
+    "start",
+    "start returns when the engine answers: it has no version, and refuses to generate until then",
+    "report version None and raise EngineFailed from generate until set_version, as WeightState"
+    " does",
+)
+PUBLICATION = Rule(
+    "publication",
+    "pause, begin_update, all buckets, end_update, set_version and resume put a version in force",
+    "report the version of set_version in health, and generate again after resume",
+)
+FINISH = Rule(
+    "finish-reasons",
+    "a response ends by 'stop' at a stop token, which is kept, or by 'length' at max_new_tokens",
+    "keep the stop token as the last token, and report why the response ended",
+)
+PREFIXES = Rule(
+    "prefixes",
+    "a completion behind a prefix holds what is new; max_new_tokens counts the prefix too",
+    "feed prompt and prefix to the model, and make max_new_tokens - len(prefix) tokens",
+)
+REPEATABLE = Rule(
+    "repeatable",
+    "the same request gives the same tokens and log-probs; another sample index gives others",
+    "draw each random number from (seed, draw, sample, turn, position), or state"
+    " EngineKind(repeatable=False)",
+)
+BAD_REQUEST = Rule(
+    "bad-request",
+    "a request that no engine can serve is UserError, so that no other engine is asked",
+    "check the request first, as rollout.engines.checks.check_request does",
+)
+DRAIN = Rule(
+    "pause-drain",
+    "pause('drain') returns when the requests in flight are finished; new ones wait for resume",
+    "hold requests that come during a pause, do not fail them, and wait for those accepted before",
+)
+HOLD = Rule(
+    "pause-hold",
+    "pause('retract') and pause('in_place') hold responses, which go on after resume",
+    "stop between two tokens, report progress None, and finish the response after resume",
+)
+PROGRESS = Rule(
+    "progress",
+    "progress changes while tokens are made",
+    "count tokens, or steps, where they are made; without it an engine that works counts as hung",
+)
+ABORT = Rule(
+    "abort",
+    "abort and pause('abort') end requests in flight with finish reason 'abort', and no others",
+    "return the tokens made so far, with finish reason 'abort'; go by the ids, if there are any",
+)
+MIXED = Rule(
+    "mixed-versions",
+    "tokens made behind an update that held a response carry the new version",
+    "close the version span at the pause, and open another one at the next token",
+)
+UPDATES = Rule(
+    "updates",
+    "an update needs a pause and all its buckets, else the engine is stale; versions never go back",
+    "raise EngineFailed from begin_update, end_update or set_version, as WeightState does",
+)
+KILL = Rule(
+    "kill",
+    "kill ends the engine at any time; start again gives one without weights",
+    "drop model and connections in kill, and begin anew in start",
+)
+
+
+async def start(session: Session) -> None:
+    """Check the first life."""
+    await session.start()
+    name = (await session.health()).get("name")
+    session.expect(name == session.engine.name, f"name {name!r} in health", "the engine's name")
+    transports = session.engine.transports
+    known = isinstance(transports, tuple) and len(transports) > 0
+    session.expect(known, f"transports {transports!r}", "a tuple of names, the best first")
+    await _without_weights(session)
+
+
+async def publication(session: Session) -> None:
+    """Publish the first version, and the next."""
+    for _ in range(2):
+        await session.publish()
+        version = (await session.health()).get("version")
+        session.expect(version == session.version, f"version {version}", f"{session.version}")
+        await session.one(session.request())
+
+
+async def completions(session: Session) -> None:
+    """Recognize each request by the length that it asks for, at several temperatures."""
+    lengths = {3: 1.0, 1: 0.7, 4: 0.0}
+    requests = [
+        session.request(draw, n=1 + draw % 2, max_new_tokens=length, temperature=temperature)
+        for draw, (length, temperature) in enumerate(lengths.items())
+    ]
+    for length, made in zip(lengths, await session.generate(*requests)):
+        got = [len(completion.tokens) for completion in made]
+        expected = f"{length} tokens, as max_new_tokens says where nothing stops"
+        session.expect(got == [length] * len(made), f"responses of {got} tokens", expected)
+
+
+async def finish_reasons(session: Session) -> None:
+    """Stop a greedy response at its own first token."""
+    full = await session.one(session.request(7, temperature=0.0))
+    session.expect(full.finish_reason == "length", repr(full.finish_reason), "'length'")
+    first = int(full.tokens[0])
+    cut = await session.one(session.request(7, temperature=0.0, stop_token_ids=(first,)))
+    got = f"{cut.tokens.tolist()}, {cut.finish_reason!r}"
+    stopped = cut.tokens.tolist() == [first] and cut.finish_reason == "stop"
+    session.expect(stopped, got, f"[{first}], 'stop': {first} is a stop token")
+
+
+async def prefixes(session: Session) -> None:
+    """Ask for the rest of a greedy response, behind its first tokens."""
+    full = await session.one(session.request(8, temperature=0.0))
+    prefix = Prefix(0, full.tokens[:2])
+    rest = await session.one(session.request(8, temperature=0.0, prefixes=[prefix]))
+    length = len(full.tokens) - 2
+    session.expect(len(rest.tokens) == length, f"{len(rest.tokens)} tokens", f"{length}")
+    if session.kind.repeatable:
+        wanted = full.tokens[2:].tolist()
+        session.expect(rest.tokens.tolist() == wanted, rest.tokens.tolist(), f"{wanted}")
+
+
+async def repeatable(session: Session) -> None:
+    """Make the same call twice; and samples that only their index tells apart."""
+    request = session.request(9, n=4, max_new_tokens=8)
+    first, second = [(await session.generate(request))[0] for _ in range(2)]
+    for one, other in zip(first, second):
+        same = one.tokens.tolist() == other.tokens.tolist()
+        same = same and one.logprobs.tolist() == other.logprobs.tolist()
+        session.expect(same, f"{other.tokens.tolist()}", f"{one.tokens.tolist()}, as before")
+    alone = await session.one(session.request(9, first=2, max_new_tokens=8))
+    wanted = first[2].tokens.tolist()
+    session.expect(alone.tokens.tolist() == wanted, f"{alone.tokens.tolist()}", f"{wanted}")
+    different = {tuple(completion.tokens.tolist()) for completion in first}
+    session.expect(len(different) > 1, "four samples that are all alike", "different samples")
+
+
+async def bad_request(session: Session) -> None:
+    """Ask with a prompt outside the vocabulary."""
+    request = session.request(1)
+    request.prompt[0] = session.vocab_size
+    what = f"generate, with the prompt token {session.vocab_size},"
+    await session.refused(what, session.engine.generate([request]), UserError)
+    await session.one(session.request(1))  # the engine is none the worse for it
+
+
+async def drain(session: Session) -> None:
+    """Finish a long response before the pause; hold a request that comes during it."""
+    made = await _paused(session, "drain")
+    session.expect(made.done(), "pause returned before the request in flight was finished", "after")
+    late = asyncio.ensure_future(session.one(session.request()))
+    await asyncio.sleep(SETTLE_S)
+    session.expect(not late.done(), "an answer while paused", "none before resume")
+    await session.call("resume", session.engine.resume())
+    await late
+    await _whole(session, made)
+
+
+async def hold(session: Session) -> None:
+    """Hold a long response, in both modes."""
+    modes: tuple[PauseMode, ...] = ("retract", "in_place")
+    for mode in modes:
+        made = await _paused(session, mode)
+        held = not made.done()  # it may be finished before the pause, by chance
+        paused = await session.call("progress", session.engine.progress())
+        session.expect(paused is None or not held, f"progress {paused!r}, paused", "None")
+        await asyncio.sleep(SETTLE_S)
+        got = f"a response that ended while paused ({mode})"
+        session.expect(made.done() != held, got, "no token")
+        await session.call("resume", session.engine.resume())
+        await _whole(session, made)
+
+
+async def progress(session: Session) -> None:
+    """Ask before and behind a response."""
+    before = await session.call("progress", session.engine.progress())
+    await session.one(session.request(50, max_new_tokens=session.long))
+    later = await session.call("progress", session.engine.progress())
+    got = f"{before!r} before a response of {session.long} tokens, {later!r} behind it"
+    session.expect(later is not None and later != before, got, "another value, not None")
+
+
+async def abort(session: Session) -> None:
+    """End a long response, in every way."""
+    engine = session.engine
+    made = await _paused(session, "abort")
+    await session.call("resume", engine.resume())
+    await _ended(session, made, "pause('abort')")
+    made = await _under_way(session)
+    await session.call("abort", engine.abort())
+    await _ended(session, made, "abort")
+    made = await _under_way(session)
+    other = asyncio.ensure_future(session.one(session.request(51)))
+    await session.call("abort", engine.abort([session.request(50).rid]))
+    await _ended(session, made, "abort of its id")
+    reason = (await other).finish_reason
+    session.expect(reason != "abort", f"{reason!r}, of a request beside the aborted one", "another")
+    await session.one(session.request())
+
+
+async def mixed_versions(session: Session) -> None:
+    """Hold a response over an update in place."""
+    made = await _paused(session, "in_place")
+    held = not made.done()
+    before = session.version
+    await session.update()
+    named = [span.version for span in (await made).versions]
+    wanted = [[before, before + 1], [before + 1]] if held else [[before]]
+    session.expect(named in wanted, f"spans of versions {named}", f"{before}, then {before + 1}")
+    later = {span.version for span in (await session.one(session.request())).versions}
+    session.expect(later == {session.version}, f"versions {later}", f"{session.version}")
+
+
+async def updates(session: Session) -> None:
+    """Open an update in the middle of service; leave the last bucket out; go back a version."""
+    engine = session.engine
+    work = engine.begin_update(session.buckets)
+    await session.refused("begin_update, of an engine that is not paused,", work)
+    await session.call("pause", engine.pause("drain"))
+    await session.bring(len(session.buckets) - 1)
+    await session.refused("end_update, without the last bucket,", engine.end_update())
+    version = (await session.health()).get("version")
+    session.expect(version is None, f"version {version}", "None: the engine is stale")
+    await session.publish()
+    await session.one(session.request())
+    await session.call("pause", engine.pause("drain"))
+    work = engine.set_version(session.version - 1)
+    await session.refused(f"set_version({session.version - 1}), after {session.version},", work)
+    await session.publish()
+
+
+async def kill(session: Session) -> None:
+    """Kill it twice in the middle of a request, and start it again."""
+    engine = session.engine
+    made = await _under_way(session)
+    await session.call("kill", engine.kill())
+    await session.call("kill", engine.kill())
+    done, _ = await asyncio.wait({made}, timeout=longest_request_s(session.config))
+    session.expect(bool(done), "a request that hangs after kill", "its failure")
+    made.exception()
+    await session.refused("generate, after kill,", engine.generate([session.request()]))
+    await session.start()
+    await _without_weights(session)
+    session.version = 0
+    await session.publish()
+    await session.one(session.request())
+
+
+# In the order in which they are tried; the first two bring the engine to where others begin.
+RULES: dict[Rule, Callable[[Session], Awaitable[None]]] = {
+    START: start,
+    PUBLICATION: publication,
+    COMPLETIONS: completions,
+    FINISH: finish_reasons,
+    PREFIXES: prefixes,
+    REPEATABLE: repeatable,
+    BAD_REQUEST: bad_request,
+    DRAIN: drain,
+    HOLD: hold,
+    PROGRESS: progress,
+    ABORT: abort,
+    MIXED: mixed_versions,
+    UPDATES: updates,
+    KILL: kill,
+}
+
+
+async def _without_weights(session: Session) -> None:
+    version = (await session.health()).get("version", 0)
+    session.expect(version is None, f"version {version}", "None: it has no weights")
+    work = session.engine.generate([session.request()])
+    await session.refused("generate, without weights,", work)
+
+
+async def _under_way(session: Session) -> asyncio.Future[Completion]:
+    request = session.request(50, max_new_tokens=session.long)
+    made = asyncio.ensure_future(session.one(request))
+    await asyncio.sleep(UNDER_WAY_S)
+    return made
+
+
+async def _paused(session: Session, mode: PauseMode) -> asyncio.Future[Completion]:
+    """Pause the engine while a request is under way. Returns the response."""
+    made = await _under_way(session)
+    await session.call(f"pause({mode!r})", session.engine.pause(mode))
+    await asyncio.sleep(0)
+    if mode == "drain":  # its answer may be a few callbacks away
+        await asyncio.wait({made}, timeout=SETTLE_S)
+    return made
+
+
+async def _whole(session: Session, made: asyncio.Future[Completion]) -> None:
+    completion = await made
+    got = f"{len(completion.tokens)} tokens, {completion.finish_reason!r}"
+    whole = completion.finish_reason == "length" and len(completion.tokens) == session.long
+    session.expect(whole, got, f"{session.long} tokens, 'length'")
+
+
+async def _ended(session: Session, made: asyncio.Future[Completion], how: str) -> None:
+    """Expect a response that was ended early; one that was finished before proves nothing."""
+    completion = await made
+    got = f"{len(completion.tokens)} tokens, {completion.finish_reason!r}, behind {how}"
+    if completion.finish_reason == "length" and len(completion.tokens) == session.long:
+        raise session.broken(got, "fewer, 'abort'; if it is so fast, pass a larger `long`")
+    session.expect(completion.finish_reason == "abort", got, "fewer, 'abort'")
