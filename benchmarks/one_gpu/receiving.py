@@ -13,8 +13,7 @@ import torch
 from one_gpu.section import Found
 
 from rlcore.weights import fingerprint
-from rollout.engines.sglang.patches.received_digests import whole
-from rollout.engines.sglang.patches.receiving_stream import ReceivingStream
+from rollout.engines.sglang.patches.weight_updates import ReceivingStream, whole
 from rollout.weight_sync.digests import Digest, new_order
 from rollout.weight_sync.process_group import WeightGroup
 

@@ -32,7 +32,7 @@ from rollout.engines.sglang.answers import read_digests, version_name
 from rollout.engines.sglang.generation import Generation
 from rollout.engines.sglang.http import ServerClient
 from rollout.engines.sglang.limits import no_sglang
-from rollout.engines.sglang.patches import bucket_calls, received_digests
+from rollout.engines.sglang.patches import bucket_calls, weight_updates
 from rollout.engines.sglang.pause_gate import PauseGate
 from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress
@@ -130,7 +130,7 @@ class SGLangEngine:
         try:
             self._device = str(info["device"])
             states = info.get("internal_states") or [{}]  # a router's answer has none
-            self.digests_weights = received_digests.SERVER_INFO in states[0]
+            self.digests_weights = weight_updates.SERVER_INFO in states[0]
             self.queues_buckets = bucket_calls.SERVER_INFO in states[0]
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise no_sglang(self.name, error) from error
@@ -327,9 +327,9 @@ class SGLangEngine:
                 f"engine {self.name} is another process: it takes buckets over the process group"
             )
         specs = self.weights.bucket(index).tensors
-        load_format = received_digests.LOAD_FORMAT
+        load_format = weight_updates.LOAD_FORMAT
         if order is not None:
-            load_format = received_digests.ORDERED + order
+            load_format = weight_updates.ORDERED + order
         if self.queues_buckets:
             load_format += f"{bucket_calls.TURN}{index}"
         times = CALLS_AT_ONCE if self.queues_buckets else 1
@@ -349,8 +349,7 @@ class SGLangEngine:
 
     async def received_digests(self) -> list[str]:
         """See `rollout.weight_sync.links.DistributedTransport`."""
-        answer = await self._receive((), received_digests.DIGESTS)
-        return read_digests(self.name, answer)
+        return read_digests(self.name, await self._receive((), weight_updates.DIGESTS))
 
     async def receive_serialized(self, index: int, payloads: Sequence[str]) -> None:
         """Take bucket `index` in the request's body: one payload for each tensor-parallel rank."""
@@ -359,7 +358,7 @@ class SGLangEngine:
             "/update_weights_from_tensor",
             {
                 "serialized_named_tensors": list(payloads),
-                "load_format": received_digests.LOAD_FORMAT,
+                "load_format": weight_updates.LOAD_FORMAT,
                 **KEEP_REQUESTS,
             },
         )

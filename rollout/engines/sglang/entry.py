@@ -163,10 +163,8 @@ def run_scheduler(args: Any, *others: Any, **named: Any) -> None:
     if args.device == "cpu" and args.attn_dp_size > 1:
         importlib.import_module("stand_ins").install_data_parallel_attention()
     told = (load_beside("patches/bucket_calls").SERVER_INFO,) if in_turn(args) else ()
-    load_beside("patches/receiving_stream").install()
     digests = load_beside("../../weight_sync/digests")
-    load_beside("patches/received_digests").install(digests, told)
-    load_beside("patches/derived_weights").install()
+    load_beside("patches/weight_updates").install(digests, told)
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(args, *others, **named)

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from rollout.engines.sglang import entry
-from rollout.engines.sglang.patches.received_digests import DIGESTS, ORDERED
-from rollout.engines.sglang.patches.receiving_stream import ReceivingStream
+from rollout.engines.sglang.patches.weight_updates import DIGESTS, ORDERED, ReceivingStream
 from rollout.weight_sync.digests import Digest, new_order
 
 PARTS = {
@@ -89,12 +88,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return looked
 
 
-def manager() -> Any:
+def manager(module: Any = None) -> Any:
     """A scheduler's part, patched as `run_scheduler` does."""
-    entry.load_beside("patches/receiving_stream").install()
-    digests = entry.load_beside("../../weight_sync/digests")
-    entry.load_beside("patches/received_digests").install(digests, ["another"])
-    entry.load_beside("patches/derived_weights").install()
+    module = module or entry.load_beside("patches/weight_updates")
+    module.install(entry.load_beside("../../weight_sync/digests"), ["another"])
     return sys.modules[f"sglang.srt.{[*PARTS][2]}"].SchedulerWeightUpdaterManager()  # type: ignore[attr-defined]
 
 
@@ -202,7 +199,7 @@ def test_a_server_tells_what_it_can(looks: list[str]) -> None:
 def test_a_device_has_one_stream_for_all_that_it_receives(
     looks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = entry.load_beside("patches/receiving_stream")
+    module = entry.load_beside("patches/weight_updates")
     made: list[torch.device] = []
 
     class Stream:
@@ -213,8 +210,7 @@ def test_a_device_has_one_stream_for_all_that_it_receives(
             return receive()
 
     monkeypatch.setattr(module, "ReceivingStream", Stream)
-    module.install()
-    one = manager()
+    one = manager(module)
     one.begin_weight_update(None)
     for seed in range(3):
         one.update_weights_from_distributed(bucket(seed, None))

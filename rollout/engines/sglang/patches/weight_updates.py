@@ -1,0 +1,191 @@
+"""Changes how SGLang's schedulers take weights over a process group.
+
+Runs in the engines' environment, which does not have rlcore: it imports nothing of ours. Nothing of
+SGLang changes for requests of other clients.
+
+**Digests.** A scheduler computes a digest of all that it receives in an update, and does not wait
+for the digest of a bucket before it takes the next one.
+
+    request   load_format "flattened_bucket+digest:KIND:KEY": as "flattened_bucket", and the bucket
+              goes into the update's digest of this order
+    request   load_format "digests": no bucket; the answer's message is JSON, the digests of all
+              tensor-parallel ranks
+
+**A stream for receiving.** NCCL begins a broadcast when the stream from which it was called has
+done all that came before: with SGLang's own stream the digest of a bucket and its copies into the
+weights, while the network is idle. Here it is called from a stream for receiving alone, so that a
+bucket comes while the GPU loads the one before it. Nothing changes on the CPU.
+
+**Derived weights.** SGLang 0.5.23 refuses updates of models with copies of their weights that would
+stay old. Before it loads a bucket it goes through all modules of the model several times: 60 % of
+what a bucket costs beside its bytes (96 layers, on a CPU: benchmarks/bucket_costs.py). Its own
+comment says that the answer is certain from the start on. Here it looks once an update.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LOAD_FORMAT = "flattened_bucket"
+ORDERED = f"{LOAD_FORMAT}+digest:"
+DIGESTS = "digests"
+SERVER_INFO = "rlcore_digests_of_updates"  # among the internal states of /server_info
+NOT_LOADED = "not loaded: "  # in place of a digest, before the reason
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+
+def install(module: Any, others: Collection[str] = ()) -> None:
+    """Wrap four methods and a function of this process.
+
+    Args:
+        module: digests.py.
+        others: names that the internal states show besides our own.
+    """
+    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput as Answer
+    from sglang.srt.managers.scheduler_components.internal_state import (
+        SchedulerInternalStateController as InternalState,
+    )
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager as Manager,
+    )
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    update = Update(module.Digest)
+    _wrap_updater(weight_updater, update)
+    _wrap_manager(Manager, Answer, update)
+    describe = InternalState._add_topology
+
+    def describe_too(self: Any, state: dict[str, Any]) -> None:
+        describe(self, state)
+        state |= dict.fromkeys((SERVER_INFO, *others), True)
+
+    InternalState._add_topology = describe_too
+
+
+def _wrap_updater(weight_updater: Any, update: Update) -> None:
+    updater = weight_updater.WeightUpdater
+    receive = updater._receive_bucketed_weights_from_distributed
+    look = weight_updater._unsupported_derived_weight_cache_error
+    streams: dict[str, ReceivingStream] = {}  # by device
+
+    def receive_and_digest(self: Any, **given: Any) -> NamedTensors:
+        digest = update.digest()
+        if self.device not in streams:
+            streams[self.device] = ReceivingStream(torch.device(self.device))
+        tensors = streams[self.device].receive(lambda: receive(self, **given))
+        if digest is not None:
+            digest.add(whole(tensors))
+        return tensors
+
+    def look_once(model: Any = None) -> str | None:
+        if id(model) not in update.looked:
+            update.looked[id(model)] = look(model)
+        return update.looked[id(model)]
+
+    updater._receive_bucketed_weights_from_distributed = receive_and_digest
+    weight_updater._unsupported_derived_weight_cache_error = look_once
+
+
+def _wrap_manager(manager: Any, answer_of: Any, update: Update) -> None:
+    begin = manager.begin_weight_update
+    take = manager.update_weights_from_distributed
+
+    def begin_and_forget(self: Any, request: Any) -> Any:
+        update.clear()
+        return begin(self, request)
+
+    def take_and_digest(self: Any, request: Any) -> Any:
+        if request.load_format == DIGESTS:
+            found = _of_all_ranks(update.read(), self.tp_cpu_group)
+            return answer_of(success=True, message=json.dumps(found))
+        if not (request.load_format or "").startswith(ORDERED):
+            return take(self, request)
+        update.order = request.load_format.removeprefix(ORDERED)
+        request.load_format = LOAD_FORMAT
+        try:
+            answer = take(self, request)
+        finally:
+            update.order = None
+        # SGLang sends rank 0's answer alone: nobody would hear of the others' failures
+        if not answer.success:
+            update.failure = update.failure or f"{NOT_LOADED}{answer.message}"
+        return answer
+
+    manager.begin_weight_update = begin_and_forget
+    manager.update_weights_from_distributed = take_and_digest
+
+
+class Update:
+    """The current update on this rank.
+
+    Args:
+        make: of a digest, from its order (`digests.Digest`).
+    """
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+        self._digest: Any = None
+        self.order: str | None = None  # of the bucket that is being received
+        self.failure = ""  # why a bucket was not loaded
+        self.looked: dict[int, str | None] = {}  # what SGLang found, by the identity of a model
+
+    def digest(self) -> Any:
+        """Return the digest for the bucket that comes next; None if it has no order."""
+        if self.order is None:
+            return None
+        if self._digest is None or self._digest.order != self.order:
+            self._digest = self._make(self.order)
+        return self._digest
+
+    def read(self) -> str:
+        """Return the digest of the update's buckets, "" without any, or why one was not loaded."""
+        return self.failure or ("" if self._digest is None else str(self._digest.read()))
+
+    def clear(self) -> None:
+        """Begin an update."""
+        self._digest = None
+        self.failure = ""
+        self.looked = {}
+
+
+class ReceivingStream:
+    """A stream of a device for what is received there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def receive(self, receive: Callable[[], NamedTensors]) -> NamedTensors:
+        """Call `receive` from the stream, and return the views of its one buffer.
+
+        The caller's stream may use them from now on. Their memory is used again when all has run
+        that it was given before the last view was dropped.
+        """
+        if self._stream is None:
+            return receive()
+        with torch.cuda.stream(self._stream):
+            tensors = receive()
+        loading = torch.cuda.current_stream(self._stream.device)
+        loading.wait_stream(self._stream)
+        tensors[0][1].record_stream(loading)
+        return tensors
+
+
+def whole(tensors: NamedTensors) -> torch.Tensor:
+    """The bytes of which the tensors of a bucket are views: uint8 [n]."""
+    first = tensors[0][1]
+    none = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return none.set_(first.untyped_storage())
+
+
+def _of_all_ranks(own: str, group: Any) -> list[str]:
+    """The digests of all ranks, in their order."""
+    ranks = [own] * dist.get_world_size(group)
+    if len(ranks) > 1:
+        dist.all_gather_object(ranks, own, group=group)
+    return ranks
