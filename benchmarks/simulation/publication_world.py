@@ -37,7 +37,7 @@ from rlcore.config import Config
 from rlcore.interfaces import RankPlace
 from rlcore.weights import Bucket
 from rollout.engines.bucket_turns import BucketTurns
-from rollout.weight_sync.groups.dealing import Served
+from rollout.weight_sync.groups.assignment import Served
 from rollout.weight_sync.groups.link import EngineLink, Link, Order, RemoteLink
 from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.process_group import GroupAddress

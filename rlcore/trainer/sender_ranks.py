@@ -1,7 +1,7 @@
 """Ranks beside rank 0 that send weights, each to engines of its own, and ranks that help them.
 
-Rank 0 deals the engines out, talks to them, and judges the publication. The other ranks open the
-groups that it orders, send what it sends, and learn through the store when it has given up.
+Rank 0 assigns the engines to ranks, talks to them, and judges the publication. The other ranks open
+the groups that it orders, send what it sends, and learn through the store when it has given up.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     resume)
 
 All trainer ranks take part, since a bucket is gathered from all of them; only rank 0 talks to
-engines, and ranks to which it deals some of them send (sender_ranks.py). When an engine fails in
+engines, and ranks to which it assigns some of them send (sender_ranks.py). When an engine fails in
 the middle, all ranks still take part in the gathers to the end; then the whole transaction runs
 again with the engines that are left. An engine that was started again in between gets the current
 version in a transaction of its own, while the others go on serving.

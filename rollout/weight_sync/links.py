@@ -1,13 +1,13 @@
 """Engines in other processes take each bucket over process groups (process_group.py).
 
 Each engine has a group of its own with one rank of the trainer, which sends it every bucket, and
-with those that help it (groups/dealing.py). All links send at once. A hung engine holds up nobody
-but the rank that serves it, and that one no longer than until rank 0 gives the publication up.
+with the ranks that help the sender (groups/assignment.py). All links send at once. A hung engine
+blocks only its sender, and only until rank 0 cancels the publication.
 
-An engine is called for a bucket when the one before it begins to leave, if it queues such calls: it
-goes on to the next bucket without a way to the trainer and back. So a failure comes to light at a
-later bucket, or in `complete`; and who has not failed is brought to the end of what it was called
-for.
+An engine that queues calls is called for a bucket when the one before it begins to leave, so that
+it goes on to the next bucket without a round trip to the trainer. A failure therefore shows at a
+later bucket, or in `complete`, and each engine that has not failed receives all buckets for which
+it was called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlcore.errors import EngineFailed
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
 from rollout.weight_sync.digests import Digest, new_order
-from rollout.weight_sync.groups.dealing import Dealing, Served
+from rollout.weight_sync.groups.assignment import SenderAssignment, Served
 from rollout.weight_sync.groups.link import EngineLink, Link, RemoteLink
 from rollout.weight_sync.process_group import choose_backend, gpu_identity
 
@@ -59,7 +59,7 @@ class DistributedTransport(Transport):
     the calls come in; a call that was posted ahead has `CALLS_AT_ONCE` times its limit.
 
     Args:
-        senders, rails: see `Dealing`.
+        senders, rails: see `SenderAssignment`.
     """
 
     name = "distributed"
@@ -77,7 +77,7 @@ class DistributedTransport(Transport):
         self._device = device
         self._probe_s = probe_s
         self._links: dict[Engine, EngineLink] = {}
-        self._dealing = Dealing(senders, rails, on_gpu=device.type == "cuda")
+        self._assignment = SenderAssignment(senders, rails, on_gpu=device.type == "cuda")
         # in the current transaction
         self._sent: dict[str, Digest] = {}  # of what was sent, by kind
         self._buckets: Sequence[Bucket] = ()
@@ -92,16 +92,16 @@ class DistributedTransport(Transport):
         for engine in [engine for engine, link in self._links.items() if not link.is_whole]:
             self._links.pop(engine).close()
         if self.has_all_engines:
-            self._dealing.keep_only(engines)
+            self._assignment.keep_only(engines)
         new = [engine for engine in engines if engine not in self._links]
         answers = await ask(new, "health", lambda e: e.health(), self._probe_s)
         failed = answers.failed
         # one that joined may be alone in this transaction
-        known = len({*self._dealing.served, *engines})
+        known = len({*self._assignment.served, *engines})
         for engine in [engine for engine in new if engine in answers.results]:
             gpu = answers.results[engine]["gpu"]
             try:
-                served = self._dealing.deal(engine, gpu, known, self.trainer_ranks)
+                served = self._assignment.assign(engine, gpu, known, self.trainer_ranks)
             except EngineFailed as error:  # recovery: without this engine, by the caller
                 failed[engine] = f"engine {engine.name} cannot be met: {error}"
                 continue
@@ -146,7 +146,7 @@ class DistributedTransport(Transport):
         reasons = await asyncio.gather(*(link.meet(places) for link in remote))
         failed = {link.engine: why for link, why in zip(remote, reasons) if why is not None}
         for engine in failed:
-            self._dealing.leave_to_rank0(engine)
+            self._assignment.leave_to_rank0(engine)
             self._links.pop(engine).close()
         self._failed |= failed
         return failed

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from backends.megatron.weights import prefetch
-from rollout.weight_sync.groups.dealing import Served
+from rollout.weight_sync.groups.assignment import Served
 from rollout.weight_sync.groups.link import Order, RemoteLink
 from rollout.weight_sync.groups.rank_sender import RankSender
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup

@@ -42,7 +42,7 @@ from rlcore.trainer.weight_publisher import WeightPublisher
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.weight_sync.groups.dealing import Dealing, Served
+from rollout.weight_sync.groups.assignment import SenderAssignment, Served
 from rollout.weight_sync.groups.rank_sender import RankSender
 from rollout.weight_sync.serialized import SerializedHandles
 from tests.parity.rank_main import joined, load_chunks
@@ -122,7 +122,7 @@ def publish_as_a_run(
         # its first rank is on the last GPU of the trainer
         engine.server.gpus = tuple(f"gpu-{k}" for k in reversed(range(size)))[: engine.group_ranks]
         served = Served(size - 1, tuple(range(size - 1)))
-        Dealing.deal = lambda *_: served  # type: ignore[method-assign]
+        SenderAssignment.assign = lambda *_: served  # type: ignore[method-assign]
         sink, participants = sink_over(engine_config(payload, model, transport), [engine], loop)
         journal = VersionJournal(Path(payload["runs"]) / f"{kind}.jsonl", newest=version - 1)
     backend = SimpleNamespace(

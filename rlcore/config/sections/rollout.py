@@ -127,8 +127,8 @@ class EngineConfig(Section):
     transport: Literal["auto", "distributed", "tensor", "disk", "delta"] = "auto"
     """How weights reach the engines."""
     senders: PositiveInt | None = None
-    """Transport distributed: ranks of the trainer that engines are dealt to, each of which sends to
-    its own; default: on GPUs as many as engines, on the CPU one."""
+    """Transport distributed: ranks of the trainer that engines are assigned to, each of which sends
+    to its own; default: on GPUs as many as engines, on the CPU one."""
     rails: PositiveInt | None = None
     """Transport distributed: ranks of one machine whose network cards together carry the weights of
     an engine; default: over NCCL as many as the engine has GPUs, if so many are free, else one."""

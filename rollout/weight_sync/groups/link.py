@@ -26,7 +26,7 @@ from rlcore.deadlines import CANCEL_S, ENGINE_GRACE_S, GROUP_JOIN_S
 from rlcore.errors import EngineFailed, RunFailed
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import CALLS_AT_ONCE, Engine, ask, describe
-from rollout.weight_sync.groups.dealing import Served
+from rollout.weight_sync.groups.assignment import Served
 from rollout.weight_sync.process_group import (
     Backend,
     GroupAddress,

@@ -1,10 +1,10 @@
 """A rank of the trainer beside rank 0, as it sends weights to engines, or helps one that does.
 
-It meets the engines that rank 0 names, and sends. A hung engine holds it up, no longer than until
-rank 0 gives the publication up. A rank that helps (dealing.py) is in the group of another one and
-an engine. It waits for each bucket as the sender does: on a GPU, a rank that were ahead of the
-sender would queue the trainer's next broadcast in front of this one, and the sender would wait for
-this one before it joins that.
+It meets the engines that rank 0 names, and sends. A hung engine blocks it only until rank 0 gives
+the publication up. A rank that helps (assignment.py) is in the group of another sender and an
+engine. It waits for each bucket as the sender does: on a GPU, a rank ahead of the sender would
+queue the trainer's next broadcast in front of this one, and the sender would wait for this one
+before it joins that.
 """
 
 from __future__ import annotations

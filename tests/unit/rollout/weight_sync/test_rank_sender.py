@@ -16,7 +16,7 @@ from links_kit import ADDRESS, CPU, FLAT, Engine, Group, group, order_for
 
 from rollout.weight_sync import links
 from rollout.weight_sync.groups import rank_sender
-from rollout.weight_sync.groups.dealing import Served
+from rollout.weight_sync.groups.assignment import Served
 from rollout.weight_sync.groups.link import RemoteLink
 from rollout.weight_sync.groups.rank_sender import RankSender
 from rollout.weight_sync.links import DistributedTransport

@@ -10,7 +10,7 @@ from links_kit import ADDRESS, CPU, FLAT, Engine, Group
 
 from rlcore.errors import RunFailed
 from rollout.weight_sync.groups import link as link_module
-from rollout.weight_sync.groups.dealing import Served
+from rollout.weight_sync.groups.assignment import Served
 from rollout.weight_sync.groups.link import RemoteLink
 from rollout.weight_sync.process_group import GroupAddress
 

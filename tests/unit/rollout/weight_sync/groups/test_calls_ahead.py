@@ -16,7 +16,7 @@ from patient_loop import LOOP_TIME, run_patiently
 from rlcore.errors import EngineFailed, RunFailed
 from rlcore.weights import Bucket
 from rollout.weight_sync.groups import link as links
-from rollout.weight_sync.groups.dealing import Served
+from rollout.weight_sync.groups.assignment import Served
 from rollout.weight_sync.groups.link import EngineLink, Link, RemoteLink
 from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, WorkThread

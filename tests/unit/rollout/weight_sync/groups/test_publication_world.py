@@ -35,7 +35,7 @@ def test_engines_of_one_rank_share_its_card() -> None:
     assert published.sent == {0: 12 * SIZE}
 
 
-def test_engines_are_dealt_out_to_the_ranks() -> None:
+def test_engines_are_assigned_to_the_ranks() -> None:
     published = publish(buckets(4), ranks=2, engines=5, costs=costs())
     assert published.sent == {0: 12 * SIZE, 1: 8 * SIZE}
 

@@ -15,7 +15,7 @@ from links_kit import ADDRESS, CPU, Engine, Group, order_for
 from rlcore.errors import EngineFailed
 from rlcore.interfaces import RankPlace
 from rollout.weight_sync import links
-from rollout.weight_sync.groups.dealing import Served
+from rollout.weight_sync.groups.assignment import Served
 from rollout.weight_sync.groups.link import Order
 from rollout.weight_sync.groups.rank_sender import RankSender
 from rollout.weight_sync.links import DistributedTransport
@@ -26,7 +26,7 @@ def test_each_rank_is_ordered_to_serve_its_own_engines() -> None:
     engines = [Engine(f"engine-{i}") for i in range(3)]
     transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0, senders=2)
     transport.trainer_ranks = [RankPlace("a", None), RankPlace("b", None)]
-    transport._dealing.served = dict.fromkeys(engines, Served(1))
+    transport._assignment.served = dict.fromkeys(engines, Served(1))
     assert asyncio.run(transport.open(engines, ())) == {}
     [(rank, order)] = transport.orders.items()
     assert rank == 1
@@ -36,7 +36,7 @@ def test_each_rank_is_ordered_to_serve_its_own_engines() -> None:
         for i in range(3)
     ]  # fmt: skip
     assert Order(**json.loads(order)[0]).engine == "engine-0"
-    transport._dealing.served = dict.fromkeys(engines, Served(1, (0,)))
+    transport._assignment.served = dict.fromkeys(engines, Served(1, (0,)))
     transport._links = {}
     asyncio.run(transport.open(engines, ()))
     told = {
@@ -59,7 +59,7 @@ def test_the_backend_is_chosen_for_the_gpu_of_the_rank_that_serves(
     engines = [OnGPU(f"engine-{i}") for i in range(3)]
     transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0, senders=3)
     transport.trainer_ranks = [RankPlace("a", f"GPU-{gpu}") for gpu in "abc"]
-    transport._dealing.served = {engine: Served(1 + i % 2) for i, engine in enumerate(engines)}
+    transport._assignment.served = {engine: Served(1 + i % 2) for i, engine in enumerate(engines)}
     asyncio.run(transport.open(engines, ()))
     assert [link.backend for link in transport._links.values()] == ["gloo", "nccl", "gloo"]
 
@@ -80,7 +80,7 @@ def test_an_engine_that_has_just_died_is_out_and_the_others_go_on() -> None:
         alive = Engine("engine-1")
         transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0, senders=2)
         transport.trainer_ranks = [RankPlace("a", None), RankPlace("b", None)]
-        transport._dealing.served = {alive: Served(1)} | ({dead: Served(1)} if known else {})
+        transport._assignment.served = {alive: Served(1)} | ({dead: Served(1)} if known else {})
         failed = asyncio.run(transport.open([dead, alive], ()))
         why = "engine engine-0 cannot be met: engine-0 (pid 7) died: killed by SIGKILL"
         assert failed == {dead: why}
@@ -91,14 +91,14 @@ def test_an_engine_that_does_not_reach_its_rank_goes_to_rank_0() -> None:
     engine = Engine()
     transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0, senders=2)
     transport.trainer_ranks = [RankPlace("a", None), RankPlace("b", None)]
-    transport._dealing.served = {engine: Served(1)}
+    transport._assignment.served = {engine: Served(1)}
     asyncio.run(transport.open([engine], ()))
     own = Group(GroupAddress(**ADDRESS), 1)  # type: ignore[arg-type]
     transport._links[engine].group = own  # type: ignore[assignment]
     failed = asyncio.run(transport.meet({1: json.dumps({"engine-0": "no route to host"})}))
     assert list(failed) == [engine]
     assert not own.is_open
-    assert transport._dealing.served == {engine: Served(0)}
+    assert transport._assignment.served == {engine: Served(0)}
     assert transport._links == {}
 
 
@@ -120,7 +120,7 @@ def test_what_was_not_finished_leaves_no_group() -> None:
     assert closed == ["engine-1", "engine-2"], "one that comes together late"
 
 
-def test_an_engine_that_joins_later_is_dealt_as_if_it_had_been_there(
+def test_an_engine_that_joins_later_is_assigned_as_if_it_had_been_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is alone in its first transaction, and rank 0 serves others already."""
@@ -129,12 +129,12 @@ def test_an_engine_that_joins_later_is_dealt_as_if_it_had_been_there(
     late = Engine("late")
     transport = DistributedTransport(device=torch.device("cuda"), timeout_s=5.0, probe_s=5.0)
     transport.trainer_ranks = [RankPlace("a", "GPU-a"), RankPlace("b", "GPU-b")]
-    transport._dealing.served = {first: Served(0)}
+    transport._assignment.served = {first: Served(0)}
     assert asyncio.run(transport.open([late], ())) == {}
-    assert transport._dealing.served == {first: Served(0), late: Served(1)}
+    assert transport._assignment.served == {first: Served(0), late: Served(1)}
 
 
-def test_the_ranks_of_an_engine_that_has_left_are_dealt_again(
+def test_the_ranks_of_an_engine_that_has_left_are_assigned_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def joined(_: links.Link) -> None: ...
@@ -150,8 +150,8 @@ def test_the_ranks_of_an_engine_that_has_left_are_dealt_again(
         asyncio.run(transport.open([stays, guest], ()))
         transport.has_all_engines = False
         asyncio.run(transport.open([guest], ()))
-        assert list(transport._dealing.served) == [stays, guest]
-        assert transport._dealing.served[guest].sender == 2
+        assert list(transport._assignment.served) == [stays, guest]
+        assert transport._assignment.served[guest].sender == 2
 
 
 def test_the_group_of_an_engine_that_has_left_is_closed() -> None:
@@ -159,7 +159,7 @@ def test_the_group_of_an_engine_that_has_left_is_closed() -> None:
     gone = Engine("gone")
     transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0, senders=2)
     transport.trainer_ranks = [RankPlace("a", None), RankPlace("b", None)]
-    transport._dealing.served = {first: Served(1), gone: Served(0)}
+    transport._assignment.served = {first: Served(1), gone: Served(0)}
     closed = []
     group = SimpleNamespace(
         is_open=True,

@@ -26,11 +26,11 @@ class Served:
     helpers: tuple[int, ...] = ()
 
 
-class Dealing:
-    """Deals engines out to ranks, each for as long as it is there.
+class SenderAssignment:
+    """Assigns engines to ranks, each for as long as it is there.
 
     Args:
-        senders: the ranks that engines are dealt to; None: on GPUs as many as there are engines,
+        senders: the ranks that engines are assigned to; None: on GPUs as many as there are engines,
             on the CPU rank 0 alone.
         rails: the ranks in the group of an engine, at most; None: where it is NCCL's, as many as
             the engine has GPUs, and else one.
@@ -43,14 +43,14 @@ class Dealing:
         self.served: dict[Engine, Served] = {}
         self._reach_rank0: set[Engine] = set()  # and no other rank
 
-    def deal(
+    def assign(
         self, engine: Engine, gpu: str | None, engines: int, places: Sequence[RankPlace]
     ) -> Served:
-        """Deal an engine to the ranks with the fewest engines, of those that reach it.
+        """Assign an engine to the ranks with the fewest engines, of those that reach it.
 
         Args:
             gpu: what identifies the engine's; None where it has none of its own.
-            engines: that there are, this one and those that were dealt before included.
+            engines: that there are, this one and those that were assigned before included.
             places: of all ranks; none where rank 0 alone can send.
 
         Raises EngineFailed where the engine has no address any more.
@@ -63,9 +63,9 @@ class Dealing:
         usable = [_on_one_host(share, places) for share in shares(len(places) or 1, count)]
         if is_loopback(urlsplit(engine.url).hostname or ""):
             usable = [ranks for ranks in usable if _share_a_host(ranks[0], 0, places)]
-        # earlier engines may have been dealt to ranges that were cut otherwise
-        dealt = [{served.sender, *served.helpers} for served in self.served.values()]
-        busy = [sum(not used.isdisjoint(ranks) for used in dealt) for ranks in usable]
+        # earlier engines may have been assigned to ranges that were cut otherwise
+        assigned = [{served.sender, *served.helpers} for served in self.served.values()]
+        busy = [sum(not used.isdisjoint(ranks) for used in assigned) for ranks in usable]
         chosen = busy.index(min(busy))
         ranks = [] if busy[chosen] else self._rails_of(engine, gpu, usable[chosen], places)
         self.served[engine] = _served(ranks or usable[chosen][:1])

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from rlcore.interfaces import RankPlace
-from rollout.weight_sync.groups.dealing import Dealing, Served, shares
+from rollout.weight_sync.groups.assignment import SenderAssignment, Served, shares
 
 TWO_NODES = ["a"] * 2 + ["b"] * 2
 
@@ -35,7 +35,7 @@ def test_senders_are_spread_over_the_ranks(world: int, count: int, expected: lis
     assert [rank for ranks in shares(world, count) for rank in ranks] == [*range(world)]
 
 
-def dealt(
+def assigned(
     hosts: list[str],
     engines: int,
     *,
@@ -46,12 +46,12 @@ def dealt(
     url: str = "http://10.0.0.9:30000",
 ) -> list[Served]:
     """The ranks of each engine."""
-    dealing = Dealing(senders, rails, on_gpu=on_gpu)
+    assignment = SenderAssignment(senders, rails, on_gpu=on_gpu)
     places = [RankPlace(host, f"gpu-{rank}" if on_gpu else None) for rank, host in enumerate(hosts)]
     made = [Engine(url, gpus) for _ in range(engines)]
     for engine in made:
-        dealing.deal(engine, "gpu-of-an-engine" if on_gpu else None, engines, places)
-    return [dealing.served[engine] for engine in made]
+        assignment.assign(engine, "gpu-of-an-engine" if on_gpu else None, engines, places)
+    return [assignment.served[engine] for engine in made]
 
 
 def senders(served: list[Served]) -> list[int]:
@@ -59,39 +59,39 @@ def senders(served: list[Served]) -> list[int]:
     return [one.sender for one in served]
 
 
-def test_engines_are_dealt_out_evenly() -> None:
-    assert senders(dealt(TWO_NODES, 5, senders=2)) == [0, 2, 0, 2, 0]
-    assert senders(dealt(TWO_NODES, 5, on_gpu=True)) == [0, 1, 2, 3, 0]
-    assert senders(dealt(TWO_NODES, 5)) == [0] * 5
-    assert senders(dealt([], 5, senders=4, on_gpu=True)) == [0] * 5  # one rank alone can send
+def test_engines_are_assigned_evenly() -> None:
+    assert senders(assigned(TWO_NODES, 5, senders=2)) == [0, 2, 0, 2, 0]
+    assert senders(assigned(TWO_NODES, 5, on_gpu=True)) == [0, 1, 2, 3, 0]
+    assert senders(assigned(TWO_NODES, 5)) == [0] * 5
+    assert senders(assigned([], 5, senders=4, on_gpu=True)) == [0] * 5  # one rank alone can send
 
 
 def test_an_engine_on_loopback_is_served_from_rank_0s_machine() -> None:
     loopback = "http://127.0.0.1:30000"
-    assert senders(dealt(["a", "a", "b", "b"], 3, senders=4, url=loopback)) == [0, 1, 0]
+    assert senders(assigned(["a", "a", "b", "b"], 3, senders=4, url=loopback)) == [0, 1, 0]
 
 
 def test_an_engine_of_several_gpus_gets_the_ranks_that_have_nothing_else_to_do() -> None:
     """Rank 0, who calls the engines, helps instead of sending; a machine's ranks stay together."""
     nodes = ["a"] * 4 + ["b"] * 4
     by_two = [Served(1, (0,)), Served(2, (3,)), Served(4, (5,)), Served(6, (7,))]
-    assert dealt(nodes, 4, on_gpu=True, gpus=8) == by_two
-    assert dealt(nodes, 2, on_gpu=True, gpus=8) == [Served(1, (2, 3, 0)), Served(4, (5, 6, 7))]
-    assert dealt(nodes, 1, on_gpu=True, gpus=8) == [Served(1, (2, 3, 0))]
-    assert dealt(nodes, 2, on_gpu=True, gpus=2) == [Served(1, (0,)), Served(4, (5,))]
-    assert senders(dealt(nodes, 2, on_gpu=True, gpus=1)) == [0, 4]
-    assert senders(dealt(nodes, 2, on_gpu=True, gpus=8, rails=1)) == [0, 4]
-    assert senders(dealt(nodes, 16, on_gpu=True, gpus=8)) == [*range(8)] * 2
+    assert assigned(nodes, 4, on_gpu=True, gpus=8) == by_two
+    assert assigned(nodes, 2, on_gpu=True, gpus=8) == [Served(1, (2, 3, 0)), Served(4, (5, 6, 7))]
+    assert assigned(nodes, 1, on_gpu=True, gpus=8) == [Served(1, (2, 3, 0))]
+    assert assigned(nodes, 2, on_gpu=True, gpus=2) == [Served(1, (0,)), Served(4, (5,))]
+    assert senders(assigned(nodes, 2, on_gpu=True, gpus=1)) == [0, 4]
+    assert senders(assigned(nodes, 2, on_gpu=True, gpus=8, rails=1)) == [0, 4]
+    assert senders(assigned(nodes, 16, on_gpu=True, gpus=8)) == [*range(8)] * 2
 
 
 def test_ranks_help_over_gloo_only_where_that_is_asked_for() -> None:
-    assert dealt(TWO_NODES, 2, senders=2, gpus=8, rails=2) == [Served(1, (0,)), Served(2, (3,))]
-    assert senders(dealt(TWO_NODES, 2, senders=2, gpus=8)) == [0, 2]
+    assert assigned(TWO_NODES, 2, senders=2, gpus=8, rails=2) == [Served(1, (0,)), Served(2, (3,))]
+    assert senders(assigned(TWO_NODES, 2, senders=2, gpus=8)) == [0, 2]
 
 
 def test_a_second_engine_of_a_rank_has_no_helpers() -> None:
     """Two ranks in the same two groups could begin their broadcasts in different orders."""
-    served = dealt(TWO_NODES, 4, senders=2, rails=2)
+    served = assigned(TWO_NODES, 4, senders=2, rails=2)
     assert served[:2] == [Served(1, (0,)), Served(2, (3,))]
     assert served[2:] == [Served(0), Served(2)]
 
@@ -102,24 +102,24 @@ def test_engines_that_come_later_share_one_rank_with_another_at_most(nodes: int,
     """The ranks are cut into more ranges than for the engines before them."""
     places = [RankPlace(f"node-{rank // 8}", f"gpu-{rank}") for rank in range(8 * nodes)]
     for first in range(1, len(places)):
-        dealing = Dealing(None, None, on_gpu=True)
+        assignment = SenderAssignment(None, None, on_gpu=True)
         for number in range(first + 3):
             engine = Engine(f"http://10.0.0.{number + 1}:30000", gpus)
-            dealing.deal(engine, "another", max(first, number + 1), places)
-        members = [{one.sender, *one.helpers} for one in dealing.served.values()]
+            assignment.assign(engine, "another", max(first, number + 1), places)
+        members = [{one.sender, *one.helpers} for one in assignment.served.values()]
         shared = [len(one & other) for one, other in combinations(members, 2)]
-        assert max(shared) <= 1, (first, dealing.served.values())
+        assert max(shared) <= 1, (first, assignment.served.values())
 
 
 def test_a_rank_on_the_gpu_of_an_engine_does_not_help() -> None:
-    dealing = Dealing(1, None, on_gpu=True)
+    assignment = SenderAssignment(1, None, on_gpu=True)
     places = [RankPlace("a", f"gpu-{rank}") for rank in range(4)]
     engine = Engine("http://10.0.0.9:30000", 4)
-    assert dealing.deal(engine, "gpu-2", 1, places) == Served(1, (3, 0))
-    assert dealing.deal(engine, "another by now", 1, places) == Served(1, (3, 0)), "for good"
-    dealing.leave_to_rank0(engine)
-    assert dealing.deal(engine, "gpu-2", 1, places) == Served(0)
+    assert assignment.assign(engine, "gpu-2", 1, places) == Served(1, (3, 0))
+    assert assignment.assign(engine, "another by now", 1, places) == Served(1, (3, 0)), "for good"
+    assignment.leave_to_rank0(engine)
+    assert assignment.assign(engine, "gpu-2", 1, places) == Served(0)
     # it failed, so the next publication is without it, and it comes back
-    dealing.keep_only([])
-    assert dealing.served == {}
-    assert dealing.deal(engine, "gpu-2", 1, places) == Served(0)
+    assignment.keep_only([])
+    assert assignment.served == {}
+    assert assignment.assign(engine, "gpu-2", 1, places) == Served(0)
