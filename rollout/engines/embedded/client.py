@@ -38,9 +38,8 @@ from rlcore.errors import (
 )
 from rlcore.tls import engine_client, refused_engine
 from rlcore.weights import Bucket, TensorSpec
-from rollout.engines.checks import check_records, check_versions
+from rollout.engines.checks import ExpertLayers, check_records, check_versions
 from rollout.engines.child_process import Server
-from rollout.engines.sglang.limits import ExpertLayers
 from rollout.json_client import read_answer
 from rollout.weight_sync.base import CALLS_AT_ONCE
 from rollout.weight_sync.process_group import GroupAddress

@@ -16,6 +16,7 @@ from rlcore.config.derived import embedded_in_trainer
 from rlcore.errors import ConfigError
 from rlcore.interfaces import RolloutEngine
 from rlcore.tls import check_files
+from rollout.engines.checks import ExpertLayers
 from rollout.engines.child_process import (
     ChildServer,
     Server,
@@ -26,7 +27,6 @@ from rollout.engines.embedded.client import RemoteEngine
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.server import ServerConfig
 from rollout.engines.factories import EngineSite, Keys, engine_log, engine_name
-from rollout.engines.sglang.limits import ExpertLayers
 
 MODULE = "rollout.engines.embedded.server"
 

@@ -13,8 +13,9 @@ from engine_kit import VOCAB, request
 from rlcore.data.generation import Prefix
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed
+from rollout.engines.checks import ExpertLayers
 from rollout.engines.sglang.answers import decode, read_digests
-from rollout.engines.sglang.limits import ExpertLayers, Limits
+from rollout.engines.sglang.limits import Limits
 
 EXPERTS = ExpertLayers(num_layers=3, places=(0, 2), num_experts=8, topk=2)
 LIMITS = Limits(VOCAB, prompt_tokens=20, total_tokens=30, sampling_mask_tokens=16, experts=EXPERTS)
