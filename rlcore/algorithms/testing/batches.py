@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ class Layout:
 # [-1, n] can take.
 NEIGHBOURS = Layout((1, 2, 3, 1, 2, 1, 1, 2) * 2, (0,) * 8 + (1,) * 8)
 PARTS = 3  # columns of reward_parts
-NO_TOKENS = (Layout((), ()), Layout((0,), (0,)), Layout((0, 0, 0), (4, -1, 4)))
+WITHOUT_TOKENS = (Layout((), ()), Layout((0,), (0,)), Layout((0, 0, 0), (4, -1, 4)))
 
 
 def peers(seed: int) -> list[Layout]:
@@ -56,14 +56,14 @@ def borders(lengths: Collection[int]) -> Tensor:
 
 def estimator_batch(layout: Layout, seed: int) -> EstimatorInputs:
     """Return a float64 batch with every field; sequences without tokens have the reward NaN."""
-    noise = _Noise(seed, sum(layout.lengths), len(layout.lengths))
+    noise = _Noise(seed, layout)
     counted = torch.tensor(layout.lengths, dtype=torch.int64) > 0
     unread = torch.where(counted, 0.0, float("nan")).double()
     logprobs = noise.logprobs()
     ref_logprobs = noise.logprobs()
     return EstimatorInputs(
         cu_seqlens=borders(layout.lengths),
-        rewards=noise.sequences() + unread,
+        rewards=noise.normal(noise.num_sequences) + unread,
         group_ids=torch.tensor(layout.groups, dtype=torch.int64),
         token_rewards=noise.tokens() / 10,
         logprobs=logprobs,
@@ -71,18 +71,18 @@ def estimator_batch(layout: Layout, seed: int) -> EstimatorInputs:
         rollout_logprobs=logprobs + 0.1 * noise.tokens(),
         kl=logprobs - ref_logprobs,
         values=noise.tokens(),
-        baseline_rewards=noise.sequences() + unread,
+        baseline_rewards=noise.normal(noise.num_sequences) + unread,
         teacher_logprobs=noise.logprobs(),
-        versions=noise.versions(),
+        versions=noise.integers(3, 6),
         rollout_ids=5 - 3 * torch.arange(len(layout.lengths)),
-        turn_ids=noise.turns(),
-        reward_parts=noise.parts() + unread[:, None],
+        turn_ids=noise.integers(0, 3),
+        reward_parts=noise.normal(noise.num_sequences, PARTS) + unread[:, None],
     )
 
 
 def policy_loss_batch(layout: Layout, seed: int) -> PolicyLossInputs:
     """Return a float64 batch with every field but `batch_stats`."""
-    noise = _Noise(seed, sum(layout.lengths), len(layout.lengths))
+    noise = _Noise(seed, layout)
     logprobs = noise.logprobs()
     return PolicyLossInputs(
         cu_seqlens=borders(layout.lengths),
@@ -92,36 +92,29 @@ def policy_loss_batch(layout: Layout, seed: int) -> PolicyLossInputs:
         entropy=noise.tokens().abs(),
         ref_logprobs=noise.logprobs(),
         rollout_logprobs=logprobs + 0.3 * noise.tokens(),
-        versions=noise.versions(),
+        versions=noise.integers(3, 6),
         weights=noise.tokens().abs() / max(sum(layout.lengths), 1),
         sequence_ids=7 * torch.arange(len(layout.lengths)) + 3,
     )
 
 
 class _Noise:
-    def __init__(self, seed: int, num_tokens: int, num_sequences: int) -> None:
+    def __init__(self, seed: int, layout: Layout) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.num_tokens = num_tokens
-        self.num_sequences = num_sequences
+        self.num_tokens = sum(layout.lengths)
+        self.num_sequences = len(layout.lengths)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
     def tokens(self) -> Tensor:
-        return torch.randn(self.num_tokens, generator=self.generator, dtype=torch.float64)
-
-    def sequences(self) -> Tensor:
-        return torch.randn(self.num_sequences, generator=self.generator, dtype=torch.float64)
-
-    def parts(self) -> Tensor:
-        shape = (self.num_sequences, PARTS)
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return self.normal(self.num_tokens)
 
     def logprobs(self) -> Tensor:
         return -self.tokens().exp()
 
-    def versions(self) -> Tensor:
-        return torch.randint(3, 6, (self.num_tokens,), generator=self.generator)
-
-    def turns(self) -> Tensor:
-        return torch.randint(0, 3, (self.num_tokens,), generator=self.generator)
+    def integers(self, low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (self.num_tokens,), generator=self.generator)
 
 
 def tensors(record: Record) -> Iterator[tuple[str, Tensor]]:
@@ -138,12 +131,17 @@ def only(record: Record, names: Collection[str]) -> Record:
     return replace(record, **dropped)
 
 
-def cast(record: Record, dtype: torch.dtype) -> Record:
-    """Convert the floating fields."""
+def floating(record: Record, change: Callable[[Tensor], Tensor]) -> Record:
+    """Change every field of floats."""
     changed: dict[str, Any] = {
-        name: value.to(dtype) for name, value in tensors(record) if value.is_floating_point()
+        name: change(value) for name, value in tensors(record) if value.is_floating_point()
     }
     return replace(record, **changed)
+
+
+def converted(record: Record, dtype: torch.dtype) -> Record:
+    """Return the record with its floats in another precision."""
+    return floating(record, lambda value: value.to(dtype))
 
 
 def take(record: Record, order: Sequence[int]) -> tuple[Record, Tensor]:
@@ -186,14 +184,6 @@ def shuffled(count: int, seed: int) -> list[list[int]]:
         order[1:] + order[:1],
         torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist(),
     ]
-
-
-def strided(record: Record) -> Record:
-    """The same numbers in tensors that are not contiguous."""
-    changed: dict[str, Any] = {
-        name: torch.stack([value, value], 1)[:, 0] for name, value in tensors(record)
-    }
-    return replace(record, **changed)
 
 
 def describe(record: Record, names: Collection[str]) -> str:

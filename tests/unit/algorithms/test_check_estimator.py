@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +42,6 @@ from .wrong_estimators import (
     integers,
     noisy,
     one_pass_variance,
-    reads_memory,
     right,
     whitened,
     writes,
@@ -60,7 +58,7 @@ def test_our_estimators_keep_the_contract(name: str) -> None:
     if "values" in build_estimator(name).needs:
         skipped.append("rollout-split")
     assert [rule.name for rule in report.skipped] == skipped
-    assert len(report.kept) + len(report.skipped) == 17
+    assert len(report.kept) + len(report.skipped) == 12
 
 
 @pytest.mark.parametrize(
@@ -108,11 +106,6 @@ def test_a_tensor_instead_of_advantages_is_told_what_to_return() -> None:
     assert "change:" not in str(caught.value), "the author has changed nothing"
 
 
-def test_memory_is_not_read() -> None:
-    with pytest.raises(ContractError, match="breaks the rule 'storage'"):
-        check_estimator(reads_memory, uses_batch=True)
-
-
 @pytest.mark.parametrize("estimator", [batch_mean, whitened])
 def test_an_estimator_may_declare_that_it_uses_the_batch(estimator: Estimator) -> None:
     assert [rule.name for rule in check_estimator(estimator, uses_batch=True).skipped] == [
@@ -125,9 +118,8 @@ def test_a_random_estimator_is_held_to_the_rules_that_remain() -> None:
     assert {rule.name for rule in report.kept} >= {
         "outputs",
         "read-only",
-        "group-of-one",
+        "finite",
         "no-tokens",
-        "constant-rewards",
     }
     assert {rule.name for rule in report.skipped} >= {"deterministic", "permutation", "float32"}
     with pytest.raises(ContractError, match="'read-only'"):
@@ -157,7 +149,7 @@ def test_the_cause_of_an_exception_is_kept() -> None:
 
 def test_the_report_can_be_printed() -> None:
     lines = str(check_estimator(whitened, uses_batch=True)).splitlines()
-    assert lines[0] == "estimator 'whitened' keeps 16 rules, 1 skipped"
+    assert lines[0] == "estimator 'whitened' keeps 11 rules, 1 skipped"
     assert lines[1].split() == ["kept", "declared-fields", *lines[1].split()[2:]]
     assert lines[-1].split() == ["skipped", "group-split", "uses_batch=True"]
 
@@ -166,25 +158,23 @@ def test_the_report_can_be_printed() -> None:
 def test_an_estimator_comes_in_any_form() -> None:
     register_estimator("registered mean")(Mean)
     forms: list[Any] = [
-        Mean, Mean(), partial(Mean, scale=2.0), lambda: Mean(scale=3.0), "registered mean",
-        f"{__name__}:Mean",
+        Mean, Mean(scale=3.0), "registered mean", f"{__name__}:Mean",
         build_estimator("registered mean"),
     ]  # fmt: skip
     for form in forms:
-        assert len(check_estimator(form, random=True).kept) == 7
-    assert len(check_estimator(right).kept) == 17
+        assert len(check_estimator(form, random=True).kept) == 5
+    assert len(check_estimator(right).kept) == 12
     assert check_estimator(Mean, scale=2.0).subject == "estimator 'Mean'"
     with pytest.raises(KeywordError, match="unknown keyword 'scael'"):
         check_estimator(Mean, scael=2.0)
-    with pytest.raises(TypeError, match="scale: the estimator is built already"):
+    with pytest.raises(TypeError, match="scale: this is built already"):
         check_estimator(Mean(), scale=2.0)
 
 
 def test_the_declaration_of_a_decorated_class_goes_with_its_instances() -> None:
     from rlcore.algorithms.estimators.ppo import PPO
 
-    for form in (PPO(kl_coef=0.2), lambda: PPO(kl_coef=0.2)):
-        assert len(check_estimator(form, random=True).kept) == 7
+    assert len(check_estimator(PPO(kl_coef=0.2), random=True).kept) == 5
 
 
 def test_a_seed_gives_one_verdict() -> None:
@@ -218,9 +208,7 @@ def test_it_needs_torch_alone() -> None:
 
 
 def test_no_rule_is_without_an_estimator_that_breaks_it() -> None:
-    assert {rule for _, rule in WRONG_ESTIMATORS} | {"storage"} == {
-        rule.name for rule in estimator_rules._RULES
-    }
+    assert {rule for _, rule in WRONG_ESTIMATORS} == {rule.name for rule in estimator_rules._RULES}
 
 
 def test_helpers_named_in_advice_do_what_it_says() -> None:

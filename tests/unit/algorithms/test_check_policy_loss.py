@@ -29,7 +29,7 @@ Loss = Callable[[PolicyLossInputs], PolicyLoss]
 def test_our_losses_keep_the_contract(name: str) -> None:
     report = check_policy_loss(name)
     assert {rule.name for rule in report.skipped} <= {"unweighted"}
-    assert len(report.kept) >= 12
+    assert len(report.kept) >= 10
 
 
 def test_their_options_keep_it_too_with_losses() -> None:
@@ -170,13 +170,13 @@ WRONG_LOSSES: list[tuple[Any, str]] = [
     (detached, "outputs"),
     (undeclared_entropy, "declared-fields"),
     (dropout, "deterministic"),
-    (first_of_the_micro_batch, "permutation"),
+    (first_of_the_micro_batch, "micro-batches"),
     (sequence_mean_of_nothing, "empty-sequences"),
     (largest_ratio, "no-tokens"),
     (weighted, "unweighted"),
     (narrow_mean, "float32"),
-    (exp_then_clamp, "extremes"),
-    (masked_product, "extremes"),
+    (exp_then_clamp, "float32"),
+    (masked_product, "float32"),
     (OptionalEntropy, "optional-fields"),
     (loss_reads_memory, "storage"),
 ]
@@ -197,9 +197,9 @@ def test_right_losses_pass_in_any_form() -> None:
     for form in (
         plain,
         QuantileOfTheStep,
+        QuantileOfTheStep(),
         build_policy_loss("ppo_clip"),
-        lambda: QuantileOfTheStep(),
     ):
         check_policy_loss(form)
-    with pytest.raises(TypeError, match="clip_low: the loss is built already"):
+    with pytest.raises(TypeError, match="clip_low: this is built already"):
         check_policy_loss(build_policy_loss("ppo_clip"), clip_low=0.1)

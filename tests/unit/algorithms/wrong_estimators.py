@@ -301,20 +301,15 @@ def top_of_the_batch(inputs: EstimatorInputs) -> Advantages:
     return right(inputs)
 
 
-def reads_memory(inputs: EstimatorInputs) -> Advantages:
-    raw = inputs.rewards.as_strided((inputs.num_sequences,), (1,))
-    return Advantages(expand_to_tokens(raw, inputs.cu_seqlens))
-
-
 WRONG_ESTIMATORS: list[tuple[Any, str]] = [
     (writes(lambda x: x.mul_(0.1)), "read-only"),
     (writes(lambda x: x.data.mul_(0.1)), "read-only"),
     (writes(lambda x: x.numpy().__setitem__(0, 7.0)), "read-only"),
     (writes(lambda x: x.sub_(x.mean()), field="rewards"), "read-only"),
     (assigns, "read-only"),
-    (by_pairs, "group-ids"),
-    (by_fixed_size, "group-ids"),
-    (ids_as_index, "group-ids"),
+    (by_pairs, "permutation"),
+    (by_fixed_size, "permutation"),
+    (ids_as_index, "permutation"),
     (first_is_baseline, "permutation"),
     (leaks_over_borders, "permutation"),
     (counts_empty, "empty-sequences"),
@@ -325,19 +320,19 @@ WRONG_ESTIMATORS: list[tuple[Any, str]] = [
     (silent_without_undeclared, "declared-fields"),
     (batch_mean, "group-split"),
     (parts_against_the_batch, "group-split"),
-    (parts_without_eps, "constant-rewards"),
+    (parts_without_eps, "finite"),
     (whitened, "group-split"),
     (global_running_sum, "group-split"),
-    (one_pass_variance, "constant-rewards"),
-    (one_pass_clamped, "extremes"),
-    (exp_before_clamp, "extremes"),
-    (nan_when_alone, "group-of-one"),
-    (no_eps, "constant-rewards"),
+    (one_pass_variance, "finite"),
+    (one_pass_clamped, "float32"),
+    (exp_before_clamp, "float32"),
+    (nan_when_alone, "finite"),
+    (no_eps, "finite"),
     (accumulates_in_bfloat16, "float32"),
     (noisy, "deterministic"),
     (Stateful, "deterministic"),
     (Learned, "outputs"),
-    (Critic, "returns"),
+    (Critic, "outputs"),
     (Optional, "optional-fields"),
     (per_sequence, "outputs"),
     (integers, "outputs"),
