@@ -31,12 +31,12 @@ from rlcore.algorithms.errors import (
 )
 from rlcore.algorithms.estimators.groups import GroupedReturns
 from rlcore.algorithms.guard import GuardedEstimator, GuardedPolicyLoss
-from rlcore.algorithms.keywords import Keyword
 from rlcore.algorithms.kl import KLKind, approx_kl, kl_clamped, loss_kl
 from rlcore.algorithms.losses.value import value_clipped, value_loss
 from rlcore.algorithms.metric_table import METRICS, metric_spec
 from rlcore.algorithms.metrics import explained_variance, rollout_metrics, staleness_metrics
 from rlcore.algorithms.moments import MetricSpec, Moments
+from rlcore.algorithms.plugins import Keyword
 from rlcore.algorithms.ragged import (
     NormalizationMode,
     expand_to_tokens,

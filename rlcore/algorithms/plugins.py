@@ -1,220 +1,18 @@
-"""A table of named algorithms, from three sources: decorators, entry points and import paths."""
+"""Plugins of any kind: import one by its path, and check the keywords of its constructor."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
-import os
-import sys
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
 
-from rlcore.algorithms.errors import (
-    AlgorithmError,
-    DuplicateNameError,
-    KeywordError,
-    UnknownNameError,
-    known_names,
-)
-from rlcore.algorithms.keywords import REQUIRED, Keyword, check_keywords, constructor_keywords
-from rlcore.algorithms.ragged import NormalizationMode
+from rlcore.algorithms.errors import KeywordError, UnknownNameError, known_names
 from rlcore.import_paths import NoSuchName, import_object
 
-# Names of other projects for what is several settings here.
-METHODS = {
-    "dapo": "algorithm.loss.clip_high=0.28, algorithm.loss.aggregation=token-mean and"
-    " rollout.filters=[mixed_verdicts]",
-    "gae": "algorithm.estimator.name=ppo",
-}
-
-Needs = Collection[str] | Callable[[Any], Collection[str]]
-Factory = TypeVar("Factory", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Plugin:
-    """One algorithm: how to build it, and which fields of the batch it takes.
-
-    `needs` and `optional` are field names or a function of the built instance that returns them. A
-    batch without a needed field is an error; an optional field is passed where the batch has it.
-    `formula` is the algorithm in one line, `source` the paper or implementation it comes from; both
-    may be empty. `compares_group` and `normalization` are for estimators: see `register_estimator`.
-    They belong to the registered name and do not pass to a subclass.
-    """
-
-    name: str
-    factory: Callable[..., Any]
-    needs: Needs
-    optional: Needs
-    formula: str = ""
-    source: str = ""
-    compares_group: bool = False
-    normalization: NormalizationMode = "none"
-
-
-class Built(NamedTuple):
-    """An algorithm that can be called, under its name, with the fields that it takes."""
-
-    name: str
-    instance: Any
-    needs: frozenset[str]
-    optional: frozenset[str]
-
-
-class Registry:
-    """The algorithms of one kind, by name.
-
-    Args:
-        kind: how messages call them, "estimator".
-        entry_points: the group in which installed packages announce theirs.
-        fields: the record fields that `needs` may name.
-        key: the configuration key that names one.
-
-    Attributes:
-        others: registries in which a name that is unknown here is looked for.
-    """
-
-    def __init__(
-        self, kind: str, entry_points: str, fields: Collection[str], key: str = ""
-    ) -> None:
-        self.kind = kind
-        self.entry_points = entry_points
-        self.fields = frozenset(fields)
-        self.key = key
-        self.others: list[Registry] = []
-        self._plugins: dict[str, Plugin] = {}
-
-    def register(self, name: str, **declared: Any) -> Callable[[Factory], Factory]:
-        """Return a decorator that registers a class (or a function that builds the algorithm).
-
-        Args:
-            declared: fields of `Plugin`; those that are empty come from the class.
-        """
-
-        def decorate(factory: Factory) -> Factory:
-            self._enter(name, factory, declared)
-            return factory
-
-        return decorate
-
-    def names(self) -> list[str]:
-        """Return all names, registered or announced by installed packages, sorted. Imports none."""
-        return sorted({*self._plugins, *(point.name for point in self._points())})
-
-    def resolve(self, name: str | Callable[..., Any]) -> Plugin:
-        """Return the algorithm of a name, of `package.module:Name`, or of a class or function."""
-        if not isinstance(name, str):
-            return self._of(name, getattr(name, "__qualname__", repr(name)))
-        if ":" in name:
-            return self._of(import_plugin(name, self.kind), name)
-        points = [point for point in self._points() if point.name == name]
-        objects = [point.load() for point in points]  # may register the name by its own decorator
-        plugin = self._plugins.get(name)
-        if plugin is None and objects:
-            plugin = self._enter(name, objects[0], {})
-        if plugin is None:
-            elsewhere = self._elsewhere(name)
-            near = known_names("" if elsewhere else name, self.names())
-            raise UnknownNameError(
-                f"unknown {self.kind} {name!r}{elsewhere}; {near};"
-                " one of your own is named by its import path,"
-                f" '{name.replace('.', ':') if name.count('.') == 1 else 'package.module:Name'}'"
-            )
-        for point, found in zip(points, objects):
-            if not _same(found, plugin.factory):
-                raise DuplicateNameError(
-                    f"{self.kind} {name!r} is claimed by {_path(plugin.factory)} and by the entry"
-                    f" point {point.value}"
-                )
-        return plugin
-
-    def build(self, name: str | Callable[..., Any], kwargs: dict[str, Any]) -> Built:
-        """Check the keywords, build the instance, and resolve its `needs` and `optional`."""
-        plugin = self.resolve(name)
-        owner = f"{self.kind} {plugin.name!r}"
-        keywords = constructor_keywords(plugin.factory, owner)
-        _check_builds(owner, plugin.factory, keywords, kwargs)
-        check_keywords(owner, keywords, kwargs)
-        instance = plugin.factory(**kwargs)
-        if not callable(instance):
-            raise AlgorithmError(
-                f"{owner}: expected something that can be called on its inputs, got {instance!r}"
-            )
-        return self._built(plugin, instance)
-
-    def describe(self, instance: Callable[..., Any]) -> Built:
-        """Take a built algorithm or a bare function, with the fields that it declares."""
-        plain = inspect.isroutine(instance)
-        return self._built(self.resolve(instance if plain else type(instance)), instance)
-
-    def _built(self, plugin: Plugin, instance: Any) -> Built:
-        owner = f"{self.kind} {plugin.name!r}"
-        needs = self._resolve_fields(owner, "needs", plugin.needs, instance)
-        optional = self._resolve_fields(owner, "optional", plugin.optional, instance)
-        return Built(plugin.name, instance, needs, optional - needs)
-
-    def _enter(self, name: str, factory: Callable[..., Any], declared: dict[str, Any]) -> Plugin:
-        if not name or ":" in name:
-            raise AlgorithmError(
-                f"{self.kind} name: expected a non-empty name without ':', got {name!r}"
-            )
-        taken = self._plugins.get(name)
-        # A module that is loaded again registers its classes again; the newest counts.
-        if taken is not None and not _same(taken.factory, factory):
-            raise DuplicateNameError(
-                f"{self.kind} {name!r} is already registered by {_path(taken.factory)}; "
-                f"give {_path(factory)} another name"
-            )
-        constructor_keywords(factory, f"{self.kind} {name!r}")
-        given = {field: value for field, value in declared.items() if value not in (None, "")}
-        plugin = self._plugins[name] = replace(self._of(factory, name), **given)
-        return plugin
-
-    def _of(self, factory: Callable[..., Any], name: str) -> Plugin:
-        """Describe `factory` by its decorator, its own `needs`, or a decorated base."""
-        if not callable(factory):
-            raise AlgorithmError(
-                f"{self.kind} {name!r}: expected a class or a function, got {factory!r}"
-            )
-        described: dict[str, Any] = {
-            key: str(getattr(factory, key, "")) for key in ("formula", "source")
-        }
-        registered = {id(plugin.factory): plugin for plugin in self._plugins.values()}
-        for base in getattr(factory, "__mro__", (factory,)):
-            if id(base) in registered:
-                found = registered[id(base)]
-                own: dict[str, Any] = {key: text for key, text in described.items() if text}
-                reset: dict[str, Any] = {"compares_group": False, "normalization": "none"}
-                return replace(found, name=name, factory=factory, **reset, **own)
-            if "needs" in vars(base) or "optional" in vars(base):
-                break
-        return Plugin(name, factory, _attribute("needs"), _attribute("optional"), **described)
-
-    def _elsewhere(self, name: str) -> str:
-        """Say that a name is of another kind: GSPO, say, is an estimator in verl and slime."""
-        if name.lower() in METHODS:
-            return f": {name} is {METHODS[name.lower()]}"
-        found = next((other for other in self.others if name in other.names()), None)
-        return "" if found is None else f": it is a {found.kind} here, set {found.key}={name}"
-
-    def _points(self) -> list[importlib.metadata.EntryPoint]:
-        return list(importlib.metadata.entry_points(group=self.entry_points))
-
-    def _resolve_fields(
-        self, owner: str, what: str, declared: Needs, instance: Any
-    ) -> frozenset[str]:
-        names = declared(instance) if callable(declared) else declared
-        if isinstance(names, str):
-            raise AlgorithmError(
-                f"{owner}: {what}: expected a set of field names, got the string {names!r}"
-            )
-        for field in names:
-            if field not in self.fields:
-                raise AlgorithmError(
-                    f"{owner}: {what}: no field {field!r}; {known_names(str(field), self.fields)}"
-                )
-        return frozenset(names)
+REQUIRED = inspect.Parameter.empty  # the default of a keyword that has none
 
 
 def import_plugin(path: str, kind: str) -> Any:
@@ -242,51 +40,102 @@ def import_plugin(path: str, kind: str) -> Any:
         ) from error
 
 
-def _check_builds(
-    owner: str,
-    factory: Callable[..., Any],
-    keywords: Mapping[str, Keyword],
-    given: Mapping[str, Any],
-) -> None:
-    """Refuse a function that is the algorithm itself, where one that builds it is expected."""
-    missing = [k for k, word in keywords.items() if word.default is REQUIRED and k not in given]
-    if inspect.isroutine(factory) and missing:
-        raise KeywordError(
-            f"{owner}: {_path(factory)} is a function that needs {', '.join(missing)}; what is"
-            " named here is called with its configuration keys alone, to build the algorithm: make"
-            f" it a class with __call__(self, {', '.join(missing)})"
+@dataclass(frozen=True)
+class Keyword:
+    """One keyword of a constructor; its default is `REQUIRED` where it has none."""
+
+    name: str
+    annotation: Any
+    default: Any
+
+    def __str__(self) -> str:
+        annotation = "" if self.annotation is REQUIRED else f": {_annotation_name(self.annotation)}"
+        return f"{self.name}{annotation}" + (
+            "" if self.default is REQUIRED else f" = {self.default!r}"
         )
 
 
-def _attribute(name: str) -> Callable[[Any], Collection[str]]:
-    """Read field names from an instance: from an attribute, a property or a method."""
+def constructor_keywords(factory: Callable[..., Any], owner: str) -> dict[str, Keyword]:
+    """Return the keywords of `factory`, in order."""
+    hints = _type_hints(factory)
+    keywords: dict[str, Keyword] = {}
+    for parameter in inspect.signature(factory).parameters.values():
+        if parameter.kind in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+            parameter.POSITIONAL_ONLY,
+        ):
+            raise KeywordError(
+                f"{owner}: its constructor takes {parameter}; name every keyword instead, or a"
+                " misspelt config key would be swallowed"
+            )
+        annotation = hints.get(parameter.name, REQUIRED)
+        keywords[parameter.name] = Keyword(parameter.name, annotation, parameter.default)
+    return keywords
 
-    def read(instance: Any) -> Collection[str]:
-        value = getattr(instance, name, ())
-        return value() if callable(value) else value
 
-    return read
+def check_keywords(owner: str, keywords: Mapping[str, Keyword], given: Mapping[str, Any]) -> None:
+    """Raise `KeywordError` for unknown names, wrong types and missing keywords."""
+    accepted = f"accepted: {', '.join(map(str, keywords.values())) or 'no keyword at all'}"
+    for name, value in given.items():
+        if name not in keywords:
+            raise KeywordError(
+                f"{owner}: unknown keyword {name!r}; {known_names(name, keywords)}; {accepted}"
+            )
+        annotation = keywords[name].annotation
+        if not _fits(value, annotation):
+            raise KeywordError(
+                f"{owner}: keyword {name!r} expected {_annotation_name(annotation)}, "
+                f"got {value!r} ({type(value).__name__}); {accepted}"
+            )
+    missing = [
+        name
+        for name, keyword in keywords.items()
+        if keyword.default is REQUIRED and name not in given
+    ]
+    if missing:
+        raise KeywordError(f"{owner}: missing keyword {', '.join(map(repr, missing))}; {accepted}")
 
 
-def _same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Whether two factories are one definition, loaded twice or imported under two names.
+def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Return the resolved annotations; {} where they cannot be resolved, so nothing is checked."""
+    target = factory
+    if isinstance(factory, type):
+        target = factory.__init__ if factory.__init__ is not object.__init__ else factory.__new__  # type: ignore[misc]
+    try:
+        return typing.get_type_hints(target)
+    except (NameError, TypeError, AttributeError):
+        return {}
 
-    What a function defines may differ from call to call, so there the object counts.
+
+def _fits(value: object, annotation: Any) -> bool:
+    """Return whether `value` fits `annotation`.
+
+    A float takes an int, a bool is neither, and the items of containers are not checked.
     """
-    if one is other:
+    if annotation is REQUIRED or annotation is Any:
         return True
-    name = getattr(one, "__qualname__", "<")
-    if name != getattr(other, "__qualname__", None) or "<" in name:
-        return False
-    return one.__module__ == other.__module__ or _file(one) == _file(other) is not None
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, option) for option in get_args(annotation))
+    if origin is Literal:
+        return any(
+            type(value) is type(option) and value == option for option in get_args(annotation)
+        )
+    if annotation is None or annotation is type(None):
+        return value is None
+    if annotation in (int, float):
+        numbers = (int,) if annotation is int else (int, float)
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    kind = origin or annotation
+    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return True
+    return isinstance(value, kind)
 
 
-def _file(factory: Callable[..., Any]) -> str | None:
-    found = getattr(sys.modules.get(factory.__module__), "__file__", None)
-    return None if found is None else os.path.realpath(found)
-
-
-def _path(factory: Callable[..., Any]) -> str:
+def _annotation_name(annotation: Any) -> str:
     return (
-        f"{getattr(factory, '__module__', '?')}:{getattr(factory, '__qualname__', repr(factory))}"
+        annotation.__name__
+        if isinstance(annotation, type)
+        else str(annotation).replace("typing.", "")
     )

@@ -2,43 +2,314 @@
 
 An estimator or policy loss comes from a decorator here, from an entry point of an installed package
 (groups `rlcore.estimators` and `rlcore.policy_losses`) or from an import path `package.module:Name`
-in the config.
+in the config. The keywords of its constructor are its configuration keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, get_args
+import importlib.metadata
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, get_args
 
-from rlcore.algorithms.errors import AlgorithmError
+from rlcore.algorithms.errors import (
+    AlgorithmError,
+    DuplicateNameError,
+    KeywordError,
+    UnknownNameError,
+    known_names,
+)
 from rlcore.algorithms.guard import (
     ESTIMATOR_ALWAYS,
     ESTIMATOR_OPTIONAL,
     ESTIMATOR_WHERE_GIVEN,
     POLICY_LOSS_ALWAYS,
     POLICY_LOSS_OPTIONAL,
+    Guarded,
     GuardedEstimator,
     GuardedPolicyLoss,
 )
-from rlcore.algorithms.keywords import Keyword, constructor_keywords
-from rlcore.algorithms.plugins import Factory, Needs, Plugin, Registry
+from rlcore.algorithms.plugins import (
+    REQUIRED,
+    Keyword,
+    check_keywords,
+    constructor_keywords,
+    import_plugin,
+)
 from rlcore.algorithms.ragged import NormalizationMode
 from rlcore.algorithms.reward_shaping import shaping_needs
 
+# Names of other projects for what is several settings here.
+METHODS = {
+    "dapo": "algorithm.loss.clip_high=0.28, algorithm.loss.aggregation=token-mean and"
+    " rollout.filters=[mixed_verdicts]",
+    "gae": "algorithm.estimator.name=ppo",
+}
+
+Needs = Collection[str] | Callable[[Any], Collection[str]]
+AnyGuarded = TypeVar("AnyGuarded", bound=Guarded)
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One algorithm: how to build it, and which fields of the batch it takes.
+
+    `needs` and `optional` are field names or a function of the built instance that returns them. A
+    batch without a needed field is an error; an optional field is passed where the batch has it.
+    `formula` is the algorithm in one line, `source` the paper or implementation it comes from; both
+    may be empty. `compares_group` and `normalization` are for estimators: see `register_estimator`.
+    They belong to the registered name and do not pass to a subclass.
+    """
+
+    name: str
+    factory: Callable[..., Any]
+    needs: Needs
+    optional: Needs
+    formula: str = ""
+    source: str = ""
+    compares_group: bool = False
+    normalization: NormalizationMode = "none"
+
+
+class Registry(Generic[AnyGuarded]):
+    """The algorithms of one kind, by name.
+
+    Args:
+        guard: the type of guard that each is put behind.
+        entry_points: the group in which installed packages announce theirs.
+        fields: the record fields that `needs` may name.
+        key: the configuration key that names one.
+
+    Attributes:
+        others: registries in which a name that is unknown here is looked for.
+    """
+
+    def __init__(
+        self, guard: type[AnyGuarded], entry_points: str, fields: Collection[str], key: str
+    ) -> None:
+        self._behind: Callable[..., AnyGuarded] = guard
+        self.kind = guard.kind
+        self.entry_points = entry_points
+        self.fields = frozenset(fields)
+        self.key = key
+        self.others: list[Registry[Any]] = []
+        self._plugins: dict[str, Plugin] = {}
+
+    def register(self, name: str, **declared: Any) -> Callable[[Factory], Factory]:
+        """Return a decorator that registers a class (or a function that builds the algorithm).
+
+        Args:
+            declared: fields of `Plugin`; those that are empty come from the class.
+        """
+
+        def decorate(factory: Factory) -> Factory:
+            self._enter(name, factory, declared)
+            return factory
+
+        return decorate
+
+    def names(self) -> list[str]:
+        """Return all names, registered or announced by installed packages, sorted. Imports none."""
+        return sorted({*self._plugins, *(point.name for point in self._points())})
+
+    def resolve(self, name: str | Callable[..., Any]) -> Plugin:
+        """Return the algorithm of a name, of `package.module:Name`, or of a class or function."""
+        if not isinstance(name, str):
+            return self._of(name, getattr(name, "__qualname__", repr(name)))
+        if ":" in name:
+            return self._of(import_plugin(name, self.kind), name)
+        points = [point for point in self._points() if point.name == name]
+        objects = [point.load() for point in points]  # may register the name by its own decorator
+        plugin = self._plugins.get(name)
+        if plugin is None and objects:
+            plugin = self._enter(name, objects[0], {})
+        if plugin is None:
+            elsewhere = self._elsewhere(name)
+            near = known_names("" if elsewhere else name, self.names())
+            raise UnknownNameError(
+                f"unknown {self.kind} {name!r}{elsewhere}; {near};"
+                " one of your own is named by its import path,"
+                f" '{name.replace('.', ':') if name.count('.') == 1 else 'package.module:Name'}'"
+            )
+        for point, found in zip(points, objects):
+            if not _same(found, plugin.factory):
+                raise DuplicateNameError(
+                    f"{self.kind} {name!r} is claimed by {_path(plugin.factory)} and by the entry"
+                    f" point {point.value}"
+                )
+        return plugin
+
+    def keywords(self, name: str) -> dict[str, Keyword]:
+        """Return the config keys of an algorithm: name, annotation and default of each."""
+        return constructor_keywords(self.resolve(name).factory, f"{self.kind} {name!r}")
+
+    def build(self, name: str | Callable[..., Any], **kwargs: Any) -> AnyGuarded:
+        """Build an algorithm by name, import path or class, with checked keywords and guard."""
+        plugin = self.resolve(name)
+        owner = f"{self.kind} {plugin.name!r}"
+        keywords = constructor_keywords(plugin.factory, owner)
+        _check_builds(owner, plugin.factory, keywords, kwargs)
+        check_keywords(owner, keywords, kwargs)
+        instance = plugin.factory(**kwargs)
+        if not callable(instance):
+            raise AlgorithmError(
+                f"{owner}: expected something that can be called on its inputs, got {instance!r}"
+            )
+        return self._guarded(plugin, instance)
+
+    def guard(self, instance: Callable[..., Any]) -> AnyGuarded:
+        """Put an algorithm that is built already, or a bare function, behind its guard."""
+        plain = inspect.isroutine(instance)
+        return self._guarded(self.resolve(instance if plain else type(instance)), instance)
+
+    def _guarded(self, plugin: Plugin, instance: Any) -> AnyGuarded:
+        owner = f"{self.kind} {plugin.name!r}"
+        needs = self._resolve_fields(owner, "needs", plugin.needs, instance)
+        optional = self._resolve_fields(owner, "optional", plugin.optional, instance)
+        return self._behind(plugin.name, instance, needs, optional - needs)
+
+    def _enter(self, name: str, factory: Callable[..., Any], declared: dict[str, Any]) -> Plugin:
+        if not name or ":" in name:
+            raise AlgorithmError(
+                f"{self.kind} name: expected a non-empty name without ':', got {name!r}"
+            )
+        taken = self._plugins.get(name)
+        # A module that is loaded again registers its classes again; the newest counts.
+        if taken is not None and not _same(taken.factory, factory):
+            raise DuplicateNameError(
+                f"{self.kind} {name!r} is already registered by {_path(taken.factory)}; "
+                f"give {_path(factory)} another name"
+            )
+        constructor_keywords(factory, f"{self.kind} {name!r}")
+        given = {field: value for field, value in declared.items() if value not in (None, "")}
+        plugin = self._plugins[name] = replace(self._of(factory, name), **given)
+        return plugin
+
+    def _of(self, factory: Callable[..., Any], name: str) -> Plugin:
+        """Describe `factory` by its decorator, its own `needs`, or a decorated base."""
+        if not callable(factory):
+            raise AlgorithmError(
+                f"{self.kind} {name!r}: expected a class or a function, got {factory!r}"
+            )
+        described: dict[str, Any] = {
+            key: str(getattr(factory, key, "")) for key in ("formula", "source")
+        }
+        registered = {id(plugin.factory): plugin for plugin in self._plugins.values()}
+        for base in getattr(factory, "__mro__", (factory,)):
+            if id(base) in registered:
+                found = registered[id(base)]
+                own: dict[str, Any] = {key: text for key, text in described.items() if text}
+                reset: dict[str, Any] = {"compares_group": False, "normalization": "none"}
+                return replace(found, name=name, factory=factory, **reset, **own)
+            if "needs" in vars(base) or "optional" in vars(base):
+                break
+        return Plugin(name, factory, _attribute("needs"), _attribute("optional"), **described)
+
+    def _elsewhere(self, name: str) -> str:
+        """Say that a name is of another kind: GSPO, say, is an estimator in verl and slime."""
+        if name.lower() in METHODS:
+            return f": {name} is {METHODS[name.lower()]}"
+        found = next((other for other in self.others if name in other.names()), None)
+        return "" if found is None else f": it is a {found.kind} here, set {found.key}={name}"
+
+    def _points(self) -> list[importlib.metadata.EntryPoint]:
+        return list(importlib.metadata.entry_points(group=self.entry_points))
+
+    def _resolve_fields(
+        self, owner: str, what: str, declared: Needs, instance: Any
+    ) -> frozenset[str]:
+        names = declared(instance) if callable(declared) else declared
+        if isinstance(names, str):
+            raise AlgorithmError(
+                f"{owner}: {what}: expected a set of field names, got the string {names!r}"
+            )
+        for field in names:
+            if field not in self.fields:
+                raise AlgorithmError(
+                    f"{owner}: {what}: no field {field!r}; {known_names(str(field), self.fields)}"
+                )
+        return frozenset(names)
+
+
+def _check_builds(
+    owner: str,
+    factory: Callable[..., Any],
+    keywords: Mapping[str, Keyword],
+    given: Mapping[str, Any],
+) -> None:
+    """Refuse a function that is the algorithm itself, where one that builds it is expected."""
+    missing = [k for k, word in keywords.items() if word.default is REQUIRED and k not in given]
+    if inspect.isroutine(factory) and missing:
+        raise KeywordError(
+            f"{owner}: {_path(factory)} is a function that needs {', '.join(missing)}; what is"
+            " named here is called with its configuration keys alone, to build the algorithm: make"
+            f" it a class with __call__(self, {', '.join(missing)})"
+        )
+
+
+def _attribute(name: str) -> Callable[[Any], Collection[str]]:
+    """Read field names from an instance: from an attribute, a property or a method."""
+
+    def read(instance: Any) -> Collection[str]:
+        value = getattr(instance, name, ())
+        return value() if callable(value) else value
+
+    return read
+
+
+def _same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Whether two factories are one definition, loaded twice or imported under two names.
+
+    What a function defines may differ from call to call, so there the object counts.
+    """
+    if one is other:
+        return True
+    name = getattr(one, "__qualname__", "<")
+    if name != getattr(other, "__qualname__", None) or "<" in name:
+        return False
+    return one.__module__ == other.__module__ or _file(one) == _file(other) is not None
+
+
+def _file(factory: Callable[..., Any]) -> str | None:
+    found = getattr(sys.modules.get(factory.__module__), "__file__", None)
+    return None if found is None else os.path.realpath(found)
+
+
+def _path(factory: Callable[..., Any]) -> str:
+    return (
+        f"{getattr(factory, '__module__', '?')}:{getattr(factory, '__qualname__', repr(factory))}"
+    )
+
+
 _ESTIMATORS = Registry(
-    "estimator",
+    GuardedEstimator,
     "rlcore.estimators",
     (*ESTIMATOR_ALWAYS, *ESTIMATOR_WHERE_GIVEN, *ESTIMATOR_OPTIONAL),
     "algorithm.estimator.name",
 )
 _POLICY_LOSSES = Registry(
-    "policy loss",
+    GuardedPolicyLoss,
     "rlcore.policy_losses",
     (*POLICY_LOSS_ALWAYS, *POLICY_LOSS_OPTIONAL),
     "algorithm.loss.name",
 )
 _ESTIMATORS.others.append(_POLICY_LOSSES)
 _POLICY_LOSSES.others.append(_ESTIMATORS)
+
+build_estimator = _ESTIMATORS.build
+build_policy_loss = _POLICY_LOSSES.build
+guard_estimator = _ESTIMATORS.guard
+guard_policy_loss = _POLICY_LOSSES.guard
+estimator_plugin = _ESTIMATORS.resolve
+policy_loss_plugin = _POLICY_LOSSES.resolve
+estimator_names = _ESTIMATORS.names
+policy_loss_names = _POLICY_LOSSES.names
+estimator_keywords = _ESTIMATORS.keywords
+policy_loss_keywords = _POLICY_LOSSES.keywords
 
 
 def register_estimator(
@@ -115,53 +386,3 @@ def register_policy_loss(
     return _POLICY_LOSSES.register(
         name, needs=needs, optional=optional, formula=formula, source=source
     )
-
-
-def build_estimator(name: str | Callable[..., Any], **kwargs: Any) -> GuardedEstimator:
-    """Build an estimator by name, import path or class, with checked keywords and guard."""
-    return GuardedEstimator(*_ESTIMATORS.build(name, kwargs))
-
-
-def guard_estimator(instance: Callable[..., Any]) -> GuardedEstimator:
-    """Put an estimator that is built already, or a bare function, behind its guard."""
-    return GuardedEstimator(*_ESTIMATORS.describe(instance))
-
-
-def build_policy_loss(name: str | Callable[..., Any], **kwargs: Any) -> GuardedPolicyLoss:
-    """Build a policy loss by name, import path or class, with checked keywords and guard."""
-    return GuardedPolicyLoss(*_POLICY_LOSSES.build(name, kwargs))
-
-
-def guard_policy_loss(instance: Callable[..., Any]) -> GuardedPolicyLoss:
-    """Put a policy loss that is built already, or a bare function, behind its guard."""
-    return GuardedPolicyLoss(*_POLICY_LOSSES.describe(instance))
-
-
-def estimator_plugin(name: str) -> Plugin:
-    """Return how estimator `name` was entered: its factory, needs, formula and source."""
-    return _ESTIMATORS.resolve(name)
-
-
-def policy_loss_plugin(name: str) -> Plugin:
-    """Return how policy loss `name` was entered: its factory, needs, formula and source."""
-    return _POLICY_LOSSES.resolve(name)
-
-
-def estimator_names() -> list[str]:
-    """Return the estimators that are registered or announced by an installed package, sorted."""
-    return _ESTIMATORS.names()
-
-
-def policy_loss_names() -> list[str]:
-    """Return the policy losses that are registered or announced by an installed package, sorted."""
-    return _POLICY_LOSSES.names()
-
-
-def estimator_keywords(name: str) -> dict[str, Keyword]:
-    """Return the config keys of an estimator: name, annotation and default of each."""
-    return constructor_keywords(_ESTIMATORS.resolve(name).factory, f"estimator {name!r}")
-
-
-def policy_loss_keywords(name: str) -> dict[str, Keyword]:
-    """Return the config keys of a policy loss: name, annotation and default of each."""
-    return constructor_keywords(_POLICY_LOSSES.resolve(name).factory, f"policy loss {name!r}")

@@ -25,8 +25,7 @@ from rlcore.algorithms import (
     policy_loss_keywords,
 )
 from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, POLICY_LOSS_OPTIONAL
-from rlcore.algorithms.keywords import check_keywords
-from rlcore.algorithms.plugins import import_plugin
+from rlcore.algorithms.plugins import check_keywords, import_plugin
 from rlcore.config import Config
 from rlcore.config.checks.algorithm import coefficient_ignored, sum_ignored
 from rlcore.config.checks.engine import fits_kind, kind_notes

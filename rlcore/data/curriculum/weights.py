@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.algorithms.errors import UnknownNameError, known_names
-from rlcore.algorithms.keywords import Keyword, check_keywords, constructor_keywords
-from rlcore.algorithms.plugins import import_plugin
+from rlcore.algorithms.plugins import Keyword, check_keywords, constructor_keywords, import_plugin
 from rlcore.data.curriculum.results import PromptHistory
 from rlcore.errors import RunFailed
 from rlcore.import_paths import place_of

@@ -21,8 +21,8 @@ from rlcore.algorithms import (
     policy_loss_names,
     policy_loss_plugin,
 )
-from rlcore.algorithms.keywords import Keyword, constructor_keywords
-from rlcore.algorithms.plugins import Plugin
+from rlcore.algorithms.plugins import Keyword, constructor_keywords
+from rlcore.algorithms.registry import Plugin
 from rlcore.config.derived import COEFFICIENTS
 from rlcore.config.sections.algorithm import CorrectionConfig, KLConfig, LossConfig
 from rlcore.config.sections.base import Section

@@ -10,7 +10,7 @@ import pytest
 
 from rlcore import cli
 from rlcore.algorithms import Advantages, EstimatorInputs, registry
-from rlcore.algorithms.plugins import Plugin
+from rlcore.algorithms.registry import Plugin
 from rlcore.config.load import load_config
 from rlcore.launch.input_checks import check_plugins
 
