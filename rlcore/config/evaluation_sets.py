@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
-
-from rlcore.config.sections.evaluation import EvaluationConfig, EvaluationSetConfig
-from rlcore.config.sections.reward import RewardConfig
-from rlcore.config.sections.rollout import WorkflowConfig
+from rlcore.config.sections.base import PositiveInt
+from rlcore.config.sections.evaluation import EvaluationSetConfig, EvaluationSettings
 from rlcore.config.sections.root import Config
-
-T = TypeVar("T")
 
 SET_KEY = "evaluation_set"  # of `Sample.metadata`, for the samples of a named set
 
 
-@dataclass(frozen=True)
-class EvaluationSet:
-    """One set of held-out prompts."""
+class EvaluationSet(EvaluationSetConfig):
+    """One set of held-out prompts; `k` is empty where only means are taken, without intervals."""
 
     name: str  # "" for the set of evaluation.paths
-    paths: tuple[str, ...]
-    every: int
-    at_start: bool
-    at_end: bool
-    samples_per_prompt: int
-    temperature: float
-    top_p: float
-    max_new_tokens: int | None
-    max_prompts: int | None
-    k: tuple[int, ...]  # empty: means alone, without intervals
-    prompt_key: str | None = None  # None: that of `data`
-    label_key: str | None = None
-    reward: RewardConfig | None = None  # None: the run's
-    workflow: WorkflowConfig | None = None  # None: the run's
+    k: list[PositiveInt]
 
     @property
     def key(self) -> str:
@@ -73,9 +53,17 @@ class EvaluationSet:
 def evaluation_sets(config: Config) -> list[EvaluationSet]:
     """Return the set of `evaluation.paths`, if there is one, then the named sets."""
     given = config.evaluation
-    unnamed = EvaluationSetConfig(paths=given.paths)
+    shared = {name: getattr(given, name) for name in EvaluationSettings.model_fields}
+    unnamed = EvaluationSetConfig(paths=given.paths, **shared)
     found = {"": unnamed} if given.paths else {}
-    return [_resolved(name, part, given) for name, part in (found | given.sets).items()]
+    return [_named(name, part) for name, part in (found | given.sets).items()]
+
+
+def _named(name: str, part: EvaluationSetConfig) -> EvaluationSet:
+    k = part.k
+    if k is None:
+        k = [1, part.samples_per_prompt] if name else []
+    return EvaluationSet(**{**dict(part), "name": name, "k": sorted(set(k))})
 
 
 def sets_due(config: Config, step: int, *, ended: bool) -> list[str]:
@@ -86,31 +74,3 @@ def sets_due(config: Config, step: int, *, ended: bool) -> list[str]:
 def set_of(metric: str) -> str:
     """Return the name of the set that a metric `eval/...` is of."""
     return metric.removeprefix("eval").strip("/").rpartition("/")[0]
-
-
-def _resolved(name: str, part: EvaluationSetConfig, given: EvaluationConfig) -> EvaluationSet:
-    samples = _first(part.samples_per_prompt, given.samples_per_prompt)
-    k = given.k if part.k is None else part.k
-    if k is None:
-        k = [1, samples] if name else []
-    return EvaluationSet(
-        name=name,
-        paths=tuple(part.paths),
-        every=_first(part.every, given.every),
-        at_start=_first(part.at_start, given.at_start),
-        at_end=_first(part.at_end, given.at_end),
-        samples_per_prompt=samples,
-        temperature=_first(part.temperature, given.temperature),
-        top_p=_first(part.top_p, given.top_p),
-        max_new_tokens=part.max_new_tokens or given.max_new_tokens,
-        max_prompts=part.max_prompts or given.max_prompts,
-        k=tuple(sorted(set(k))),
-        prompt_key=part.prompt_key,
-        label_key=part.label_key,
-        reward=part.reward,
-        workflow=part.workflow,
-    )
-
-
-def _first(own: T | None, shared: T) -> T:
-    return shared if own is None else own

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from rlcore.config.schema import field_section, is_entry, may_be_null, sections
+from rlcore.config.schema import is_entry, listed, may_be_null, sections
 from rlcore.config.sections.base import Plugin, Section
 
 _TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "anything"}
@@ -35,18 +35,19 @@ class Key(NamedTuple):
 
 
 def keys(section: type[Section], path: tuple[str, ...]) -> list[Key]:
-    """Return the keys of `section`, which stands at `path`; inner sections are left out."""
+    """Return the keys of `section` that are listed at `path`; inner sections are left out."""
     meanings = _meanings(section)
+    names, _ = listed()[path]
     return [
         Key(".".join((*path, name)), _type(field), _default(field), meanings[name])
         for name, field in section.model_fields.items()
-        if field_section(field.annotation)[0] is None
+        if name in names
     ]
 
 
 def list_keys() -> Iterator[str]:
     """Yield one line a key, for `rlcore config`."""
-    found = [key for path, section in sections().items() for key in keys(section, path)]
+    found = [key for path in listed() for key in keys(sections()[path], path)]
     width = max(len(key.path) for key in found)
     for key in found:
         yield f"{key.path.ljust(width)}  {key.meaning} ({key.type}; {key.default})"
@@ -54,7 +55,7 @@ def list_keys() -> Iterator[str]:
 
 def reference_page() -> str:
     """Return docs/configuration-reference.md, for `rlcore config --markdown`."""
-    return "\n".join([_INTRODUCTION, *(_part(*item) for item in sections().items() if item[0])])
+    return "\n".join([_INTRODUCTION, *(_part(path, sections()[path]) for path in listed() if path)])
 
 
 def _part(path: tuple[str, ...], section: type[Section]) -> str:
@@ -65,6 +66,8 @@ def _part(path: tuple[str, ...], section: type[Section]) -> str:
         lines[-1] += " `NAME: null` removes one that an earlier file gave."
     if issubclass(section, Plugin) and not section.keywords:
         lines[-1] += " Keywords are listed by `rlcore algorithms`."
+    if (home := listed()[path][1]) is not None:
+        lines[-1] += f" Its other keys are those of `{'.'.join(home)}`."
     if rows := keys(section, path):
         lines += ["", "| key | type | default | meaning |", "|---|---|---|---|"]
         lines += [f"| `{k.path}` | {k.type} | {k.default} | {k.meaning} |" for k in rows]

@@ -7,7 +7,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Union
 
-from rlcore.config.sections.base import Section
+from rlcore.config.sections.base import Plugin, Section
 from rlcore.config.sections.root import Config
 from rlcore.config.yaml_settings import KeyPath
 
@@ -53,6 +53,35 @@ def known_keys() -> tuple[str, ...]:
         for name, field in section.model_fields.items()
         if field_section(field.annotation)[0] is None
     )
+
+
+@cache
+def listed() -> dict[KeyPath, tuple[list[str], KeyPath | None]]:
+    """Return the keys to list under each section, and where the rest of its keys are listed.
+
+    A class of sections that stands at several paths, and a base that several share, is listed once.
+    """
+    found: dict[KeyPath, tuple[list[str], KeyPath | None]] = {}
+    homes: dict[type[Section], KeyPath] = {}
+    repeated: list[KeyPath] = []
+    for path, section in sections().items():
+        if any(path[: len(above)] == above for above in repeated):
+            continue
+        bases = [base for base in section.__mro__ if issubclass(base, Section)]
+        bases = [base for base in bases if base not in (Section, Plugin)]
+        home = next((homes[base] for base in bases if base in homes), None)
+        old = {name for base in bases if base in homes for name in base.__annotations__}
+        names = [
+            name
+            for name, field in section.model_fields.items()
+            if name not in old and field_section(field.annotation)[0] is None
+        ]
+        found[path] = (names, home)
+        if section in homes:
+            repeated.append(path)
+        for base in bases:
+            homes.setdefault(base, path)
+    return found
 
 
 def section_at(path: KeyPath) -> type[Section] | None:

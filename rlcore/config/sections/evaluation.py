@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.sections.base import (
     NonNegativeFloat,
@@ -12,6 +12,7 @@ from rlcore.config.sections.base import (
     Section,
     a_text_is_a_name,
     as_list,
+    inherit,
 )
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.rollout import WorkflowConfig
@@ -22,50 +23,9 @@ def _listed(value: object) -> object:
     return [] if value is None else as_list(value)
 
 
-class EvaluationSetConfig(Section):
-    """A named set of held-out prompts. What it leaves out is as in `evaluation`."""
+class EvaluationSettings(Section):
+    """When held-out prompts are scored, and how their samples are drawn."""
 
-    paths: list[RowsPath]
-    """Files with the prompts; a single path may stand without the list."""
-    every: NonNegativeInt | None = None
-    """Steps from one evaluation of this set to the next; 0: never in between."""
-    at_start: bool | None = None
-    """Evaluate this set before the first step: the baseline."""
-    at_end: bool | None = None
-    """Evaluate this set after the last step."""
-    samples_per_prompt: PositiveInt | None = None
-    """Samples of one prompt, the n of avg@n."""
-    temperature: NonNegativeFloat | None = None
-    """Temperature of the samples; 0 is greedy."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    """Sample from the most likely tokens whose probabilities reach this sum."""
-    max_new_tokens: PositiveInt | None = None
-    """Longest response."""
-    max_prompts: PositiveInt | None = None
-    """Use the first prompts alone."""
-    k: list[PositiveInt] | None = None
-    """The k of pass@k and maj@k; default: that of `evaluation`, else 1 and `samples_per_prompt`."""
-    prompt_key: str | None = None
-    """Column of the prompt; default: `data.prompt_key`."""
-    label_key: str | None = None
-    """Column of the label; default: `data.label_key`."""
-    reward: RewardConfig | None = None
-    workflow: WorkflowConfig | None = None
-    """Its `name` and keywords, as in `rollout.workflow`; default: the run's workflow."""
-
-    _one_or_no_path = field_validator("paths", mode="before")(_listed)
-    _a_text_is_a_name = field_validator("workflow", mode="before")(a_text_is_a_name)
-
-
-class EvaluationConfig(Section):
-    """Held-out prompts, scored at the start, in between and at the end.
-
-    The prompts of `paths` are one set without a name; `sets` are more. `evaluation=null` switches
-    all of it off.
-    """
-
-    paths: list[RowsPath] = Field(default_factory=list)
-    """Files with the prompts; default: none."""
     every: NonNegativeInt = 0
     """Steps from one evaluation to the next; 0: never in between."""
     at_start: bool = True
@@ -73,7 +33,7 @@ class EvaluationConfig(Section):
     at_end: bool = True
     """Evaluate after the last step."""
     samples_per_prompt: PositiveInt = 1
-    """Samples of one prompt."""
+    """Samples of one prompt, the n of avg@n."""
     temperature: NonNegativeFloat = 0.0
     """Temperature of the samples; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -83,8 +43,43 @@ class EvaluationConfig(Section):
     max_prompts: PositiveInt | None = None
     """Use the first prompts alone; default: all."""
     k: list[PositiveInt] | None = None
-    """The k of pass@k and maj@k, with intervals; default: none for `paths`."""
+    """The k of pass@k and maj@k, with intervals; default: none for `paths`, 1 and
+    `samples_per_prompt` for a named set."""
+
+
+class EvaluationSetConfig(EvaluationSettings):
+    """A named set of held-out prompts. What it leaves out is as in `evaluation`."""
+
+    paths: list[RowsPath]
+    """Files with the prompts; a single path may stand without the list."""
+    prompt_key: str | None = None
+    """Column of the prompt; default: `data.prompt_key`."""
+    label_key: str | None = None
+    """Column of the label; default: `data.label_key`."""
+    reward: RewardConfig | None = None
+    """The reward of this set; default: the run's."""
+    workflow: WorkflowConfig | None = None
+    """The workflow of this set; default: the run's."""
+
+    _one_or_no_path = field_validator("paths", mode="before")(_listed)
+    _a_text_is_a_name = field_validator("workflow", mode="before")(a_text_is_a_name)
+
+
+class EvaluationConfig(EvaluationSettings):
+    """Held-out prompts, scored at the start, in between and at the end.
+
+    The prompts of `paths` are one set without a name; `sets` are more. `evaluation=null` switches
+    all of it off.
+    """
+
+    paths: list[RowsPath] = Field(default_factory=list)
+    """Files with the prompts; default: none."""
     sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
     """Named sets."""
 
     _one_or_no_path = field_validator("paths", mode="before")(_listed)
+
+    @model_validator(mode="after")
+    def _sets_inherit(self) -> EvaluationConfig:
+        inherit(self, self.sets.values(), EvaluationSettings)
+        return self

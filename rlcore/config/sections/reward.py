@@ -26,8 +26,6 @@ class RewardModelConfig(Section):
     batch_size: PositiveInt = 16
     """Samples that the model scores at a time, as they come; with 1 no other changes a score's last
     bits."""
-    device: str | None = None
-    """Torch device of the model; default: chosen by rlcore."""
 
 
 class RewardPartConfig(Section):

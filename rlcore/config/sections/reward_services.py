@@ -10,7 +10,6 @@ from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.sections.base import (
     CertificatePath,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -105,8 +104,6 @@ class JudgeConfig(ServerConfig):
     """Name of the model at the server."""
     template: str = TEMPLATE
     """What the judge is asked, with `{prompt}`, `{response}`, `{label}`; default: to rate it."""
-    system: str | None = None
-    """System message; default: none."""
     pattern: str = r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]"
     """Regular expression whose only group is the rating; its last match in the answer counts."""
     low: float = 0.0
@@ -115,12 +112,10 @@ class JudgeConfig(ServerConfig):
     """Rating that scores 1."""
     correct_from: float | None = None
     """Rating from which a response is right; default: the judge says nothing of right and wrong."""
-    temperature: NonNegativeFloat = 0.0
-    """Temperature of the judge."""
     max_tokens: PositiveInt = 1024
     """Longest answer of the judge."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """Further keys of the request (`chat_template_kwargs`, say)."""
+    """Further keys of the request (`temperature`, which is 0, or `chat_template_kwargs`)."""
 
     @field_validator("template")
     @classmethod

@@ -46,13 +46,10 @@ class JudgePart(RewardPart):
 
     def _request(self, sample: Sample) -> dict[str, Any]:
         config = self._config
-        messages = [{"role": "user", "content": filled(config.template, sample)}]
-        if config.system is not None:
-            messages.insert(0, {"role": "system", "content": config.system})
         return {
             "model": config.model,
-            "messages": messages,
-            "temperature": config.temperature,
+            "messages": [{"role": "user", "content": filled(config.template, sample)}],
+            "temperature": 0.0,
             "max_tokens": config.max_tokens,
             **config.extra_body,
         }

@@ -32,12 +32,12 @@ def test_a_set_takes_from_the_section_what_it_leaves_out(load):
     sets = by_name(load(shared, AIME, "evaluation.sets.mmlu.paths=[b.jsonl, c.jsonl]"))
     assert list(sets) == ["", "aime24", "mmlu"]
     aime, mmlu = sets["aime24"], sets["mmlu"]
-    assert (aime.paths, mmlu.paths) == (("a.jsonl",), ("b.jsonl", "c.jsonl"))
+    assert (aime.paths, mmlu.paths) == (["a.jsonl"], ["b.jsonl", "c.jsonl"])
     assert (aime.every, aime.temperature, aime.top_p, aime.at_end) == (20, 0.6, 0.9, False)
     assert (mmlu.every, mmlu.temperature, mmlu.samples_per_prompt) == (5, 1.0, 1)
-    assert (sets[""].k, aime.k, mmlu.k) == ((), (1, 32), (1,))
+    assert (sets[""].k, aime.k, mmlu.k) == ([], [1, 32], [1])
     assert (sets[""].prefix, aime.prefix) == ("eval/", "eval/aime24/")
-    assert by_name(load(AIME, "evaluation.k=[8, 1, 8]"))["aime24"].k == (1, 8)
+    assert by_name(load(AIME, "evaluation.k=[8, 1, 8]"))["aime24"].k == [1, 8]
 
 
 def test_the_columns_and_the_reward_of_a_set_are_its_own(load):

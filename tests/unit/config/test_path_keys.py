@@ -14,7 +14,7 @@ from rlcore import cli
 from rlcore.config.load import load_config
 from rlcore.config.path_keys import path_keys, path_problem
 from rlcore.config.reference import keys
-from rlcore.config.schema import ANY, sections
+from rlcore.config.schema import ANY, listed, sections
 from rlcore.config.sections.base import LeadsTo
 from rlcore.config.yaml_settings import KeyPath
 from rlcore.errors import UserError
@@ -160,8 +160,8 @@ def test_every_key_that_speaks_of_a_file_or_a_folder_is_marked() -> None:
     # `run.name` names a folder within `run.dir`, a split one of several files of a folder
     of_something_else = {"run.name", "data.split", "data.sources.NAME.split", "data.sources"}
     unmarked = set()
-    for path, section in sections().items():
-        for key in keys(section, path):
+    for path in listed():
+        for key in keys(sections()[path], path):
             names = {*key.path.split(".")[-1].split("_"), *key.meaning.lower().split()}
             is_text = key.type.removeprefix("list of ").startswith("text")
             marked = tuple(key.path.split(".")) in KEYS

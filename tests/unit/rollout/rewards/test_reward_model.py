@@ -44,10 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scorer(folder: Path, vocab_size: int = VOCAB):
-    config = {
-        "parts": {"judge": {"model": {"path": str(folder), "batch_size": 4, "device": "cpu"}}}
-    }
-    return build_scorer(RewardConfig.model_validate(config), vocab_size=vocab_size)
+    config = {"parts": {"judge": {"model": {"path": str(folder), "batch_size": 4}}}}
+    return build_scorer(RewardConfig.model_validate(config), vocab_size=vocab_size, device="cpu")
 
 
 def test_scores_equal_one_by_one_without_padding(folder, sample):

@@ -395,15 +395,14 @@ def test_a_judge_rates(sample: MakeSample) -> None:
     seen: list[Any] = []
     reply = {"choices": [{"message": {"content": "first [[2]], no: [[ 7.5 ]]"}}]}
     [got] = judge(
-        answering(lambda body: reply, seen), [sample("two")], correct_from=6, system="be fair",
+        answering(lambda body: reply, seen), [sample("two")], correct_from=6,
         extra_body={"top_p": 0.9},
     )  # fmt: skip
     assert got == Verdict(0.75, True, info={"judge": "first [[2]], no: [[ 7.5 ]]"})
     [body] = seen
     assert body["model"] == "judge"
     assert (body["temperature"], body["max_tokens"], body["top_p"]) == (0.0, 1024, 0.9)
-    system, user = body["messages"]
-    assert system == {"role": "system", "content": "be fair"}
+    [user] = body["messages"]
     assert "1+1=" in user["content"]
     assert "[answer]\ntwo\n[end of answer]" in user["content"]
 
