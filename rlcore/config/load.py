@@ -31,6 +31,8 @@ from rlcore.config.yaml_settings import (
 from rlcore.errors import ConfigError
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\-+]*=")
+# of a key of an evaluation set or a data source: without it, the key that it inherits from
+_ENTRY = re.compile(r"(?<=^evaluation\.)sets\.[^.]+\.|(?<=^data\.)sources\.[^.]+\.")
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -216,7 +218,10 @@ def _renamed(old: Tree, new: Tree) -> bool:
 
 def _origins(config: Config, tree: Tree) -> dict[str, str]:
     written = {".".join(path): setting.origin for path, setting in settings(tree)}
-    found = {path: written.get(path, DEFAULT) for path, _ in leaves(config.model_dump())}
+    found = {
+        path: written.get(path) or written.get(_ENTRY.sub("", path), DEFAULT)
+        for path, _ in leaves(config.model_dump())
+    }
     for path, origin in written.items():
         if f"{path}.name" in found:  # a plugin's name alone, in place of its section
             found[f"{path}.name"] = origin

@@ -14,7 +14,6 @@ from rlcore.config.derived import (
     updates_per_step,
 )
 from rlcore.config.messages import Problem
-from rlcore.config.sections.algorithm import CorrectionConfig
 from rlcore.config.sections.root import Config
 
 DECOUPLED = "decoupled_ppo"  # the loss that corrects for the engine itself
@@ -103,30 +102,9 @@ def sum_ignored(config: Config) -> Iterator[Problem]:
 
 
 def loss_terms(config: Config) -> Iterator[Problem]:
-    """What shapes the loss has a loss to shape: norm_length, per_rollout, unbiased KL, the engine's
-    log-probs.
-    """
+    """The loss that corrects for the engine itself gets the policy before the step."""
     algorithm = config.algorithm
     loss = config.algorithm.loss
-    constant = loss.aggregation == "seq-mean-token-sum-norm"
-    if constant and loss.norm_length is None:
-        yield Problem(
-            "algorithm.loss.norm_length",
-            "missing: aggregation seq-mean-token-sum-norm divides by it",
-        )
-    if not constant and loss.norm_length is not None:
-        yield Problem(
-            "algorithm.loss.norm_length",
-            f"aggregation {loss.aggregation} does not use it: remove it",
-        )
-    if loss.per_rollout and loss.aggregation == "token-mean":
-        message = "would change nothing, as aggregation token-mean counts tokens alone: remove it"
-        yield Problem("algorithm.loss.per_rollout", message)
-    if algorithm.kl.loss_unbiased and not algorithm.kl.loss_coef:
-        yield Problem(
-            "algorithm.kl.loss_unbiased",
-            "there is no KL in the loss to weigh: set algorithm.kl.loss_coef too",
-        )
     if loss.name == DECOUPLED and algorithm.old_logprobs == "rollout":
         message = (
             f"loss {DECOUPLED!r} keeps the policy before the step apart from the engine's: set"
@@ -136,7 +114,7 @@ def loss_terms(config: Config) -> Iterator[Problem]:
 
 
 def correction(config: Config) -> Iterator[Problem]:
-    """A correction is named where it has options, and has two log-probs to compare."""
+    """A correction has two log-probs to compare."""
     algorithm = config.algorithm
     given = config.algorithm.correction
     path = "algorithm.correction"
@@ -146,15 +124,8 @@ def correction(config: Config) -> Iterator[Problem]:
             "supervised fine-tuning trains on labels, which have no version: remove it",
         )
     if given.name == "none":
-        unset = CorrectionConfig().options
-        for key, value in given.options.items():
-            if value != unset[key]:
-                message = (
-                    f"got {value!r}, but {path}.name is none: name one (tis, mis, icepop) or"
-                    " remove it"
-                )
-                yield Problem(f"{path}.{key}", message)
-    elif config.is_sft:
+        return
+    if config.is_sft:
         yield Problem(
             f"{path}.name",
             "supervised fine-tuning has no engine whose log-probs could differ: remove it",

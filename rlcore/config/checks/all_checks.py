@@ -1,7 +1,8 @@
-"""All checks across sections, in their order, made when a configuration is loaded.
+"""All checks in their order, made when a configuration is loaded.
 
-A check is a function that yields a `Problem` for every key that is wrong; `rlcore validate` prints
-the first paragraph of its docstring. A function `..._notes` yields what is legal but has no effect,
+A section checks itself (`Section.errors`). What concerns several sections is a function here that
+yields a `Problem` for every key that is wrong. `rlcore validate` prints the first paragraph of each
+docstring. A function `..._notes` yields what is legal but has no effect,
 or not the expected one. Pure: no torch, no files, no network.
 """
 
@@ -9,17 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rlcore.config.checks import (
-    algorithm,
-    engine,
-    evaluation,
-    policy,
-    ray,
-    reward,
-    rollout,
-    training,
-)
+from rlcore.config.checks import algorithm, engine, ray, reward, rollout, training
 from rlcore.config.messages import Problem
+from rlcore.config.schema import sections
+from rlcore.config.sections.base import Found, Section
 from rlcore.config.sections.root import Config
 
 Check = Callable[[Config], Iterator[Problem]]
@@ -32,10 +26,10 @@ CHECKS: tuple[Check, ...] = (
     algorithm.loss_terms,
     algorithm.correction,
     training.batch,
-    policy.layout,
-    policy.fp8,
-    policy.lengths,
-    policy.routing,
+    training.layout,
+    training.fp8,
+    training.lengths,
+    training.routing,
     rollout.sampling_masks,
     engine.engine_kind,
     engine.engine_servers,
@@ -47,13 +41,12 @@ CHECKS: tuple[Check, ...] = (
     rollout.staleness,
     rollout.curriculum,
     ray.ray_launcher,
-    training.optimizers,
     training.debugging,
     training.data,
     reward.graders,
     reward.keys_over_tls,
-    evaluation.evaluation,
-    evaluation.best_checkpoint,
+    rollout.evaluation,
+    rollout.best_checkpoint,
 )
 
 NOTES: tuple[Check, ...] = (
@@ -64,8 +57,7 @@ NOTES: tuple[Check, ...] = (
     rollout.staleness_notes,
     rollout.filter_notes,
     ray.ray_notes,
-    training.optimizer_notes,
-    evaluation.evaluation_notes,
+    rollout.evaluation_notes,
     training.sft_notes,
     rollout.sampling_notes,
     reward.key_notes,
@@ -73,16 +65,31 @@ NOTES: tuple[Check, ...] = (
 
 
 def check(config: Config) -> list[Problem]:
-    """Return everything that is wrong with `config`, by every check."""
-    return [problem for one in CHECKS for problem in one(config)]
+    """Return everything that is wrong with `config`: in its sections, and across them."""
+    across = (problem for one in CHECKS for problem in one(config))
+    return [*_within(config, lambda section: section.errors()), *across]
 
 
 def notes_on(config: Config) -> list[Problem]:
     """Return what was given and has no effect, or not the expected one."""
-    return [problem for one in NOTES for problem in one(config)]
+    across = (problem for one in NOTES for problem in one(config))
+    return [*_within(config, lambda section: section.warnings()), *across]
+
+
+def _within(section: Section, ask: Callable[[Section], Found], path: str = "") -> Iterator[Problem]:
+    """Ask a section, and those inside of it."""
+    for key, message in ask(section):
+        yield Problem(path + key, message)
+    for name, value in section:
+        entries = value if isinstance(value, dict) else {"": value}
+        for entry, inner in entries.items():
+            if isinstance(inner, Section):
+                yield from _within(inner, ask, f"{path}{name}.{entry}{entry and '.'}")
 
 
 def describe_checks() -> list[str]:
     """Return one line a check."""
-    paragraphs = [(one.__doc__ or one.__name__).partition("\n\n")[0] for one in CHECKS]
+    own = [section.errors for section in dict.fromkeys(sections().values())]
+    within = [one for one in own if one is not Section.errors]
+    paragraphs = [(one.__doc__ or "").partition("\n\n")[0] for one in (*within, *CHECKS)]
     return [" ".join(paragraph.split()).rstrip(".") for paragraph in paragraphs]

@@ -1,18 +1,24 @@
-"""Checks of the length of a run, its batches, data, optimizers and debug modes. Pure."""
+"""Checks of the length of a run, its batches and data, and of the policy's layout. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from rlcore.config.built_in import ESTIMATORS
-from rlcore.config.derived import generates, updates_per_step
+from rlcore.config.derived import (
+    generates,
+    model_parallel_size,
+    pack_multiple,
+    updates_per_step,
+)
 from rlcore.config.messages import Problem
 from rlcore.config.sections.algorithm import EstimatorConfig
-from rlcore.config.sections.data import DataConfig
 from rlcore.config.sections.policy import CriticConfig, ReferenceConfig, TeacherConfig
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.rollout import RolloutConfig
 from rlcore.config.sections.root import Config
+
+_SIZES = ("tensor", "pipeline", "context", "expert")
 
 
 def length(config: Config) -> Iterator[Problem]:
@@ -37,16 +43,10 @@ def length(config: Config) -> Iterator[Problem]:
 
 
 def early_stopping(config: Config) -> Iterator[Problem]:
-    """Early stopping has a positive target and a KL to compare with it."""
+    """Early stopping has a KL to compare with its target."""
     training = config.training
     if not training.early_stopping:
         return
-    if not training.target_kl:
-        got = "null" if training.target_kl is None else f"{training.target_kl:g}"
-        yield Problem(
-            "training.target_kl",
-            f"got {got}, expected a positive number, as training.early_stopping is on",
-        )
     if config.is_sft or training.debug == "rollout_only":
         why = "supervised fine-tuning" if config.is_sft else "training.debug: rollout_only"
         yield Problem(
@@ -86,8 +86,7 @@ def one_sample(comparer: str) -> Problem:
 
 
 def data(config: Config) -> Iterator[Problem]:
-    """There are prompts, and labels where they are trained on."""
-    yield from _sources(config.data)
+    """There are labels where they are trained on, and a folder where one is pushed."""
     if config.is_sft and config.data.label_key is None:
         yield Problem("data.label_key", "missing: supervised fine-tuning trains on the labels")
     if config.tracking.hub.repo and not config.checkpoint.export_hf:
@@ -97,73 +96,16 @@ def data(config: Config) -> Iterator[Problem]:
         )
 
 
-def _sources(data: DataConfig) -> Iterator[Problem]:
-    if data.paths and data.sources:
-        yield Problem("data.sources", "got data.paths too: keep one of them")
-    if not data.sources and not data.paths:
-        yield Problem("data.paths", "got an empty list, expected one file or more")
-    for name, source in data.sources.items():
-        if not source.paths:
-            yield Problem(
-                f"data.sources.{name}.paths", "got an empty list, expected one file or more"
-            )
-    bare = [name for name, source in data.sources.items() if source.weight is None]
-    if bare and len(bare) < len(data.sources):
-        yield Problem(
-            f"data.sources.{bare[0]}.weight", "missing: give every source a weight, or none"
-        )
-    reserved = {"tokenize", "add_generation_prompt", "tools", "conversation", "chat_template"}
-    for name in sorted(reserved & set(data.chat_template_kwargs)):
-        hint = "use data.tools or data.tools_key" if name == "tools" else "rlcore sets it itself"
-        yield Problem(f"data.chat_template_kwargs.{name}", f"is no key of a template: {hint}")
-
-
-def optimizers(config: Config) -> Iterator[Problem]:
-    """Learning-rate schedules run downhill and end after their warm-up."""
-    for path, optimizer in (
-        ("policy.optimizer", config.policy.optimizer),
-        ("critic.optimizer", config.critic.optimizer),
-    ):
-        if optimizer.min_lr > optimizer.lr:
-            yield Problem(
-                f"{path}.min_lr", f"got {optimizer.min_lr:g}, more than lr ({optimizer.lr:g})"
-            )
-        if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
-            message = (
-                f"got {optimizer.decay_steps}, not more than warmup_steps"
-                f" ({optimizer.warmup_steps})"
-            )
-            yield Problem(f"{path}.decay_steps", message)
-
-
 def debugging(config: Config) -> Iterator[Problem]:
-    """training.debug and training.replay go together."""
-    training = config.training
-    if training.debug == "train_only" and training.replay is None:
-        message = (
-            "train_only trains on a saved step again: name its rollouts/step_*.parquet in"
-            " training.replay"
-        )
-        yield Problem("training.debug", message)
-    for key in ("replay", "replay_from"):
-        if getattr(training, key) is not None and training.debug != "train_only":
-            yield Problem(
-                f"training.{key}", "a saved step is trained on only with training.debug: train_only"
-            )
-    if training.debug is not None and config.is_sft:
-        yield Problem(
-            "training.debug", f"{training.debug} is for runs with rollouts, not for the sft loss"
-        )
+    """training.debug is for runs with rollouts."""
+    debug = config.training.debug
+    if debug is not None and config.is_sft:
+        yield Problem("training.debug", f"{debug} is for runs with rollouts, not for the sft loss")
 
 
 def training_notes(config: Config) -> Iterator[Problem]:
     """Yield limits that stop nothing, or too much."""
     training = config.training
-    if training.target_kl and not training.early_stopping:
-        yield Problem(
-            "training.target_kl",
-            f"{training.target_kl:g} is ignored: training.early_stopping is off",
-        )
     ahead = config.rollout.max_staleness if generates(config) else 0
     if training.early_stopping and ahead and config.algorithm.kl.reward_kind == "k1":
         message = (
@@ -193,17 +135,6 @@ def _update_kl(config: Config) -> str:
     return ""
 
 
-def optimizer_notes(config: Config) -> Iterator[Problem]:
-    """Yield keys that a constant schedule ignores."""
-    for path, optimizer in (
-        ("policy.optimizer", config.policy.optimizer),
-        ("critic.optimizer", config.critic.optimizer),
-    ):
-        if optimizer.schedule == "constant" and (optimizer.min_lr or optimizer.decay_steps):
-            unused = "min_lr" if optimizer.min_lr else "decay_steps"
-            yield Problem(f"{path}.{unused}", "is ignored: the schedule is constant")
-
-
 def sft_notes(config: Config) -> Iterator[Problem]:
     """Yield keys that supervised fine-tuning does not read."""
     if not config.is_sft:
@@ -221,3 +152,78 @@ def sft_notes(config: Config) -> Iterator[Problem]:
     ):
         if differs:
             yield Problem(path, "is ignored: supervised fine-tuning trains on the labels alone")
+
+
+def layout(config: Config) -> Iterator[Problem]:
+    """The parallel layout is consistent and fits the launcher."""
+    parallel = config.policy.parallel
+    cluster = config.cluster
+    model = model_parallel_size(config)
+    processes = cluster.nodes * cluster.processes_per_node
+    if cluster.launcher == "local" and cluster.nodes > 1:
+        yield Problem(
+            "cluster.nodes",
+            "the local launcher starts processes on this machine alone: use torchrun or ray",
+        )
+    elif cluster.launcher != "torchrun" and processes < model:
+        path = "policy.parallel." + next(axis for axis in _SIZES if getattr(parallel, axis) > 1)
+        other = "cluster.launcher=torchrun" if cluster.launcher == "local" else "cluster.nodes"
+        # seen once the model is read, and so after this: better told now than as a second error
+        heads = "; the model's attention heads must divide by it" * path.endswith(".tensor")
+        yield Problem(
+            path,
+            f"the layout needs {model} processes and the {cluster.launcher} launcher starts"
+            f" {processes}: set cluster.processes_per_node={model}, or {other}{heads}",
+        )
+    elif processes > 1 and processes % model:
+        yield Problem(
+            "policy.parallel",
+            f"{processes} processes do not divide into models of {model} (tensor x pipeline x"
+            f" context, and experts): set cluster.processes_per_node to a multiple of {model}",
+        )
+
+
+def fp8(config: Config) -> Iterator[Problem]:
+    """FP8 has the layers and the dtype that it needs."""
+    if config.policy.fp8 is not None:
+        if config.policy.transformer_engine == "off":
+            yield Problem(
+                "policy.fp8",
+                "needs Transformer Engine's layers: set policy.transformer_engine to auto",
+            )
+        if config.model.dtype != "bf16":
+            yield Problem("policy.fp8", f"needs model.dtype: bf16, got {config.model.dtype}")
+
+
+def lengths(config: Config) -> Iterator[Problem]:
+    """The longest sample fits into a micro-batch, with the pads that the layout needs."""
+    limit = config.policy.max_tokens_per_microbatch
+    prompt = config.data.max_prompt_tokens or 1
+    response = 0 if config.is_sft else config.rollout.sampling.max_new_tokens
+    multiple = pack_multiple(config)
+    needed = -(-(prompt + response) // multiple) * multiple
+    if needed > limit:
+        parts = (
+            [] if config.data.max_prompt_tokens is None else [f"data.max_prompt_tokens ({prompt})"]
+        )
+        parts += [f"rollout.sampling.max_new_tokens ({response})"] if response else []
+        padded = f", padded to a multiple of {multiple} by the layout" if multiple > 1 else ""
+        message = (
+            f"got {limit}, less than one sample can have: {' + '.join(parts)}{padded}; set it to"
+            f" {needed} or more"
+        )
+        yield Problem("policy.max_tokens_per_microbatch", message)
+
+
+def routing(config: Config) -> Iterator[Problem]:
+    """Routing replay has a source of routed experts."""
+    replay = config.policy.routing_replay
+    if replay == "engine" and config.is_sft:
+        yield Problem(
+            "policy.routing_replay", "supervised fine-tuning has no engine to replay: use 'none'"
+        )
+    elif replay == "logprobs" and config.is_sft:
+        yield Problem(
+            "policy.routing_replay",
+            "supervised fine-tuning has no log-prob pass to replay: use 'none'",
+        )

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, field_validator
 
 from rlcore.config.sections.base import (
+    Found,
     NonNegativeFloat,
     NonNegativeInt,
     Plugin,
@@ -44,6 +45,17 @@ class LossConfig(Plugin):
     """Count the samples of one rollout, or of one supervised row, as one sequence; default: unless
     a workflow makes single turns."""
 
+    def errors(self) -> Found:
+        """The aggregation has the length that it divides by, and sequences to count."""
+        constant = self.aggregation == "seq-mean-token-sum-norm"
+        if constant and self.norm_length is None:
+            yield "norm_length", "missing: aggregation seq-mean-token-sum-norm divides by it"
+        if not constant and self.norm_length is not None:
+            yield "norm_length", f"aggregation {self.aggregation} does not use it: remove it"
+        if self.per_rollout and self.aggregation == "token-mean":
+            message = "would change nothing, as aggregation token-mean counts tokens alone:"
+            yield "per_rollout", f"{message} remove it"
+
 
 class KLConfig(Section):
     """KL against the reference: in the reward, in the loss, or only logged."""
@@ -60,6 +72,12 @@ class KLConfig(Section):
     """Weigh the loss's KL by the ratio to the policy before the step: an unbiased gradient."""
     monitor: bool = False
     """Load the reference for the metrics alone."""
+
+    def errors(self) -> Found:
+        """An unbiased KL is in the loss."""
+        if self.loss_unbiased and not self.loss_coef:
+            message = "there is no KL in the loss to weigh: set algorithm.kl.loss_coef too"
+            yield "loss_unbiased", message
 
 
 class DistillationConfig(Section):
@@ -92,6 +110,13 @@ class CorrectionConfig(Plugin):
     def options(self) -> dict[str, Any]:
         """The keywords of the correction's constructor."""
         return {name: getattr(self, name) for name in sorted(self.keywords)}
+
+    def errors(self) -> Found:
+        """A correction is named where it has options."""
+        for key, value in self.options.items() if self.name == "none" else ():
+            if value != type(self).model_fields[key].default:
+                name = "algorithm.correction.name is none: name one (tis, mis, icepop) or remove it"
+                yield key, f"got {value!r}, but {name}"
 
 
 class AlgorithmConfig(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -39,12 +39,24 @@ ProgramPath = Annotated[str, LeadsTo("program", "a Python interpreter")]
 OutputPath = Annotated[str, LeadsTo("output", "a folder, or a path where one can be made")]
 
 
+Found = Iterator[tuple[str, str]]
+"""Keys of a section, and what is wrong with each, or has no effect."""
+
+
 class Section(BaseModel):
     """A section of the configuration. Keys that it does not declare are errors (`messages`)."""
 
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False
     )
+
+    def errors(self) -> Found:
+        """Yield the keys that do not fit the others of this section."""
+        return iter(())
+
+    def warnings(self) -> Found:
+        """Yield the keys that others of this section leave without effect."""
+        return iter(())
 
     @field_validator("*", mode="before")
     @classmethod

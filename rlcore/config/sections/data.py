@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.sections.base import (
+    Found,
     Plugin,
     PositiveFloat,
     PositiveInt,
@@ -117,6 +118,25 @@ class DataConfig(RowsConfig):
     def _sources_inherit(self) -> DataConfig:
         inherit(self, self.sources.values(), RowsConfig)
         return self
+
+    def errors(self) -> Found:
+        """There are prompts, from one place; the chat template gets no key that is rlcore's."""
+        if self.paths and self.sources:
+            yield "sources", "got data.paths too: keep one of them"
+        if not self.sources and not self.paths:
+            yield "paths", "got an empty list, expected one file or more"
+        for name, source in self.sources.items():
+            if not source.paths:
+                yield f"sources.{name}.paths", "got an empty list, expected one file or more"
+        bare = [name for name, source in self.sources.items() if source.weight is None]
+        if bare and len(bare) < len(self.sources):
+            yield f"sources.{bare[0]}.weight", "missing: give every source a weight, or none"
+        reserved = {"tokenize", "add_generation_prompt", "tools", "conversation", "chat_template"}
+        for name in sorted(reserved & set(self.chat_template_kwargs)):
+            hint = (
+                "use data.tools or data.tools_key" if name == "tools" else "rlcore sets it itself"
+            )
+            yield f"chat_template_kwargs.{name}", f"is no key of a template: {hint}"
 
     def of_source(self, name: str) -> DataConfig:
         """Return the section with what source `name` says instead."""

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from rlcore.config.sections.base import (
     CheckpointPath,
+    Found,
     ModelPath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -40,6 +41,18 @@ class ParallelConfig(Section):
     sequence: bool = False
     """Sequence parallelism inside the tensor-parallel group."""
 
+    def errors(self) -> Found:
+        """A virtual pipeline, uneven stages and sequence parallelism have the ranks they need."""
+        if self.sequence and self.tensor == 1:
+            message = "sequence parallelism needs policy.parallel.tensor > 1: set it to false"
+            yield "sequence", message
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            message = "a virtual pipeline needs policy.parallel.pipeline > 1: set it to 1"
+            yield "virtual_pipeline", message
+        for key in ("first_stage_layers", "last_stage_layers"):
+            if getattr(self, key) is not None and self.pipeline == 1:
+                yield key, "there is one stage: leave it out, or set policy.parallel.pipeline"
+
 
 class OptimizerConfig(Section):
     """AdamW with gradient clipping, warm-up and decay, counted in optimizer steps."""
@@ -70,6 +83,20 @@ class OptimizerConfig(Section):
     """Sum gradients over the data-parallel ranks while the last backward pass still runs."""
     offload: bool = False
     """Keep the optimizer's state in host memory between steps."""
+
+    def errors(self) -> Found:
+        """Learning-rate schedules run downhill and end after their warm-up."""
+        if self.min_lr > self.lr:
+            yield "min_lr", f"got {self.min_lr:g}, more than lr ({self.lr:g})"
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            message = f"got {self.decay_steps}, not more than warmup_steps ({self.warmup_steps})"
+            yield "decay_steps", message
+
+    def warnings(self) -> Found:
+        """Yield a key that a constant schedule ignores."""
+        if self.schedule == "constant" and (self.min_lr or self.decay_steps):
+            unused = "min_lr" if self.min_lr else "decay_steps"
+            yield unused, "is ignored: the schedule is constant"
 
 
 def default_chunk_elements(device: str) -> int:

@@ -9,6 +9,7 @@ from pydantic import Field
 from rlcore.config.sections.base import (
     CertificatePath,
     CheckpointPath,
+    Found,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -41,6 +42,27 @@ class TrainingConfig(Section):
     """`train_only`: the rollouts/step_*.parquet file to train on again."""
     replay_from: CheckpointPath | None = None
     """`train_only`: training checkpoint to start from, optimizer state included."""
+
+    def errors(self) -> Found:
+        """Early stopping has a target; training.debug and training.replay go together."""
+        if self.early_stopping and not self.target_kl:
+            got = "null" if self.target_kl is None else f"{self.target_kl:g}"
+            message = f"got {got}, expected a positive number, as training.early_stopping is on"
+            yield "target_kl", message
+        if self.debug == "train_only" and self.replay is None:
+            yield (
+                "debug",
+                "train_only trains on a saved step again: name its rollouts/step_*.parquet in"
+                " training.replay",
+            )
+        for key in ("replay", "replay_from"):
+            if getattr(self, key) is not None and self.debug != "train_only":
+                yield key, "a saved step is trained on only with training.debug: train_only"
+
+    def warnings(self) -> Found:
+        """Yield a target that stops nothing."""
+        if self.target_kl and not self.early_stopping:
+            yield "target_kl", f"{self.target_kl:g} is ignored: training.early_stopping is off"
 
 
 class BestConfig(Section):

@@ -40,6 +40,16 @@ def test_a_set_takes_from_the_section_what_it_leaves_out(load):
     assert by_name(load(AIME, "evaluation.k=[8, 1, 8]"))["aime24"].k == [1, 8]
 
 
+def test_an_inherited_value_comes_from_where_the_section_was_written(load, write):
+    file = write("shared.yaml", "evaluation: {top_p: 0.9}\ndata: {paths: [], split: test}\n")
+    loaded = load(AIME, "data.paths=[]", "data.sources.a.paths=x", files=[file])
+    assert loaded.origins["evaluation.sets.aime24.top_p"] == f"{file}:1"
+    assert loaded.origins["evaluation.sets.aime24.every"] == "override"
+    assert loaded.origins["evaluation.sets.aime24.at_end"] == "default"
+    assert loaded.config.data.sources["a"].split == "test"
+    assert loaded.origins["data.sources.a.split"] == f"{file}:2"
+
+
 def test_the_columns_and_the_reward_of_a_set_are_its_own(load):
     own = "evaluation.sets.x={paths: x, label_key: answer, reward: {parts: {m: {function: math}}}}"
     loaded = load(own, AIME, "evaluation.max_new_tokens=99")
