@@ -13,8 +13,6 @@ needed and not before: a checkpoint right after a publication moves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
@@ -34,37 +32,8 @@ class GpuPhase(str, Enum):
     HANDOVER = "handover"
 
 
-@dataclass(frozen=True)
-class EngineMove:
-    """The engines, which are idle and stay so, give memory back or take it again."""
-
-    action: Literal["release", "restore"]
-    tags: tuple[MemoryTag, ...]
-
-
-class TrainerMove(str, Enum):
-    """The trainer moves its state, or gives back the memory of its last passes."""
-
-    OFFLOAD = "offload"
-    ONLOAD = "onload"
-    RELEASE_CACHE = "release_cache"
-
-
-Move = EngineMove | TrainerMove
-
 CACHES: tuple[MemoryTag, ...] = ("kv_cache", "cuda_graph")
-MOVES: Mapping[tuple[GpuPhase, GpuPhase], tuple[Move, ...]] = {
-    (GpuPhase.GENERATING, GpuPhase.TRAINING): (
-        EngineMove("release", (*CACHES, "weights")),
-        TrainerMove.ONLOAD,
-    ),
-    (GpuPhase.GENERATING, GpuPhase.HANDOVER): (EngineMove("release", CACHES), TrainerMove.ONLOAD),
-    (GpuPhase.TRAINING, GpuPhase.HANDOVER): (
-        TrainerMove.RELEASE_CACHE,
-        EngineMove("restore", ("weights",)),
-    ),
-    (GpuPhase.HANDOVER, GpuPhase.GENERATING): (TrainerMove.OFFLOAD, EngineMove("restore", CACHES)),
-}
+WEIGHTS: tuple[MemoryTag, ...] = ("weights",)
 
 
 class GpuSharing:
@@ -110,11 +79,35 @@ class GpuSharing:
             self._change_to(GpuPhase.HANDOVER)
 
     def _change_to(self, phase: GpuPhase) -> None:
-        if (self.phase, phase) not in MOVES:
-            raise ValueError(f"{phase.value} cannot follow {self.phase.value}")
-        for move in MOVES[self.phase, phase]:
-            self._apply(move)
+        """Move memory. All ranks have given it back before an engine takes it."""
+        match self.phase, phase:
+            case GpuPhase.GENERATING, GpuPhase.TRAINING:
+                self._move_engines("release", (*CACHES, *WEIGHTS))
+                self._backend.onload()
+            case GpuPhase.GENERATING, GpuPhase.HANDOVER:
+                self._move_engines("release", CACHES)
+                self._backend.onload()
+            case GpuPhase.TRAINING, GpuPhase.HANDOVER:
+                self._backend.release_cache()
+                self._sync.barrier("releasing the trainer's cache", timeout_s=self._timeout_s)
+                self._move_engines("restore", WEIGHTS)
+            case GpuPhase.HANDOVER, GpuPhase.GENERATING:
+                self._backend.offload()
+                self._sync.barrier("offloading the trainer", timeout_s=self._timeout_s)
+                self._move_engines("restore", CACHES)
+            case _:
+                raise ValueError(f"{phase.value} cannot follow {self.phase.value}")
         self.phase = phase
+
+    def _move_engines(
+        self, action: Literal["release", "restore"], tags: tuple[MemoryTag, ...]
+    ) -> None:
+        """Let the engines, which are idle and stay so, give memory back or take it again."""
+        self._sync.run_on_rank0(
+            f"the engines to {action} {' and '.join(tags)}",
+            lambda: getattr(on_rank0(self._memory), action)(tags),
+            timeout_s=self._timeout_s,
+        )
 
     def _an_engine_runs(self) -> bool:
         answer = self._sync.broadcast(
@@ -123,26 +116,3 @@ class GpuSharing:
             timeout_s=self._timeout_s,
         )
         return answer == str(True)
-
-    def _apply(self, move: Move) -> None:
-        """Make one move. All ranks have given memory back before an engine takes it."""
-        match move:
-            case EngineMove(action, tags):
-
-                def move_engines() -> None:
-                    memory = on_rank0(self._memory)
-                    (memory.release if action == "release" else memory.restore)(tags)
-
-                self._sync.run_on_rank0(
-                    f"the engines to {action} {' and '.join(tags)}",
-                    move_engines,
-                    timeout_s=self._timeout_s,
-                )
-            case TrainerMove.ONLOAD:
-                self._backend.onload()
-            case TrainerMove.OFFLOAD:
-                self._backend.offload()
-                self._sync.barrier("offloading the trainer", timeout_s=self._timeout_s)
-            case TrainerMove.RELEASE_CACHE:
-                self._backend.release_cache()
-                self._sync.barrier("releasing the trainer's cache", timeout_s=self._timeout_s)
