@@ -91,7 +91,7 @@ class Registry(Generic[AnyGuarded]):
     def __init__(
         self, guard: type[AnyGuarded], entry_points: str, fields: Collection[str], key: str
     ) -> None:
-        self._behind: Callable[..., AnyGuarded] = guard
+        self._guard = guard
         self.kind = guard.kind
         self.entry_points = entry_points
         self.fields = frozenset(fields)
@@ -161,16 +161,24 @@ class Registry(Generic[AnyGuarded]):
             )
         return self._guarded(plugin, instance)
 
-    def guard(self, instance: Callable[..., Any]) -> AnyGuarded:
-        """Put an algorithm that is built already, or a bare function, behind its guard."""
-        plain = inspect.isroutine(instance)
-        return self._guarded(self.resolve(instance if plain else type(instance)), instance)
+    def guard(self, plugin: str | Callable[..., Any], **keywords: Any) -> AnyGuarded:
+        """Put an algorithm behind its guard: a name or a class is built, an instance taken."""
+        if isinstance(plugin, str | type):
+            return self.build(plugin, **keywords)
+        if keywords:
+            given = ", ".join(keywords)
+            raise TypeError(f"{given}: this is built already; pass its class or name with keywords")
+        if isinstance(plugin, self._guard):
+            return plugin
+        plain = inspect.isroutine(plugin)
+        return self._guarded(self.resolve(plugin if plain else type(plugin)), plugin)
 
     def _guarded(self, plugin: Plugin, instance: Any) -> AnyGuarded:
         owner = f"{self.kind} {plugin.name!r}"
         needs = self._resolve_fields(owner, "needs", plugin.needs, instance)
         optional = self._resolve_fields(owner, "optional", plugin.optional, instance)
-        return self._behind(plugin.name, instance, needs, optional - needs)
+        put: Callable[..., AnyGuarded] = self._guard
+        return put(plugin.name, instance, needs, optional - needs)
 
     def _enter(self, name: str, factory: Callable[..., Any], declared: dict[str, Any]) -> Plugin:
         if not name or ":" in name:

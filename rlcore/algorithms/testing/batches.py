@@ -56,65 +56,52 @@ def borders(lengths: Collection[int]) -> Tensor:
 
 def estimator_batch(layout: Layout, seed: int) -> EstimatorInputs:
     """Return a float64 batch with every field; sequences without tokens have the reward NaN."""
-    noise = _Noise(seed, layout)
-    counted = torch.tensor(layout.lengths, dtype=torch.int64) > 0
-    unread = torch.where(counted, 0.0, float("nan")).double()
-    logprobs = noise.logprobs()
-    ref_logprobs = noise.logprobs()
-    return EstimatorInputs(
-        cu_seqlens=borders(layout.lengths),
-        rewards=noise.normal(noise.num_sequences) + unread,
-        group_ids=torch.tensor(layout.groups, dtype=torch.int64),
-        token_rewards=noise.tokens() / 10,
-        logprobs=logprobs,
-        ref_logprobs=ref_logprobs,
-        rollout_logprobs=logprobs + 0.1 * noise.tokens(),
-        kl=logprobs - ref_logprobs,
-        values=noise.tokens(),
-        baseline_rewards=noise.normal(noise.num_sequences) + unread,
-        teacher_logprobs=noise.logprobs(),
-        versions=noise.integers(3, 6),
-        rollout_ids=5 - 3 * torch.arange(len(layout.lengths)),
-        turn_ids=noise.integers(0, 3),
-        reward_parts=noise.normal(noise.num_sequences, PARTS) + unread[:, None],
-    )
+    return _batch(EstimatorInputs, layout, seed)
 
 
 def policy_loss_batch(layout: Layout, seed: int) -> PolicyLossInputs:
     """Return a float64 batch with every field but `batch_stats`."""
-    noise = _Noise(seed, layout)
-    logprobs = noise.logprobs()
-    return PolicyLossInputs(
-        cu_seqlens=borders(layout.lengths),
-        logprobs=logprobs,
-        old_logprobs=logprobs + 0.3 * noise.tokens(),
-        advantages=noise.tokens(),
-        entropy=noise.tokens().abs(),
-        ref_logprobs=noise.logprobs(),
-        rollout_logprobs=logprobs + 0.3 * noise.tokens(),
-        versions=noise.integers(3, 6),
-        weights=noise.tokens().abs() / max(sum(layout.lengths), 1),
-        sequence_ids=7 * torch.arange(len(layout.lengths)) + 3,
-    )
+    return _batch(PolicyLossInputs, layout, seed)
 
 
-class _Noise:
-    def __init__(self, seed: int, layout: Layout) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.num_tokens = sum(layout.lengths)
-        self.num_sequences = len(layout.lengths)
+def _batch(record: type[Record], layout: Layout, seed: int) -> Record:
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(layout.lengths)
+    num_sequences = len(layout.lengths)
 
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape or (num_tokens,), generator=generator, dtype=torch.float64)
 
-    def tokens(self) -> Tensor:
-        return self.normal(self.num_tokens)
+    def integers(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (num_tokens,), generator=generator)
 
-    def logprobs(self) -> Tensor:
-        return -self.tokens().exp()
-
-    def integers(self, low: int, high: int) -> Tensor:
-        return torch.randint(low, high, (self.num_tokens,), generator=self.generator)
+    counted = torch.tensor(layout.lengths, dtype=torch.int64) > 0
+    unread = torch.where(counted, 0.0, float("nan")).double()
+    logprobs = -normal().exp()
+    ref_logprobs = -normal().exp()
+    numbers: dict[str, Any] = {
+        "cu_seqlens": borders(layout.lengths),
+        "rewards": normal(num_sequences) + unread,
+        "group_ids": torch.tensor(layout.groups, dtype=torch.int64),
+        "token_rewards": normal() / 10,
+        "logprobs": logprobs,
+        "ref_logprobs": ref_logprobs,
+        "rollout_logprobs": logprobs + 0.1 * normal(),
+        "kl": logprobs - ref_logprobs,
+        "values": normal(),
+        "baseline_rewards": normal(num_sequences) + unread,
+        "teacher_logprobs": -normal().exp(),
+        "versions": integers(3, 6),
+        "rollout_ids": 5 - 3 * torch.arange(num_sequences),
+        "turn_ids": integers(0, 3),
+        "reward_parts": normal(num_sequences, PARTS) + unread[:, None],
+        "old_logprobs": logprobs + 0.3 * normal(),
+        "advantages": normal(),
+        "entropy": normal().abs(),
+        "weights": normal().abs() / max(num_tokens, 1),
+        "sequence_ids": 7 * torch.arange(num_sequences) + 3,
+    }
+    return record(**{f.name: numbers[f.name] for f in fields(record) if f.name in numbers})
 
 
 def tensors(record: Record) -> Iterator[tuple[str, Tensor]]:

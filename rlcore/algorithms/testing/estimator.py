@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlcore.algorithms.guard import ESTIMATOR_OPTIONAL, GuardedEstimator
-from rlcore.algorithms.registry import build_estimator, guard_estimator
+from rlcore.algorithms.registry import guard_estimator
 from rlcore.algorithms.testing import case as shared
 from rlcore.algorithms.testing.batches import (
     NEIGHBOURS,
@@ -60,7 +60,7 @@ def check_estimator(
             was expected, what came, and what to do.
         AlgorithmError: the estimator cannot be built from these keywords.
     """
-    guarded = shared.put_behind_guard(estimator, keywords, build_estimator, guard_estimator)
+    guarded = guard_estimator(estimator, **keywords)
     skipped = {}
     if random:
         skipped = {rule: "random=True" for rule in _RULES if rule not in _ONE_CALL}
@@ -223,10 +223,10 @@ def _check_rollout_split(case: _Case) -> None:
 
 
 _RULES: Mapping[Rule, Callable[[_Case], None]] = {
-    shared.DECLARED: shared.check_declared,
     OUTPUTS: _check_outputs,
     shared.READ_ONLY: shared.check_read_only,
     shared.DETERMINISTIC: shared.check_deterministic,
+    shared.DECLARED: shared.check_declared,
     shared.OPTIONAL: shared.check_optional,
     PERMUTATION: _check_permutation,
     FINITE: _check_finite,

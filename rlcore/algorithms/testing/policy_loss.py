@@ -12,7 +12,7 @@ from torch import Tensor
 from rlcore.algorithms.errors import EstimatorMutationError, OutputError
 from rlcore.algorithms.guard import POLICY_LOSS_OPTIONAL, GuardedPolicyLoss
 from rlcore.algorithms.ragged import expand_to_tokens
-from rlcore.algorithms.registry import build_policy_loss, guard_policy_loss
+from rlcore.algorithms.registry import guard_policy_loss
 from rlcore.algorithms.testing import case as shared
 from rlcore.algorithms.testing.batches import (
     NEIGHBOURS,
@@ -47,7 +47,7 @@ def check_policy_loss(
             was expected, what came, and what to do.
         AlgorithmError: the loss cannot be built from these keywords.
     """
-    guarded = shared.put_behind_guard(loss, keywords, build_policy_loss, guard_policy_loss)
+    guarded = guard_policy_loss(loss, **keywords)
     skipped = {} if "weights" in guarded.takes else {UNWEIGHTED: "it takes no weights"}
     return _Case(guarded, seed).keep(_RULES, skipped)
 
@@ -143,11 +143,6 @@ UNWEIGHTED = Rule(
     "loss weights may be read, not applied: scaling them changes nothing",
     "the framework multiplies by them",
 )
-STORAGE = Rule(
-    "storage",
-    "numbers count, not how they lie in memory",
-    "use reshape instead of view, and no data_ptr or as_strided",
-)
 
 
 def _check_outputs(case: _Case) -> None:
@@ -186,27 +181,15 @@ def _check_unweighted(case: _Case) -> None:
         case.same(batch, change, case.run(batch), case.run(scaled, change))
 
 
-def _check_storage(case: _Case) -> None:
-    for layout in peers(case.seed):
-        batch = case.batch(layout)
-        apart: dict[str, Any] = {
-            name: torch.stack([value, value], 1)[:, 0] for name, value in tensors(batch)
-        }
-        change = "tensors that are not contiguous"
-        got = case.run(replace(batch, **apart), change)
-        case.same(batch, change, case.run(batch), got)
-
-
 _RULES: Mapping[Rule, Callable[[_Case], None]] = {
-    shared.DECLARED: shared.check_declared,
     OUTPUTS: _check_outputs,
     shared.READ_ONLY: shared.check_read_only,
     shared.DETERMINISTIC: shared.check_deterministic,
+    shared.DECLARED: shared.check_declared,
     shared.OPTIONAL: shared.check_optional,
     MICRO_BATCHES: _check_micro_batches,
     shared.EMPTY: shared.check_empty,
     shared.NO_TOKENS: _check_no_tokens,
     UNWEIGHTED: _check_unweighted,
     shared.FLOAT32: shared.check_float32,
-    STORAGE: _check_storage,
 }

@@ -150,7 +150,7 @@ def test_the_cause_of_an_exception_is_kept() -> None:
 def test_the_report_can_be_printed() -> None:
     lines = str(check_estimator(whitened, uses_batch=True)).splitlines()
     assert lines[0] == "estimator 'whitened' keeps 11 rules, 1 skipped"
-    assert lines[1].split() == ["kept", "declared-fields", *lines[1].split()[2:]]
+    assert lines[1].split() == ["kept", "outputs", *lines[1].split()[2:]]
     assert lines[-1].split() == ["skipped", "group-split", "uses_batch=True"]
 
 

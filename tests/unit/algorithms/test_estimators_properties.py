@@ -1,4 +1,7 @@
-"""What must hold of an estimator for every batch, whatever its numbers."""
+"""What must hold of an estimator for every batch, whatever its numbers.
+
+Order, ids and split of groups are rules of the contract (`test_check_estimator.py`).
+"""
 
 from __future__ import annotations
 
@@ -56,12 +59,6 @@ def advantages(name: str, inputs: EstimatorInputs, **options: Any) -> Tensor:
     return build_estimator(name, **options)(inputs).advantages
 
 
-def of_groups(inputs: EstimatorInputs, groups: list[int]) -> tuple[EstimatorInputs, Tensor]:
-    """The sequences of these groups alone, and where their tokens were."""
-    chosen = [b for b, g in enumerate(inputs.group_ids.tolist()) if g in groups]
-    return permuted(inputs, chosen)
-
-
 def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
@@ -76,52 +73,6 @@ def test_the_reference_agrees(name: str, options: dict[str, Any], inputs: Estima
     torch.testing.assert_close(result.advantages, expected, rtol=1e-9, atol=1e-8)
     if returns is not None:
         close(result.returns, returns)  # type: ignore[arg-type]
-
-
-@each_estimator
-@briefly
-@given(inputs=batches(), data=st.data())
-def test_permuting_sequences_permutes_advantages(
-    name: str, options: dict[str, Any], inputs: EstimatorInputs, data: st.DataObject
-) -> None:
-    shuffled, index = permuted(inputs, data.draw(st.permutations(range(inputs.num_sequences))))
-    torch.testing.assert_close(
-        advantages(name, shuffled, **options),
-        advantages(name, inputs, **options)[index],
-        rtol=1e-9,
-        atol=1e-8,
-    )
-
-
-@each_estimator
-@briefly
-@given(inputs=batches(), start=st.integers(-(2**60), 2**60))
-def test_the_names_of_groups_do_not_matter(
-    name: str, options: dict[str, Any], inputs: EstimatorInputs, start: int
-) -> None:
-    renamed = replace(inputs, group_ids=start - inputs.group_ids)  # in the opposite order, too
-    torch.testing.assert_close(
-        advantages(name, renamed, **options),
-        advantages(name, inputs, **options),
-        rtol=1e-9,
-        atol=1e-8,
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [case for case in RICHEST if case[0] not in ("gpg", "gdpo")], ids=case_id
-)
-@briefly
-@given(inputs=batches())
-def test_groups_can_be_computed_apart(
-    name: str, options: dict[str, Any], inputs: EstimatorInputs
-) -> None:
-    whole = advantages(name, inputs, **options)
-    for groups in ([-2, 1], [-1, 0]):
-        part, index = of_groups(inputs, groups)
-        torch.testing.assert_close(
-            advantages(name, part, **options), whole[index], rtol=1e-9, atol=1e-8
-        )
 
 
 @often

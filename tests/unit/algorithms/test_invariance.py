@@ -12,8 +12,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rlcore.algorithms import (
@@ -145,19 +143,6 @@ def test_neither_order_nor_split_changes_the_gradient(mode: AggregationMode) -> 
         assert (whole != 0).sum() > 10, name
         torch.testing.assert_close(split, whole, **TO_ROUNDING)
         torch.testing.assert_close(summed, value, **TO_ROUNDING)
-
-
-@settings(max_examples=20, deadline=None)
-@given(order=st.permutations(range(len(LENGTHS))), cuts=st.sets(st.integers(1, len(LENGTHS) - 1)))
-@pytest.mark.parametrize("name", policy_loss_names())
-def test_no_order_and_no_split_at_all(name: str, order: list[int], cuts: set[int]) -> None:
-    edges = [0, *sorted(cuts), len(LENGTHS)]
-    pieces = tuple(b - a for a, b in itertools.pairwise(edges))
-    straight, one = as_it_is(len(LENGTHS))
-    weights = weights_of("seq-mean-token-mean", straight, None)
-    whole, _ = gradient(name, step(), weights, straight, one)
-    split, _ = gradient(name, step(), weights, order, pieces)
-    torch.testing.assert_close(split, whole, **TO_ROUNDING)
 
 
 @cache
