@@ -1,7 +1,8 @@
 """The keys of other trainers, and the key that does the same here.
 
-The last column also has names of NeMo-RL, prime-rl, AReaL and open-instruct. The README prints the
-rows that are marked with `*`; the refusal of an unknown key uses all of them.
+The columns are verl, slime, TRL and OpenRLHF; the last also has names of NeMo-RL, prime-rl, AReaL
+and open-instruct. The README has the rows that are marked with `*`; the refusal of an unknown key
+uses all of them.
 A first column without a key says, in parentheses, why there is none.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-TRAINERS = ("verl", "slime", "TRL", "OpenRLHF")
 # fmt: off
 TABLE = """
 * model.path | model.path | hf_checkpoint | model_name_or_path | actor.model_name_or_path model.name model.pretrained_checkpoint pretrain
@@ -162,32 +162,18 @@ def keys_like(path: Sequence[str]) -> list[str]:
     return best
 
 
-def markdown() -> str:
-    """Return the README's table, with the first name of each trainer."""
-    lines = [f"| here | {' | '.join(TRAINERS)} |", "|---" * (len(TRAINERS) + 1) + "|"]
-    for shown, here, cells in _rows():
-        if shown:
-            key, _, words = here.partition(" ")
-            firsts = [cell.partition(" ")[0] for cell in cells]
-            # slime's are flags
-            firsts[1] = firsts[1] and f"--{firsts[1].replace('_', '-')}"
-            row = [f"`{key}` {words}".strip(), *(first and f"`{first}`" for first in firsts)]
-            lines.append("".join(f"| {cell} " if cell else "| " for cell in row) + "|")
-    return "\n".join(lines)
-
-
-def _rows() -> Iterator[tuple[bool, str, list[str]]]:
-    """Yield whether the README shows a row, its key here, and each trainer's names."""
+def rows() -> Iterator[tuple[str, list[str]]]:
+    """Yield a row's key here, marked with `*` where the README has it, and each trainer's names."""
     for line in TABLE.strip().splitlines():
         here, *names = [cell.strip() for cell in line.split("|")]
-        yield here.startswith("* "), here.removeprefix("* "), names
+        yield here, names
 
 
 @cache
 def _names() -> tuple[tuple[tuple[str, ...], str], ...]:
     return tuple(
-        (tuple(_plain(part) for part in name.split(".")), here)
-        for _, here, cells in _rows()
+        (tuple(_plain(part) for part in name.split(".")), here.removeprefix("* "))
+        for here, cells in rows()
         for cell in cells
         for name in cell.split()
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.key_suggestions import suggest, unknown_key
-from rlcore.config.other_trainers import keys_like, markdown
+from rlcore.config.other_trainers import keys_like, rows
 from rlcore.config.schema import known_keys, sections
 
 README = Path(__file__).parents[3] / "README.md"
@@ -127,13 +127,7 @@ def test_what_has_no_key_says_why():
     )
 
 
-def _rows():
-    from rlcore.config.other_trainers import TABLE
-
-    return [line.removeprefix("* ").partition("|")[0].strip() for line in TABLE.strip().split("\n")]
-
-
-@pytest.mark.parametrize("here", _rows())
+@pytest.mark.parametrize("here", [here.removeprefix("* ") for here, _ in rows()])
 def test_each_row_names_a_key_that_exists_or_a_reason(here):
     if here.startswith("("):
         assert here.endswith(")")
@@ -142,6 +136,20 @@ def test_each_row_names_a_key_that_exists_or_a_reason(here):
     own_keywords = key.startswith(("algorithm.loss.", "algorithm.estimator."))
     known = {*known_keys(), *(".".join(path) for path in sections())}
     assert key in known or f"{key}.NAME" in known or own_keywords
+
+
+def markdown() -> str:
+    """The README's table: the marked rows, with the first name of each trainer."""
+    lines = ["| here | verl | slime | TRL | OpenRLHF |", "|---" * 5 + "|"]
+    for here, cells in rows():
+        if here.startswith("* "):
+            key, _, words = here.removeprefix("* ").partition(" ")
+            firsts = [cell.partition(" ")[0] for cell in cells]
+            # slime's are flags
+            firsts[1] = firsts[1] and f"--{firsts[1].replace('_', '-')}"
+            row = [f"`{key}` {words}".strip(), *(first and f"`{first}`" for first in firsts)]
+            lines.append("".join(f"| {cell} " if cell else "| " for cell in row) + "|")
+    return "\n".join(lines)
 
 
 def test_the_readme_prints_the_table():
