@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rlcore.config.sections.rollout import WorkflowConfig
+from rlcore.data.messages import Message
 from rlcore.data.prompts import Prompt
 from rlcore.errors import ConfigError
 from rollout.conversation.chat_template import ChatTemplate
@@ -151,3 +152,63 @@ def test_results_of_two_calls_follow_where_the_template_writes_one_call_a_turn(n
 
 def context_prompt(tokenizer: Any, text: str, messages: list[dict[str, Any]]) -> Prompt:
     return Prompt("rows:1", ids(tokenizer, text), text, messages=messages)
+
+
+CONTENTS = [
+    "5",
+    "The result is 7.",
+    '{"text": "it\'s \\"7\\"", "of": [1, 2]}',
+    "<tool_response>5</tool_response>",
+    "<think>no</think> yes </think>",
+    "two\nlines\n\n\tand more",
+    " with spaces \n",
+    "",
+    "None",
+]
+
+ONE_CALL = ("llama3_1", "llama3_2")  # these templates refuse several calls at once
+
+
+def results(*contents: str) -> list[Message]:
+    return [
+        {"role": "tool", "tool_call_id": f"call{i:05d}", "name": "f", "content": content}
+        for i, content in enumerate(contents)
+    ]
+
+
+def asked(content: str) -> list[Message]:
+    return [{"role": "user", "content": content}]
+
+
+def behind_a_turn(tokenizer: Any, stops: list[str], new: list[Message]) -> str:
+    """Render a turn that ends in a word of its own, and `new`, and cut behind the turn's stop."""
+    turn: Message = {"role": "assistant", "content": "wordofitsown"}
+    if new[0]["role"] == "tool":
+        call = {"name": "f", "arguments": {"x": "wordofitsown"}}
+        turn["content"] = ""
+        turn["tool_calls"] = [
+            {"id": message["tool_call_id"], "type": "function", "function": call} for message in new
+        ]
+    messages = [{"role": "user", "content": "a"}, turn, *new]
+    text = str(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ).rpartition("wordofitsown")[2]
+    first = min((text.index(stop), stop) for stop in stops if stop in text)
+    return text[first[0] + len(first[1]) :]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_suffixes_are_those_of_the_template(name: str) -> None:
+    """Contents with the words of templates in them, and such as templates trim."""
+    stops, takes_tools, _ = KNOWN[name]
+    tokenizer = tokenizer_of(name)
+    template = template_of(name)
+    stop = tokenizer.convert_tokens_to_ids(stops.split()[0])
+    news = [asked(content) for content in CONTENTS]
+    if takes_tools:
+        news += [results(content) for content in CONTENTS]
+    if takes_tools and name not in ONE_CALL:
+        news += [results(content, "b", content) for content in CONTENTS]
+    for new in news:
+        expected = ids(tokenizer, behind_a_turn(tokenizer, stops.split(), new))
+        assert np.array_equal(template.suffix(new, last_token=stop), expected), new
