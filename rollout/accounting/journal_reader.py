@@ -1,11 +1,13 @@
-"""Reads a ledger's journal: which entries count, which were rewound, and the ledger at any cut.
+"""Reads a ledger's journal as it grows: which lines count, the ledger at any cut, what was dropped.
 
 The journal of a long run has hundreds of millions of lines. So they stay on the disk: a `History`
-knows which of them count, and reads them again for each question.
+knows which of them count, and reads them again for each question. The commonest are parsed only
+then.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,21 +18,6 @@ import orjson
 from rlcore.errors import DataError
 from rollout.accounting.ledger import Ledger, Transition
 
-DETAILS: dict[Transition, str] = {
-    "consumed": "step",
-    "dropped": "by",
-    "failed": "kind",
-    "requeued": "because",
-}
-DETAIL_TYPES: dict[Transition, tuple[type, ...]] = {
-    "consumed": (int,),
-    "dropped": (str,),
-    "failed": (str,),
-    "requeued": (str, type(None)),
-}
-# what a curriculum adds to each draw of an entry, in the same order
-OF_EACH: dict[Transition, str] = {"drawn": "rows", "finished": "passed"}
-OF_EACH_TYPES: dict[Transition, type] = {"drawn": int, "finished": str}
 TRANSITIONS: tuple[Transition, ...] = (
     "drawn",
     "finished",
@@ -39,6 +26,25 @@ TRANSITIONS: tuple[Transition, ...] = (
     "failed",
     "requeued",
 )
+DETAILS: dict[Transition, str] = {
+    "consumed": "step",
+    "dropped": "by",
+    "failed": "kind",
+    "requeued": "because",
+}
+DETAIL_TYPES: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "by": (str,),
+    "kind": (str,),
+    "because": (str, type(None)),
+}
+# what a curriculum adds to each draw of an entry, in the same order
+OF_EACH: dict[Transition, str] = {"drawn": "rows", "finished": "passed"}
+OF_EACH_TYPES: dict[Transition, type] = {"drawn": int, "finished": str}
+SNAPSHOT_TYPES = {"codes": int, "lengths": int, "filters": str}
+# lines that say only that draws go on
+_PARSED_LATER = (b'{"drawn"', b'{"finished"', b'{"consumed"')
+MAX_DROPPED = 20_000  # dropped draws that are kept in memory
 Entry = dict[str, Any]
 Moment = tuple[int, Transition, int | str | None, int | None]
 """Of a draw: line number, transition, its detail (see `Record`), line that rewound it."""
@@ -63,12 +69,21 @@ class LineRange(NamedTuple):
     rewound_by: int | None = None  # number of the line that rewound them; None while they count
 
 
+class DroppedDraw(NamedTuple):
+    """A draw that was given up or given back."""
+
+    step: int  # that was being collected
+    draw: int
+    what: str  # "dropped", "failed" or "requeued"
+    why: str  # the filter, the kind of failure, the rule; "" for a draw given back whole
+    line: int
+
+
 @dataclass
 class History:
     """Which lines of a journal count, in order."""
 
     path: Path
-    counted: list[LineRange] = field(default_factory=list)
     rewound: list[LineRange] = field(default_factory=list)
     rewound_transitions: int = 0
     cuts: dict[int, JournalPosition] = field(default_factory=lambda: {0: BEGINNING})  # by step
@@ -76,31 +91,130 @@ class History:
     starts: list[tuple[int, int]] = field(default_factory=list)
     # step -> rollout.max_staleness when its batch was handed over
     bounds: dict[int, int] = field(default_factory=dict)
-    prompts: tuple[int, str] | None = None  # of the last start
-    max_staleness: int = 0  # likewise
+    # the newest draws that were dropped, failed or requeued, and how many there are by what and
+    # why; those that were rewound too
+    dropped: deque[DroppedDraw] = field(default_factory=lambda: deque(maxlen=MAX_DROPPED))
+    dropped_counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _max_staleness: int = 0  # of the last start
+    _step: int = 0  # whose cut was passed
+    _counted: list[LineRange] = field(default_factory=list)  # before the last start
+    _begin: JournalPosition = BEGINNING  # behind the last start
+    _end: JournalPosition = BEGINNING
+
+    def refresh(self) -> None:
+        """Read the lines that were added.
+
+        A last line without its newline is left out: it is being written, or was torn by a kill.
+
+        Raises:
+            DataError: the file is missing, or a line is no entry of a journal; names it.
+        """
+        if not self.path.is_file():
+            raise DataError(f"{self.path}: no such file; a run with rollouts writes it")
+        if self.path.stat().st_size < self._end.byte:  # of a run that was begun again
+            self.__init__(self.path)  # type: ignore[misc]
+        with open(self.path, "rb") as file:
+            file.seek(self._end.byte)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                later = line.startswith(_PARSED_LATER)
+                entry = {} if later else self._parsed(self._end.line, line)
+                line_end = JournalPosition(
+                    self._end.line + 1, self._end.byte + len(line), self._end.transitions
+                )
+                if "start" in entry:
+                    line_end = self._rewind(entry, line_end)
+                elif "cut" in entry:
+                    self._step = entry["cut"]
+                    self.cuts[self._step] = line_end
+                    self.bounds[self._step] = self._max_staleness
+                else:
+                    self._take_dropped(entry)
+                    line_end = line_end._replace(transitions=line_end.transitions + 1)
+                self._end = line_end
+
+    def _rewind(self, entry: Entry, line_end: JournalPosition) -> JournalPosition:
+        """Go back to the cut that a start names; returns the position behind the start.
+
+        Where the start holds the ledger itself, nothing before it counts.
+        """
+        start = self._end
+        step = entry["start"]
+        anew = "ledger" in entry
+        if not anew and step not in self.cuts:
+            raise DataError(
+                f"{self.path}:{start.line}: a start from step {step}, of which there is no cut"
+            )
+        cut = BEGINNING if anew else self.cuts[step]
+        counted = self.counted
+        self.rewound += [
+            LineRange(max(begin, cut), end, rewound_by=start.line)
+            for begin, end, _ in counted
+            if end > cut
+        ]
+        self._counted = [LineRange(begin, min(end, cut)) for begin, end, _ in counted if begin < cut]
+        self.rewound_transitions += start.transitions - cut.transitions
+        line_end = line_end._replace(transitions=cut.transitions)
+        self.cuts = {at: position for at, position in self.cuts.items() if at <= step}
+        if anew:
+            self.cuts = {step: line_end}
+        self._begin = start._replace(transitions=cut.transitions) if anew else line_end
+        self.bounds = {at: bound for at, bound in self.bounds.items() if at <= step}
+        self.starts.append((start.line, step))
+        self._step = step
+        self._max_staleness = entry["max_staleness"]
+        return line_end
+
+    def _take_dropped(self, entry: Entry) -> None:
+        for what, draw, why in transitions_of(entry):
+            found = DroppedDraw(self._step + 1, draw, what, str(why or ""), self._end.line)
+            self.dropped.append(found)
+            self.dropped_counts[what, found.why] += 1
+
+    @property
+    def counted(self) -> list[LineRange]:
+        """The lines that count, in order."""
+        return [*self._counted, LineRange(self._begin, self._end)]
 
     def entries(self, until: JournalPosition | None = None) -> Iterator[tuple[int, Entry]]:
         """The entries that count, with their line numbers.
 
         These are transitions, cuts, and starts that hold a ledger.
+
+        Raises:
+            DataError: a line is no entry of a journal; names it.
         """
         for lines in self.counted:
             yield from self._read(lines, until)
 
     def _read(
-        self, lines: LineRange, until: JournalPosition | None = None
+        self, lines: LineRange, until: JournalPosition | None = None, *, containing: bytes = b""
     ) -> Iterator[tuple[int, Entry]]:
         end = lines.end if until is None else min(lines.end, until)
         with open(self.path, "rb") as file:
             file.seek(lines.begin.byte)
             for number in range(lines.begin.line, end.line):
-                yield number, orjson.loads(file.readline())
+                line = file.readline()
+                if containing in line:
+                    yield number, self._parsed(number, line)
+
+    def _parsed(self, number: int, line: bytes) -> Entry:
+        try:
+            entry = orjson.loads(line)
+            _check_entry(entry)
+        except ValueError as error:
+            raise DataError(
+                f"{self.path}:{number}: not an entry of a ledger's journal: {error}"
+            ) from None
+        found: Entry = entry
+        return found
 
     def at(self, step: int | None = None) -> Ledger | None:
         """The ledger at the cut of `step`, or at the end; None where there is no such cut.
 
         Raises:
-            DataError: an entry contradicts those before it; names its line.
+            DataError: an entry contradicts those before it, or is none; names its line.
         """
         if step is not None and step not in self.cuts:
             return None
@@ -117,139 +231,57 @@ class History:
         return [
             (number, transition, detail, lines.rewound_by)
             for lines in sorted([*self.counted, *self.rewound], key=lambda lines: lines.begin.line)
-            for number, entry in self._read(lines)
+            for number, entry in self._read(lines, containing=str(draw).encode())
             for transition, moved, detail in transitions_of(entry)
             if moved == draw
         ]
 
-    def rewind(self, start: JournalPosition, step: int, *, anew: bool) -> JournalPosition:
-        """Go back to the cut of `step`, as the line at `start` says.
-
-        Args:
-            anew: the line holds the ledger itself, so nothing before it counts.
-
-        Returns:
-            The position that was gone back to.
-
-        Raises:
-            DataError: there is no such cut.
-        """
-        if not anew and step not in self.cuts:
-            raise DataError(
-                f"{self.path}:{start.line}: a start from step {step}, of which there is no cut"
-            )
-        cut = BEGINNING if anew else self.cuts[step]
-        self.rewound += [
-            LineRange(max(begin, cut), end, rewound_by=start.line)
-            for begin, end, _ in self.counted
-            if end > cut
-        ]
-        self.counted = [
-            LineRange(begin, min(end, cut)) for begin, end, _ in self.counted if begin < cut
-        ]
-        self.rewound_transitions += start.transitions - cut.transitions
-        self.cuts = {at: position for at, position in self.cuts.items() if at <= step}
-        self.bounds = {at: bound for at, bound in self.bounds.items() if at <= step}
-        self.starts.append((start.line, step))
-        return cut
-
 
 def read_journal(path: Path) -> History:
-    """Find out what counts of a journal.
-
-    A last line without its newline is left out: it is being written, or was torn by a kill.
-
-    Raises:
-        DataError: the file is missing, or a line is no entry of a journal; names it.
-    """
+    """Return the history of a journal so far. Raises DataError as `History.refresh`."""
     history = History(path)
-    begin = BEGINNING
-    here = BEGINNING
-    for entry, size in _parsed(path):
-        behind = JournalPosition(here.line + 1, here.byte + size, here.transitions)
-        if "start" in entry:
-            history.counted.append(LineRange(begin, here))
-            anew = "ledger" in entry
-            cut = history.rewind(here, entry["start"], anew=anew)
-            behind = behind._replace(transitions=cut.transitions)
-            begin = here._replace(transitions=cut.transitions) if anew else behind
-            if anew:
-                history.cuts = {entry["start"]: behind}
-            history.prompts = (entry["prompts"][0], entry["prompts"][1])
-            history.max_staleness = entry["max_staleness"]
-        elif "cut" in entry:
-            history.cuts[entry["cut"]] = behind
-            history.bounds[entry["cut"]] = history.max_staleness
-        else:
-            behind = behind._replace(transitions=behind.transitions + 1)
-        here = behind
-    history.counted.append(LineRange(begin, here))
+    history.refresh()
     return history
 
 
-def _parsed(path: Path) -> Iterator[tuple[Entry, int]]:
-    """Each whole line, parsed and checked, and its size in bytes."""
-    if not path.exists():
-        raise DataError(f"{path}: no such file; a run with rollouts writes it")
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                entry = orjson.loads(line)
-                check_entry(entry)
-            except ValueError as error:
-                raise DataError(
-                    f"{path}:{number}: not an entry of a ledger's journal: {error}"
-                ) from None
-            yield entry, len(line)
-
-
-def check_entry(entry: Any) -> None:
+def _check_entry(entry: Any) -> None:
     """Raises ValueError unless `entry` has the shape of an entry."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
+    shown = str(entry)[:80]
     if "start" in entry:
-        _check_start(entry)
+        prompts = entry.get("prompts")
+        fits = isinstance(prompts, list) and [type(one) for one in prompts] == [int, str]
+        if not fits or not _is_list([entry["start"], entry.get("max_staleness")], int):
+            raise ValueError(
+                "expected 'start' with a step, max_staleness, prompts (a number and a word), got"
+                f" {shown}"
+            )
+        if "ledger" in entry and not _is_snapshot(entry["ledger"]):
+            raise ValueError(f"expected a ledger with codes, lengths and filters, got {shown}")
         return
     if "cut" in entry:
         if type(entry["cut"]) is not int:
-            raise ValueError(f"expected 'cut' with a step, got {str(entry)[:80]}")
+            raise ValueError(f"expected 'cut' with a step, got {shown}")
         return
     found = [name for name in TRANSITIONS if name in entry]
     if len(found) != 1 or not _is_list(entry[found[0]], int):
-        raise ValueError(
-            f"expected one of {', '.join(TRANSITIONS)} with a list of draws, got {str(entry)[:80]}"
-        )
-    each = OF_EACH.get(found[0], "")
-    if each in entry:
-        fits = _is_list(entry[each], OF_EACH_TYPES[found[0]])
-        if not fits or len(entry[each]) != len(entry[found[0]]):
-            raise ValueError(f"expected one of {each!r} for each draw, got {str(entry)[:80]}")
-    wanted = DETAIL_TYPES.get(found[0])
-    if wanted is not None and type(entry.get(DETAILS[found[0]])) not in wanted:
-        raise ValueError(f"expected {DETAILS[found[0]]!r} with {found[0]!r}, got {str(entry)[:80]}")
-
-
-def _check_start(entry: Entry) -> None:
-    prompts = entry.get("prompts")
-    fits = isinstance(prompts, list) and [type(one) for one in prompts] == [int, str]
-    if not fits or not _is_list([entry["start"], entry.get("max_staleness")], int):
-        raise ValueError(
-            "expected 'start' with a step, max_staleness, prompts (a number and a word), got"
-            f" {str(entry)[:80]}"
-        )
-    if "ledger" in entry and not _is_snapshot(entry["ledger"]):
-        raise ValueError(
-            f"expected a ledger with codes, lengths and filters, got {str(entry)[:80]}"
-        )
+        raise ValueError(f"expected one of {', '.join(TRANSITIONS)} with a list of draws, got {shown}")
+    what = found[0]
+    each = OF_EACH.get(what, "")
+    if each in entry and not (
+        _is_list(entry[each], OF_EACH_TYPES[what]) and len(entry[each]) == len(entry[what])
+    ):
+        raise ValueError(f"expected one of {each!r} for each draw, got {shown}")
+    detail = DETAILS.get(what)
+    if detail is not None and type(entry.get(detail)) not in DETAIL_TYPES[detail]:
+        raise ValueError(f"expected {detail!r} with {what!r}, got {shown}")
 
 
 def _is_snapshot(ledger: Any) -> bool:
-    lists = {"codes": int, "lengths": int, "filters": str}
     return (
         isinstance(ledger, dict)
-        and all(_is_list(ledger.get(key), of) for key, of in lists.items())
+        and all(_is_list(ledger.get(key), of) for key, of in SNAPSHOT_TYPES.items())
         and _is_list(ledger.get("settled", []), str)  # older ones have none
     )
 

@@ -19,9 +19,9 @@ from rlcore.view.api import Api
 from rlcore.view.export import export_page
 from rlcore.view.run import RunView, inside
 from rlcore.view.server import ViewServer
-from rollout.accounting.untrained import UntrainedDraws, life_of
+from rollout.accounting.journal_reader import History
 
-MOST_EVENTS = 2000  # that a page lists
+MAX_EVENTS = 2000  # that a page lists
 
 
 class RunLedger:
@@ -33,18 +33,19 @@ class RunLedger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._draws = UntrainedDraws(path)
+        self._history = History(path)
         self._lock = threading.Lock()
 
     def untrained(self) -> dict[str, Any]:
         """Return counts by reason, and the newest draws that were given up or given back."""
         inside(self.path.parent, self.path)
         with self._lock:
-            self._draws.refresh()
-            newest = list(self._draws.newest)[-MOST_EVENTS:][::-1]
+            history = self._history
+            history.refresh()
+            newest = list(history.dropped)[-MAX_EVENTS:][::-1]
             return {
-                "restarts": max(self._draws.restarts - 1, 0),
-                "counts": [[what, why, count] for (what, why), count in self._draws.counts.items()],
+                "restarts": len(history.starts[1:]),
+                "counts": [[*why, count] for why, count in history.dropped_counts.items()],
                 "events": [event._asdict() for event in newest],
             }
 
@@ -52,7 +53,9 @@ class RunLedger:
         """Return what happened to a draw, by line of the journal."""
         inside(self.path.parent, self.path)
         names = ("line", "what", "detail", "rewound_by")
-        return [dict(zip(names, moment)) for moment in life_of(self.path, draw)]
+        with self._lock:
+            self._history.refresh()
+            return [dict(zip(names, moment)) for moment in self._history.life(draw)]
 
 
 def view_runs(

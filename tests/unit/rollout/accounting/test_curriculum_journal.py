@@ -244,4 +244,4 @@ def test_a_damaged_line_is_named(tmp_path: Path, entry: dict[str, Any]) -> None:
     start = {"start": 0, "prompts": [1, "x"], "max_staleness": 0}
     path.write_text("".join(json.dumps(line) + "\n" for line in (start, entry)))
     with pytest.raises(DataError, match=r"ledger.jsonl:2: .* for each draw"):
-        read_journal(path)
+        read_journal(path).at()

@@ -280,7 +280,7 @@ def test_a_line_that_is_no_entry_is_named(path: Path, line: str, said: str) -> N
     new(path).close()
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match=said):
-        read_journal(path)
+        read_journal(path).at()
 
 
 def test_a_damaged_journal_is_set_aside(path: Path, caplog: pytest.LogCaptureFixture) -> None:

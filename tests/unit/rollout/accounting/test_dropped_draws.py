@@ -1,4 +1,4 @@
-"""Why draws were not trained, by the journal; and the life of one draw from one reading."""
+"""Why draws were not trained, by a journal that grows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import DataError
-from rollout.accounting.journal_reader import read_journal
-from rollout.accounting.untrained import UntrainedDraws, life_of
+from rollout.accounting.journal_reader import History
 
 LINES: list[dict[str, object]] = [
     {"start": 0, "prompts": [9, "x"], "max_staleness": 1},
@@ -35,12 +34,12 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_reasons_are_counted_and_grow_with_the_journal(path: Path) -> None:
-    found = UntrainedDraws(path)
+    found = History(path)
     found.refresh()
     counts = {("dropped", "zero_variance"): 1, ("failed", "timeout"): 1,
               ("requeued", "stale"): 1, ("failed", "error"): 1}  # fmt: skip
-    assert found.counts == counts
-    assert [(e.step, e.draw, e.line) for e in found.newest] == [
+    assert found.dropped_counts == counts
+    assert [(e.step, e.draw, e.line) for e in found.dropped] == [
         (1, 1, 4),
         (2, 3, 7),
         (2, 2, 8),
@@ -49,19 +48,22 @@ def test_reasons_are_counted_and_grow_with_the_journal(path: Path) -> None:
     with open(path, "a") as file:
         file.write('{"dropped": [7], "by": "mine"}\n{"failed": [8]')
     found.refresh()
-    assert found.counts == counts | {("dropped", "mine"): 1}
+    assert found.dropped_counts == counts | {("dropped", "mine"): 1}
 
 
-@pytest.mark.parametrize("draw", range(11))
-def test_the_life_of_a_draw_is_that_of_the_whole_history(path: Path, draw: int) -> None:
-    assert life_of(path, draw) == read_journal(path).life(draw)
+def test_a_journal_that_was_begun_again_is_read_from_its_start(path: Path) -> None:
+    found = History(path)
+    found.refresh()
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES[:4]))
+    found.refresh()
+    assert found.dropped_counts == {("dropped", "zero_variance"): 1}
+    assert [number for number, *_ in found.life(10)] == [2]
 
 
 def test_nonsense_and_a_missing_file_are_named(path: Path, tmp_path: Path) -> None:
     with open(path, "a") as file:
         file.write('{"failed": "all"}\n')
     with pytest.raises(DataError, match=r"ledger\.jsonl:13"):
-        UntrainedDraws(path).refresh()
-    for read in (UntrainedDraws(tmp_path / "none").refresh, lambda: life_of(tmp_path / "none", 0)):
-        with pytest.raises(DataError, match="no such file"):
-            read()
+        History(path).refresh()
+    with pytest.raises(DataError, match="no such file"):
+        History(tmp_path / "none").refresh()
