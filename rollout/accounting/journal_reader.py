@@ -153,7 +153,9 @@ class History:
             for begin, end, _ in counted
             if end > cut
         ]
-        self._counted = [LineRange(begin, min(end, cut)) for begin, end, _ in counted if begin < cut]
+        self._counted = [
+            LineRange(begin, min(end, cut)) for begin, end, _ in counted if begin < cut
+        ]
         self.rewound_transitions += start.transitions - cut.transitions
         line_end = line_end._replace(transitions=cut.transitions)
         self.cuts = {at: position for at, position in self.cuts.items() if at <= step}
@@ -266,7 +268,9 @@ def _check_entry(entry: Any) -> None:
         return
     found = [name for name in TRANSITIONS if name in entry]
     if len(found) != 1 or not _is_list(entry[found[0]], int):
-        raise ValueError(f"expected one of {', '.join(TRANSITIONS)} with a list of draws, got {shown}")
+        raise ValueError(
+            f"expected one of {', '.join(TRANSITIONS)} with a list of draws, got {shown}"
+        )
     what = found[0]
     each = OF_EACH.get(what, "")
     if each in entry and not (

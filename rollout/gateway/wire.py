@@ -16,32 +16,16 @@ from rlcore.errors import DataError
 from rollout.conversation.tool_schemas import check_tools
 
 # What a request may have and what changes nothing.
-HARMLESS = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "stream_options",
-        "user",
-    }
+_HARMLESS = (
+    "metadata prompt_cache_key prompt_cache_retention safety_identifier service_tier store"
+    " stream_options user"
 )
-_READ = frozenset(
-    {
-        "logprobs",
-        "max_completion_tokens",
-        "max_tokens",
-        "messages",
-        "model",
-        "return_token_ids",
-        "stop",
-        "stream",
-        "tool_choice",
-        "tools",
-    }
+HARMLESS = frozenset(_HARMLESS.split())
+_READ_KEYS = (
+    "logprobs max_completion_tokens max_tokens messages model return_token_ids stop stream"
+    " tool_choice tools"
 )
+_READ = frozenset(_READ_KEYS.split())
 
 
 class Refused(Exception):

@@ -28,6 +28,7 @@ from typing import Any
 import orjson
 
 from rlcore.boundary.child_environment import allowed_environment
+from rlcore.boundary.process_tree import kill_tree
 from rlcore.data.sample import Sample
 from rlcore.deadlines import CANCEL_S, REAP_S, REWARD_START_S, STRAYS_S, WORKER_ENDS_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
@@ -35,7 +36,6 @@ from rlcore.timeline.recorder import RECORDER, Lanes, now, of_group
 from rollout.asyncio_utils import within
 from rollout.rewards.base import RewardFailure, RewardPart, Score, checked, each
 from rollout.rewards.worker import HEADER, pack
-from rollout.sandbox.process_tree import kill_tree
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits
 from rollout.rewards.services.judge import JudgePart
 from rollout.rewards.services.part import ServicePart
 from rollout.rewards.workflow import WorkflowPart
-from rollout.sandbox.base import Sandbox
-from rollout.sandbox.build import build_sandbox
+from rollout.sandbox import Sandbox
+from rollout.sandbox.local import build_sandbox
 
 logger = logging.getLogger(__name__)
 

@@ -31,13 +31,13 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from rlcore.boundary.process_tree import adopt_orphans, descendants, die_with_parent, kill_below
 from rlcore.data.sample import Sample
 from rlcore.deadlines import STRAYS_S
 from rlcore.errors import ConfigError
 from rlcore.import_paths import call_method, place_of
 from rollout.plugins import load_object
 from rollout.rewards.base import RewardFailure, Score, checked, failed
-from rollout.sandbox.process_tree import adopt_orphans, descendants, die_with_parent, kill_below
 
 HEADER = struct.Struct("<I")
 HIGH = 200  # above the descriptors that code counts on or loops over

@@ -8,43 +8,16 @@ from typing import Any
 from rlcore.deadlines import FUSION_GRACE_S
 from rlcore.errors import ConfigError
 from rollout.json_client import JsonClient, NoAnswer
-from rollout.sandbox.base import Outcome, Program, Status
+from rollout.sandbox import Outcome, Program, Status
 
 COMPILE_S = 30.0
 RUN_STATUS: dict[Any, Status] = {"Finished": "finished", "TimeLimitExceeded": "timeout"}
-LANGUAGES = frozenset(
-    (
-        "python",
-        "cpp",
-        "nodejs",
-        "go",
-        "go_test",
-        "java",
-        "php",
-        "csharp",
-        "bash",
-        "typescript",
-        "sql",
-        "rust",
-        "cuda",
-        "lua",
-        "R",
-        "perl",
-        "D_ut",
-        "ruby",
-        "scala",
-        "julia",
-        "pytest",
-        "junit",
-        "kotlin_script",
-        "jest",
-        "verilog",
-        "python_gpu",
-        "lean",
-        "swift",
-        "racket",
-    )
+_LANGUAGES = (
+    "python cpp nodejs go go_test java php csharp bash typescript sql rust cuda lua R perl "
+    "D_ut ruby scala julia pytest junit kotlin_script jest verilog python_gpu lean swift "
+    "racket"
 )
+LANGUAGES = frozenset(_LANGUAGES.split())
 
 
 class FusionSandbox:

@@ -1,4 +1,7 @@
-"""Runs programs on this machine, confined, with limits, and ends each as a tree."""
+"""Runs programs on this machine, confined, with limits, and ends each as a tree.
+
+`build_sandbox` chooses between this and a SandboxFusion server.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlcore.boundary.process_tree import descendants, kill_tree, memory
+from rlcore.config.sections.sandbox import SandboxConfig
 from rlcore.deadlines import REAP_S, SANDBOX_START_S, STRAYS_S
 from rlcore.errors import ConfigError
-from rollout.sandbox.base import Outcome, Program, Status
-from rollout.sandbox.confinement import Confinement
-from rollout.sandbox.process_tree import descendants, kill_tree, memory
+from rollout.sandbox import Outcome, Program, Sandbox, Status
+from rollout.sandbox.confinement import Confinement, candidates, interpreter
+from rollout.sandbox.fusion import FusionSandbox
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +32,49 @@ POLL_S = 0.1  # between two looks at a program's memory and processes
 CHUNK = 1 << 16
 LANGUAGES = ("python", "bash")
 MAIN = {"python": "main.py", "bash": "main.sh"}
+ADVICE = (
+    "install bubblewrap (apt-get install bubblewrap) and allow namespaces (docker run"
+    " --security-opt seccomp=unconfined --cap-add SYS_ADMIN, or a user other than root where"
+    " kernel.unprivileged_userns_clone is 1), or start a SandboxFusion server elsewhere and set"
+    " reward.sandbox.kind: fusion and reward.sandbox.url; rlimits is UNSAFE and works anywhere"
+)
+
+
+def build_sandbox(config: SandboxConfig) -> Sandbox:
+    """Return the sandbox; nothing is started yet."""
+    output_bytes = config.output_kb << 10
+    if config.kind == "fusion":
+        return FusionSandbox(
+            str(config.url),
+            concurrency=config.concurrency,
+            output_bytes=output_bytes,
+            retries=config.retries,
+        )
+    if config.kind == "rlimits":
+        logger.warning(
+            "reward.sandbox.kind is rlimits: code that a model wrote can read your files, talk to"
+            " your processes and use the network"
+        )
+    settings = {
+        "python": interpreter(config.python),
+        "folders": tuple(config.folders),
+        "processes": config.processes,
+        "files_mb": config.files_mb,
+    }
+    return LocalSandbox(
+        candidates(config.kind, settings),
+        concurrency=config.concurrency,
+        output_bytes=output_bytes,
+    )
 
 
 class LocalSandbox:
     """A `Sandbox` of programs on this machine."""
 
     def __init__(
-        self, candidates: list[Confinement], *, concurrency: int, output_bytes: int, advice: str
+        self, candidates: list[Confinement], *, concurrency: int, output_bytes: int
     ) -> None:
         self._candidates = candidates
-        self._advice = advice
         self._output_bytes = output_bytes
         self._confinement: Confinement | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -65,7 +103,7 @@ class LocalSandbox:
             problems.append(f"{confinement.name}: {' '.join(' '.join(said).split())[:300]}")
         raise ConfigError(
             f"reward.sandbox: no program can be confined here ({'; '.join(problems) or 'nothing'}"
-            f" is installed for it); {self._advice}"
+            f" is installed for it); {ADVICE}"
         )
 
     async def run(self, program: Program) -> Outcome:

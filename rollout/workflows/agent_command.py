@@ -14,10 +14,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 
+from rlcore.boundary import process_tree
 from rlcore.deadlines import END_COMMAND_S, REAP_S
 from rlcore.errors import RolloutFailed
 from rollout.gateway.server import Endpoint
-from rollout.sandbox import process_tree
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

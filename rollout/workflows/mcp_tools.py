@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import orjson
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from rlcore.boundary import process_tree
 from rlcore.boundary.child_environment import allowed_environment
 from rlcore.config.messages import expected_by
 from rlcore.config.secrets import mask_text
@@ -22,7 +23,6 @@ from rlcore.deadlines import CANCEL_S, MCP_CLOSE_S
 from rlcore.errors import ConfigError, RolloutFailed
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.conversation.tool_schemas import check_tools
-from rollout.sandbox import process_tree
 from rollout.workflows import bounded_lines
 from rollout.workflows.tool_errors import ToolError
 

@@ -22,8 +22,8 @@ import pytest
 
 from rlcore.config.sections.sandbox import SandboxConfig
 from rlcore.errors import ConfigError
-from rollout.sandbox.base import Outcome, Program
-from rollout.sandbox.build import build_sandbox
+from rollout.sandbox import Outcome, Program
+from rollout.sandbox.local import build_sandbox
 from tests.limits import adopting_orphans
 from tests.process_facts import command_of
 
@@ -166,8 +166,8 @@ NUMBERS = {"x86_64": {"number": 250, "add": 248}, "aarch64": {"number": 219, "ad
 PRINTS = """
 import asyncio, sys
 from rlcore.config.sections.sandbox import SandboxConfig
-from rollout.sandbox.base import Program
-from rollout.sandbox.build import build_sandbox
+from rollout.sandbox import Program
+from rollout.sandbox.local import build_sandbox
 
 async def main():
     sandbox = build_sandbox(SandboxConfig(kind=sys.argv[1]))
@@ -438,8 +438,8 @@ def is_of_a_sandbox(process: psutil.Process) -> bool:
 KILLED = """
 import asyncio, sys
 from rlcore.config.sections.sandbox import SandboxConfig
-from rollout.sandbox.base import Program
-from rollout.sandbox.build import build_sandbox
+from rollout.sandbox import Program
+from rollout.sandbox.local import build_sandbox
 
 async def main():
     sandbox = build_sandbox(SandboxConfig(kind=sys.argv[1]))

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from rlcore.errors import ConfigError
 from rlcore.launch.doctor.finding import Finding
 from rlcore.launch.doctor.needs import Needs
-from rollout.sandbox.base import Sandbox
-from rollout.sandbox.build import build_sandbox
+from rollout.sandbox import Sandbox
+from rollout.sandbox.local import build_sandbox
 
 
 def sandbox(needs: Needs) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from logging.handlers import MemoryHandler
 from typing import Any
 
+from rlcore.boundary.process_tree import die_with_parent
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.import_paths import place_of_error
 from rlcore.launch.logs import EARLY_RECORDS, LineStream, Terminal
@@ -26,7 +27,6 @@ from rlcore.launch.service.frames import LINE, Begin
 from rlcore.launch.service.host import ServiceHost
 from rlcore.timeline.start import now, process_start
 from rollout.daemon_threads import DaemonExecutor
-from rollout.sandbox.process_tree import die_with_parent
 
 # Calls that run at a time.
 MAX_CALLS = 256

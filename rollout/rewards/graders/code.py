@@ -19,7 +19,7 @@ from rollout.rewards.graders.code_tests import (
     program_of,
     read_tests,
 )
-from rollout.sandbox.base import Sandbox
+from rollout.sandbox import Sandbox
 
 
 class CodePart(RewardPart):

@@ -38,7 +38,7 @@ from rollout.rewards.graders.code_assertions import (
 )
 from rollout.rewards.graders.label_text import literal_of
 from rollout.rewards.graders.places import after_thinking
-from rollout.sandbox.base import Program
+from rollout.sandbox import Program
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = {"", "py", "python", "python3"}

@@ -10,8 +10,8 @@ import pytest
 
 from rlcore.config.sections.sandbox import SandboxConfig
 from rlcore.errors import ConfigError
-from rollout.sandbox.build import build_sandbox
 from rollout.sandbox.confinement import Bubblewrap, Confinement, Unshare, interpreter, minimal
+from rollout.sandbox.local import build_sandbox
 
 
 @pytest.mark.parametrize("root", [True, False])

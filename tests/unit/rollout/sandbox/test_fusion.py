@@ -17,8 +17,8 @@ import rollout.sandbox.fusion as fusion
 from rlcore.config.sections.sandbox import SandboxConfig
 from rlcore.errors import ConfigError
 from rollout import json_client
-from rollout.sandbox.base import Outcome, Program
-from rollout.sandbox.build import build_sandbox
+from rollout.sandbox import Outcome, Program
+from rollout.sandbox.local import build_sandbox
 
 Handler = Callable[[dict[str, Any]], Awaitable[web.StreamResponse] | web.StreamResponse]
 

@@ -8,9 +8,8 @@ import pytest
 
 from rlcore.config.sections.sandbox import SandboxConfig
 from rlcore.errors import ConfigError
-from rollout.sandbox import local
-from rollout.sandbox.base import Program
-from rollout.sandbox.build import build_sandbox
+from rollout.sandbox import Program, local
+from rollout.sandbox.local import build_sandbox
 
 
 def test_a_sandbox_that_starts_too_slowly_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

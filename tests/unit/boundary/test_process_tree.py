@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.sandbox import process_tree
+from rlcore.boundary import process_tree
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
 
