@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import orjson
@@ -19,6 +21,7 @@ T = TypeVar("T")
 LARGEST = float(np.finfo(np.float32).max)
 MAX_INFO = 1 << 16  # bytes of `info` as JSON, since it is recorded with each sample
 KEYS = ("score", "correct", "parts", "info")
+OUTCOME = "reward"  # the name of a workflow's outcome that is one number
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,102 @@ class RewardPart:
 
     async def close(self) -> None:
         """End what `start` began."""
+
+
+class LocalPart(RewardPart):
+    """A part that the event loop scores itself: its grader is ours and quick."""
+
+    def __init__(self, grader: Callable[[Sample], Score]) -> None:
+        self._grader = grader
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """See `RewardPart`."""
+        return [attempt(partial(self._grader, sample)) for sample in samples]
+
+
+def workflow_outcome(name: str, sample: Sample) -> Score:
+    """Return what the workflow gave for a part: the number under its name, else its only one.
+
+    An outcome `correct` says right or wrong.
+    """
+    outcome = sample.outcome
+    if name not in outcome and OUTCOME not in outcome:
+        given = ", ".join(outcome) or "none"
+        return RewardFailure(
+            "error",
+            f"the workflow gave no reward {name!r} (it gave: {given}): return it from the"
+            " environment's reward(), or from the agent program",
+        )
+    found = checked(outcome.get(name, outcome.get(OUTCOME)))
+    if isinstance(found, Verdict) and "correct" in outcome:
+        return Verdict(found.score, bool(outcome["correct"]))
+    return found
+
+
+class BatchedPart(RewardPart):
+    """A part that scores several samples in one call, whichever groups they belong to.
+
+    Samples that wait while all calls are busy form the next batch.
+
+    Args:
+        batch_size: most samples of a call.
+        concurrency: calls at a time.
+    """
+
+    def __init__(self, *, batch_size: int, concurrency: int = 1) -> None:
+        self._batch_size = batch_size
+        self._concurrency = concurrency
+        self._waiting: deque[tuple[Sample, asyncio.Future[Score]]] = deque()
+        self._senders: set[asyncio.Task[None]] = set()
+
+    async def _ask(self, samples: list[Sample]) -> list[Score]:
+        """The score or failure of each sample of a batch; may raise."""
+        raise NotImplementedError
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """See `RewardPart`."""
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
+        self._waiting.extend(zip(samples, futures))
+        calls = -(-len(self._waiting) // self._batch_size)
+        for _ in range(min(calls, self._concurrency - len(self._senders))):
+            sender = loop.create_task(self._send())
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
+        return list(await asyncio.gather(*futures))
+
+    async def _send(self) -> None:
+        try:
+            await self._send_all()
+        finally:  # in this iteration of the loop: `score` starts another one in the next
+            self._senders.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+
+    async def _send_all(self) -> None:
+        # groups that finish in this iteration of the loop join the first batch
+        await asyncio.sleep(0)
+        while self._waiting:
+            size = min(len(self._waiting), self._batch_size)
+            calls = [self._waiting.popleft() for _ in range(size)]
+            calls = [call for call in calls if not call[1].done()]
+            if not calls:
+                continue
+            try:
+                scores = await attempted(self._ask([sample for sample, _ in calls]))
+            except asyncio.CancelledError:
+                for _, future in calls:
+                    future.cancel()
+                raise
+            if isinstance(scores, RewardFailure):
+                scores = [scores] * len(calls)
+            for (_, future), score in zip(calls, scores, strict=True):
+                if not future.done():
+                    future.set_result(score)
+
+    async def close(self) -> None:
+        """Cancel the calls."""
+        for sender in list(self._senders):
+            sender.cancel()
+        await asyncio.gather(*self._senders, return_exceptions=True)
 
 
 # --- exceptions -----------------------------------------------------------------------------------

@@ -17,16 +17,13 @@ from rlcore.config.sections.reward import RewardModelConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import ModelError
 from rollout.engines.checks import folder_vocab_size
-from rollout.rewards.base import RewardFailure, RewardPart, Score, attempt, checked
-
-PendingCall = tuple[NDArray[np.int32], "asyncio.Future[Score]"]
+from rollout.rewards.base import BatchedPart, RewardFailure, Score, attempt, checked
 
 
-class ModelPart(RewardPart):
+class ModelPart(BatchedPart):
     """Scores the tokens of a sample as they are: policy and reward model share a vocabulary.
 
-    Batches run in a thread of their own. Samples that wait meanwhile form the next batch, whichever
-    group they belong to.
+    Batches run one by one in a thread of their own.
 
     Raises:
         ModelError: the folder is no classifier with one output, or its vocabulary is not the
@@ -45,41 +42,19 @@ class ModelPart(RewardPart):
                 f"{where}: the reward model {config.path} has a vocabulary of {own}, the policy one"
                 f" of {vocab_size}; they read the same token ids, so the sizes must agree"
             )
-        self._batch_size = config.batch_size
+        super().__init__(batch_size=config.batch_size)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._model = load_classifier(config.path, where, self._device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
-        self._pending: list[PendingCall] = []
-        self._drain: asyncio.Task[None] | None = None
 
-    async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """See `RewardPart`."""
+    async def _ask(self, samples: list[Sample]) -> list[Score]:
+        sequences = [sample.tokens for sample in samples]
         loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
-        self._pending += [(sample.tokens, future) for sample, future in zip(samples, futures)]
-        if self._drain is None or self._drain.done():
-            self._drain = loop.create_task(self._work())
-        return list(await asyncio.gather(*futures))
-
-    async def _work(self) -> None:
-        # let the groups that finish in this iteration of the loop join the first batch
-        await asyncio.sleep(0)
-        while self._pending:
-            batch = self._pending[: self._batch_size]
-            self._pending = self._pending[self._batch_size :]
-            loop = asyncio.get_running_loop()
-            sequences = [tokens for tokens, _ in batch]
-            found = await loop.run_in_executor(
-                self._thread, attempt, partial(self.forward, sequences)
-            )
-            scores: Sequence[Score] = (
-                [found] * len(batch)
-                if isinstance(found, RewardFailure)  # out of memory, say
-                else [checked(score) for score in found]
-            )
-            for (_, future), score in zip(batch, scores, strict=True):
-                if not future.done():
-                    future.set_result(score)
+        # taken in the thread: no future of asyncio carries a StopIteration
+        found = await loop.run_in_executor(self._thread, attempt, partial(self.forward, sequences))
+        if isinstance(found, RewardFailure):
+            return [found] * len(samples)
+        return [checked(score) for score in found]
 
     @torch.inference_mode()
     def forward(self, sequences: Sequence[NDArray[np.int32]]) -> list[float]:
@@ -100,8 +75,7 @@ class ModelPart(RewardPart):
 
     async def close(self) -> None:
         """Drop what waits, and let the thread end."""
-        if self._drain is not None:
-            self._drain.cancel()
+        await super().close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

@@ -23,14 +23,21 @@ from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, DataError
 from rlcore.timeline.recorder import Lanes, of_group
 from rollout.failures import Failure
-from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, attempted, checked
-from rollout.rewards.graders import shape, text
+from rollout.rewards.base import (
+    LocalPart,
+    RewardFailure,
+    RewardPart,
+    Score,
+    Verdict,
+    attempted,
+    checked,
+    workflow_outcome,
+)
+from rollout.rewards.graders import text
 from rollout.rewards.graders.code import CodePart
-from rollout.rewards.local import LocalPart
+from rollout.rewards.judge import JudgePart
 from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits
-from rollout.rewards.services.judge import JudgePart
-from rollout.rewards.services.part import ServicePart
-from rollout.rewards.workflow import WorkflowPart
+from rollout.rewards.services import ServicePart
 from rollout.sandbox import Sandbox
 from rollout.sandbox.local import build_sandbox
 
@@ -40,12 +47,12 @@ logger = logging.getLogger(__name__)
 LOCAL: dict[str, Callable[..., Verdict]] = {
     "exact_match": text.exact_match,
     "f1": text.f1,
-    "overlong": shape.overlong,
+    "overlong": text.overlong,
 }
 POOLED = {
     "math": "rollout.rewards.graders.mathematics:math",
     "choice": "rollout.rewards.graders.text:choice",
-    "format": "rollout.rewards.graders.shape:Format",
+    "format": "rollout.rewards.graders.text:Format",
     "ifeval": "rollout.rewards.graders.ifeval:ifeval",
     "reasoning_gym": "rollout.rewards.graders.reasoning_gym:ReasoningGym",
 }
@@ -379,7 +386,7 @@ def build_scorer(
         elif part.judge is not None:
             parts[name] = JudgePart(name, part.judge)
         elif part.source == "workflow":
-            parts[name] = WorkflowPart(name)
+            parts[name] = LocalPart(partial(workflow_outcome, name))
         elif function in LOCAL:
             parts[name] = LocalPart(partial(LOCAL[function], **args))
         else:

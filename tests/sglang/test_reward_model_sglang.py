@@ -17,7 +17,7 @@ from rlcore.config.sections.reward_services import RewardServiceConfig
 from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import load_tokenizer
 from rollout.rewards.base import Score, Verdict
-from rollout.rewards.services.part import ServicePart
+from rollout.rewards.services import ServicePart
 
 TEXTS = [("1+1=", "2"), ("12+34=", "46"), ("9+9=", "1818181818"), ("5+5=", "")]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +14,21 @@ from raising_rewards import EXCEPTIONS
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.sample import Sample
 from rollout.rewards import scorer as scorers
-from rollout.rewards.base import RewardPart, Score, Verdict, each
+from rollout.rewards.base import (
+    BatchedPart,
+    LocalPart,
+    RewardPart,
+    Score,
+    Verdict,
+    each,
+    workflow_outcome,
+)
 from rollout.rewards.graders import code
 from rollout.rewards.graders.code import CodePart
-from rollout.rewards.local import LocalPart
+from rollout.rewards.judge import JudgePart
 from rollout.rewards.model import ModelPart
 from rollout.rewards.scorer import FailureCounts, Scorer, build_scorer
-from rollout.rewards.services.judge import JudgePart
-from rollout.rewards.services.part import ServicePart
-from rollout.rewards.workflow import WorkflowPart
+from rollout.rewards.services import ServicePart
 
 BAD = "bad"
 URL = "http://127.0.0.1:9"
@@ -59,7 +66,7 @@ class Outcome(float):
 
 def workflow(name: str, monkeypatch: pytest.MonkeyPatch) -> RewardPart:
     monkeypatch.setattr(Outcome, "name", name)
-    return WorkflowPart("p")
+    return LocalPart(partial(workflow_outcome, "p"))
 
 
 def judge(name: str, monkeypatch: pytest.MonkeyPatch) -> RewardPart:
@@ -158,9 +165,7 @@ def test_an_exception_of_a_reward_model(
     from concurrent.futures import ThreadPoolExecutor
 
     part = ModelPart.__new__(ModelPart)
-    part._batch_size = 1
-    part._pending = []
-    part._drain = None
+    BatchedPart.__init__(part, batch_size=1)
     part._thread = ThreadPoolExecutor(max_workers=1)
     samples = [sample("2", index=0), sample(BAD, index=1)]
     samples[1].tokens = samples[1].tokens[:-1]

@@ -21,8 +21,7 @@ from rlcore.data.sample import Sample
 from rlcore.errors import ModelError
 from rollout.conversation.samples import make_sample
 from rollout.rewards.base import RewardFailure
-from rollout.rewards.services.formats import texts, wire_format
-from rollout.rewards.services.part import ServicePart
+from rollout.rewards.services import ServicePart, texts, wire_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -20,10 +20,9 @@ from rlcore.errors import ConfigError
 from rollout import json_client
 from rollout.json_client import JsonClient, NoAnswer
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict
+from rollout.rewards.judge import JudgePart, filled
 from rollout.rewards.scorer import build_scorer
-from rollout.rewards.services.client import client_of
-from rollout.rewards.services.judge import JudgePart, filled
-from rollout.rewards.services.part import ServicePart
+from rollout.rewards.services import ServicePart, client_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MakeSample = Callable[..., Sample]

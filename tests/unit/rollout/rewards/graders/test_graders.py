@@ -13,8 +13,7 @@ from rlcore.errors import ConfigError
 from rollout.rewards.graders import mathematics
 from rollout.rewards.graders.mathematics import math
 from rollout.rewards.graders.places import find_answer, last_boxed
-from rollout.rewards.graders.shape import Format, overlong
-from rollout.rewards.graders.text import choice, exact_match, f1, picked
+from rollout.rewards.graders.text import Format, choice, exact_match, f1, overlong, picked
 from rollout.rewards.scorer import LOCAL, POOLED, build_scorer
 
 

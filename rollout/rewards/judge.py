@@ -10,7 +10,7 @@ from rlcore.config.sections.reward_services import PLACEHOLDER, JudgeConfig
 from rlcore.data.sample import Sample
 from rollout.json_client import NoAnswer
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, each
-from rollout.rewards.services.client import client_of, failure
+from rollout.rewards.services import client_of, failure
 
 ROUTE = "/chat/completions"
 RECORDED = 2000  # characters of the judge's answer, its end, which are recorded with the sample

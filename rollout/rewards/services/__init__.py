@@ -1,1 +1,0 @@
-"""Rewards from servers: reward services and judges."""
