@@ -11,8 +11,11 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Any, overload
+from itertools import accumulate, islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlcore.config.sections.data import AUTO, DataConfig
 from rlcore.data.messages import Message, check_messages, dress, parse_tools
@@ -295,49 +298,64 @@ class Part:
         )
 
 
-class Examples(Sequence[Example]):
-    """All rows, in the order of the sources and their files; each is read when it is asked for."""
+class Examples:
+    """The rows of all sources, or some of them, in order; each is read when it is asked for.
+
+    Args:
+        rows: int64 [N], which rows, in increasing order; default: all.
+    """
 
     def __init__(
-        self, parts: Sequence[Part], transform: Callable[[Example], Example] = lambda e: e
+        self,
+        parts: Sequence[Part],
+        transform: Callable[[Example], Example] = lambda e: e,
+        rows: NDArray[np.int64] | None = None,
     ) -> None:
         self.parts = tuple(parts)
         self._transform = transform
-        self._starts = [0]
-        for part in parts:
-            self._starts.append(self._starts[-1] + len(part.rows))
+        self._starts = [0, *accumulate(len(part.rows) for part in parts)]
+        self._rows = rows
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """Which rows of all sources these are, int64 [N], in increasing order."""
+        return np.arange(self._starts[-1]) if self._rows is None else self._rows
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return self._starts[-1] if self._rows is None else len(self._rows)
+
+    def take(self, rows: NDArray[np.int64]) -> Examples:
+        """Return some of the rows of all sources, by their increasing numbers."""
+        return Examples(self.parts, self._transform, rows)
 
     def part(self, index: int) -> tuple[Part, int]:
         """Return the file of a row, and the row's index in it."""
-        at = bisect_right(self._starts, index) - 1
-        return self.parts[at], index - self._starts[at]
+        row = index if self._rows is None else int(self._rows[index])
+        at = bisect_right(self._starts, row) - 1
+        return self.parts[at], row - self._starts[at]
 
     def where(self, index: int) -> str:
-        """Return "file:line" of a row."""
+        """Return "file:line" of a row, without reading it."""
         part, at = self.part(index)
         return part.rows.where(at)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Example:
         if index >= len(self):
             raise IndexError(index)
         part, at = self.part(index)
         return self._transform(part.example(at, part.rows[at]))
 
     def __iter__(self) -> Iterator[Example]:
-        for part in self.parts:
+        wanted = iter(range(len(self)) if self._rows is None else self._rows.tolist())
+        following = next(wanted, None)
+        for first, part in zip(self._starts, self.parts):
+            # much faster than one by one
             for at, row in enumerate(part.rows):
-                yield self._transform(part.example(at, row))
+                if following is None:
+                    return
+                if first + at == following:
+                    yield self._transform(part.example(at, row))
+                    following = next(wanted, None)
 
 
 def open_examples(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,42 +55,6 @@ class LengthLimit:
         return f"{self.why} = {self.tokens}"
 
 
-class Chosen(Sequence[Example]):
-    """Some of the examples, by their increasing indices; each is read when it is asked for."""
-
-    def __init__(self, examples: Examples, rows: NDArray[np.int64]) -> None:
-        self._examples = examples
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
-        if isinstance(index, slice):
-            return Chosen(self._examples, self.rows[index])
-        return self._examples[int(self.rows[index])]
-
-    def __iter__(self) -> Iterator[Example]:
-        wanted = iter(self.rows.tolist())
-        following = next(wanted, None)
-        for row, example in enumerate(self._examples):  # much faster than one by one
-            if following is None:
-                return
-            if row == following:
-                yield example
-                following = next(wanted, None)
-
-    def where(self, index: int) -> str:
-        """Return "file:line" of an example, without reading it."""
-        return self._examples.where(int(self.rows[index]))
-
-
 @dataclass(frozen=True)
 class PromptSet:
     """All prompts of a run, in file order.
@@ -99,12 +63,12 @@ class PromptSet:
     are read from the data when a prompt is asked for.
     """
 
-    examples: Chosen
+    examples: Examples
     texts: RaggedArray[np.uint8]  # UTF-8
     ragged: RaggedArray[np.int32]
     digests: NDArray[np.uint64]  # of all that each row contributes
     # Rows that were too long, by the limit that they exceed.
-    left_out: Mapping[LengthLimit, Chosen]
+    left_out: Mapping[LengthLimit, Examples]
     all_examples: Examples
 
     @classmethod
@@ -167,10 +131,12 @@ class PromptSet:
         paths = ", ".join(part.path for part in examples.parts) or "data.paths"
         if not row:
             raise DataError(f"{paths}: no rows")
-        left_out = {limit: _chosen(examples, rows) for limit, rows in too_long.items()}
+        left_out = {
+            limit: examples.take(np.array(rows, dtype=np.int64)) for limit, rows in too_long.items()
+        }
         _report(paths, left_out, row, shortest)
         return cls(
-            _chosen(examples, kept),
+            examples.take(np.array(kept, dtype=np.int64)),
             texts.done(),
             tokens.done(),
             np.array(digests, dtype=np.uint64),
@@ -196,7 +162,7 @@ class PromptSet:
             ConfigError: none is left.
         """
         kept = np.flatnonzero(~too_long)
-        left_out = Chosen(self.all_examples, self.examples.rows[too_long])
+        left_out = self.all_examples.take(self.examples.rows[too_long])
         if not len(kept):
             raise ConfigError(
                 f"all {len(self)} rows have more than {limit} tokens (the first:"
@@ -211,7 +177,7 @@ class PromptSet:
         )
         return replace(
             self,
-            examples=Chosen(self.all_examples, self.examples.rows[kept]),
+            examples=self.all_examples.take(self.examples.rows[kept]),
             texts=self.texts.take(kept),
             ragged=self.ragged.take(kept),
             digests=self.digests[kept],
@@ -268,12 +234,8 @@ def _chunks(examples: Iterator[Example]) -> Iterator[list[Example]]:
         yield chunk
 
 
-def _chosen(examples: Examples, rows: list[int]) -> Chosen:
-    return Chosen(examples, np.array(rows, dtype=np.int64))
-
-
 def _report(
-    paths: str, left_out: Mapping[LengthLimit, Chosen], total: int, shortest: int | None
+    paths: str, left_out: Mapping[LengthLimit, Examples], total: int, shortest: int | None
 ) -> None:
     if sum(len(rows) for rows in left_out.values()) == total:
         limit = min(left_out, key=lambda limit: limit.tokens)

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import orjson
@@ -31,25 +31,29 @@ _BOM = b"\xef\xbb\xbf"
 _LONG_NUMBER = re.compile(rb"(?<![\d.eE+])\d{19,}(?![\d.eE])")
 
 
-class RowFile(Protocol):
+class RowFile:
     """The rows of one file, any of which can be read; few of them are ever in memory."""
 
     # Missing fields came as nulls, as in parquet, where every row has every field of the schema.
-    fills_with_null: bool
+    fills_with_null = False
 
-    def __len__(self) -> int: ...
+    def __init__(self, name: object) -> None:
+        self._name = name
+
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Read a row. Raises DataError if it is none."""
-        ...
+        """Read row `index`. Raises DataError if it is not a JSON object."""
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Read all rows, in order, faster than one by one."""
-        ...
+        """Read all rows, in order."""
+        return (self[index] for index in range(len(self)))
 
     def where(self, index: int) -> str:
         """Return "file:line" of a row; in parquet "file:row", counted from 1."""
-        ...
+        return f"{self._name}:{index + 1}"
 
 
 def open_rows(path: Path) -> RowFile:
@@ -79,13 +83,11 @@ def check_file(path: Path) -> None:
         raise DataError(f"{path} is empty; expected {_ROWS}")
 
 
-class JsonRows:
-    """A file with one JSON object a line, of which only the places of the lines are in memory."""
-
-    fills_with_null = False
+class JsonRows(RowFile):
+    """A file with one JSON object a line, of which only the offsets of the lines are in memory."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        super().__init__(path)
         # Not for one block: it serves reads for as long as the prompts live.
         self._file = path.open("rb")
         starts = array("q", [0])
@@ -98,10 +100,6 @@ class JsonRows:
 
     def __len__(self) -> int:
         return len(self._starts) - 1
-
-    def where(self, index: int) -> str:
-        """See `RowFile`."""
-        return f"{self._path}:{index + 1}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         start = int(self._starts[index])
@@ -125,9 +123,6 @@ class JsonRows:
             )
         return row
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[index] for index in range(len(self)))
-
 
 def _refuse_long_numbers(line: bytes, where: str) -> None:
     """Raise DataError for a whole number beyond 64 bits, which orjson reads as the next float."""
@@ -147,7 +142,7 @@ def _refuse_long_numbers(line: bytes, where: str) -> None:
         )
 
 
-class ParquetRows:
+class ParquetRows(RowFile):
     """A parquet file, of which an uncompressed copy lies memory-mapped in a nameless file.
 
     Parquet itself gives no single row, only a group of maybe a million.
@@ -159,7 +154,7 @@ class ParquetRows:
         import pyarrow
         import pyarrow.parquet
 
-        self._path = path
+        super().__init__(path)
         starts = [0]
         # TMPDIR says where. Without a name after the block; the mapping keeps it alive.
         with tempfile.NamedTemporaryFile(prefix="rlcore-rows-") as copy:
@@ -183,10 +178,6 @@ class ParquetRows:
 
     def __len__(self) -> int:
         return int(self._starts[-1])
-
-    def where(self, index: int) -> str:
-        """See `RowFile`."""
-        return f"{self._path}:{index + 1}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         batch = int(np.searchsorted(self._starts, index, side="right")) - 1

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _KEY_ROWS = 64
 # of a sequence: to share less is not worth what it costs attention
-LEAST_SHARED = 1 / 16
+MIN_SHARED = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _key(rows: NDArray[np.int32]) -> bytes:
 def worth_sharing(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     """Return how many of its rows [n, k] `other` shares with `one`: enough of them, or 0."""
     common = common_prefix(one, other)
-    return common if common >= LEAST_SHARED * len(other) else 0
+    return common if common >= MIN_SHARED * len(other) else 0
 
 
 def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

@@ -28,21 +28,17 @@ _SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 _SAVED = ("state.json", "dataset_dict.json")  # files of a folder of `save_to_disk`
 
 
-class DatasetRows:
+class DatasetRows(RowFile):
     """A split of a data set, which `datasets` reads from memory-mapped Arrow files."""
 
     fills_with_null = True
 
     def __init__(self, name: str, split: datasets.Dataset) -> None:
-        self._name = name
+        super().__init__(name)
         self._split = split
 
     def __len__(self) -> int:
         return len(self._split)
-
-    def where(self, index: int) -> str:
-        """See `RowFile`."""
-        return f"{self._name}:{index + 1}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row: dict[str, Any] = self._split[index]
@@ -52,10 +48,11 @@ class DatasetRows:
         return iter(self._split)
 
 
-class SlicedRows:
+class SlicedRows(RowFile):
     """Some of the rows of a file or data set, under the places that they have there."""
 
     def __init__(self, path: str, rows: RowFile, wanted: slice) -> None:
+        super().__init__(path)
         self._rows = rows
         self._places = range(*wanted.indices(len(rows)))
         self.fills_with_null = rows.fills_with_null

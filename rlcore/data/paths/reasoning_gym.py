@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
 import orjson
 
+from rlcore.data.rows import RowFile
 from rlcore.errors import DataError
 
 PREFIX = "reasoning-gym:"
@@ -21,7 +22,7 @@ _DEFAULTS: Mapping[str, Any] = {"seed": 0, "size": 500}  # without a seed each r
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
-class GymRows:
+class GymRows(RowFile):
     """The rows of one task, each made when it is asked for, from the seed and its index alone.
 
     Raises:
@@ -29,10 +30,8 @@ class GymRows:
             scorer as JSON.
     """
 
-    fills_with_null = False
-
     def __init__(self, path: str) -> None:
-        self._path = path
+        super().__init__(path)
         self._task, given = _parsed(path)
         self._settings = {key: given[key] for key in given if key not in _DEFAULTS}
         self._dataset = _dataset(path, self._task, given)
@@ -40,10 +39,6 @@ class GymRows:
 
     def __len__(self) -> int:
         return len(self._dataset)
-
-    def where(self, index: int) -> str:
-        """See `RowFile`."""
-        return f"{self._path}:{index + 1}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         made = self._dataset[index]
@@ -53,9 +48,6 @@ class GymRows:
             "answer": entry["answer"],
             COLUMN: {"task": self._task, "settings": self._settings, "entry": entry},
         }
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[index] for index in range(len(self)))
 
     def _check_json(self) -> None:
         """Refuse a task whose scorer does not know its own answer once the entry was JSON."""
@@ -67,7 +59,7 @@ class GymRows:
         after = self._dataset.score_answer(answer, row[COLUMN]["entry"])
         if before != after:
             raise DataError(
-                f"{self._path}: the scorer of {self._task!r} gives its own answer {before:g}, and"
+                f"{self._name}: the scorer of {self._task!r} gives its own answer {before:g}, and"
                 f" {after:g} once the entry was stored as JSON: such a task cannot be trained on"
             )
 
