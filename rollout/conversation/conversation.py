@@ -210,7 +210,7 @@ class Conversation:
         self._shared.aborted |= reason == "abort"
         self._tokens = np.concatenate([self._tokens, completion.tokens])
         self._sent = self._tokens
-        return reply.ended(reason, self.tokens_left)
+        return replace(reply, finish_reason=reason, tokens_left=self.tokens_left)
 
     async def append(self, messages: Sequence[Message]) -> None:
         """Add messages behind the model's turn: results of tools (all of them at once), or others.

@@ -42,9 +42,3 @@ class Reply:
     tokens_left: int
     raw: str = ""  # all of it, stop token excluded
     message: Message = field(default_factory=dict)
-
-    def ended(self, reason: FinishReason, tokens_left: int) -> Reply:
-        """Return this turn as it ended; `dataclasses.replace` takes twice the time."""
-        return Reply(
-            self.text, self.reasoning, self.calls, reason, tokens_left, self.raw, self.message
-        )

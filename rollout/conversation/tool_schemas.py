@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import orjson
 
 from rlcore.data.messages import parse_json
 from rlcore.errors import DataError
-from rollout.conversation.short_cache import cache_short
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 Tools = Sequence[Mapping[str, Any]]
+P = ParamSpec("P")
+T = TypeVar("T")
+MAX_BYTES = 16 << 10
+"""Arguments of one call that are kept; longer ones are computed each time."""
 
 # Types of Python, which tools of public data sets have. Others that JSON schema does not know ask
 # for nothing.
@@ -37,6 +42,26 @@ OPEN = frozenset(
 # Keywords that ask for nothing.
 WORDS = frozenset({"default", "deprecated", "description", "example", "examples", "title"})
 PYTHON = {"True": True, "False": False, "None": None}  # as chat templates write them
+
+
+def cache_short(entries: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Cache a function of texts and bytes as `lru_cache` does, long arguments aside.
+
+    Requests choose the texts, and the cache outlives them: without a bound of their size it would
+    keep `entries` times the largest body of a request.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        cached = cast("Callable[P, T]", lru_cache(entries)(function))
+
+        @wraps(function)
+        def call(*texts: P.args, **named: P.kwargs) -> T:
+            short = sum(map(sys.getsizeof, (*texts, *named.values()))) <= MAX_BYTES
+            return cached(*texts, **named) if short else function(*texts, **named)
+
+        return call
+
+    return decorate
 
 
 def check_tools(tools: Tools) -> None:

@@ -23,7 +23,7 @@ import orjson
 from rlcore.data.messages import Message, check_messages
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.formats import THINK
-from rollout.conversation.short_cache import cache_short
+from rollout.conversation.tool_schemas import cache_short
 from rollout.gateway.wire import Refused
 
 REASONING = ("reasoning_content", "reasoning")  # keys of messages

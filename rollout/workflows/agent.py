@@ -27,7 +27,7 @@ from rollout.gateway.server import Endpoint, Gateway
 from rollout.gateway.sessions import Session
 from rollout.plugins import failure_of, load_object
 from rollout.workflows.agent_command import run_command
-from rollout.workflows.context import WorkflowContext
+from rollout.workflows.context import WorkflowContext, bound_options
 
 KEY = "rollout.workflow"
 ENVIRONMENT = f"{KEY}.environment"
@@ -78,10 +78,7 @@ class AgentWorkflow:
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
         """Refuse keys of `rollout.workflow` that the constructor would refuse (ConfigError)."""
-        try:
-            given = inspect.signature(cls).bind(None, **options).arguments
-        except TypeError as error:
-            raise ConfigError(f"{KEY}: agent: {error}") from error
+        given = bound_options(cls, "agent", options)
         load_program(
             given.get("run"),
             given.get("command"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.generation import Generate, SamplingParams
 from rlcore.data.prompts import Prompt
+from rlcore.errors import ConfigError
 from rollout.conversation.chat_template import ChatTemplate
 from rollout.conversation.conversation import Conversation, Rules
 from rollout.conversation.parsing import ReplyParser
@@ -22,6 +24,18 @@ if TYPE_CHECKING:
 
 
 NO_LIMIT = 1 << 30  # tokens of an engine that knows its own limit
+
+
+def bound_options(workflow: type, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys of `rollout.workflow` as the constructor of a workflow gets them.
+
+    Raises:
+        ConfigError: it does not take them.
+    """
+    try:
+        return inspect.signature(workflow).bind(None, **options).arguments
+    except TypeError as error:
+        raise ConfigError(f"rollout.workflow: {name}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from rollout.asyncio_utils import gather_or_cancel, in_thread, within
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import ToolCall
 from rollout.plugins import failure_of, load_object
-from rollout.workflows.context import WorkflowContext
-from rollout.workflows.mcp_tools import McpSession, McpTools
-from rollout.workflows.tool_errors import ToolError
+from rollout.workflows.context import WorkflowContext, bound_options
+from rollout.workflows.mcp_tools import McpSession, McpTools, ToolError
 
 KEY = "rollout.workflow.env"
 CUT = "\n[cut: the result is longer than max_tool_tokens]"
@@ -82,10 +81,7 @@ class EnvironmentWorkflow:
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
         """Refuse keys of `rollout.workflow` that the constructor would refuse (ConfigError)."""
-        try:
-            given = inspect.signature(cls).bind(None, **options).arguments
-        except TypeError as error:
-            raise ConfigError(f"rollout.workflow: env: {error}") from error
+        given = bound_options(cls, "env", options)
         servers = McpTools(given.get("mcp") or ())
         load_environment(given.get("env"), given.get("options") or {}, mcp=bool(servers))
 

@@ -24,7 +24,6 @@ from rlcore.errors import ConfigError, RolloutFailed
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.conversation.tool_schemas import check_tools
 from rollout.workflows import bounded_lines
-from rollout.workflows.tool_errors import ToolError
 
 KEY = "rollout.workflow.mcp"
 ISOLATED = ("-I", "-S")
@@ -65,6 +64,10 @@ class McpServerConfig(Section):
 
     def __str__(self) -> str:
         return mask_text(self.url) if self.url else self.command[0]
+
+
+class ToolError(Exception):
+    """What a tool tells the model in place of a result; the rollout goes on."""
 
 
 class McpFailed(RolloutFailed):

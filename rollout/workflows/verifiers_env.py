@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from rlcore.errors import ConfigError
 from rollout.conversation.conversation import Conversation
 from rollout.workflows import verifiers_runner
 from rollout.workflows.agent import KEY, AgentWorkflow, Task, load_program
-from rollout.workflows.context import WorkflowContext
+from rollout.workflows.context import WorkflowContext, bound_options
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PYTHON = CHECKOUT / ".venv-verifiers" / "bin" / "python"
@@ -48,10 +47,7 @@ class VerifiersWorkflow(AgentWorkflow):
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
         """Refuse keys of `rollout.workflow` that the constructor would refuse (ConfigError)."""
-        try:
-            given = inspect.signature(cls).bind(None, **options).arguments
-        except TypeError as error:
-            raise ConfigError(f"{KEY}: verifiers: {error}") from error
+        given = bound_options(cls, "verifiers", options)
         command, _ = _command(given["env"], given.get("python"))
         load_program(None, command, {}, given.get("environment", ()))
 

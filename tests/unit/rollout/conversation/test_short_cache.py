@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rollout.conversation.short_cache import MAX_BYTES, cache_short
-from rollout.conversation.tool_schemas import check_tools
+from rollout.conversation.tool_schemas import MAX_BYTES, cache_short, check_tools
 from rollout.gateway.matching import key_of
 
 
