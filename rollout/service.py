@@ -26,11 +26,11 @@ from rlcore.deadlines import AUDIT_S, CLOSE_ENGINES_S, GIVE_UP_S, REWARD_START_S
 from rlcore.errors import ConfigError, DeadlineExceeded
 from rlcore.interfaces import BoundedEngine, RolloutEngine
 from rlcore.runs.directory import RunDirectory
+from rlcore.runs.versions import Version
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.asyncio_utils import LoopThread, gather_or_cancel, within
 from rollout.collection.buffer import (
     BufferedGroup,
-    Publication,
     PublishedVersions,
     StepGroups,
     decode,
@@ -254,7 +254,7 @@ class RolloutService:
         async def published() -> None:
             if step < self._restored_step:
                 return
-            self._versions.add(Publication(version, step, incarnation))
+            self._versions.add(Version(version, step, incarnation))
             self._collector.published(step)
 
         self._call(published(), CLOSE_ENGINES_S, f"the news of version {version}")

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 # how often in a row a request may be aborted before any of its responses got a token
-MOST_IN_VAIN = 8
+MAX_WITHOUT_TOKENS = 8
 
 
 class PartialRollouts:
@@ -77,8 +77,8 @@ class PartialRollouts:
                 "a workflow asks for whole responses: leave GenerateRequest.prefixes alone"
             )
         found = [self._settled(request.sampling, part) for part in await generate(request)]
-        in_vain = 0
-        while in_vain < MOST_IN_VAIN and (
+        without_tokens = 0
+        while without_tokens < MAX_WITHOUT_TOKENS and (
             aborted := [i for i, one in enumerate(found) if one.finish_reason == "abort"]
         ):
             rest = await generate(
@@ -89,7 +89,7 @@ class PartialRollouts:
                     self.resumed_responses += 1
                     self.resumed_tokens += len(found[i].tokens)
                 found[i] = self._settled(request.sampling, self._joined(request, found[i], part))
-            in_vain = 0 if any(len(part.tokens) for part in rest) else in_vain + 1
+            without_tokens = 0 if any(len(part.tokens) for part in rest) else without_tokens + 1
         return found
 
     def _settled(self, sampling: SamplingParams, found: Completion) -> Completion:
@@ -268,7 +268,7 @@ class Attempts:
         raise AssertionError("the last try returns or raises")
 
     async def _result(self, make: Make, attempt: _Attempt) -> Any:
-        """Return what the workflow returned. Raises RolloutFailed, or what is none of its own."""
+        """Return the workflow's result. Its errors become RolloutFailed; others propagate."""
         task = asyncio.ensure_future(_call(make, attempt.generate))
         try:
             while not task.done() and (left := self._timeout_s - attempt.clock.seconds()) > 0:

@@ -16,6 +16,7 @@ from typing import Any
 from rlcore.data.sample import Sample
 from rlcore.errors import EmptyBatch, TooManyFailed
 from rlcore.runs.rollouts import decode_samples, encode_samples
+from rlcore.runs.versions import Version
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.filters import ROLLED_BACK, STALE
 from rollout.collection.group_runner import Group
@@ -25,15 +26,6 @@ from rollout.rewards.scorer import FailureCounts
 # --- how old a group is ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Publication:
-    """A publication that succeeded."""
-
-    version: int
-    step: int  # policy step: the number of updates behind the weights
-    incarnation: int  # how often the trainer was started before
-
-
 class PublishedVersions:
     """The publications that succeeded, in the order of growing versions.
 
@@ -41,17 +33,17 @@ class PublishedVersions:
     """
 
     def __init__(self) -> None:
-        self._known: list[Publication] = []
+        self._known: list[Version] = []
 
-    def add(self, publication: Publication) -> None:
-        """Add a publication. Raises ValueError unless its version is the newest."""
-        if self._known and publication.version <= self._known[-1].version:
+    def add(self, published: Version) -> None:
+        """Add a version. Raises ValueError unless it is the newest."""
+        if self._known and published.version <= self._known[-1].version:
             raise ValueError(
-                f"version {publication.version} after {self._known[-1].version}: versions only grow"
+                f"version {published.version} after {self._known[-1].version}: versions only grow"
             )
-        self._known.append(publication)
+        self._known.append(published)
 
-    def of(self, version: int) -> Publication | None:
+    def of(self, version: int) -> Version | None:
         """The publication of `version`; None if it is newer than all and so about to end."""
         at = bisect_left(self._known, version, key=lambda publication: publication.version)
         return self._known[at] if at < len(self._known) else None
@@ -66,13 +58,13 @@ class PublishedVersions:
         }
 
     @property
-    def known(self) -> tuple[Publication, ...]:
+    def known(self) -> tuple[Version, ...]:
         """All publications, in the order of versions."""
         return tuple(self._known)
 
     def learn(self, publications: Iterable[Sequence[int]]) -> None:
         """Add publications of a snapshot, given by their fields, wherever they belong."""
-        by_version = {made.version: made for made in (Publication(*one) for one in publications)}
+        by_version = {made.version: made for made in (Version(*one) for one in publications)}
         by_version |= {made.version: made for made in self._known}
         self._known = [by_version[version] for version in sorted(by_version)]
 
@@ -199,7 +191,7 @@ class Snapshot:
 
     queue: dict[str, Any]  # `PromptQueue.snapshot`
     finished: Sequence[BufferedGroup] = ()  # and not trained on
-    publications: Sequence[Publication] = ()
+    publications: Sequence[Version] = ()
 
     def encoded(self) -> dict[str, Any]:
         """The snapshot as JSON, with the publications that the groups' versions need."""

@@ -283,8 +283,8 @@ class Collector:
     def _aged(self, group: Group, now: int) -> BufferedGroup:
         """The group with the policy steps of its tokens.
 
-        A version that is not known yet is of the publication that is about to end: it counts as old
-        where age matters, and as new where a trainer goes back. In lock-step every token is of now.
+        An unknown version belongs to the publication in progress. It counts as the current step for
+        the age limit, and as the next step when rolling back. In lock-step every token is of now.
         """
         if self._lockstep:
             return BufferedGroup(group, now, now)

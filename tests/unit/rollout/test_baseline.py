@@ -13,7 +13,7 @@ from rlcore.data.batch import RolloutBatch
 from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import Sample
 from rlcore.errors import RunFailed
-from rollout.collection.attempts import MOST_IN_VAIN
+from rollout.collection.attempts import MAX_WITHOUT_TOKENS
 
 GREEDY = {"greedy_baseline": True}
 
@@ -110,7 +110,7 @@ class CutsOneGreedy(FakeEngine):
     """After its first token, and then at once, as often as anybody asks for the rest."""
 
     cut_draw: int | None = None
-    cuts_left: int = 1 + MOST_IN_VAIN
+    cuts_left: int = 1 + MAX_WITHOUT_TOKENS
 
     def _complete(self, request: GenerateRequest, place: int, aborted: bool) -> Completion:
         if is_greedy(request) and self.cuts_left and self.cut_draw in (None, request.draw):
@@ -130,7 +130,7 @@ def test_a_group_whose_baseline_does_not_end_is_drawn_again(make_service, uneven
     rollouts = service.next_step(1)
     assert engine.cuts_left == 0
     assert rollouts.metrics["rollout/requeued_prompts"] == 1.0
-    assert sum(is_greedy(r) for call in engine.calls for r in call) == 5 + MOST_IN_VAIN
+    assert sum(is_greedy(r) for call in engine.calls for r in call) == 5 + MAX_WITHOUT_TOKENS
     assert sorted({s.draw for s in rollouts.samples}) == [0, 1, 2, 3]
     assert all(s.baseline_reward == (s.draw + 1) % 2 for s in rollouts.samples)
 

@@ -23,7 +23,7 @@ from rlcore.errors import (
     RunFailed,
     TooManyFailed,
 )
-from rollout.collection.attempts import MOST_IN_VAIN
+from rollout.collection.attempts import MAX_WITHOUT_TOKENS
 
 # --- failures and deadlines -----------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ def test_aborted_responses_go_on(make_service, engine):
 
 def test_groups_that_are_aborted_again_and_again_are_drawn_again(make_service, engine):
     expected = addresses(make_service().next_step(1))
-    engine.abort_next = MOST_IN_VAIN + 5
+    engine.abort_next = MAX_WITHOUT_TOKENS + 5
     rollouts = make_service().next_step(1)
     assert addresses(rollouts) == expected
     assert rollouts.metrics["rollout/requeued_prompts"] == 4.0

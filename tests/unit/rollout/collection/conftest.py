@@ -9,8 +9,9 @@ import pytest
 from collector_kit import PROMPTS, Runner
 
 from rlcore.data.prompts import PromptStream
+from rlcore.runs.versions import Version
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.collection.buffer import Publication, PublishedVersions
+from rollout.collection.buffer import PublishedVersions
 from rollout.collection.collector import Collector
 from rollout.collection.filters import FilterChain
 
@@ -29,7 +30,7 @@ def make(make_config) -> Callable[..., tuple[Collector, PromptQueue, Runner]]:
         queue = PromptQueue(range(PROMPTS), PromptStream(PROMPTS, seed=1))
         versions = PublishedVersions()
         for step in range(publications):
-            versions.add(Publication(step + 1, step, 0))
+            versions.add(Version(step + 1, step, 0))
         filters = FilterChain(config.rollout.filters, samples_per_prompt=2)
         collector = Collector(
             config, queue, runner, filters, versions, steps=100, busy_s=lambda: 0.0

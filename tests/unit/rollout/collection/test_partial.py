@@ -11,7 +11,7 @@ import pytest
 
 from rlcore.data.generation import Completion, GenerateRequest, Prefix, SamplingParams
 from rlcore.data.sample import SamplingMasks, VersionSpan
-from rollout.collection.attempts import MOST_IN_VAIN, PartialRollouts, shorten
+from rollout.collection.attempts import MAX_WITHOUT_TOKENS, PartialRollouts, shorten
 
 PROMPT = [1, 2, 3]
 LONGEST = 12
@@ -276,12 +276,12 @@ def test_a_response_aborted_again_and_again_without_a_token_stays_aborted():
     engine = AbortingEngine(lambda _: spelled(WORDS), [2] + [0] * 100)
     [found], partial = whole(engine)
     assert (found.tokens.tolist(), found.finish_reason) == (spelled("th"), "abort")
-    assert len(engine.asked) == 1 + MOST_IN_VAIN
+    assert len(engine.asked) == 1 + MAX_WITHOUT_TOKENS
     assert (partial.resumed_responses, partial.resumed_tokens) == (0, 0)
 
 
 def test_one_sample_that_gets_on_is_enough_for_the_others_to_wait():
-    engine = AbortingEngine(replies, [{0: 0, 1: 1}] * (MOST_IN_VAIN + 2))
+    engine = AbortingEngine(replies, [{0: 0, 1: 1}] * (MAX_WITHOUT_TOKENS + 2))
     found, _ = whole(engine, n=2)
     assert [(one.tokens.tolist(), one.finish_reason) for one in found] == [
         (replies(0), "length"),
@@ -290,7 +290,7 @@ def test_one_sample_that_gets_on_is_enough_for_the_others_to_wait():
 
 
 def test_a_token_now_and_then_is_enough_to_go_on():
-    limits = ([0] * (MOST_IN_VAIN - 1) + [1]) * 5
+    limits = ([0] * (MAX_WITHOUT_TOKENS - 1) + [1]) * 5
     engine = AbortingEngine(lambda _: spelled(WORDS), limits)
     [found], _ = whole(engine, max_new_tokens=7)
     assert (found.tokens.tolist(), found.finish_reason) == (spelled(WORDS[:7]), "length")
