@@ -18,7 +18,7 @@ from rlcore.config.secrets import mask_text
 from rlcore.tls import client_context, refused_certificate
 
 FIRST_PAUSE_S = 0.5  # before the second attempt; doubled from one to the next
-LONGEST_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
 TRY_AGAIN = {408, 425, 429}  # of the 4xx: another attempt may succeed
 QUOTED = 200  # characters of a server's own words
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -136,7 +136,7 @@ class JsonClient:
                     raise
                 pause_s = max(error.pause_s, FIRST_PAUSE_S * 2.0 ** min(attempt, 10))
             # not all at once, on a server that has too much to do
-            await asyncio.sleep(min(pause_s * random.uniform(1.0, 1.5), LONGEST_PAUSE_S))
+            await asyncio.sleep(min(pause_s * random.uniform(1.0, 1.5), MAX_PAUSE_S))
         raise AssertionError("the attempts have an end")
 
     async def _attempt(

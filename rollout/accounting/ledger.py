@@ -32,7 +32,7 @@ STATE_NAMES = {
 }
 # draws that a snapshot keeps as one string, once all of them are settled
 CHUNK = 1024
-MOST_DRAWS = 1 << 28  # that a snapshot run-length codes: unsettled ones, with a few settled
+MAX_DRAWS = 1 << 28  # that a snapshot run-length codes: unsettled ones, with a few settled
 Codes = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -207,8 +207,8 @@ class Ledger:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go back to a snapshot. Raises ValueError where a draw of it is in no known state."""
         self._settled = list(state.get("settled", ()))  # older checkpoints have none
-        if sum(state["lengths"]) > MOST_DRAWS:  # before the memory is taken
-            raise ValueError(f"{sum(state['lengths'])} draws, expected at most {MOST_DRAWS}")
+        if sum(state["lengths"]) > MAX_DRAWS:  # before the memory is taken
+            raise ValueError(f"{sum(state['lengths'])} draws, expected at most {MAX_DRAWS}")
         try:
             tail = np.repeat(np.array(state["codes"], dtype=np.int64), state["lengths"])
         except OverflowError as error:

@@ -230,11 +230,11 @@ def raised(error: BaseException) -> str:
 
 
 def checked(value: Any) -> Score:
-    """Return the verdict that a reward function returned, or why it is none.
+    """Validate a reward function's return value.
 
     Args:
-        value: a finite number, or a mapping with `score` and, as it likes, `correct`, `parts` and
-            `info`.
+        value: a finite number, or a mapping with `score`; `correct`, `parts` and `info` are
+            optional.
     """
     try:
         return _verdict(value) if isinstance(value, Mapping) else Verdict(_number(value))

@@ -122,6 +122,8 @@ class Confinement:
 
     name = ""
     own_process_table = True  # so that the end of its first process ends all
+    supervised = False  # whether `inside.py` stays, and ends what the program leaves
+    own_user = True  # whether the program becomes another user where we are root
 
     @property
     def readable(self) -> tuple[str, ...]:
@@ -131,28 +133,28 @@ class Confinement:
 
     def command(self, status: int) -> list[str]:
         """Return the command that starts the first process inside; `status` is its descriptor."""
-        return [*self.prefix(), self.outer_python(), "-I", "-S", "-c", stage_source(), str(status)]
+        return [*self.prefix(), self.python.path, "-I", "-S", "-c", stage_source(), str(status)]
 
     def prefix(self) -> list[str]:
         """Return the command that makes the namespaces."""
         raise NotImplementedError
 
-    def outer_python(self) -> str:
-        """Return the interpreter of the first process."""
-        return self.python.path
+    def mounts(self) -> dict[str, Any] | None:
+        """Return the plan of the root folder that `inside.py` makes; None: it makes none."""
+        return None
 
     def task(self, place: int) -> dict[str, Any]:
-        """Return what `inside.py` is told about the surroundings.
+        """Return what `inside.py` gets to know about the surroundings.
 
         Args:
             place: which of the programs that run at the same time.
         """
-        root = os.geteuid() == 0
+        changes_user = self.own_user and os.geteuid() == 0
         return {
-            "mount": None,
+            "mount": self.mounts(),
             "folder": WORK,
-            "supervise": False,
-            "uid": FIRST_UID + (os.getpid() * 31 + place) % UIDS if root else None,
+            "supervise": self.supervised,
+            "uid": FIRST_UID + (os.getpid() * 31 + place) % UIDS if changes_user else None,
             "processes": self.process_limit(),
             "environment": {**PROGRAM_ENVIRONMENT, "HOME": WORK, "TMPDIR": WORK},
         }
@@ -241,6 +243,7 @@ class Unshare(Confinement):
     """Namespaces by util-linux's unshare, mounts by `inside.py`."""
 
     name = "unshare"
+    supervised = True
 
     def prefix(self) -> list[str]:
         """See `Confinement`."""
@@ -252,12 +255,8 @@ class Unshare(Confinement):
             *("--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"),
         ]
 
-    def task(self, place: int) -> dict[str, Any]:
-        """See `Confinement`."""
-        return {**super().task(place), "mount": self.mounts(), "supervise": True}
-
     def mounts(self) -> dict[str, Any]:
-        """Return the plan of the root folder."""
+        """See `Confinement`."""
         at = next(
             point
             for point in MOUNT_POINTS
@@ -280,14 +279,12 @@ class ResourceLimits(Confinement):
 
     name = "rlimits"
     own_process_table = False
+    supervised = True
+    own_user = False
 
     def prefix(self) -> list[str]:
         """See `Confinement`."""
         return []
-
-    def task(self, place: int) -> dict[str, Any]:
-        """See `Confinement`."""
-        return {**super().task(place), "supervise": True, "uid": None}
 
     def process_limit(self) -> int | None:
         """Root has no such limit; another user's processes are all counted."""
