@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -173,20 +173,15 @@ def _in_turn(config: Config, prompts: PromptSet) -> PromptStream:
     """Return draws in which the rows of all, or of each source, come in turn."""
     data = config.data
     record = prompts.record
-    if not any(source.weight for source in data.sources.values()):
-        stream = PromptStream(
-            len(prompts),
-            seed=config.run.seed,
-            shuffle=data.shuffle,
-            fingerprint=record.fingerprint,
-        )
+    given: dict[str, Any] = {
+        "seed": config.run.seed,
+        "shuffle": data.shuffle,
+        "fingerprint": record.fingerprint,
+    }
+    if any(source.weight for source in data.sources.values()):
+        stream: PromptStream = MixtureStream(shares(config, prompts), **given)
     else:
-        stream = MixtureStream(
-            shares(config, prompts),
-            seed=config.run.seed,
-            shuffle=data.shuffle,
-            fingerprint=record.fingerprint,
-        )
+        stream = PromptStream(len(prompts), **given)
     stream.record = record
     return stream
 

@@ -11,21 +11,14 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import orjson
 
 from rlcore.errors import DataError
 from rollout.accounting.ledger import Ledger, Transition
 
-TRANSITIONS: tuple[Transition, ...] = (
-    "drawn",
-    "finished",
-    "consumed",
-    "dropped",
-    "failed",
-    "requeued",
-)
+TRANSITIONS: tuple[Transition, ...] = get_args(Transition)
 DETAILS: dict[Transition, str] = {
     "consumed": "step",
     "dropped": "by",
@@ -130,7 +123,8 @@ class History:
                     self.cuts[self._step] = line_end
                     self.bounds[self._step] = self._max_staleness
                 else:
-                    self._take_dropped(entry)
+                    if entry:
+                        self._take_dropped(entry)
                     line_end = line_end._replace(transitions=line_end.transitions + 1)
                 self._end = line_end
 

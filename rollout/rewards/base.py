@@ -85,7 +85,6 @@ class LocalPart(RewardPart):
         self._grader = grader
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """See `RewardPart`."""
         return [attempt(partial(self._grader, sample)) for sample in samples]
 
 
@@ -129,7 +128,6 @@ class BatchedPart(RewardPart):
         raise NotImplementedError
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """See `RewardPart`."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
         self._waiting.extend(zip(samples, futures))

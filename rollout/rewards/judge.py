@@ -32,7 +32,6 @@ class JudgePart(RewardPart):
         self._pattern = re.compile(config.pattern)
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """See `RewardPart`."""
         return await each(samples, self._rate)
 
     async def _rate(self, sample: Sample) -> Score:
@@ -74,7 +73,6 @@ class JudgePart(RewardPart):
         )
 
     async def close(self) -> None:
-        """See `RewardPart`."""
         await self._client.close()
 
 

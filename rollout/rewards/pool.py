@@ -300,13 +300,10 @@ class PooledPart(RewardPart):
         self._pool = pool
 
     async def start(self) -> None:
-        """See `RewardPart`."""
         await self._pool.start()
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """See `RewardPart`."""
         return await each(samples, partial(self._pool.score, self._name))
 
     async def close(self) -> None:
-        """See `RewardPart`."""
         await self._pool.close()

@@ -201,6 +201,5 @@ class ServicePart(BatchedPart):
             return [RewardFailure("error", f"the service answered {error}")] * len(samples)
 
     async def close(self) -> None:
-        """See `RewardPart`."""
         await super().close()
         await self._client.close()

@@ -194,7 +194,6 @@ class Bubblewrap(Confinement):
     name = "bubblewrap"
 
     def prefix(self) -> list[str]:
-        """See `Confinement`."""
         size = str(self.files_mb << 20)
         if os.geteuid() == 0:
             # without a user namespace: the program becomes another user, which needs these two
@@ -246,7 +245,6 @@ class Unshare(Confinement):
     supervised = True
 
     def prefix(self) -> list[str]:
-        """See `Confinement`."""
         user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         return [
             *(self.python.path, "-I", "-S", "-c", DIE_WITH_PARENT),
@@ -256,7 +254,6 @@ class Unshare(Confinement):
         ]
 
     def mounts(self) -> dict[str, Any]:
-        """See `Confinement`."""
         at = next(
             point
             for point in MOUNT_POINTS
@@ -283,7 +280,6 @@ class ResourceLimits(Confinement):
     own_user = False
 
     def prefix(self) -> list[str]:
-        """See `Confinement`."""
         return []
 
     def process_limit(self) -> int | None:

@@ -56,7 +56,6 @@ class FusionSandbox:
             )
 
     async def run(self, program: Program) -> Outcome:
-        """See `Sandbox`."""
         if program.language not in LANGUAGES:
             raise ConfigError(
                 f"SandboxFusion has no {program.language}; it has {', '.join(sorted(LANGUAGES))}"
@@ -125,7 +124,6 @@ class FusionSandbox:
         return Outcome(status, stdout, stderr, code, seconds)
 
     async def close(self) -> None:
-        """See `Sandbox`."""
         await self._client.close()
 
 

@@ -107,7 +107,6 @@ class LocalSandbox:
         )
 
     async def run(self, program: Program) -> Outcome:
-        """See `Sandbox`."""
         if program.language not in LANGUAGES:
             raise ConfigError(
                 f"reward.sandbox: no {program.language} on this machine, only"

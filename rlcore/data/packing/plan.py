@@ -97,16 +97,19 @@ class PlanRules:
 
     Attributes:
         ranks: data-parallel ranks.
-        max_tokens, multiple, pad: see `plan_minibatch`.
+        max_tokens: budget of a micro-batch; a single longer sequence gets one of its own.
+        multiple: the number of micro-batches is rounded up to a multiple of this (the interleaved
+            schedule needs a multiple of PP).
+        pad: the own tokens of a sequence are padded to a multiple of this in a pack.
         share_prefixes: packs hold a prefix that sequences of a group share once.
     """
 
     ranks: int
     max_tokens: int
     cost: CostModel
-    multiple: int
-    pad: int
-    share_prefixes: bool
+    multiple: int = 1
+    pad: int = 1
+    share_prefixes: bool = False
 
 
 def plan_minibatches(
@@ -123,30 +126,13 @@ def plan_minibatches(
             batch.tokens, batch.cu_tokens, batch.vectors["group_ids"], batch.routed_experts
         )
     lengths = batch.lengths.tolist()
-    return [
-        plan_minibatch(
-            sequences,
-            lengths,
-            ranks=rules.ranks,
-            max_tokens=rules.max_tokens,
-            cost=rules.cost,
-            multiple=rules.multiple,
-            pad=rules.pad,
-            beginnings=beginnings,
-        )
-        for sequences in minibatches
-    ]
+    return [plan_minibatch(rules, sequences, lengths, beginnings) for sequences in minibatches]
 
 
 def plan_minibatch(
+    rules: PlanRules,
     sequences: Sequence[int],
     lengths: Sequence[int],
-    *,
-    ranks: int,
-    max_tokens: int,
-    cost: CostModel,
-    multiple: int = 1,
-    pad: int = 1,
     beginnings: Beginnings | None = None,
 ) -> MinibatchPlan:
     """Balance one optimizer step over data-parallel ranks, and cut each share into micro-batches.
@@ -154,27 +140,24 @@ def plan_minibatch(
     Args:
         sequences: indices into `lengths`.
         lengths: tokens of every sequence.
-        max_tokens: budget of a micro-batch; a single longer sequence gets one of its own.
-        multiple: the number of micro-batches is rounded up to a multiple of this (the interleaved
-            schedule needs a multiple of PP).
-        pad: the own tokens of a sequence are padded to a multiple of this in a pack.
         beginnings: of all sequences, where packs hold a shared prefix once.
     """
     if beginnings is None:
-        padded = [padded_length(lengths[i], pad) for i in sequences]
-        pieces = Pieces([[i] for i in sequences], padded, [cost(n) for n in padded], np.arange(0))
-        shares = balance(pieces.costs, ranks)
+        padded = [padded_length(lengths[i], rules.pad) for i in sequences]
+        costs = [rules.cost(n) for n in padded]
+        pieces = Pieces([[i] for i in sequences], padded, costs, np.arange(0))
+        shares = balance(costs, rules.ranks)
         shared = np.zeros(0, dtype=np.int64)
     else:
-        clusters = Clusters(beginnings.among(sequences), lengths, cost, pad)
-        pieces, shares = clusters.balanced(ranks, max_tokens)
+        clusters = Clusters(beginnings.among(sequences), lengths, rules.cost, rules.pad)
+        pieces, shares = clusters.balanced(rules.ranks, rules.max_tokens)
         shared = clusters.shared_in(pieces)
     members = pieces.members.__getitem__
     bins = 1
     while True:
-        packed = [fill(pieces.tokens, share, max_tokens, bins) for share in shares]
+        packed = [fill(pieces.tokens, share, rules.max_tokens, bins) for share in shares]
         needed = max(len(p) for p in packed)
-        needed += -needed % multiple
+        needed += -needed % rules.multiple
         if all(len(p) == needed for p in packed):
             return MinibatchPlan(
                 tuple(

@@ -63,7 +63,6 @@ class SlicedRows(RowFile):
         return len(self._places)
 
     def where(self, index: int) -> str:
-        """See `RowFile`."""
         return self._rows.where(self._places[index])
 
     def __getitem__(self, index: int) -> dict[str, Any]:

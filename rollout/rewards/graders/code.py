@@ -41,11 +41,9 @@ class CodePart(RewardPart):
         self._most = tests
 
     async def start(self) -> None:
-        """See `RewardPart`."""
         await self._sandbox.start()
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """See `RewardPart`."""
         return await each(samples, self._score)
 
     async def _score(self, sample: Sample) -> Score:
@@ -116,5 +114,4 @@ class CodePart(RewardPart):
         return None if passed(test, outcome.stdout, token) else "wrong answer"
 
     async def close(self) -> None:
-        """See `RewardPart`."""
         await self._sandbox.close()

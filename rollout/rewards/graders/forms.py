@@ -50,19 +50,8 @@ _ENDS = {",", "|", "\\mid", *_CLOSE, *_SIGNS, *_RELATION, *_ABOUT}
 # what stands for itself, and the operation that it counts as, if any
 _CONSTANTS = {"e": "e", "i": "i", "\\imath": "i", "\\pi": "pi", "π": "pi"}
 _CONSTANTS |= dict.fromkeys(("\\infty", "∞", "\\emptyset", "\\varnothing", "\\mathbb", "\\R"), "")
-_FUNCTIONS = {
-    "\\ln",
-    "\\log",
-    "\\lg",
-    "\\exp",
-    "\\sin",
-    "\\cos",
-    "\\tan",
-    "\\cot",
-    "\\sec",
-    "\\csc",
-}
-_FUNCTIONS |= {"\\arcsin", "\\arccos", "\\arctan"}
+_FUNCTION_NAMES = "ln log lg exp sin cos tan cot sec csc arcsin arccos arctan"
+_FUNCTIONS = {f"\\{name}" for name in _FUNCTION_NAMES.split()}
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'*(?:\([^()=]*\))?|\([a-z](?:,[a-z])+\)")
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.data.packing.plan import MinibatchPlan, plan_minibatch
+from rlcore.data.packing.plan import MinibatchPlan, PlanRules, plan_minibatch
 from rlcore.data.packing.sharing import Beginnings, beginnings_of, share_prefixes
 from rlcore.planning.shape import CostModel
 
@@ -55,10 +55,9 @@ def load(sequences: Sequence[list[int]], rank: Sequence[Sequence[int]]) -> float
 
 
 def plan(sequences: Sequence[list[int]], groups: list[int], **given: Any) -> MinibatchPlan:
-    return plan_minibatch(
-        range(len(sequences)), [len(one) for one in sequences], cost=COST,
-        beginnings=alike(sequences, groups), **given,
-    )  # fmt: skip
+    rules = PlanRules(cost=COST, **given)
+    lengths = [len(one) for one in sequences]
+    return plan_minibatch(rules, range(len(sequences)), lengths, alike(sequences, groups))
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,12 +105,9 @@ def test_ranks_are_as_even_as_the_best_known_split(prompts: int, n: int, ranks: 
     budget = 10**9
     made = plan(sequences, groups, ranks=ranks, max_tokens=budget)
     ours = max(load(sequences, rank) for rank in made.microbatches)
-    others = [
-        plan_minibatch(
-            range(len(sequences)), [len(one) for one in sequences], cost=COST, ranks=ranks,
-            max_tokens=budget,
-        ).microbatches,
-    ]  # fmt: skip
+    rules = PlanRules(ranks, budget, COST)
+    lengths = [len(one) for one in sequences]
+    others = [plan_minibatch(rules, range(len(sequences)), lengths).microbatches]
     order = alike(sequences, groups).order.tolist()
     for shift in range(0, len(order), max(1, n // 2)):  # in order, from somewhere on
         turned = order[shift:] + order[:shift]
