@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.config.sections.data import AUTO, DataConfig
-from rlcore.data.examples import Example, Examples, Part, open_examples
+from rlcore.data.examples import Example, Examples, Part
 from rlcore.data.messages import Message
 from rlcore.data.order import RowRecord, check_order, digest_row, permutation
 from rlcore.data.ragged_file import RaggedArray, RaggedWriter
@@ -70,26 +69,6 @@ class PromptSet:
     # Rows that were too long, by the limit that they exceed.
     left_out: Mapping[LengthLimit, Examples]
     all_examples: Examples
-
-    @classmethod
-    def load(
-        cls,
-        paths: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        prompt_key: str = AUTO,
-        label_key: str | None = AUTO,
-        max_prompt_tokens: int | None = None,
-        max_prompts: int | None = None,
-    ) -> PromptSet:
-        """Read and tokenise `paths`; see `of`."""
-        data = DataConfig(paths=list(paths), prompt_key=prompt_key, label_key=label_key)
-        limits = (
-            []
-            if max_prompt_tokens is None
-            else [LengthLimit(max_prompt_tokens, "data.max_prompt_tokens")]
-        )
-        return cls.of(open_examples(data), tokenizer, limits=limits, max_prompts=max_prompts)
 
     @classmethod
     def of(
@@ -192,11 +171,6 @@ class PromptSet:
     def tokens(self) -> NDArray[np.int32]:
         """The tokens of all prompts, one behind the other."""
         return self.ragged.values
-
-    @property
-    def excluded(self) -> list[str]:
-        """The places ("file:line") of prompts that were too long."""
-        return [c.where(i) for c in self.left_out.values() for i in range(len(c))]
 
     @property
     def num_excluded(self) -> int:

@@ -11,9 +11,9 @@ import pytest
 from rlcore.config.sections.data import DataConfig
 from rlcore.data.examples import check_label, open_examples
 from rlcore.data.loading import load_prompts
-from rlcore.data.prompts import PromptSet
 from rlcore.errors import ConfigError, DataError
 from rlcore.trainer.answers import with_answer
+from tests.unit.data.prompt_sets import load_set
 
 
 def examples(path: str, **data):
@@ -72,10 +72,10 @@ def test_slimes_metadata_become_columns_and_tools_reach_the_template(write_rows,
     path = write_rows([public.slime("1+2", "3")])
     assert examples(path)[0].extra["rm_type"] == "math"
     tokenizer.chat_template = "{{ tools | length }}={{ messages[0]['content'] }}"
-    assert PromptSet.load([path], tokenizer)[0].text == "1=1+2"
+    assert load_set([path], tokenizer)[0].text == "1=1+2"
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DataError, match=r"rows\.jsonl:1: the row has tools.*data\.tools_key"):
-        PromptSet.load([path], tokenizer)
+        load_set([path], tokenizer)
 
 
 def test_tools_may_be_json_text_or_come_from_the_configuration(write_rows):

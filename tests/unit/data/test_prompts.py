@@ -23,6 +23,7 @@ from rlcore.data.prompts import PromptSet
 from rlcore.data.rows import open_rows
 from rlcore.data.tokenizer import encode, load_tokenizer, stop_token_ids
 from rlcore.errors import ConfigError, DataError, ModelError
+from tests.unit.data.prompt_sets import excluded, load_set
 
 GOOD = {"prompt": "1+2=", "label": "3"}
 GOOD_CHAT = {"prompt": [{"role": "user", "content": "1"}], "label": "3", "tools": []}
@@ -30,7 +31,7 @@ GOOD_CHAT = {"prompt": [{"role": "user", "content": "1"}], "label": "3", "tools"
 
 def test_text_rows_become_prompts(write_rows, tokenizer):
     path = write_rows([GOOD, {"prompt": "10+2=", "label": 12, "source": "book"}])
-    prompts = PromptSet.load([path], tokenizer)
+    prompts = load_set([path], tokenizer)
     assert len(prompts) == 2
     second = prompts[1]
     assert second.prompt_id == f"{path}:2"
@@ -42,10 +43,10 @@ def test_text_rows_become_prompts(write_rows, tokenizer):
 
 def test_parquet_equals_jsonl(write_rows, tmp_path, tokenizer):
     rows = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(5)]
-    jsonl = PromptSet.load([write_rows(rows)], tokenizer)
+    jsonl = load_set([write_rows(rows)], tokenizer)
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
-    parquet = PromptSet.load([str(path)], tokenizer)
+    parquet = load_set([str(path)], tokenizer)
     assert parquet.tokens.tolist() == jsonl.tokens.tolist()
     assert [p.label for p in parquet] == [p.label for p in jsonl]
     assert parquet[4].prompt_id == f"{path}:5"
@@ -56,7 +57,7 @@ def test_a_parquet_column_whose_name_is_no_text_is_refused(tmp_path, tokenizer):
     pq.write_table(pa.table({"prompt": ["1+2="], "abcdef": ["3"]}), path, store_schema=False)
     path.write_bytes(path.read_bytes().replace(b"abcdef", b"ab\xd9def"))
     with pytest.raises(DataError, match=r"rows\.parquet: not a readable parquet file"):
-        PromptSet.load([str(path)], tokenizer)
+        load_set([str(path)], tokenizer)
 
 
 def test_a_parquet_text_that_is_no_text_is_refused(tmp_path, tokenizer):
@@ -65,17 +66,17 @@ def test_a_parquet_text_that_is_no_text_is_refused(tmp_path, tokenizer):
     pq.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False)
     path.write_bytes(path.read_bytes().replace(b"abcdef", b"ab\xd9def"))
     with pytest.raises(DataError, match=r"rows\.parquet:1 to 2: a text that is not UTF-8"):
-        PromptSet.load([str(path)], tokenizer)
+        load_set([str(path)], tokenizer)
 
 
 def test_several_files_are_read_in_order(write_rows, tokenizer):
     paths = [write_rows([GOOD], "b.jsonl"), write_rows([{"prompt": "5=", "label": "5"}], "a.jsonl")]
-    assert [p.text for p in PromptSet.load(paths, tokenizer)] == ["1+2=", "5="]
+    assert [p.text for p in load_set(paths, tokenizer)] == ["1+2=", "5="]
 
 
 def test_chats_go_through_the_template_with_a_generation_prompt(write_rows, chat_tokenizer):
     messages = [{"role": "system", "content": "+"}, {"role": "user", "content": "1+2"}]
-    prompts = PromptSet.load([write_rows([{"prompt": messages, "label": "3"}])], chat_tokenizer)
+    prompts = load_set([write_rows([{"prompt": messages, "label": "3"}])], chat_tokenizer)
     assert prompts[0].text == "<+\n<1+2\n<"
     assert chat_tokenizer.decode(prompts[0].tokens) == "<+\n<1+2\n<"
 
@@ -88,7 +89,7 @@ def test_parquet_chats_drop_fields_that_are_null(tmp_path, chat_tokenizer):
     pq.write_table(
         pa.Table.from_pylist([{"prompt": messages, "label": "3"}]), tmp_path / "chat.parquet"
     )
-    prompts = PromptSet.load([str(tmp_path / "chat.parquet")], chat_tokenizer)
+    prompts = load_set([str(tmp_path / "chat.parquet")], chat_tokenizer)
     assert prompts.examples[0].prompt == [
         {"role": "user", "content": "1"},
         {"role": "user", "content": "2", "name": "x"},
@@ -103,7 +104,7 @@ def test_bos_is_put_before_text_but_never_eos(write_rows, tokenizer):
         single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)]
     )
     assert tokenizer("1").input_ids == [0, 3, 1]
-    prompts = PromptSet.load(
+    prompts = load_set(
         [write_rows([GOOD, {"prompt": [{"role": "user", "content": "1"}], "label": "1"}])],
         tokenizer,
     )
@@ -150,13 +151,13 @@ def test_long_numbers_in_a_text_and_64_bits_are_read(write_rows) -> None:
 def test_a_bad_row_is_named_by_file_and_line(write_rows, tokenizer, row, message):
     path = write_rows([GOOD, row, GOOD])
     with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{message}"):
-        PromptSet.load([path], tokenizer)
+        load_set([path], tokenizer)
 
 
 def test_chat_without_a_template_is_refused(write_rows, tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*no chat template"):
-        PromptSet.load(
+        load_set(
             [write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "1"}])], tokenizer
         )
 
@@ -164,7 +165,7 @@ def test_chat_without_a_template_is_refused(write_rows, tokenizer):
 def test_a_template_that_refuses_names_the_row(write_rows, tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*roles must alternate"):
-        PromptSet.load(
+        load_set(
             [write_rows([{"prompt": [{"role": "user", "content": "1"}], "label": "1"}])], tokenizer
         )
 
@@ -174,9 +175,9 @@ def test_long_prompts_are_excluded_counted_and_reported(write_rows, tokenizer, c
         [GOOD, {"prompt": "1111+2=", "label": "3"}, GOOD, {"prompt": "1+2222=", "label": "3"}]
     )
     with caplog.at_level(logging.WARNING):
-        prompts = PromptSet.load([path], tokenizer, max_prompt_tokens=4)
+        prompts = load_set([path], tokenizer, max_prompt_tokens=4)
     assert [p.prompt_id for p in prompts] == [f"{path}:1", f"{path}:3"]
-    assert prompts.excluded == [f"{path}:2", f"{path}:4"]
+    assert excluded(prompts) == [f"{path}:2", f"{path}:4"]
     assert "2 of 4 prompts" in caplog.text
     assert f"{path}:2" in caplog.text
 
@@ -186,7 +187,7 @@ def test_no_prompt_left_is_an_error(write_rows, tokenizer):
         ConfigError,
         match=r"all 2 prompts have more than data.max_prompt_tokens = 3 .*the shortest has 4",
     ):
-        PromptSet.load([write_rows([GOOD, GOOD])], tokenizer, max_prompt_tokens=3)
+        load_set([write_rows([GOOD, GOOD])], tokenizer, max_prompt_tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +201,9 @@ def test_no_prompt_left_is_an_error(write_rows, tokenizer):
 def test_a_bad_file_is_named(tmp_path, tokenizer, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=f"{name}.*{message}"):
-        PromptSet.load([str(tmp_path / name)], tokenizer)
+        load_set([str(tmp_path / name)], tokenizer)
     with pytest.raises(DataError, match=r"missing\.jsonl does not exist"):
-        PromptSet.load([str(tmp_path / "missing.jsonl")], tokenizer)
+        load_set([str(tmp_path / "missing.jsonl")], tokenizer)
 
 
 def test_crlf_bom_and_trailing_blank_lines_are_fine(tmp_path, tokenizer):
@@ -214,13 +215,13 @@ def test_crlf_bom_and_trailing_blank_lines_are_fine(tmp_path, tokenizer):
         + json.dumps(GOOD).encode()
         + b"\r\n\r\n"
     )
-    assert len(PromptSet.load([str(path)], tokenizer)) == 2
+    assert len(load_set([str(path)], tokenizer)) == 2
 
 
 def test_fingerprint_sees_order_and_content(write_rows, tokenizer):
     other = {"prompt": "3+4=", "label": "7"}
     files = ([GOOD, other], [other, GOOD], [GOOD], [GOOD, other])
-    assert len({PromptSet.load([write_rows(rows)], tokenizer).fingerprint() for rows in files}) == 3
+    assert len({load_set([write_rows(rows)], tokenizer).fingerprint() for rows in files}) == 3
 
 
 ROW = {
@@ -273,7 +274,7 @@ def test_values_of_arrow_have_digests_that_stay(tmp_path, tokenizer):
         column = {"b": [bits], "d": [Decimal("1.5")], "t": [datetime(2026, 1, 2)], "f": [math.nan]}
         table = pa.table({"prompt": ["1="], "label": ["1"], **column})
         pq.write_table(table, tmp_path / "rows.parquet")
-        return PromptSet.load([str(tmp_path / "rows.parquet")], tokenizer).fingerprint()
+        return load_set([str(tmp_path / "rows.parquet")], tokenizer).fingerprint()
 
     assert load(b"\xff") == load(b"\xff") != load(b"\xfe")
 
@@ -282,21 +283,21 @@ def test_values_of_arrow_have_digests_that_stay(tmp_path, tokenizer):
 def test_a_resume_names_the_row_that_differs(write_rows, tokenizer, size):
     rows = [{"prompt": f"{i}=", "label": str(i)} for i in range(size)]
     path = write_rows(rows)
-    before = PromptSet.load([path], tokenizer).record
+    before = load_set([path], tokenizer).record
     saved = json.loads(json.dumps(before.saved()))
     assert before.changes(saved) == ""
     assert len(saved["blocks"]) <= 75
     for place in {0, size // 3, size - 1}:
         write_rows([*rows[:place], {**rows[place], "label": "-"}, *rows[place + 1 :]])
-        now = PromptSet.load([path], tokenizer).record
+        now = load_set([path], tokenizer).record
         assert now.fingerprint != before.fingerprint
         assert now.changes(saved) == f"; {path}:{place + 1} differs"
     write_rows([{**row, "label": "-"} for row in rows])
     also = "; others differ too" if size > 1 else ""
-    assert PromptSet.load([path], tokenizer).record.changes(saved) == f"; {path}:1 differs{also}"
+    assert load_set([path], tokenizer).record.changes(saved) == f"; {path}:1 differs{also}"
     if size == 1000:
         write_rows([*rows[:500], *({**row, "label": "-"} for row in rows[500:510]), *rows[510:]])
-        said = PromptSet.load([path], tokenizer).record.changes(saved)
+        said = load_set([path], tokenizer).record.changes(saved)
         first, last = re.findall(r"rows\.jsonl:(\d+)", said)
         assert said.startswith("; several rows differ, the first of them between")
         assert int(first) <= 501 <= int(last) < int(first) + 20

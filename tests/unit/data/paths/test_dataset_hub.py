@@ -13,10 +13,10 @@ import pytest
 from rlcore.config.sections.data import DataConfig
 from rlcore.data.examples import check_examples, open_examples
 from rlcore.data.paths.hub import check_path, expand, open_path
-from rlcore.data.prompts import PromptSet
 from rlcore.data.ragged_file import RaggedWriter
 from rlcore.data.rows import open_rows
 from rlcore.errors import DataError
+from tests.unit.data.prompt_sets import load_set
 
 
 def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
@@ -191,9 +191,9 @@ def gsm8k():
 
 def test_a_saved_folder_is_read_like_parquet(tmp_path, gsm8k, tokenizer):
     gsm8k.save_to_disk(tmp_path / "saved")
-    prompts = PromptSet.load([str(tmp_path / "saved")], tokenizer_of(tokenizer))
+    prompts = load_set([str(tmp_path / "saved")], tokenizer_of(tokenizer))
     parquet = public.write_parquet(tmp_path / "rows.parquet", gsm8k.to_list())
-    assert prompts.fingerprint() == PromptSet.load([parquet], tokenizer).fingerprint()
+    assert prompts.fingerprint() == load_set([parquet], tokenizer).fingerprint()
     assert [p.label for p in prompts] == [str(i + 1) for i in range(9)]
     assert prompts[8].prompt_id == f"{tmp_path / 'saved'}:9"
 
@@ -220,7 +220,7 @@ def test_a_name_needs_the_network(monkeypatch, tokenizer):
     with pytest.raises(
         DataError, match=r"no-such/set is no file or folder here, and .*save_to_disk"
     ):
-        PromptSet.load(["no-such/set"], tokenizer)
+        load_set(["no-such/set"], tokenizer)
 
 
 def tokenizer_of(tokenizer):
@@ -238,9 +238,9 @@ def test_rows_stay_on_the_disk(write_rows, tmp_path, tokenizer, kind):
     parquet = str(tmp_path / "rows.parquet")
     path = write_rows(rows) if kind == "jsonl" else public.write_parquet(tmp_path / parquet, rows)
     del rows
-    PromptSet.load([path], tokenizer, max_prompts=10)  # what is imported on first use
+    load_set([path], tokenizer, max_prompts=10)  # what is imported on first use
     tracemalloc.start()
-    prompts = PromptSet.load([path], tokenizer)
+    prompts = load_set([path], tokenizer)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held / len(prompts) < 150

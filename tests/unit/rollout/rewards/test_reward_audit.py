@@ -30,6 +30,7 @@ from rollout.rewards.audit_answers import (
     Kind,
 )
 from rollout.rewards.scorer import Scorer, build_scorer
+from tests.unit.data.prompt_sets import load_set
 
 SUMS = [
     ([{"role": "user", "content": f"What is {a}+{b}? Answer with the number only."}], str(a + b))
@@ -42,7 +43,7 @@ def prompts(folder: Path, rows: list[tuple[Any, Any]]) -> PromptSet:
     path.write_text("".join(json.dumps({"prompt": p, "label": a}) + "\n" for p, a in rows))
     tokenizer = char_tokenizer(ALPHABETS["ascii"])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    return PromptSet.load([str(path)], tokenizer)
+    return load_set([str(path)], tokenizer)
 
 
 def audited(folder: Path, reward: dict[str, Any], rows: list[tuple[Any, Any]]) -> list[Finding]:

@@ -9,11 +9,11 @@ import pytest
 
 from rlcore.config.load import load_config
 from rlcore.data.paths.reasoning_gym import COLUMN, GymRows
-from rlcore.data.prompts import PromptSet
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError
 from rollout.rewards.graders.reasoning_gym import ReasoningGym
 from rollout.rewards.labels import check_labels
+from tests.unit.data.prompt_sets import load_set
 
 MakeSample = Callable[..., Sample]
 
@@ -62,6 +62,6 @@ def test_rows_of_other_data_are_refused(
         "run.name=x", f"model.path={tmp_path}", f"data.paths={path}", "training.steps=1",
         "reward.parts={right: {function: reasoning_gym}}",
     ]).config  # fmt: skip
-    prompts = PromptSet.load([path], tokenizer)
+    prompts = load_set([path], tokenizer)
     with pytest.raises(DataError, match=r"rows.jsonl:1: .*no column 'reasoning_gym'.*parts\.right"):
         check_labels(config, prompts)
