@@ -174,19 +174,6 @@ def test_a_server_that_fails_or_lies_is_asked_again_and_then_an_error(
     assert len(requests) == 3
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 504])
-def test_a_server_with_too_much_to_do_is_asked_again(status: int) -> None:
-    turns = iter([status, status])
-
-    def handle(_: Any) -> web.Response:
-        now = next(turns, 200)
-        return web.json_response(answer()) if now == 200 else web.Response(status=now, text="busy")
-
-    (found,), requests = ask(handle, PROGRAM)
-    assert found.succeeded
-    assert len(requests) == 3
-
-
 def test_no_json_is_an_error() -> None:
     (found,), _ = ask(lambda _: web.Response(text="<html>"), PROGRAM, retries=0)
     assert found.status == "error"
@@ -211,19 +198,6 @@ def test_a_huge_answer_is_not_read_to_its_end() -> None:
     (found,), requests = ask(handle, PROGRAM, output_kb=1)
     assert (found.status, found.reason) == ("limit", "its answer was too long")
     assert len(requests) == 1
-
-
-def test_a_server_that_is_down_is_an_error() -> None:
-    async def scenario() -> Outcome:
-        sandbox = build_sandbox(SandboxConfig(kind="fusion", url="http://127.0.0.1:9", retries=1))
-        try:
-            return await sandbox.run(PROGRAM)
-        finally:
-            await sandbox.close()
-
-    found = asyncio.run(scenario())
-    assert found.status == "error"
-    assert "127.0.0.1" in found.reason
 
 
 def test_the_start_tries_a_program() -> None:
