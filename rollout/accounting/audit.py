@@ -278,10 +278,8 @@ def check_recording(
 
 
 def check_versions(versions: Sequence[Version]) -> Iterator[str]:
-    """Versions grow, and within one incarnation of the trainer steps do not go back."""
+    """Incarnations of the trainer do not go back, and within one of them steps do not."""
     for before, after in pairwise(versions):
-        if after.version <= before.version:
-            yield f"version {after.version} was taken after version {before.version}"
         if after.incarnation < before.incarnation:
             yield (
                 f"version {after.version} is of incarnation {after.incarnation}, the one before of"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlcore.runs.versions import Version
+from rlcore.errors import DataError
+from rlcore.runs.versions import Version, read_versions
 from rollout.accounting.audit import Lineage, check_versions
 
 # A trainer that did four steps; started again from step 2, did three; started again from step 4 of
@@ -97,20 +99,26 @@ def test_every_span_of_a_sample_is_looked_at() -> None:
     assert "version 5, of step 4 of a trainer that was rolled back behind it" in only
 
 
-def test_versions_only_grow() -> None:
+def test_incarnations_and_their_steps_do_not_go_back() -> None:
     assert list(check_versions(RUN)) == []
     assert list(check_versions([*RUN, Version(13, 5, 2)])) == [], (
         "the same weights, to engines that have lost them"
     )
     wrong = [
-        Version(1, 0, 0),
         Version(1, 1, 0),
         Version(2, 0, 0),
         Version(3, 1, 1),
         Version(4, 1, 0),
     ]
     assert list(check_versions(wrong)) == [
-        "version 1 was taken after version 1",
         "version 2 has the weights of step 0, the one before those of 1",
         "version 4 is of incarnation 0, the one before of 1",
     ]
+
+
+def test_versions_only_grow(tmp_path: Path) -> None:
+    path = tmp_path / "versions.jsonl"
+    line = '{"version": 1, "step": 0, "incarnation": 0}\n'
+    path.write_text(2 * line)
+    with pytest.raises(DataError, match=r"versions.jsonl:2: .* versions only grow"):
+        read_versions(path)
