@@ -120,13 +120,6 @@ def _add_configured(commands: Commands) -> None:
         default="H100",
         help="whose speed to assume",
     )
-    sub.add_argument(
-        "--card-gb", type=float, metavar="GB/S", help="a network card's, for publications"
-    )
-    sub.add_argument("--nvlink-gb", type=float, metavar="GB/S", help="a node's, for publications")
-    sub.add_argument(
-        "--nccl-channels", type=_positive, metavar="N", help="of a communicator (default: 16)"
-    )
     text = "run single ranks at the real sizes, on a CPU, without memory, weights or peers"
     _add_dry_run_options(_configured(commands, "dryrun", text))
 
@@ -279,8 +272,6 @@ def _add_dry_run_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--world", type=_positive, metavar="W", help=text)
     text = "the tokens of the rank's experts over an even share (1)"
     sub.add_argument("--skew", type=float, default=1.0, metavar="FACTOR", help=text)
-    text = "also what holds memory at the largest peaks; slower"
-    sub.add_argument("--holders", action="store_true", help=text)
 
 
 def _add_model_options(sub: argparse.ArgumentParser) -> None:

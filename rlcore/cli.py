@@ -237,9 +237,6 @@ def plan_layouts(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments.settings)
     from rlcore.launch.commands.plan import plan
 
-    card, nvlink = (
-        None if x is None else 1e9 * x for x in (arguments.card_gb, arguments.nvlink_gb)
-    )
     return _print_lines(
         plan(
             loaded.config,
@@ -247,9 +244,6 @@ def plan_layouts(arguments: argparse.Namespace) -> int:
             engine_gpus=arguments.engine_gpus,
             gpu_memory=arguments.gpu_memory,
             gpu=arguments.gpu,
-            card=card,
-            nvlink=nvlink,
-            nccl_channels=arguments.nccl_channels,
         )
     )
 
@@ -265,7 +259,6 @@ def dry_run(arguments: argparse.Namespace) -> int:
             world=arguments.world,
             ranks=arguments.rank,
             skew=arguments.skew,
-            holders=arguments.holders,
             gpu_memory=arguments.gpu_memory,
         )
     )

@@ -1,27 +1,37 @@
 """NCCL's memory on a rank: the communicators that a layout makes it join, and their buffers.
 
-NCCL gives each channel of a communicator a buffer for each of its three protocols, at the receiving
-side of a connection (NCCL 2.27, src/init.cc, computeBuffSizes):
-
-    Simple   NCCL_BUFFSIZE, 4 MiB (https://docs.nvidia.com/deeplearning/nccl/user-guide, env.html)
-    LL128    120 x 640 threads x 8 steps x 8 B = 4.7 MiB
-    LL       8 lines x 512 threads x 8 steps x 16 B = 0.5 MiB
-
-together 10 MiB in pages of 2 MiB. A ring has one connection a channel. An all-to-all has a buffer
-of 2 MiB for each channel and each peer of the node (sizes as in NVIDIA/nccl issue 1685). torch
-makes a communicator at a group's first call, so groups of one rank and unused ones cost nothing.
-Trees, NVLS and what NCCL keeps on its own are not counted.
+NCCL gives each channel of a communicator a buffer for each of its three protocols (NCCL 2.27,
+src/init.cc, computeBuffSizes): 4 + 4.7 + 0.5 MiB, in pages of 2 MiB. An all-to-all has a buffer of
+2 MiB for each channel and each peer of the node (sizes as in NVIDIA/nccl issue 1685). torch makes a
+communicator at a group's first call, so groups of one rank and unused ones cost nothing.
 """
 
 from __future__ import annotations
 
 from rlcore.planning.devices import GPUS_PER_NODE
+from rlcore.planning.job import Job
 from rlcore.planning.memory import Layout
 
 MIB = 1 << 20
 CHANNELS = 16  # assumed of a communicator; NCCL chooses, at most NCCL_MAX_CTAS (32)
 RING_BYTES = 10 * MIB  # of a channel
 PEER_BYTES = 2 * MIB  # of a channel and a peer that sends
+
+
+def communicators(layout: Layout, job: Job) -> int:
+    """Return how many groups the busiest rank joins, those of a publication included."""
+    groups = len(training_groups(layout, moe=job.shape.experts > 0, tied=job.shape.tied))
+    if job.publication is None:
+        return groups
+    exchanges_parts = layout.tensor * layout.pipeline * layout.expert > 1
+    broadcasts = job.publication.is_everywhere(layout) and layout.gpus > 1
+    return groups + exchanges_parts + broadcasts + job.publication.engines_of_a_sender(layout)
+
+
+def nccl_bytes(layout: Layout, job: Job) -> int:
+    """Return the bytes of the buffers of a rank's communicators."""
+    peers = min(layout.expert, GPUS_PER_NODE) - 1
+    return CHANNELS * (communicators(layout, job) * RING_BYTES + peers * PEER_BYTES)
 
 
 def training_groups(layout: Layout, *, moe: bool, tied: bool) -> dict[str, int]:
@@ -50,24 +60,3 @@ def training_groups(layout: Layout, *, moe: bool, tied: bool) -> dict[str, int]:
         sizes["model"] = tp * pp
         sizes["model with experts"] = layout.expert * layout.expert_tensor * pp if moe else 1
     return {name: size for name, size in sizes.items() if size > 1}
-
-
-def publication_groups(layout: Layout, *, everywhere: bool, engines: int) -> dict[str, int]:
-    """Return the groups of a publication that its busiest rank joins, with their sizes.
-
-    Args:
-        everywhere: all ranks get the buckets.
-        engines: those that this rank sends to over NCCL, each in a group with it.
-    """
-    gather = layout.tensor * layout.pipeline  # rank 0, and those that have parts for it
-    if layout.expert > 1:
-        gather = max(gather, layout.expert * layout.expert_tensor * layout.pipeline)
-    sizes = {"parts of buckets": gather, "whole buckets": layout.gpus if everywhere else 1}
-    sizes |= {f"engine {index + 1}": 2 for index in range(engines)}
-    return {name: size for name, size in sizes.items() if size > 1}
-
-
-def nccl_bytes(groups: dict[str, int], *, channels: int = CHANNELS) -> int:
-    """Return the bytes of the buffers of a rank's communicators."""
-    peers = min(groups.get("expert", 1), GPUS_PER_NODE) - 1
-    return channels * (len(groups) * RING_BYTES + peers * PEER_BYTES)

@@ -1,10 +1,12 @@
-"""The memory that a layout needs on its fullest rank, and whether that fits."""
+"""The memory that a layout needs on its fullest rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from rlcore.planning.activations import gather_buffer_bytes, scoring_bytes, training_bytes
+from rlcore.planning.communicators import communicators, nccl_bytes
+from rlcore.planning.job import Job, Trained
 from rlcore.planning.memory import (
     Layout,
     Load,
@@ -13,37 +15,11 @@ from rlcore.planning.memory import (
     optimizer_bytes,
     rank_weights,
 )
-from rlcore.planning.publication import Publication
 from rlcore.planning.shape import ModelShape
 
 GIB = 1 << 30
 # Share of a GPU for CUDA's context, workspaces of matmuls, and fragments of the allocator.
 RESERVED = 0.08
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A model with gradients and an optimizer, laid out like the policy."""
-
-    name: str
-    shape: ModelShape
-    value_head: bool = False
-    offload: bool = False  # the model between its passes, and its optimizer
-    offload_optimizer: bool = False
-    distributed: bool | None = None  # its optimizer, where that is not laid out as the policy's
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """A model that is only scored.
-
-    Offloaded it takes room in its passes alone; with `swapped_in` it takes the policy's.
-    """
-
-    name: str
-    shape: ModelShape
-    offload: bool = False
-    swapped_in: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,42 +41,41 @@ class Needs:
         return max(self.phases, key=self.phases.__getitem__)
 
 
-def needs(
-    layout: Layout,
-    load: Load,
-    trained: tuple[Trained, ...],
-    frozen: tuple[Frozen, ...],
-    publication: Publication | None = None,
-) -> Needs:
-    """Estimate the needs of the pipeline stage that needs most."""
-
-    def of_stage(stage: int) -> Needs:
-        found = stage_needs(layout, load, trained, frozen, stage)
-        return found if publication is None else _publishing(found, publication, layout)
-
-    return max(map(of_stage, range(layout.pipeline)), key=lambda n: n.peak)
+def gib(num_bytes: float) -> str:
+    """Format a number of bytes."""
+    return f"{num_bytes / GIB:.1f} GiB"
 
 
-def _publishing(found: Needs, publication: Publication, layout: Layout) -> Needs:
-    """Add the buffers of publications.
-
-    They stay, but engines that share the GPUs get that memory; these read copies of two buckets
-    and hold their weights at the same time.
-    """
-    buffers = publication.buffers(layout, rank0=found.stage == 0)
-    engine = publication.engine_bytes if publication.colocated else 0
-    if publication.transport == "tensor":
-        copies = publication.two_buckets
-        return replace(found, phases=found.phases | {"publication": buffers + copies + engine})
-    resident = found.resident | {"buckets of publications": buffers}
-    return replace(found, resident=resident, phases=found.phases | {"publication": engine})
+def usable(capacity: int) -> int:
+    """Return the part of a GPU's memory that tensors can use."""
+    return round(capacity * (1 - RESERVED))
 
 
-def policy_weights(layout: Layout, shape: ModelShape, load: Load) -> Weights:
+def needs(layout: Layout, job: Job) -> Needs:
+    """Estimate the needs of the pipeline stage that needs most, with publications and NCCL."""
+    load = job.load(layout)
+    stages = (stage_needs(layout, load, job, stage) for stage in range(layout.pipeline))
+    found = max(stages, key=lambda stage: stage.peak)
+    phases = dict(found.phases)
+    resident = dict(found.resident)
+    if (published := job.publication) is not None:
+        # Buffers stay, unless engines that share the GPUs get that memory. These hold their weights
+        # at the same time, and read copies of two buckets.
+        phases["publication"] = published.engine_bytes if published.colocated else 0
+        if published.transport == "tensor":
+            phases["publication"] += published.buffers(layout) + published.two_buckets
+        else:
+            resident["buckets of publications"] = published.buffers(layout)
+    if groups := communicators(layout, job):
+        resident[f"NCCL's buffers, {groups} communicators"] = nccl_bytes(layout, job)
+    return Needs(found.stage, resident, phases)
+
+
+def policy_weights(layout: Layout, job: Job) -> Weights:
     """Return the weights of the pipeline stage that holds most."""
     stages = (
-        rank_weights(shape, layout, k, vocab_multiple=load.vocab_multiple)
-        for k in range(layout.pipeline)
+        rank_weights(job.shape, layout, stage, vocab_multiple=job.vocab_multiple)
+        for stage in range(layout.pipeline)
     )
     return max(stages, key=lambda weights: weights.total)
 
@@ -111,25 +86,17 @@ def kv_bytes_per_token(shape: ModelShape, tensor: int, *, dtype_bytes: int) -> f
     return 2 * shape.layers * heads * shape.head_dim * dtype_bytes
 
 
-def stage_needs(
-    layout: Layout, load: Load, trained: tuple[Trained, ...], frozen: tuple[Frozen, ...], stage: int
-) -> Needs:
-    """Estimate the needs of one pipeline stage."""
+def stage_needs(layout: Layout, load: Load, job: Job, stage: int) -> Needs:
+    """Estimate the needs of one pipeline stage, without publications and NCCL."""
     resident: dict[str, int] = {}
     # A checkpoint, which needs all trained weights and optimizers at once, is a phase of its own.
     phases: dict[str, int] = {"checkpoint": 0}
     b = load.dtype_bytes
-    shapes = [*(model.shape for model in trained), *(model.shape for model in frozen)]
+    shapes = [*(model.shape for model in job.trained), *(model.shape for model in job.frozen)]
     if gathers := max(gather_buffer_bytes(shape, layout, load) for shape in shapes):
         resident["gathers of sequence parallelism"] = gathers
-    for model in trained:
-        weights = rank_weights(
-            model.shape,
-            layout,
-            stage,
-            vocab_multiple=load.vocab_multiple,
-            value_head=model.value_head,
-        )
+    for model in job.trained:
+        weights = model_weights(model, layout, load, stage)
         own = b * weights.total + gradient_bytes(weights)
         own_layout = layout
         if model.distributed is not None:
@@ -148,7 +115,7 @@ def stage_needs(
         phases[f"{model.name} pass"] = scored + scoring_bytes(model.shape, layout, load, stage)
         phases[f"{model.name} forward and backward"] = away + activations
         phases[f"{model.name} optimizer step"] = away + stepping
-    for other in frozen:
+    for other in job.frozen:
         size = (
             b * rank_weights(other.shape, layout, stage, vocab_multiple=load.vocab_multiple).total
         )
@@ -158,3 +125,14 @@ def stage_needs(
         elif not other.swapped_in:
             phases[f"{other.name} pass"] += size
     return Needs(stage, resident, phases)
+
+
+def model_weights(model: Trained, layout: Layout, load: Load, stage: int) -> Weights:
+    """Return the parameters of a trained model on a rank of a stage."""
+    return rank_weights(
+        model.shape,
+        layout,
+        stage,
+        vocab_multiple=load.vocab_multiple,
+        value_head=model.value_head,
+    )

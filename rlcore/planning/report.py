@@ -7,19 +7,14 @@ from dataclasses import asdict, replace
 from math import ceil
 
 from rlcore.planning.devices import Gpu
-from rlcore.planning.fit import GIB, RESERVED, kv_bytes_per_token
-from rlcore.planning.host import checkpoint_bytes
+from rlcore.planning.fit import RESERVED, gib, kv_bytes_per_token, usable
+from rlcore.planning.job import Job
 from rlcore.planning.memory import Layout
-from rlcore.planning.publication import Costs, Publication
-from rlcore.planning.search import Job, Option, usable
+from rlcore.planning.publication import Publication
+from rlcore.planning.search import Option
 from rlcore.planning.shape import ModelShape
 
 SHOWN = 8
-
-
-def gib(num_bytes: float) -> str:
-    """Format a number of bytes."""
-    return f"{num_bytes / GIB:.1f} GiB"
 
 
 def describe(layout: Layout) -> str:
@@ -53,7 +48,6 @@ def report(
     engines: str,
     capacity: int,
     gpu: Gpu,
-    costs: Costs,
     own: Option | str,
     found: Sequence[Option],
 ) -> Iterator[str]:
@@ -62,11 +56,10 @@ def report(
     Args:
         gpus: of the trainer.
         engines: how many there are, and whose GPUs they are on.
-        costs: of a publication.
         own: the configuration's layout, or why it is refused.
         found: every admissible layout, the fastest first.
     """
-    shape = job.trained[0].shape
+    shape = job.shape
     active = f", {shape.active_parameters / 1e9:.2f} B active" if shape.experts else ""
     yield (
         f"{shape.parameters / 1e9:.2f} B parameters{active}; {gpus} x {gpu.name} of"
@@ -86,7 +79,6 @@ def report(
     else:
         yield f"  {describe(own.layout)}: " + _verdict(own, capacity)
         yield from (f"    {line}" for line in breakdown(own, job, capacity))
-        yield from (f"    {line}" for line in beside_the_step(own.layout, job, costs))
     yield ""
     fitting = [option for option in found if option.fits(capacity)]
     if not fitting:
@@ -115,66 +107,28 @@ def distinct(options: Sequence[Option]) -> list[Option]:
 
 
 def breakdown(option: Option, job: Job, capacity: int) -> Iterator[str]:
-    """Yield the parts of the fullest rank, the room of an engine, and parts of the time."""
+    """Yield the parts of the fullest rank and of the time, and what is next to a step."""
     needs = option.needs
     for name, size in needs.resident.items():
         yield f"{gib(size):>10}  {name}"
     yield f"{gib(needs.phases[needs.largest_phase]):>10}  {needs.largest_phase} (the largest phase)"
     if job.publication is not None:
-        yield _engine(option, job.trained[0].shape, job.publication, capacity)
+        yield _engine(option, job.shape, job.publication, capacity)
     yield "time: " + ", ".join(
         f"{part} {seconds:.1f} s"
         for part, seconds in asdict(option.time).items()
         if seconds >= 0.05
     )
-
-
-def beside_the_step(layout: Layout, job: Job, costs: Costs) -> Iterator[str]:
-    """Yield a publication, a checkpoint, and rank 0's host memory: all of it is calculated."""
     if job.publication is not None:
-        yield from _publication(job.publication, layout, costs)
-    whole = 0
-    of_rank = 0
-    for model in job.trained:
-        own = replace(
-            layout,
-            distributed=layout.distributed if model.distributed is None else model.distributed,
-        )
-        found = checkpoint_bytes(
-            model.shape, own, job.dtype_bytes, job.vocab_multiple, model.value_head
-        )
-        whole += found[0]
-        of_rank += found[1]
-    copied = ", from a copy in host memory" if job.async_save else ""
-    yield f"a checkpoint: {gib(whole)} on disk; a rank writes at most {gib(of_rank)}{copied}"
-    if (step := job.arrays) is not None:
-        yield (
-            f"rank 0's host memory: {gib(step.step)} for the batch of {step.tokens / 1e6:,.1f} M"
-            f" tokens, {gib(step.waiting)} more"
-        )
-        yield "  if two earlier steps wait for the disk"
+        yield _publication(job.publication)
+    yield f"a checkpoint: {gib(job.checkpoint_bytes)} on disk"
 
 
-def _publication(published: Publication, layout: Layout, costs: Costs) -> Iterator[str]:
-    largest = max(bucket.size for bucket in published.buckets)
+def _publication(published: Publication) -> str:
     number = f"{published.engines} engine{'s' * (published.engines > 1)}"
-    yield (
+    return (
         f"a publication: {gib(published.num_bytes)} in {len(published.buckets)} buckets of at most"
-        f" {gib(largest)} to {number};"
-    )
-    seconds = published.seconds(layout, costs)
-    if seconds is None:
-        yield f"  by {published.transport}, whose time is not estimated"
-        return
-    ranks = published.sending_ranks(layout)
-    rails = published.rails_of(layout)
-    senders = f"each of {ranks} ranks" if ranks > 1 else "rank 0" if rails == 1 else "rank 1"
-    together = f" through {rails} cards" if rails > 1 else ""
-    copies = -(-published.engines // ranks)
-    yield (
-        f"  {senders} sends {gib(copies * published.num_bytes)}{together}; calculated"
-        f" {seconds:.1f} s"
-        f" ({costs.card / 1e9:g} GB/s a card, {costs.nvlink / 1e9:g} in a node)"
+        f" {gib(max(published.buckets))} to {number}"
     )
 
 

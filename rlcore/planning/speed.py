@@ -5,12 +5,14 @@ docs/planning.md has the model. Communication is taken as not overlapped with ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from math import ceil
 
 from rlcore.planning.devices import GPUS_PER_NODE, Gpu
-from rlcore.planning.memory import Layout, Weights
+from rlcore.planning.fit import policy_weights
+from rlcore.planning.job import Job
+from rlcore.planning.memory import Layout
 from rlcore.planning.shape import ModelShape
 
 ARITHMETIC = 0.5  # share of the peak that large bf16 matmuls and attention reach together
@@ -19,39 +21,12 @@ TILE = (128, 256)  # rows and columns of a product that a multiprocessor compute
 
 
 @dataclass(frozen=True)
-class Work:
-    """The work of one optimizer step."""
-
-    sequences: int
-    length: int  # tokens of each
-    trainable: int  # of those
-    scoring_passes: int  # forward passes without gradients: reference, old log-probs
-    micro_batches: int  # on each replica
-    micro_tokens: int  # of each, over all context-parallel ranks
-    dtype_bytes: int = 2
-    repeated: float = 0.0  # share of sequences whose prompt stands in their pack already
-
-    @property
-    def prompt(self) -> int:
-        """The tokens of a sequence that may be another's too."""
-        return self.length - self.trainable
-
-    @property
-    def tokens(self) -> float:
-        """All tokens of the step that are computed."""
-        return self.sequences * (self.length - self.repeated * self.prompt)
-
-
-@dataclass(frozen=True)
 class StepTime:
     """The parts of an optimizer step's time, in seconds."""
 
     arithmetic: float
-    tensor: float
-    context: float
-    expert: float
-    data: float
-    pipeline: float  # the bubble, and what stages send
+    communication: float
+    bubble: float  # of the pipeline
 
     @property
     def total(self) -> float:
@@ -59,97 +34,83 @@ class StepTime:
         return sum(astuple(self))
 
 
-def step_time(
-    shape: ModelShape, layout: Layout, work: Work, weights: Weights, gpu: Gpu
-) -> StepTime:
-    """Estimate the time of one optimizer step, with the scoring passes before it.
+def step_time(layout: Layout, job: Job, gpu: Gpu) -> StepTime:
+    """Estimate the time of one optimizer step, with the scoring passes before it."""
 
-    Args:
-        weights: those of the fullest rank.
-    """
-    arithmetic = _arithmetic(shape, layout, work, gpu)
+    def seconds(sent: Iterator[tuple[float, int, int]]) -> float:
+        """Time rings that gather or scatter (bytes, over ranks, in a span of GPUs)."""
+        return sum(
+            num_bytes * (ranks - 1) / ranks / (_bandwidth(gpu, span) * BANDWIDTH)
+            for num_bytes, ranks, span in sent
+        )
 
-    # Of one rank: the tokens of its replica, cut by CP, and the layers of the largest stage.
-    tokens = work.tokens / layout.data / layout.context
-    layers = _most_layers(shape, layout)
-    b = work.dtype_bytes
-    # How many times the collectives of the layers run.
-    sweeps = 2.0 + work.scoring_passes + _repeated(shape, layout)
-    routings = sweeps + ("moe" in layout.recompute)
+    arithmetic = _arithmetic(layout, job, gpu)
+    in_layers = seconds(_sent_by_layers(layout, job))
+    pp = layout.pipeline
+    bubble = (
+        (arithmetic + in_layers) * (pp - 1) / (job.micro_batches(layout) * layout.virtual_pipeline)
+    )
+    communication = in_layers + seconds(_sent_by_replicas(layout, job))
+    if pp > 1:
+        # Each sweep passes hidden states, or their gradients, on to the next stage.
+        sent = _rows(layout, job) * job.shape.hidden * job.dtype_bytes
+        sent *= (2 + job.scoring_passes) * layout.virtual_pipeline
+        communication += sent / (_bandwidth(gpu, layout.gpus) * BANDWIDTH)
+    return StepTime(arithmetic, communication, bubble)
 
-    def seconds(num_bytes: float, ranks: int, span: int) -> float:
-        """Time a ring that gathers or scatters `num_bytes` over `ranks` in a span of GPUs."""
-        return num_bytes * (ranks - 1) / ranks / (_bandwidth(gpu, span) * BANDWIDTH)
 
+def _sent_by_layers(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]]:
+    """Yield what the layers of the largest stage exchange: bytes, ranks, and the span of GPUs."""
+    shape = job.shape
+    b = job.dtype_bytes
     tp = layout.tensor
     cp = layout.context
-    ep = layout.expert
-    pp = layout.pipeline
+    tokens = job.tokens / layout.data / cp
+    layers = max(layout.stage_layers(shape, stage) for stage in range(layout.pipeline))
+    # how many times the collectives of the layers run
+    sweeps = 2.0 + job.scoring_passes + _repeated(shape, layout)
     # Two all-reduces a layer and sweep, each a gather and a scatter; sequence parallelism gathers
     # once more in the backward pass.
-    tensor = seconds(
-        layers * tokens * shape.hidden * b * (4 * sweeps + 2 * layout.sequence), tp, tp
-    )
+    yield layers * tokens * shape.hidden * b * (4 * sweeps + 2 * layout.sequence), tp, tp
     kv = 2 * shape.groups * shape.head_dim / tp
-    context = seconds(layers * tokens * cp * kv * b * sweeps, cp, tp * cp)
-    moe = layers * shape.moe_layers / shape.layers
-    own_rows = tokens / (tp if layout.sequence else 1)
-    expert = seconds(
-        moe * own_rows * shape.topk * shape.hidden * b * 2 * routings, ep, layout.expert_tensor * ep
-    )
-    copies = layout.data * cp
-    data = seconds((4 + b if layout.distributed else 8) * weights.dense, copies, tp * copies)
-    data += seconds(
-        (4 + b if layout.distributed else 8) * weights.expert, layout.expert_data, layout.gpus // pp
-    )
-    busy = arithmetic + tensor + context + expert
-    pipeline = busy * (pp - 1) / (work.micro_batches * layout.virtual_pipeline)
-    if pp > 1:  # each sweep passes hidden states, or their gradients, on to the next stage
-        sent = own_rows * shape.hidden * b * (2 + work.scoring_passes) * layout.virtual_pipeline
-        pipeline += sent / (_bandwidth(gpu, layout.gpus) * BANDWIDTH)
-    return StepTime(arithmetic, tensor, context, expert, data, pipeline)
+    yield layers * tokens * cp * kv * b * sweeps, cp, tp * cp
+    routed = _rows(layout, job) * shape.topk * shape.hidden * b
+    routings = 2 * (sweeps + ("moe" in layout.recompute))
+    moe_layers = layers * shape.moe_layers / shape.layers
+    yield moe_layers * routed * routings, layout.expert, layout.expert_tensor * layout.expert
 
 
-def rank_flops(
-    shape: ModelShape,
-    layout: Layout,
-    stage: int,
-    lengths: Sequence[int],
-    trainable: int,
-    *,
-    training: bool,
-    shared: Sequence[int] = (),
-) -> float:
-    """Count the FLOPs of one rank of a stage for some sequences of its replica.
-
-    Args:
-        shared: lengths of the prefixes that are computed for another sequence already.
-        training: count the backward pass and what it computes again.
-    """
-    here = layout.of_stage(shape, stage)
-    of_layers = here.forward_flops(lengths, 0) - here.forward_flops(shared, 0)
-    head = 2.0 * trainable * shape.vocab * shape.hidden * (stage == layout.pipeline - 1)
-    if training:
-        of_layers *= 3.0 + _again(shape, layout, stage, max(lengths))
-        head *= 4.0
-    return (of_layers + head) / (layout.tensor * layout.context)
+def _sent_by_replicas(layout: Layout, job: Job) -> Iterator[tuple[float, int, int]]:
+    """Yield the gradients that replicas sum, and the weights that they gather."""
+    weights = policy_weights(layout, job)
+    copies = layout.data * layout.context
+    each = 4 + job.dtype_bytes if layout.distributed else 8
+    yield each * weights.dense, copies, layout.tensor * copies
+    yield each * weights.expert, layout.expert_data, layout.gpus // layout.pipeline
 
 
-def _arithmetic(shape: ModelShape, layout: Layout, work: Work, gpu: Gpu) -> float:
+def _rows(layout: Layout, job: Job) -> float:
+    """Return the rows of the residual stream of one rank."""
+    cut = layout.tensor if layout.sequence else 1
+    return job.tokens / (layout.data * layout.context * cut)
+
+
+def _arithmetic(layout: Layout, job: Job, gpu: Gpu) -> float:
     """Time the stage that computes longest: a large one, or the last, which has the LM head too.
 
     The head recomputes its logits in the backward pass, whatever the layers recompute.
     """
-    head = 2.0 * work.sequences * work.trainable * shape.vocab * shape.hidden
-    scoring = work.scoring_passes
+    shape = job.shape
+    head = 2.0 * job.sequences * job.trainable * shape.vocab * shape.hidden
+    scoring = job.scoring_passes
 
     def of_stage(stage: int) -> float:
         here = layout.of_stage(shape, stage)
-        whole = here.forward_flops([work.length], 0)
-        again = work.repeated * here.forward_flops([work.prompt], 0)
-        of_layers = (whole - again) * work.sequences
-        of_layers *= 3.0 + scoring + _again(shape, layout, stage, work.length)
-        of_layers /= fullness(here, layout, work.micro_tokens, gpu)
+        whole = here.forward_flops([job.length], 0)
+        again = job.repeated * here.forward_flops([job.prompt], 0)
+        of_layers = (whole - again) * job.sequences
+        of_layers *= 3.0 + scoring + _recomputed(shape, layout, stage, job.length)
+        of_layers /= fullness(here, layout, job.micro_tokens, gpu)
         return of_layers + head * (4.0 + scoring) * (stage == layout.pipeline - 1)
 
     slowest = max(map(of_stage, range(layout.pipeline)))
@@ -193,10 +154,6 @@ def _wave_share(rows: float, width: float, gpu: Gpu) -> float:
     return rows * width / (waves * gpu.multiprocessors * TILE[0] * TILE[1])
 
 
-def _most_layers(shape: ModelShape, layout: Layout) -> int:
-    return max(layout.stage_layers(shape, k) for k in range(layout.pipeline))
-
-
 def _bandwidth(gpu: Gpu, span: int) -> float:
     return gpu.node_bandwidth if span <= GPUS_PER_NODE else gpu.network_bandwidth
 
@@ -207,7 +164,7 @@ def _repeated(shape: ModelShape, layout: Layout) -> float:
     return sum(here.layers for k in stages for here in layout.repeated(shape, k)) / shape.layers
 
 
-def _again(shape: ModelShape, layout: Layout, stage: int, length: int) -> float:
+def _recomputed(shape: ModelShape, layout: Layout, stage: int, length: int) -> float:
     """Return the forward passes of a stage's layers that recomputation adds."""
     here = layout.of_stage(shape, stage)
     whole = here.forward_flops([length], 0)

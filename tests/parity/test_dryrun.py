@@ -124,9 +124,7 @@ def test_plan_and_dry_run_agree(case: Case, tmp_path: Path) -> None:
     report = "\n".join(dry_run(config, world=case.world, gpu_memory=1 << 44))
     print(report)
     numbers = re.findall(r"^  (\S.*?) +([\d.,]+)(?: GiB)? +([\d.,]+)", report, re.MULTILINE)
-    assert len(numbers) >= 8
+    assert len(numbers) >= 7
     for name, own, planned in numbers:
         found, expected = (float(x.replace(",", "")) for x in (own, planned))
-        # of ranks that share packs some have more of the targets, where a plan takes the mean
-        near = 0.15 if name.startswith("TFLOP") and config.policy.parallel.context > 1 else 0.05
-        assert found == pytest.approx(expected, rel=near, abs=0.01), name
+        assert found == pytest.approx(expected, rel=0.05, abs=0.01), name

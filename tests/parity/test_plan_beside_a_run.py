@@ -12,8 +12,7 @@ from cases import make_config
 from spawn import run_ranks
 
 from backends.megatron.convert.read import read_architecture
-from rlcore.launch.commands.plan import configured_layout, make_publication
-from rlcore.planning.host import checkpoint_bytes
+from rlcore.launch.commands.plan import configured_layout, make_job, make_publication
 
 RANKS = Path(__file__).with_name("plan_ranks.py")
 # Large enough that most parts travel alone, from 1 MB on.
@@ -56,28 +55,25 @@ def test_publications_and_checkpoints(folder: Path, size: int, case: dict[str, A
     optimizer = {"distributed": case.get("distributed", False)}
     given = {"model": "qwen3", **case, "optimizer": optimizer}
     config = make_config(given, folder / "models")
-    layout = configured_layout(config, arch, size)
     found = [
         json.loads((folder / f"world{size}" / f"{case['name']}{rank}.json").read_text())
         for rank in range(size)
     ]
     published = make_publication(config, arch)
     assert published is not None
-    sizes = [bucket.size for bucket in published.buckets]
+    sizes = list(published.buckets)
     assert len(sizes) > 3
     assert found[0]["alone"]["sent"] == sizes, "what rank 0 has of each bucket to send"
     assert all(rank["everywhere"]["sent"] == sizes for rank in found)
 
-    b = 2 if config.model.dtype == "bf16" else 4
-    on_disk, of_rank = checkpoint_bytes(arch.shape, layout, b)
-    assert found[0]["on_disk"] == pytest.approx(on_disk, rel=0.02)
-    assert max(rank["written"] for rank in found) == pytest.approx(of_rank, rel=0.02)
-    assert max(rank["copied"] for rank in found) == pytest.approx(of_rank, rel=0.01)
+    assert found[0]["on_disk"] == pytest.approx(
+        make_job(config, arch, {}).checkpoint_bytes, rel=0.02
+    )
 
 
 @pytest.mark.parametrize(("size", "case"), ALL)
 @pytest.mark.parametrize("everywhere", [False, True], ids=["rank0", "everywhere"])
-def test_buffers_of_a_publication(
+def test_no_rank_has_larger_buffers(
     folder: Path, size: int, case: dict[str, Any], everywhere: bool
 ) -> None:
     arch = read_architecture(folder / "models" / "qwen3")
@@ -90,22 +86,12 @@ def test_buffers_of_a_publication(
     assert published is not None
     layout = configured_layout(config, arch, size)
     assert published.is_everywhere(layout) == (everywhere and size > 1)
-    for stage in range(layout.pipeline):
-        each = size // layout.pipeline
-        ranks = range(stage * each, (stage + 1) * each)
-        found = max(
-            json.loads((folder / f"world{size}" / f"{case['name']}{rank}.json").read_text())[
-                "everywhere" if everywhere else "alone"
-            ]["buffers"]
-            for rank in ranks
-        )
-        planned = published.buffers(layout, rank0=stage == 0)
-        if layout.pipeline == 1:
-            # norms, which are less than 1 MB, are not counted
-            assert found == pytest.approx(planned, rel=0.01)
-        else:  # which of the buckets of q, k, v are a stage's is not asked
-            assert (
-                0.999 * found
-                <= planned
-                <= found + max(bucket.groups for bucket in published.buckets)
-            )
+    found = max(
+        json.loads((folder / f"world{size}" / f"{case['name']}{rank}.json").read_text())[
+            "everywhere" if everywhere else "alone"
+        ]["buffers"]
+        for rank in range(size)
+    )
+    # norms, which are less than 1 MB, are not counted
+    planned = published.buffers(layout)
+    assert 0.99 * found <= planned <= found + published.bucket_limit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
@@ -48,21 +48,6 @@ class Work:
                     found.append(([*shared, *range(start, start + count)], count))
                 start += count
         return found
-
-    @property
-    def lengths(self) -> list[int]:
-        """The lengths of the sequences of one pack."""
-        return [len(tokens) for tokens, _ in self.sequences]
-
-    @property
-    def shared(self) -> list[int]:
-        """The lengths of the prompts that the pack holds for a sequence before, too."""
-        sequences = self.sequences
-        return [
-            len(tokens) - count
-            for (before, _), (tokens, count) in pairwise(sequences)
-            if before[0] == tokens[0]
-        ]
 
     def _trainable(self, length: int) -> int:
         return min(max(1, length * self.trainable // self.length), length - 1)

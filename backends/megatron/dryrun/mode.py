@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from backends.megatron.dryrun.usage import Usage
 
@@ -34,8 +33,6 @@ _FACTORIES = frozenset(
 )  # fmt: skip
 _COUNTING = frozenset({"aten::arange", "aten::randint", "aten::randperm"})
 _LIKE = (torch.empty_like, torch.Tensor.new_zeros, torch.Tensor.new_empty)
-# operations whose FLOPs torch counts under another name
-_OUT_OF_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
 # uint8 tensors from this size on are bytes of weights: they have no memory either
 _REAL_BYTES = 1 << 16
 
@@ -85,26 +82,13 @@ class MetaFloats(TorchDispatchMode):
             written = _real_written(func, args, kwargs)
             if written is not None:
                 return written  # a number that is not known: the tensor stays as it was
-            flops = _attention_flops(name, args)
             args, kwargs = (_as_meta(part) for part in (args, kwargs))
-            return self._meta(func, args, kwargs, flops)
         return self._meta(func, args, kwargs)
 
-    def _meta(self, func: Any, args: Any, kwargs: Any, flops: int = 0) -> Any:
+    def _meta(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _takes_device(func):
             kwargs = {**kwargs, "device": META}
-        out = self._run(func, args, kwargs)
-        packet = func._overloadpacket
-        count = flop_registry.get(_OUT_OF_PLACE.get(packet, packet))
-        if packet is aten._grouped_mm:
-            flops = _grouped_flops(args[0], args[1])
-        elif packet in _EFFICIENT:
-            flops = _efficient_flops(_EFFICIENT[packet], args)
-        elif not flops and count is not None:
-            flops = count(*args, **kwargs, out_val=out)
-        if flops:
-            self.usage.now.flops[func._schema.name.split("::")[1].removeprefix("_")] += flops
-        return out
+        return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
@@ -225,40 +209,3 @@ def _holds_metas(value: Any) -> bool:
 
 def _stacked(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.stack([_stacked(part) for part in value])
-
-
-def _grouped_flops(a: Tensor, b: Tensor) -> int:
-    """FLOPs of a matmul for each expert: of rows, or over rows for the gradients of weights."""
-    return 2 * a.size(0) * a.size(1) * b.size(-1)
-
-
-def _attention_flops(name: str, args: Any) -> int:
-    """FLOPs of attention over a pack's sequences, causal or not; 0 for another operation.
-
-    The backward pass counts twice the forward one, as everywhere.
-    """
-    at = {"torch_attn::_varlen_attn": 0, "torch_attn::_varlen_attn_backward": 1}.get(name)
-    if at is None:
-        return 0
-    query = args[at]
-    queries, keys = (part.long().diff() for part in (args[3:5] if at == 0 else args[6:8]))
-    pairs = int((queries * keys).sum())
-    if args[(7, 10)[at]]:  # each query but the last of a run sees fewer
-        pairs -= int((queries * (queries - 1) // 2).sum())
-    return (1 + at) * 4 * query.size(1) * query.size(2) * pairs
-
-
-# The kernels of single precision, and the place of the queries among their arguments.
-_EFFICIENT = {
-    aten._scaled_dot_product_efficient_attention: 0,
-    aten._scaled_dot_product_efficient_attention_backward: 1,
-}
-
-
-def _efficient_flops(at: int, args: Any) -> int:
-    """FLOPs of batched attention, counted as those of packed sequences are; under a mask, all."""
-    query, key, value = args[at : at + 3]
-    batch, heads, queries, width = query.shape
-    is_causal = len(args) > (6, 11)[at] and args[(6, 11)[at]]
-    pairs = queries * (queries + 1) // 2 if is_causal else queries * key.size(2)
-    return int((1 + at) * 2 * batch * heads * pairs * (width + value.size(3)))

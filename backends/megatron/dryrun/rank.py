@@ -16,7 +16,7 @@ with importing_megatron():
     from backends.megatron.checkpoint.save_load import _sharded_state
     from backends.megatron.dryrun.batch import RankBatch, Work
     from backends.megatron.dryrun.peers import Peers
-    from backends.megatron.dryrun.stand_ins import without_peers
+    from backends.megatron.dryrun.stubs import without_peers
     from backends.megatron.dryrun.usage import Phase, Usage, storage_bytes
     from backends.megatron.training.passes import SwappedIn, critic_loss, policy_loss
 from rlcore.algorithms import Moments
@@ -34,7 +34,6 @@ class RankReport:
 
     rank: int
     stage: int
-    work: Work
     parameters: dict[str, int] = field(default_factory=dict)  # model -> number
     bytes: dict[str, int] = field(default_factory=dict)  # "policy weights" -> bytes
     phases: Mapping[str, Phase] = field(default_factory=dict)
@@ -52,9 +51,7 @@ def rehearse(
     rank: int,
     world: int,
     skew: float = 1.0,
-    origins: bool = False,
     everywhere: bool = False,
-    passes_on: bool = False,
 ) -> RankReport:
     """Run the phases of a step as one rank of `world`.
 
@@ -62,17 +59,15 @@ def rehearse(
         passes: the models that the run builds, and those that it scores.
         work: the rank's micro-batches.
         skew: how many times the even share of tokens this rank's experts get.
-        origins: remember what holds memory at each peak.
         everywhere: a publication brings the buckets to all ranks.
-        passes_on: the rank helps another one to send them.
 
     Raises ConfigError or ModelError for what does not fit, naming the key.
     """
     began = time.perf_counter()
-    usage = Usage(origins=origins)
+    usage = Usage()
     peers = Peers(config.policy.parallel, world, config.model.vocab_divisible_by)
     objective = Objective(config.algorithm)
-    report = RankReport(rank, rank // peers.of_a_stage, work, phases=usage.phases)
+    report = RankReport(rank, rank // peers.of_a_stage, phases=usage.phases)
     with without_peers(usage, peers, rank, skew=skew):
         with usage.phase("build"):
             backend = MegatronBackend(
@@ -94,7 +89,7 @@ def rehearse(
         try:
             _run(backend, passes, work, usage, report)
             with usage.phase("publication"):
-                report.buckets = _publish(backend, everywhere=everywhere, passes_on=passes_on)
+                report.buckets = _publish(backend, everywhere=everywhere)
             with usage.phase("checkpoint"):
                 report.checkpoint = _checkpoint(backend)
         finally:
@@ -173,12 +168,8 @@ def _held(backend: MegatronBackend) -> tuple[dict[str, int], dict[str, int]]:
     return parameters, sizes
 
 
-def _publish(backend: MegatronBackend, *, everywhere: bool, passes_on: bool) -> tuple[int, int]:
-    sizes = []
-    for bucket, flat in backend.export_buckets(everywhere=everywhere):
-        sizes.append(bucket.num_bytes)
-        if passes_on and flat is not None:
-            flat.new_empty(flat.shape)  # what `WeightGroup.start_passing_on` receives
+def _publish(backend: MegatronBackend, *, everywhere: bool) -> tuple[int, int]:
+    sizes = [bucket.num_bytes for bucket, _ in backend.export_buckets(everywhere=everywhere)]
     return len(sizes), sum(sizes)
 
 

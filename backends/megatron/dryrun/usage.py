@@ -1,4 +1,4 @@
-"""The bookkeeping of a dry run: live bytes and their peaks, FLOPs, collectives."""
+"""The bookkeeping of a dry run: live bytes and their peaks, and collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from types import FrameType
 import torch
 from torch import Tensor, UntypedStorage
 
-_LARGE = 1 << 20  # bytes from which on the origin of a storage is remembered
 _OURS = ("/backends/megatron/", "/megatron/core/", "/rlcore/")
 _NOT_A_PLACE = (
     "/megatron/dryrun/",
@@ -30,8 +29,6 @@ class Peak:
     bytes: int
     operation: str
     place: str
-    # of what the phase itself made: (origin, storages, bytes), the largest first
-    holders: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass
@@ -40,7 +37,6 @@ class Phase:
 
     at_start: int
     peak: Peak
-    flops: Counter[str] = field(default_factory=Counter)
     # (group, operation) -> [calls, bytes of the largest tensor of each call]
     collectives: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     # fake numbers that the host asked for, by place: each makes a GPU wait
@@ -55,20 +51,14 @@ class _Watch(weakref.ref[UntypedStorage]):
 
 
 class Usage:
-    """Live bytes by storage, and the counts of each phase.
+    """Live bytes by storage, and the counts of each phase."""
 
-    Args:
-        origins: remember where each large storage was made, for `Peak.holders`.
-    """
-
-    def __init__(self, *, origins: bool = False) -> None:
+    def __init__(self) -> None:
         self.live = 0
         self.phases: dict[str, Phase] = {}
         self.operations = 0
-        self._origins = origins
         self._sizes: dict[int, int] = {}
         self._watches: dict[int, _Watch] = {}
-        self._made: dict[int, tuple[str, int, Phase]] = {}
         self._host: set[int] = set()
         self._on_host = 0
         self._phase = Phase(0, Peak(0, "", ""))
@@ -83,11 +73,6 @@ class Usage:
         finally:
             self._phase = before
 
-    @property
-    def now(self) -> Phase:
-        """The present phase."""
-        return self._phase
-
     @contextmanager
     def on_host(self) -> Iterator[None]:
         """Inside, new storages are host memory, which is not counted."""
@@ -100,8 +85,6 @@ class Usage:
     def is_host(self, tensor: Tensor) -> bool:
         """Whether a tensor was made inside `on_host`."""
         return tensor.untyped_storage()._cdata in self._host
-
-    # --- memory -----------------------------------------------------------------------------------
 
     def add(self, tensor: Tensor, operation: str) -> None:
         """Count the storage of a tensor, unless it is known with this size."""
@@ -118,15 +101,10 @@ class Usage:
             if self._on_host:
                 self._host.add(key)
                 return
-            if self._origins and size >= _LARGE:
-                made = f"{operation} {_shape(tensor)} at {place(3)}"
-                self._made[key] = (made, size, self._phase)
         self._sizes[key] = size
         self.live += size - (known or 0)
         if self.live > self._phase.peak.bytes:
-            self._phase.peak = Peak(
-                self.live, f"{operation} {_shape(tensor)}", place(), self._holders()
-            )
+            self._phase.peak = Peak(self.live, f"{operation} {_shape(tensor)}", place())
 
     def measure_again(self) -> None:
         """Take the present sizes of all storages: no operation tells that one was resized."""
@@ -137,28 +115,13 @@ class Usage:
                 self.live += size - self._sizes[key]
                 self._sizes[key] = size
         if self.live > self._phase.peak.bytes:
-            self._phase.peak = Peak(self.live, "onload", place(), self._holders())
+            self._phase.peak = Peak(self.live, "onload", place())
 
     def _gone(self, watch: weakref.ref[UntypedStorage]) -> None:
         assert isinstance(watch, _Watch)
         self.live -= self._sizes.pop(watch.key, 0)
         self._host.discard(watch.key)
         self._watches.pop(watch.key, None)
-        self._made.pop(watch.key, None)
-
-    def _holders(self) -> tuple[tuple[str, int, int], ...]:
-        """What was made in this phase and is alive."""
-        if not self._origins:
-            return ()
-        storages: Counter[str] = Counter()
-        sizes: Counter[str] = Counter()
-        for origin, size, phase in self._made.values():
-            if phase is self._phase:
-                storages[origin] += 1
-                sizes[origin] += size
-        return tuple((origin, storages[origin], size) for origin, size in sizes.most_common(12))
-
-    # --- the rest ---------------------------------------------------------------------------------
 
     def add_collective(self, group: str, operation: str, num_bytes: int) -> None:
         """Count one call."""
@@ -176,15 +139,15 @@ def storage_bytes(tensors: Iterator[Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def place(depth: int = 1) -> str:
-    """The innermost lines of the project or of Megatron that the interpreter is in.
+def place() -> str:
+    """Return the innermost line of the project or of Megatron that the interpreter is in.
 
     Inside a backward pass of torch itself there is none: then it is the name of the graph's node.
     """
     found: list[str] = []
     node = torch._C._current_autograd_node()
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < depth:
+    while frame is not None and not found:
         path = frame.f_code.co_filename
         if any(part in path for part in _OURS) and not any(part in path for part in _NOT_A_PLACE):
             short = next(path.split(part)[-1] for part in _OURS if part in path)

@@ -15,18 +15,14 @@ from rlcore.config.derived import world_size
 from rlcore.errors import ConfigError, RunFailed, UserError
 from rlcore.launch.commands.plan import configured_layout, job_passes, make_job
 from rlcore.planning.communicators import nccl_bytes
-from rlcore.planning.fit import Needs, stage_needs
-from rlcore.planning.memory import Layout, Load, rank_weights
-from rlcore.planning.publication import Publication
-from rlcore.planning.report import describe, gib
-from rlcore.planning.search import Job, communicators, usable
+from rlcore.planning.fit import GIB, Needs, gib, model_weights, stage_needs, usable
+from rlcore.planning.job import Job
+from rlcore.planning.memory import Layout, Load
+from rlcore.planning.report import describe
 from rlcore.planning.shape import ModelShape
-from rlcore.planning.speed import rank_flops
 
 if TYPE_CHECKING:
     from backends.megatron.dryrun.rank import RankReport
-
-GIB = 1 << 30
 
 
 def dry_run(
@@ -35,7 +31,6 @@ def dry_run(
     world: int | None = None,
     ranks: Sequence[int] | None = None,
     skew: float = 1.0,
-    holders: bool = False,
     gpu_memory: int,
 ) -> Iterator[str]:
     """Yield lines on each rank, what it needs and does, and what `rlcore plan` says; and a verdict.
@@ -44,7 +39,6 @@ def dry_run(
         world: trainer ranks, by default as configured.
         ranks: those to run, by default one of the first, of a middle and of the last stage.
         skew: how many times an even share of tokens the rank's experts get.
-        holders: also list what holds memory at the peaks.
         gpu_memory: bytes of each GPU.
 
     Raises UserError naming the option, ConfigError or ModelError naming the key, and RunFailed at
@@ -57,7 +51,7 @@ def dry_run(
     _check_skew(layout, arch.shape, skew)
 
     from backends.megatron.dryrun.rank import Work, rehearse
-    from backends.megatron.dryrun.stand_ins import LEFT_OUT
+    from backends.megatron.dryrun.stubs import LEFT_OUT
 
     yield f"{describe(layout)}: {world} ranks, {arch.shape.parameters / 1e9:.2f} B parameters"
     load = replace(job.load(layout), routing_skew=skew)
@@ -78,12 +72,9 @@ def dry_run(
                 rank=rank,
                 world=world,
                 skew=skew,
-                origins=holders,
                 everywhere=published is not None and published.is_everywhere(layout),
-                passes_on=published is not None and published.passed_on(layout) > 0,
             )
-        planned = stage_needs(layout, in_flight, job.trained, job.frozen, stage)
-        planned = _with_publication(planned, published, layout, rank0=rank == 0)
+        planned = stage_needs(layout, in_flight, job, stage)
         yield ""
         yield from _rank_lines(report, planned, layout, in_flight, job)
         # Engines that share the GPU hold their weights while they take new ones.
@@ -95,10 +86,10 @@ def dry_run(
     yield ""
     yield "Left out: " + "; ".join(LEFT_OUT) + "."
     yield ""
-    yield _verdict(max(peaks), _nccl(layout, job), gpu_memory, chosen, world)
+    yield _verdict(max(peaks), nccl_bytes(layout, job), gpu_memory, chosen, world)
 
 
-# --- what is run ----------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 def _checked(config: Config, world: int) -> tuple[Architecture, Job]:
@@ -112,16 +103,6 @@ def _checked(config: Config, world: int) -> tuple[Architecture, Job]:
     check_others(others, config.policy.parallel, world)
     check_vocabularies(others, arch)
     return arch, make_job(config, arch, others)
-
-
-def _with_publication(
-    planned: Needs, published: Publication | None, layout: Layout, *, rank0: bool
-) -> Needs:
-    """Add a publication, whose buffers stay for a checkpoint."""
-    kept = 0 if published is None else published.buffers(layout, rank0=rank0)
-    passed_on = 0 if published is None else published.passed_on(layout)
-    after = {"publication": kept + passed_on, "checkpoint": planned.phases["checkpoint"] + kept}
-    return replace(planned, phases=planned.phases | after)
 
 
 def micro_batches_in_flight(layout: Layout, load: Load, stage: int) -> int:
@@ -161,13 +142,7 @@ def _check_skew(layout: Layout, shape: ModelShape, skew: float) -> None:
         )
 
 
-# --- what is printed ------------------------------------------------------------------------------
-
-
-def _nccl(layout: Layout, job: Job) -> int:
-    """Return the bytes of NCCL's buffers, which a dry run has not."""
-    groups = communicators(layout, job)
-    return nccl_bytes(groups, channels=job.nccl_channels) if groups else 0
+# --- report ---------------------------------------------------------------------------------------
 
 
 def _verdict(
@@ -204,25 +179,17 @@ def _rank_lines(
     )
     yield f"{'':44}{'dry run':>16}{'plan':>16}"
     for model in job.trained:
-        weights = rank_weights(
-            model.shape,
-            layout,
-            report.stage,
-            vocab_multiple=load.vocab_multiple,
-            value_head=model.value_head,
-        )
+        weights = model_weights(model, layout, load, report.stage)
         own = report.parameters[model.name]
         yield f"  {model.name + ' parameters':42}{own:>16,}{weights.total:>16,}"
     for name, size in report.bytes.items():
         yield _beside(name, size, planned.resident.get(name))
     for name, phase in report.phases.items():
-        added = planned.phases.get(name)
+        # a checkpoint of a real run comes after a publication, whose buffers stay
+        added = None if name == "checkpoint" else planned.phases.get(name)
         whole = None if added is None else sum(planned.resident.values()) + added
         yield _beside(f"peak, {name}", phase.peak.bytes, whole)
         yield f"      {phase.peak.operation} at {phase.peak.place}"
-        for origin, storages, size in phase.peak.holders:
-            yield f"      {_gib(size):>12} in {storages}: {origin}"
-    yield from _flops(report, layout, load, job)
     yield from _collectives(report)
     buckets, size = report.buckets
     yield f"  a publication: {buckets} buckets, {_gib(size)} in all"
@@ -231,29 +198,8 @@ def _rank_lines(
     yield f"  took {report.seconds:.0f} s for {report.operations:,} operations"
 
 
-def _flops(report: RankReport, layout: Layout, load: Load, job: Job) -> Iterator[str]:
-    lengths = report.work.lengths * load.micro_batches
-    trainable = load.trainable * load.micro_batches
-    shapes: dict[str, ModelShape] = {model.name: model.shape for model in job.trained}
-    shapes |= {model.name: model.shape for model in job.frozen}
-    for name, phase in report.phases.items():
-        own = sum(phase.flops.values())
-        model = name.split()[0]
-        if own and model in shapes:
-            expected = rank_flops(
-                shapes[model],
-                layout,
-                report.stage,
-                lengths,
-                0 if model == "critic" else trainable,
-                training=name.endswith("backward"),
-                shared=report.work.shared * load.micro_batches,
-            )
-            yield f"  {'TFLOP, ' + name:42}{own / 1e12:>16.2f}{expected / 1e12:>16.2f}"
-
-
 def _collectives(report: RankReport) -> Iterator[str]:
-    """The calls of the phases of a step, by group."""
+    """Yield the calls of the phases of a step, by group, and the numbers that the host reads."""
     total: dict[tuple[str, str], list[int]] = {}
     for name, phase in report.phases.items():
         if name.endswith((" pass", "backward", "step")):

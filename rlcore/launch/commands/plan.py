@@ -13,7 +13,6 @@ from backends.megatron.checks.layout import check_layout, check_others, layers_o
 from backends.megatron.convert.architecture import Architecture
 from backends.megatron.convert.hf_tensors import weight_tensors
 from backends.megatron.convert.read import read_models
-from backends.megatron.convert.table import Split
 from rlcore.config import Config
 from rlcore.config.checks.all_checks import check
 from rlcore.config.derived import (
@@ -31,13 +30,10 @@ from rlcore.config.sections.training import ClusterConfig
 from rlcore.config.yaml_settings import render_config
 from rlcore.errors import ConfigError, UserError
 from rlcore.planning.devices import GPUS, GPUS_PER_NODE
-from rlcore.planning.fit import Frozen, Trained
-from rlcore.planning.host import StepArrays
+from rlcore.planning.job import Frozen, Job, Trained
 from rlcore.planning.memory import Layout, Recompute, RecomputeMethod
 from rlcore.planning.publication import (
-    Costs,
     Publication,
-    PublishedBucket,
     bucket_limit,
     cut,
     fp8_bytes,
@@ -45,7 +41,7 @@ from rlcore.planning.publication import (
     together,
 )
 from rlcore.planning.report import describe, report
-from rlcore.planning.search import Job, Option, by_time, judge, options
+from rlcore.planning.search import Option, by_time, judge, options
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -73,9 +69,6 @@ def plan(
     engine_gpus: int | None,
     gpu_memory: int,
     gpu: str,
-    card: float | None = None,
-    nvlink: float | None = None,
-    nccl_channels: int | None = None,
 ) -> Iterator[str]:
     """Yield lines on the configured layout, on layouts that fit, and the keys of the fastest.
 
@@ -84,8 +77,6 @@ def plan(
         engine_gpus: GPUs of the engines next to these; None: as configured.
         gpu_memory: bytes of each.
         gpu: a name in `rlcore.planning.devices.GPUS`.
-        card, nvlink: bytes/s of publications, see `Costs`; by default the GPU's.
-        nccl_channels: of a communicator.
 
     Raises UserError for engine GPUs that the engines cannot take, and ModelError for a
     `config.json` that is missing or of a family that is not converted.
@@ -95,11 +86,7 @@ def plan(
     config = _placed(config, gpus, engine_gpus)
     arch, others = read_models(config, weights=False)
     job = make_job(config, arch, others)
-    if nccl_channels is not None:
-        job = replace(job, nccl_channels=nccl_channels)
     device = GPUS[gpu]
-    costs = Costs.of(device)
-    costs = replace(costs, card=card or costs.card, nvlink=nvlink or costs.nvlink)
 
     def why_not(parallel: ParallelConfig) -> str | None:
         try:
@@ -118,7 +105,7 @@ def plan(
     found = options(job, gpus, device, admits)
     if isinstance(own, Option) and own.layout not in {option.layout for option in found}:
         found = sorted([own, *found], key=by_time)
-    yield from report(job, gpus, _engines(config), gpu_memory, device, costs, own, found)
+    yield from report(job, gpus, _engines(config), gpu_memory, device, own, found)
     fastest = next((option.layout for option in found if option.fits(gpu_memory)), None)
     if fastest is not None:
         is_own = isinstance(own, Option) and fastest == own.layout
@@ -318,8 +305,6 @@ def make_job(config: Config, arch: Architecture, others: Mapping[str, Architectu
         chunk_elements=policy.logprobs.chunk_elements or default_chunk_elements("cuda"),
         siblings=_siblings(config),
         publication=make_publication(config, arch),
-        arrays=_step_arrays(config, arch, passes, prompt + response, response),
-        async_save=config.checkpoint.async_save,
     )
 
 
@@ -344,54 +329,20 @@ def make_publication(config: Config, arch: Architecture) -> Publication | None:
         for (_, name, shape, _), (size, _) in zip(tensors, sizes)
     ]
     limit = bucket_limit(sum(size for size, _ in sizes), given.bucket_bytes)
-    buckets = []
-    for place in cut(sizes, limit, together([name for _, name, _, _ in tensors])):
-        here = [(tensors[index][0], sizes[index][0]) for index in place]
-        columns = [(entry, size) for entry, size in here if entry.split is Split.ROW]
-        buckets.append(
-            PublishedBucket(
-                size=sum(published[index] for index in place),
-                whole=sum(size for _, size in here),
-                columns=sum(size for entry, size in columns if entry.expert is None),
-                expert_columns=sum(size for entry, size in columns if entry.expert is not None),
-                groups=sum(size for entry, size in here if entry.split is Split.QKV),
-            )
-        )
+    senders = given.senders or engines
+    places = cut(sizes, limit, together([name for _, name, _, _ in tensors]))
+    buckets = tuple(sum(published[index] for index in place) for place in places)
+    whole = [sum(sizes[index][0] for index in place) for place in places]
     return Publication(
-        tuple(buckets),
-        engines,
-        transport,
-        senders=given.senders or engines,
-        kv_groups=arch.shape.groups,
-        converted=dtype != config.model.dtype,
-        rails=given.rails or given.tensor_parallel,
+        buckets,
+        bucket_limit=limit,
+        engines=engines,
+        transport=transport,
+        senders=senders * (1 if engines > senders else given.rails or given.tensor_parallel),
+        unrounded=max((size for size, own in zip(whole, buckets) if size > own), default=0),
         engine_tensor=given.tensor_parallel,
         engine_dtype_bytes=_ITEM_BYTES[_DTYPES[dtype]],
         colocated=given.colocated,
-    )
-
-
-def _step_arrays(
-    config: Config, arch: Architecture, passes: Passes, length: int, response: int
-) -> StepArrays:
-    """The arrays of a training step on rank 0, of a single-turn run without sampling masks."""
-    sequences = samples_per_step(config)
-    recorded = config.tracking.save_rollouts and not config.is_sft
-    vectors = 2 + 2 * passes.policy + passes.reference + passes.teacher  # advantages, weights
-    vectors += passes.policy and passes.reference  # kl
-    vectors += 2 * passes.critic  # values, returns
-    if recorded and (passes.policy or config.algorithm.old_logprobs == "rollout"):
-        vectors += 2  # ratio, clipped
-    routed = 0
-    if config.policy.routing_replay == "engine":
-        routed = sum(arch.moe_layers) * int(arch.transformer["moe_router_topk"])
-    return StepArrays(
-        sequences=sequences,
-        tokens=sequences * length,
-        trainable=sequences * response,
-        vectors=vectors,
-        sampled=not config.is_sft,
-        routed=routed,
     )
 
 

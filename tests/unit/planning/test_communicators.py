@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,20 @@ from backends.megatron.convert.read import read_architecture
 from rlcore.config.load import load_config
 from rlcore.launch.commands.dryrun import dry_run
 from rlcore.launch.commands.plan import configured_layout
-from rlcore.planning.communicators import MIB, nccl_bytes, publication_groups, training_groups
+from rlcore.planning.communicators import (
+    CHANNELS,
+    MIB,
+    communicators,
+    nccl_bytes,
+    training_groups,
+)
+from rlcore.planning.job import Job, Trained
 from rlcore.planning.memory import Layout
+from rlcore.planning.publication import Publication
+from rlcore.planning.shape import ModelShape
 
 MODELS = Path(__file__).parents[3] / "examples/models"
+DENSE = ModelShape(layers=8, hidden=64, heads=4, groups=4, head_dim=16, ffn=96, vocab=256)
 # Megatron's name of each group
 NAMES = {
     "tensor": "tensor_model_parallel_group",
@@ -79,23 +90,35 @@ def test_the_groups_are_those_that_a_step_uses(
     assert {(NAMES[name], size) for name, size in groups.items()} == used
 
 
+def job_of(published: Publication | None, shape: ModelShape = DENSE) -> Job:
+    return Job(
+        trained=(Trained("policy", shape),), frozen=(), sequences=64, length=8, trainable=2,
+        scoring_passes=0, pack_tokens=16, dtype_bytes=2, vocab_multiple=1, chunk_elements=1,
+        publication=published,
+    )  # fmt: skip
+
+
 def test_groups_of_a_publication() -> None:
+    """One for parts of buckets, one for whole buckets, and one for each engine of a sender."""
     layout = Layout(tensor=2, pipeline=2, data=2)
-    assert publication_groups(layout, everywhere=True, engines=3) == {
-        "parts of buckets": 4,
-        "whole buckets": 8,
-        "engine 1": 2,
-        "engine 2": 2,
-        "engine 3": 2,
-    }
-    assert publication_groups(Layout(data=8), everywhere=False, engines=0) == {}
+    alone = communicators(layout, job_of(None))
+    published = Publication((8,), 8, engines=6, transport="distributed", senders=2)
+    assert communicators(layout, job_of(published)) == alone + 2 + 3
+    by_handle = Publication((8,), 8, engines=6, transport="tensor", senders=6)
+    assert communicators(layout, job_of(by_handle)) == alone + 2
+    assert communicators(Layout(), job_of(by_handle)) == 0
 
 
 def test_bytes_are_those_of_the_channels() -> None:
-    assert nccl_bytes({}) == 0
-    assert nccl_bytes({"tensor": 4, "pipeline": 2}, channels=8) == 2 * 8 * 10 * MIB
-    all_to_all = nccl_bytes({"expert": 16}, channels=8)
-    assert all_to_all == 8 * (10 + 7 * 2) * MIB, "peers of the node alone"
+    assert nccl_bytes(Layout(), job_of(None)) == 0
+    assert nccl_bytes(Layout(tensor=4), job_of(None)) == 2 * CHANNELS * 10 * MIB
+    moe = replace(DENSE, experts=16, topk=2, expert_ffn=32, expert_layers=(True,) * 8)
+    layout = Layout(data=16, expert=16)
+    groups = communicators(layout, job_of(None, moe))
+    peers = CHANNELS * 7 * 2 * MIB
+    assert nccl_bytes(layout, job_of(None, moe)) == groups * CHANNELS * 10 * MIB + peers, (
+        "peers of the node alone"
+    )
     # LL, LL128 and Simple, in pages of 2 MiB
     protocols = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + (4 << 20)
     assert -(-protocols // (2 * MIB)) * 2 == 10

@@ -9,8 +9,7 @@ import pytest
 
 from rlcore.planning.activations import activation_bytes, head_peak_bytes, scoring_bytes
 from rlcore.planning.devices import GPUS
-from rlcore.planning.fit import Trained
-from rlcore.planning.host import checkpoint_bytes
+from rlcore.planning.job import Job, Trained
 from rlcore.planning.memory import (
     Layout,
     Load,
@@ -18,7 +17,7 @@ from rlcore.planning.memory import (
     optimizer_bytes,
     rank_weights,
 )
-from rlcore.planning.search import Job, options
+from rlcore.planning.search import options
 from rlcore.planning.shape import ModelShape
 
 DENSE = ModelShape(layers=8, hidden=64, heads=4, groups=4, head_dim=16, ffn=96, vocab=256)
@@ -150,36 +149,26 @@ def test_in_fp32_on_cuda_keys_and_values_are_copied_to_all_heads_of_queries() ->
 
 
 TIED = replace(DENSE, tied=True)
-PADDED = 288  # 256 entries of the vocabulary in multiples of 48
 
 
 @pytest.mark.parametrize(
     ("shape", "value_head", "more"),
     [
-        (DENSE, False, 2 * (PADDED - 256) * 64),
-        (TIED, False, (PADDED - 256) * 64),
-        (TIED, True, (PADDED - 256) * 64 + 64),
+        (DENSE, False, 0),
+        (TIED, False, 0),
+        (TIED, True, 64),
         # a critic has a row in place of a head
-        (DENSE, True, (PADDED - 256) * 64 + 64 - 256 * 64),
+        (DENSE, True, 64 - 256 * 64),
     ],
 )
-def test_a_checkpoint_holds_each_padded_weight_and_its_state_once(
+def test_a_checkpoint_holds_each_weight_and_its_state_once(
     shape: ModelShape, value_head: bool, more: int
 ) -> None:
+    assert Trained("policy", shape, value_head).parameters == shape.parameters + more
     for dtype_bytes, each in ((2, 14), (4, 12)):
-        whole, most = checkpoint_bytes(shape, Layout(), dtype_bytes, 48, value_head)
-        assert whole == most == each * (shape.parameters + more)
-
-
-@pytest.mark.parametrize("shape", [DENSE, TIED], ids=["head", "tied"])
-def test_one_rank_writes_all_of_a_head(shape: ModelShape) -> None:
-    """Of 7 layers dealt out to 32 ranks each has less than that."""
-    layout = Layout(pipeline=2, data=32, distributed=True, stages=(1, 7))
-    last = rank_weights(shape, layout, 1, vocab_multiple=48)
-    share = last.dense // 32
-    assert share < PADDED * 64
-    weights = share if shape.tied else PADDED * 64
-    states = round(12 * last.dense / 32)
-    of_first = rank_weights(shape, layout, 0, vocab_multiple=48).dense
-    first = 2 * PADDED * 64 + round(12 * of_first / 32)
-    assert checkpoint_bytes(shape, layout, 2, 48)[1] == max(2 * weights + states, first)
+        job = Job(
+            trained=(Trained("policy", shape, value_head),), frozen=(), sequences=1, length=8,
+            trainable=2, scoring_passes=0, pack_tokens=16, dtype_bytes=dtype_bytes,
+            vocab_multiple=1, chunk_elements=1,
+        )  # fmt: skip
+        assert job.checkpoint_bytes == each * (shape.parameters + more)

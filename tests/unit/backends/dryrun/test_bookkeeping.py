@@ -9,7 +9,7 @@ import pytest
 from backends.megatron.cpu.shim import importing_megatron
 
 with importing_megatron():
-    from backends.megatron.dryrun.stand_ins import _replaced
+    from backends.megatron.dryrun.stubs import _replaced
 
 from backends.megatron.dryrun.usage import Usage
 
@@ -29,7 +29,7 @@ def test_collectives_are_counted_by_group_and_phase() -> None:
     assert usage.phases["publication"].collectives == {("tensor", "all_reduce"): [1, 1]}
 
 
-def test_stand_ins_are_gone_afterwards() -> None:
+def test_stubs_are_gone_afterwards() -> None:
     owner = SimpleNamespace(size=1)
     with _replaced(owner, "size", 2):
         assert owner.size == 2

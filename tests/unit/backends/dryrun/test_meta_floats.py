@@ -1,4 +1,4 @@
-"""Meta tensors for floats beside integers with values, and the bytes and FLOPs counted on them."""
+"""Meta tensors for floats, integers with values, and the bytes counted on them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from backends.megatron.cpu.shim import importing_megatron
+
+with importing_megatron():
+    from backends.megatron.dryrun.stubs import assumed_choice
+
 from backends.megatron.dryrun.mode import FunctionsOfCuda, MetaFloats
-from backends.megatron.dryrun.routing import assumed_choice
 from backends.megatron.dryrun.usage import Usage
 
 
 @pytest.fixture
 def usage() -> Iterator[Usage]:
-    counted = Usage(origins=True)
+    counted = Usage()
     with FunctionsOfCuda(counted), MetaFloats(counted):
         yield counted
 
@@ -52,7 +56,6 @@ def test_a_backward_pass_is_counted_by_its_node(usage: Usage) -> None:
     weight = torch.ones(512, 512, requires_grad=True)
     with usage.phase("backward") as phase:
         (torch.ones(64, 512) @ weight).sum().backward()
-    assert phase.flops["mm"] == 2 * (2 * 64 * 512 * 512), "forward, and the weight's gradient"
     # weight, its gradient and the input; the sum, and its gradient, which is only expanded
     assert phase.peak.bytes == 4 * (2 * 512 * 512 + 64 * 512) + 2 * 4
     assert phase.peak.place.startswith("MmBackward0")
@@ -90,16 +93,6 @@ def test_a_norm_keeps_what_the_kernel_of_cuda_keeps(usage: Usage) -> None:
     y = F.rms_norm(x, (256,), weight, 1e-6)
     assert usage.live - before == 1024 * 256 * 2 + 1024 * 4, "its output, and 1 / rms"
     assert y.requires_grad
-
-
-def test_attention_counts_the_pairs_that_see_each_other(usage: Usage) -> None:
-    attend = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
-    q, k, v = (torch.ones(24, 2, 16, dtype=torch.bfloat16) for _ in range(3))
-    borders = torch.tensor([0, 8, 24], dtype=torch.int32)
-    with usage.phase("step") as phase:
-        attend(q, k, v, borders, borders, 16, 16, window_size=(-1, 0))
-    pairs = sum(range(1, 9)) + sum(range(1, 17))
-    assert phase.flops["varlen_attn"] == 4 * 2 * 16 * pairs
 
 
 @pytest.mark.parametrize(("skew", "share"), [(1.0, 1.0), (2.0, 2.0), (3.5, 3.5)])

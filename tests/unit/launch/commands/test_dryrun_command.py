@@ -60,8 +60,6 @@ def check(out: str, *, peaks: float = 0.05) -> None:
     for phase in ("policy forward and backward", "policy optimizer step"):
         own, planned = beside(out, f"peak, {phase}")
         assert own == pytest.approx(planned, rel=peaks), phase
-    own, planned = beside(out, "TFLOP, policy forward and backward")
-    assert own == pytest.approx(planned, rel=0.02)
 
 
 def test_both_stages_of_a_dense_model(cut: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,30 +31,20 @@ def test_a_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert first_layout(out).endswith("TP 2 x DP 4, SP, distributed optimizer")
 
 
-def test_what_is_beside_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_next_to_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     engines = ("rollout.engine.kind=sglang", "rollout.engine.count=8")
     out = plan(capsys, "--trainer-gpus", "16", *engines)[1]
-    assert "2.1 GiB  buckets of publications" in out
+    assert "2.3 GiB  buckets of publications" in out
     assert "0.9 GiB  NCCL's buffers, 6 communicators" in out
-    assert "14.2 GiB in 86 buckets of at most 1.0 GiB to 8 engines;" in out
-    assert "each of 8 ranks sends 14.2 GiB; calculated 0.6 s (48 GB/s a card, 300 in a" in out
-    assert "a checkpoint: 99.3 GiB on disk; a rank writes at most 6.2 GiB\n" in out
-    assert "rank 0's host memory: 0.1 GiB for the batch of 8.4 M tokens" in out
+    assert "a publication: 14.2 GiB in 86 buckets of at most 1.0 GiB to 8 engines\n" in out
+    assert "a checkpoint: 99.3 GiB on disk\n" in out
+    assert re.search(r"time: arithmetic [\d.]+ s, communication [\d.]+ s\n", out)
 
     out = plan(capsys, "--trainer-gpus", "16", *engines, "rollout.engine.quantization=fp8")[1]
-    assert "each of 8 ranks sends 8.1 GiB;" in out
-    assert "2.3 GiB  buckets of publications" in out  # two in FP8, and one before it is rounded
+    assert "a publication: 8.1 GiB in 86 buckets" in out
+    assert "2.5 GiB  buckets of publications" in out, "two in FP8, and one before it is rounded"
 
-    given = ("--card-gb", "24", "--nvlink-gb", "150", "--nccl-channels", "32")
-    out = plan(capsys, "--trainer-gpus", "16", *engines, "checkpoint.async_save=true", *given)[1]
-    assert "1.9 GiB  NCCL's buffers, 6 communicators" in out
-    assert "(24 GB/s a card, 150 in a node)" in out
-    assert "a rank writes at most 6.2 GiB, from a copy in host memory" in out
-
-    out = plan(capsys, "--trainer-gpus", "16", *engines, "rollout.engine.senders=1")[1]
-    assert "rank 0 sends 113.5 GiB; calculated" in out
     colocated = plan(capsys, "--trainer-gpus", "8", *engines, "rollout.engine.colocated=true")[1]
-    assert "by tensor, whose time is not estimated" in colocated
     assert "buckets of publications" not in colocated, "engines get that memory"
 
 
@@ -89,9 +79,9 @@ def test_a_printed_layout_is_taken_when_it_is_configured(
 ) -> None:
     """Experts are cut by EP alone, so under TP the layout names ETP: its default is TP."""
     _, out, _ = plan(capsys, "--trainer-gpus", "8", model="Qwen3-30B-A3B")
-    line = next(line for line in out.splitlines() if "TP 2 x EP 8 x ETP 1 x DP 4" in line)
+    line = next(line for line in out.splitlines() if "TP 4 x EP 8 x ETP 1 x DP 2" in line)
     shown = line.split("GiB")[1].split(", recompute")[0].strip()
-    keys = {"tensor": 2, "expert": 8, "expert_tensor": 1, "sequence": "true"}
+    keys = {"tensor": 4, "expert": 8, "expert_tensor": 1, "sequence": "true"}
     given = [f"policy.parallel.{key}={value}" for key, value in keys.items()]
     assert (
         f"layout:\n  {shown}: "
@@ -251,7 +241,7 @@ def test_recomputation_of_whole_layers_is_counted_as_it_is_configured(
         out = plan(capsys, "--trainer-gpus", "8", cut, full)[1]
         (line,) = [line for line in out.splitlines() if line.startswith("  TP 2 x DP 4")]
         found[method] = line
-    assert "recompute full: fits, 39.0 GiB" in found["uniform 1"]
+    assert "recompute full: fits, 39.2 GiB" in found["uniform 1"]
     assert "recompute full (uniform 14): fits, 54.2 GiB" in found["uniform 14"]
     assert "recompute full (block 1): fits, 70.9 GiB" in found["block 1"]
 

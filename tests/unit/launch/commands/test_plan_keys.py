@@ -49,7 +49,7 @@ def test_both_counts_are_as_configured_unless_they_are_given(
     out = plan(capsys, "--trainer-gpus", "8", "--engine-gpus", "24", *ray, *sglang)[1]
     assert out.startswith("7.62 B parameters; 8 x H100 of 80.0 GiB for the trainer")
     assert out.splitlines()[1] == "12 engines of TP 2 on 24 GPUs of their own"
-    assert "to 12 engines;" in out, "a publication reaches them all"
+    assert "to 12 engines\n" in out, "a publication reaches them all"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""The stand-ins for peers, weights and CUDA of a dry run, in one context manager."""
+"""The stubs for peers, weights and CUDA of a dry run, in one context manager."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,6 @@ from backends.megatron.cpu.kernels import assuming_kernels
 from backends.megatron.cpu.shim import megatron_device
 from backends.megatron.dryrun.mode import META, FunctionsOfCuda, MetaFloats
 from backends.megatron.dryrun.peers import Peers
-from backends.megatron.dryrun.routing import assumed_choice
 from backends.megatron.dryrun.usage import Usage
 from backends.megatron.training import offload
 from backends.megatron.training.offload import OffloadedTensors
@@ -48,8 +48,8 @@ def without_peers(usage: Usage, peers: Peers, rank: int, *, skew: float) -> Iter
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=peers.world)
     try:
         with ExitStack() as stack:
-            for owner, name, stand_in in _replacements(usage, peers, skew):
-                stack.enter_context(_replaced(owner, name, stand_in))
+            for owner, name, stub in _replacements(usage, peers, skew):
+                stack.enter_context(_replaced(owner, name, stub))
             stack.enter_context(assuming_kernels("cuda"))
             stack.enter_context(megatron_device(META))
             stack.enter_context(FunctionsOfCuda(usage))
@@ -61,7 +61,7 @@ def without_peers(usage: Usage, peers: Peers, rank: int, *, skew: float) -> Iter
 
 
 def _replacements(usage: Usage, peers: Peers, skew: float) -> list[tuple[Any, str, Any]]:
-    """List (owner, attribute, stand-in)."""
+    """List (owner, attribute, stub)."""
     return [
         (dist, "new_group", _fake_group(dist.new_group)),
         (MoELayer, "route", _routed(MoELayer.route, skew)),
@@ -83,9 +83,9 @@ def _replacements(usage: Usage, peers: Peers, skew: float) -> list[tuple[Any, st
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+def _replaced(owner: Any, name: str, stub: Any) -> Iterator[None]:
     original = getattr(owner, name)
-    setattr(owner, name, stand_in)
+    setattr(owner, name, stub)
     try:
         yield
     finally:
@@ -114,6 +114,28 @@ def _routed(route: Callable[..., Any], skew: float) -> Callable[..., Any]:
         return probs, choice.clone()
 
     return call
+
+
+@lru_cache(maxsize=8)
+def assumed_choice(tokens: int, experts: int, topk: int, own: range, skew: float) -> Tensor:
+    """Return a choice of `topk` different experts a token: bool [tokens, experts].
+
+    Each expert in `own` gets `skew` times the even share of the tokens, the others the rest evenly.
+    Systematic sampling: the shares are laid end to end, and a token takes the experts at the points
+    u, u + 1, ... for a u of its own; no share is longer than 1, so they differ.
+    """
+    even = topk / experts
+    shares = torch.full((experts,), even, dtype=torch.float64)
+    if skew != 1 and len(own) < experts:
+        shares[own.start : own.stop] = skew * even
+        shares[shares == even] = (topk - skew * even * len(own)) / (experts - len(own))
+    ends = shares.cumsum(0)
+    # spread over the tokens, so that every sequence and every slice of the pack is alike
+    starts = (torch.arange(tokens, dtype=torch.float64) * 0.6180339887498949) % 1
+    starts = (starts.argsort().argsort() + 0.5) / tokens
+    points = starts[:, None] + torch.arange(topk)
+    chosen = torch.searchsorted(ends, points.clamp(max=float(ends[-1]) - 1e-9), right=True)
+    return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
 
 
 def _efficient_attention(

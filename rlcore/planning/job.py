@@ -1,0 +1,127 @@
+"""What a plan is made for: the models of a run, and the work of one optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlcore.planning.memory import Layout, Load
+from rlcore.planning.publication import Publication
+from rlcore.planning.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with gradients and an optimizer, laid out like the policy."""
+
+    name: str
+    shape: ModelShape
+    value_head: bool = False
+    offload: bool = False  # the model between its passes, and its optimizer
+    offload_optimizer: bool = False
+    distributed: bool | None = None  # its optimizer, where that is not laid out as the policy's
+
+    @property
+    def parameters(self) -> int:
+        """All weights; a value head [H] takes the place of the LM head."""
+        shape = self.shape
+        if not self.value_head:
+            return shape.parameters
+        return shape.parameters + shape.hidden - (0 if shape.tied else shape.vocab * shape.hidden)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A model that is only scored.
+
+    Offloaded it takes room in its passes alone; with `swapped_in` it takes the policy's.
+    """
+
+    name: str
+    shape: ModelShape
+    offload: bool = False
+    swapped_in: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """The models to plan for, and the work of one optimizer step."""
+
+    trained: tuple[Trained, ...]  # the policy first
+    frozen: tuple[Frozen, ...]
+    sequences: int  # of one optimizer step
+    length: int  # tokens of each, at most
+    trainable: int  # of those
+    scoring_passes: int  # forward passes without gradients: reference, old log-probs
+    pack_tokens: int  # policy.max_tokens_per_microbatch
+    dtype_bytes: int
+    vocab_multiple: int
+    chunk_elements: int
+    siblings: int = 1  # sequences whose prompt, all but `trainable`, a pack holds once
+    publication: Publication | None = None  # None: the run has no engines
+
+    @property
+    def shape(self) -> ModelShape:
+        """The policy's sizes."""
+        return self.trained[0].shape
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint: each weight and its optimizer's state once."""
+        each = self.dtype_bytes + 8 + (4 if self.dtype_bytes < 4 else 0)
+        return each * sum(model.parameters for model in self.trained)
+
+    def load(self, layout: Layout) -> Load:
+        """Return the size of a micro-batch under `layout`."""
+        tokens = max(self.pack_tokens, self.length)
+        return Load(
+            tokens=tokens,
+            micro_batches=self.micro_batches(layout),
+            trainable=max(1, tokens * self.in_pack * self.trainable // self.micro_tokens),
+            dtype_bytes=self.dtype_bytes,
+            vocab_multiple=self.vocab_multiple,
+            chunk_elements=self.chunk_elements,
+        )
+
+    @property
+    def prompt(self) -> int:
+        """The tokens of a sequence that may be another's too."""
+        return self.length - self.trainable
+
+    @property
+    def in_pack(self) -> int:
+        """The number of whole sequences in a pack."""
+        groups, behind = self._groups
+        return max(1, groups * self.siblings + behind)
+
+    @property
+    def prompts_in_pack(self) -> int:
+        """The number of prompts in a pack."""
+        groups, behind = self._groups
+        return max(1, groups + (behind > 0))
+
+    @property
+    def repeated(self) -> float:
+        """The share of sequences whose prompt stands in their pack already."""
+        return 1 - self.prompts_in_pack / self.in_pack
+
+    @property
+    def micro_tokens(self) -> int:
+        """The number of tokens in a pack, each once."""
+        return self.prompts_in_pack * self.prompt + self.in_pack * self.trainable
+
+    @property
+    def tokens(self) -> float:
+        """All tokens of the step that are computed."""
+        return self.sequences * (self.length - self.repeated * self.prompt)
+
+    @property
+    def _groups(self) -> tuple[int, int]:
+        """The whole groups of a pack, and the sequences of one more that is cut."""
+        groups, rest = divmod(self.pack_tokens, self.prompt + self.siblings * self.trainable)
+        return groups, max(0, (rest - self.prompt) // self.trainable)
+
+    def micro_batches(self, layout: Layout) -> int:
+        """Return the number of micro-batches of each replica, with sequences of one length."""
+        packs = -(-max(1, -(-self.sequences // layout.data)) // self.in_pack)
+        multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
+        return -(-packs // multiple) * multiple
