@@ -91,9 +91,9 @@ def train(arguments: argparse.Namespace) -> int:
 
         found = check_plugins(loaded)
         if first_on_node():
-            from rlcore.launch.doctor.examination import notes_at_start
+            from rlcore.launch.doctor.machine import at_start
 
-            found = [*found, *notes_at_start(loaded.config)]
+            found = [*found, *at_start(loaded.config)]
         loaded = replace(loaded, notes=(*loaded.notes, *found))
         return launchers.train(
             loaded,
@@ -147,12 +147,12 @@ def data(arguments: argparse.Namespace) -> int:
 def doctor(arguments: argparse.Namespace) -> int:
     """Print what this machine and its environments would lack; exit code 1 if a run would fail."""
     loaded = _load(arguments.settings) if arguments.settings else None
-    from rlcore.launch.doctor.examination import examine
+    from rlcore.launch.doctor.checks import check_machine
 
     failed = 0
-    for finding in examine(None if loaded is None else loaded.config):
-        print(finding, flush=True)
-        failed += finding.level == "FAIL"
+    for found in check_machine(None if loaded is None else loaded.config):
+        print(found, flush=True)
+        failed += found.level == "FAIL"
     if failed:
         print(f"rlcore: {failed} of these would end a run", file=sys.stderr)
     return FAILED if failed else 0

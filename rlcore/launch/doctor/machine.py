@@ -1,93 +1,187 @@
-"""What the machine offers, where it is cheap to look at: memory, files, disk, locks, a clock."""
+"""The cheap checks: memory, files, disk, clock, network, keys. A run makes them at its start."""
 
 from __future__ import annotations
 
 import fcntl
 import importlib.util
+import ipaddress
+import netrc
 import os
 import resource
 import shutil
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import rlcore
-from rlcore.launch.doctor.finding import GIB, Finding, gib
-from rlcore.launch.doctor.needs import Needs
+from rlcore.config import Config
+from rlcore.config.derived import generates
+from rlcore.config.engine_registry import KINDS
+from rlcore.config.load import load_config
+from rlcore.interpreters.ask import CHECKOUT
 from rlcore.launch.environment import THREADS, cores
+from rlcore.planning.fit import GIB, gib
+
+Level = Literal["ok", "note", "FAIL"]
 
 SHM = Path("/dev/shm")
-SHM_LEAST = 16 << 20  # for a trainer of one process
-SHM_AMPLE = 1 << 30  # ... and what NCCL, SGLang and Ray put there for several
-DISK_LEAST = 256 << 20  # for logs, recordings and a toy's checkpoint
+MIN_SHM = 16 << 20  # for a trainer of one process
+AMPLE_SHM = 1 << 30  # ... and what NCCL, SGLang and Ray put there for several
+MIN_DISK = 256 << 20  # for logs, recordings and a toy's checkpoint
 PER_PARAMETER = 14  # bytes in a checkpoint: bf16, and fp32 of weights and both moments
-SKEW_S = 2.0  # between our clock and the file system's
+MAX_SKEW_S = 2.0  # between our clock and the file system's
+FILES = 512  # that a trainer opens besides its engines' connections: libraries, logs, sockets
+INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+ENGINE_KEYS = ("RLCORE_ENGINE_API_KEY", "RLCORE_ENGINE_ADMIN_KEY")
+KEYS = ("WANDB_API_KEY", "HF_TOKEN", *ENGINE_KEYS)
+_ANY_RUN = ("run.name=any", "model.path=any", "data.paths=any", "training.steps=1")
 
 
-def shared_memory(needs: Needs) -> Iterator[Finding]:
-    """Room in /dev/shm."""
+@dataclass(frozen=True)
+class Check:
+    """The result of one check, a line of the report.
+
+    Attributes:
+        level: FAIL where a run would fail; note where it may, or is slower than it could be.
+        needed: what a run needs; "" where nothing is asked for.
+        advice: what to do; "" where nothing is.
+    """
+
+    level: Level
+    name: str
+    found: str
+    needed: str = ""
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<4}  {self.as_note}"
+
+    @property
+    def as_note(self) -> str:
+        """The line without its level."""
+        needed = f"; needed: {self.needed}" if self.needed else ""
+        advice = f"; to do: {self.advice}" if self.advice else ""
+        return f"{self.name}: {self.found}{needed}{advice}"
+
+
+class Run:
+    """What a run asks of this machine; without a configuration, what any run would."""
+
+    def __init__(self, config: Config | None) -> None:
+        self.is_configured = config is not None
+        self.config = config or load_config([], _ANY_RUN).config
+        self.engine = self.config.rollout.engine
+        self.cluster = self.config.cluster
+
+    @property
+    def has_sglang(self) -> bool:
+        """Whether its engines are SGLang's."""
+        kind = self.engine.kind
+        return generates(self.config) and kind in KINDS and KINDS[kind].standalone
+
+    @property
+    def engine_python(self) -> Path | None:
+        """The interpreter of SGLang's environment; None where no SGLang is started.
+
+        It is not resolved: it is a link by which Python finds its environment.
+        """
+        default = CHECKOUT / ".venv-sglang" / "bin" / "python"
+        if not self.is_configured:
+            return default if default.is_file() else None
+        given = Path(os.path.abspath(self.engine.python)) if self.engine.python else default
+        return given if self.has_sglang and not self.engine.is_external else None
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of the engines that it starts."""
+        is_on_gpus = self.engine_python is not None and self.engine.device != "cpu"
+        return self.engine.count * self.engine.tensor_parallel if is_on_gpus else 0
+
+    @property
+    def open_files(self) -> int:
+        """Files that the trainer opens: each request in flight has a connection."""
+        engines = len(self.engine.urls) or self.engine.count
+        return FILES + (engines * self.engine.max_in_flight if self.has_sglang else 0)
+
+
+def at_start(config: Config) -> list[str]:
+    """Return what the cheap checks would have changed; the run starts all the same."""
+    return [found.as_note for found in cheap_checks(Run(config)) if found.level != "ok"]
+
+
+def cheap_checks(run: Run) -> Iterator[Check]:
+    """Make those checks that start no process and open no connection."""
+    for check in (
+        _shared_memory, _open_files, _threads, _bytecode, _run_folder, _interfaces, _own_address,
+        _ray, _slurm, _keys,
+    ):  # fmt: skip
+        yield from check(run)
+
+
+# --- memory, files, disk --------------------------------------------------------------------------
+
+
+def _shared_memory(run: Run) -> Iterator[Check]:
+    name = "/dev/shm"
     if not SHM.is_dir():
-        advice = "mount a tmpfs there"
-        yield Finding("FAIL", "/dev/shm", "there is none", "shared memory of processes", advice)
+        needed = "shared memory of processes"
+        yield Check("FAIL", name, "there is none", needed, "mount a tmpfs there")
         return
     size = shutil.disk_usage(SHM)
     found = f"{gib(size.free)} of {gib(size.total)} free"
     advice = "remove what dead processes left there, or give the container --shm-size or --ipc=host"
-    if size.free < SHM_LEAST:
-        yield Finding("FAIL", "/dev/shm", found, f"{SHM_LEAST >> 20} MiB free", advice)
-    elif size.free < SHM_AMPLE and (needs.several or not needs.configured):
-        needed = f"{gib(SHM_AMPLE)} for several processes"
-        yield Finding("note", "/dev/shm", found, needed, advice)
+    is_shared = run.cluster.processes_per_node > 1 or run.engine_python is not None
+    if size.free < MIN_SHM:
+        yield Check("FAIL", name, found, f"{MIN_SHM >> 20} MiB free", advice)
+    elif size.free < AMPLE_SHM and (is_shared or not run.is_configured):
+        yield Check("note", name, found, f"{gib(AMPLE_SHM)} for several processes", advice)
     else:
-        yield Finding("ok", "/dev/shm", found)
+        yield Check("ok", name, found)
 
 
-def threads(needs: Needs) -> Iterator[Finding]:
-    """The threads that a process computes with: too many of them fight where others compute."""
+def _open_files(run: Run) -> Iterator[Check]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = run.open_files
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+        yield Check("ok", "open files", f"at most {limit}", str(needed))
+        return
+    advice = f"have the hard limit of {hard} raised (limits.conf, docker --ulimit nofile)"
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        advice = f"run `ulimit -n {needed}` first, or lower rollout.engine.max_in_flight"
+    yield Check("FAIL", "open files", f"at most {soft}", str(needed), advice)
+
+
+def _threads(_: Run) -> Iterator[Check]:
     given = os.environ.get(THREADS)
     chosen = f"{THREADS}={given}" if given else "measured when a run starts on a CPU"
-    yield Finding("ok", "threads", f"{cores()} cores, {chosen}; run.threads sets another number")
+    yield Check("ok", "threads", f"{cores()} cores, {chosen}; run.threads sets another number")
 
 
-def open_files(needs: Needs) -> Iterator[Finding]:
-    """The limit of open files: each request in flight has a connection."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needs.files:
-        limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
-        yield Finding("ok", "open files", f"at most {limit}", str(needs.files))
-        return
-    may = hard == resource.RLIM_INFINITY or hard >= needs.files
-    advice = (
-        f"run `ulimit -n {needs.files}` first, or lower rollout.engine.max_in_flight"
-        if may
-        else f"have the hard limit of {hard} raised (limits.conf, docker --ulimit nofile)"
-    )
-    yield Finding("FAIL", "open files", f"at most {soft}", str(needs.files), advice)
-
-
-def bytecode() -> Iterator[Finding]:
-    """Whether processes find the modules that they import compiled."""
+def _bytecode(_: Run) -> Iterator[Check]:
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return
-    written = Path(importlib.util.cache_from_source(torch.origin)).is_file()
-    if sys.dont_write_bytecode and not written:
-        yield Finding(
-            "note",
-            "bytecode",
-            "there is none of torch, and PYTHONDONTWRITEBYTECODE is set",
-            "bytecode, else every process compiles what it imports, which takes seconds",
-            "unset PYTHONDONTWRITEBYTECODE for a first start",
-        )
+    is_written = Path(importlib.util.cache_from_source(torch.origin)).is_file()
+    if sys.dont_write_bytecode and not is_written:
+        found = "there is none of torch, and PYTHONDONTWRITEBYTECODE is set"
+        needed = "bytecode, else every process compiles what it imports, which takes seconds"
+        advice = "unset PYTHONDONTWRITEBYTECODE for a first start"
+        yield Check("note", "bytecode", found, needed, advice)
     else:
-        yield Finding("ok", "bytecode", "is there" if written else "written at the first import")
+        yield Check("ok", "bytecode", "is there" if is_written else "written at the first import")
 
 
-def run_folder(needs: Needs) -> Iterator[Finding]:
-    """The disk of the run's folder: can be written, has room, locks, and tells our time."""
-    folder = Path(os.path.abspath(needs.run_folder))
+def _run_folder(run: Run) -> Iterator[Check]:
+    """Check the disk of the run's folder: can be written, has room, locks, and tells our time."""
+    folder = Path(os.path.abspath(run.config.run.dir))
     while not folder.exists():
         folder = folder.parent
     try:
@@ -99,15 +193,15 @@ def run_folder(needs: Needs) -> Iterator[Finding]:
     except OSError as error:
         advice = "set run.dir to a folder that can be written"
         found = f"{folder}: {error.strerror or error}"
-        yield Finding("FAIL", "run folder", found, "a folder to write into", advice)
+        yield Check("FAIL", "run folder", found, "a folder to write into", advice)
         return
-    yield from _room(folder, needs)
+    yield from _disk(folder, run)
     if locks:
-        yield Finding("ok", "locks", f"the file system of {folder} locks")
+        yield Check("ok", "locks", f"the file system of {folder} locks")
     else:
         advice = "start no two runs of one name; a disk or an NFS with locks sees to that itself"
         found = f"the file system of {folder} does not lock"
-        yield Finding("note", "locks", found, "locks, which keep a run's name to one run", advice)
+        yield Check("note", "locks", found, "locks, which keep a run's name to one run", advice)
     yield from _clock(skew)
 
 
@@ -119,38 +213,143 @@ def _locks(descriptor: int) -> bool:
     return True
 
 
-def _room(folder: Path, needs: Needs) -> Iterator[Finding]:
+def _disk(folder: Path, run: Run) -> Iterator[Check]:
     free = shutil.disk_usage(folder).free
     found = f"{gib(free)} free in {folder}"
     advice = "free some, or set run.dir to another disk"
-    one = _checkpoint_bytes(needs.model)
-    if free < DISK_LEAST:
-        yield Finding("FAIL", "disk", found, f"{DISK_LEAST >> 20} MiB", advice)
-    elif free < 2 * one:
-        needed = f"{gib(2 * one)} for two checkpoints of about {gib(one)}"
-        yield Finding("note", "disk", found, needed, advice)
+    # of a model in bf16; 0 where it is not here
+    weights = Path(run.config.model.path).glob("*.safetensors") if run.is_configured else ()
+    checkpoint = sum(path.stat().st_size for path in weights) * PER_PARAMETER // 2
+    if free < MIN_DISK:
+        yield Check("FAIL", "disk", found, f"{MIN_DISK >> 20} MiB", advice)
+    elif free < 2 * checkpoint:
+        needed = f"{gib(2 * checkpoint)} for two checkpoints of about {gib(checkpoint)}"
+        yield Check("note", "disk", found, needed, advice)
     else:
-        needed = f"about {gib(one)} a checkpoint" if one > GIB / 10 else ""
-        yield Finding("ok", "disk", found, needed)
+        needed = f"about {gib(checkpoint)} a checkpoint" if checkpoint > GIB / 10 else ""
+        yield Check("ok", "disk", found, needed)
 
 
-def _checkpoint_bytes(model: Path | None) -> int:
-    """Bytes of a checkpoint of a model in bf16; 0 where that is not known."""
-    if model is None or not model.is_dir():
-        return 0
-    return sum(path.stat().st_size for path in model.glob("*.safetensors")) * PER_PARAMETER // 2
-
-
-def _clock(skew: float) -> Iterator[Finding]:
+def _clock(skew: float) -> Iterator[Check]:
     now = time.time()
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    installed = Path(rlcore.__file__).stat().st_mtime
-    if now < installed:
+    if now < Path(rlcore.__file__).stat().st_mtime:
         advice = "set the clock: certificates and the times of files are judged by it"
-        yield Finding("note", "clock", f"{found}, before rlcore was installed", "", advice)
-    elif abs(skew) > SKEW_S:
+        yield Check("note", "clock", f"{found}, before rlcore was installed", "", advice)
+    elif abs(skew) > MAX_SKEW_S:
         advice = "have both follow NTP: a run tells old files from new ones by their time"
         found = f"{found}; the file system's is {skew:+.0f} s off"
-        yield Finding("note", "clock", found, f"within {SKEW_S:g} s", advice)
+        yield Check("note", "clock", found, f"within {MAX_SKEW_S:g} s", advice)
     else:
-        yield Finding("ok", "clock", found)
+        yield Check("ok", "clock", found)
+
+
+# --- network, clusters, keys ----------------------------------------------------------------------
+
+
+def addresses() -> dict[str, str]:
+    """Return the IPv4 address of each interface that is up."""
+    import psutil
+
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found = {
+        name: next((one.address for one in all_ if one.family is socket.AF_INET), None)
+        for name, all_ in psutil.net_if_addrs().items()
+    }
+    return {name: address for name, address in found.items() if address and name in up}
+
+
+def _interfaces(_: Run) -> Iterator[Check]:
+    there = addresses()
+    found = ", ".join(f"{name} {address}" for name, address in there.items()) or "none is up"
+    pinned = {name: os.environ[name] for name in INTERFACES if os.environ.get(name)}
+    wrong = {name: value for name, value in pinned.items() if not _names(name, value, there)}
+    shown = "".join(f"; {name}={value}" for name, value in (wrong or pinned).items())
+    if wrong:
+        advice = "unset it, or name one of those"
+        yield Check("FAIL", "interfaces", found + shown, "an interface that is up", advice)
+    else:
+        yield Check("ok", "interfaces", found + shown)
+
+
+def _own_address(run: Run) -> Iterator[Check]:
+    host = socket.gethostname()
+    address = ""
+    with suppress(OSError):
+        address = socket.gethostbyname(host)
+    found = f"{host} is {address or 'not known'}"
+    is_loopback = not address or ipaddress.ip_address(address).is_loopback
+    if is_loopback and run.cluster.nodes > 1 and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        advice = "set GLOO_SOCKET_IFNAME to the interface of the cluster, or mend /etc/hosts"
+        needed = "an address that other nodes reach"
+        yield Check("FAIL", "peers connect to", found, needed, advice)
+    else:
+        only = ", which this machine alone reaches" if is_loopback else ""
+        yield Check("ok", "peers connect to", found + only)
+
+
+def _names(variable: str, value: str, there: dict[str, str]) -> bool:
+    """Whether a variable names an interface that is there.
+
+    For NCCL a name is a prefix, "=" makes it exact, and "^" leaves interfaces out.
+    """
+    if value.startswith("^"):
+        return True
+    is_exact = value.startswith("=") or not variable.startswith("NCCL")
+    wanted = [one for one in value.lstrip("=").split(",") if one]
+    return any(
+        name == one or (not is_exact and name.startswith(one)) for name in there for one in wanted
+    )
+
+
+def _ray(run: Run) -> Iterator[Check]:
+    version = ""
+    with suppress(metadata.PackageNotFoundError):
+        version = f"Ray {metadata.version('ray')}"
+    if run.cluster.launcher == "ray" and not version:
+        advice = "run ./scripts/install.sh ray, or set cluster.launcher to local or torchrun"
+        yield Check("FAIL", "Ray", "not installed", "cluster.launcher is ray", advice)
+    else:
+        address = os.environ.get("RAY_ADDRESS")
+        shown = f", RAY_ADDRESS={address}" if address else ""
+        yield Check("ok", "Ray", (version or "not installed") + shown)
+
+
+def _slurm(run: Run) -> Iterator[Check]:
+    job = os.environ.get("SLURM_JOB_ID")
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    needed = run.cluster.nodes
+    if job is None:
+        is_there = shutil.which("sbatch") is not None
+        yield Check("ok", "Slurm", "present, not in a job" if is_there else "not present")
+    elif nodes.isdecimal() and int(nodes) < needed:
+        advice = "ask sbatch for more nodes, or lower cluster.nodes"
+        found = f"job {job} on {nodes} nodes"
+        yield Check("FAIL", "Slurm", found, f"{needed} (cluster.nodes)", advice)
+    else:
+        yield Check("ok", "Slurm", f"job {job} on {nodes or 'some'} nodes")
+
+
+def _keys(run: Run) -> Iterator[Check]:
+    """Check which keys are set. Their values are never shown."""
+    present = [name for name in KEYS if os.environ.get(name)]
+    found = f"set: {', '.join(present) or 'none'}"
+    wandb = run.config.tracking.wandb
+    is_online = wandb.enabled and wandb.mode == "online"
+    if is_online and "WANDB_API_KEY" not in present and not _in_netrc("api.wandb.ai"):
+        advice = "set WANDB_API_KEY, run `wandb login`, or set tracking.wandb.mode to offline"
+        yield Check("FAIL", "keys", found, "WANDB_API_KEY", advice)
+        return
+    missing = [key for key in ENGINE_KEYS if key not in present]
+    if run.has_sglang and run.engine.is_external and missing:
+        advice = "export those that `rlcore engine` printed, unless your servers have none"
+        yield Check("note", "keys", found, ", ".join(missing), advice)
+    else:
+        yield Check("ok", "keys", found)
+
+
+def _in_netrc(host: str) -> bool:
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlcore.interpreters.ask import ask as ask_interpreter
-from rlcore.launch.doctor import environments
+from rlcore.launch.doctor import checks
 
 GIVEN = ["run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1"]
 TOLD: dict[str, Any] = {
@@ -55,13 +55,13 @@ def examined(
     def examine(*settings: str, **trainer: Any) -> tuple[int, dict[str, str]]:
         python = stub("trainer", **{"varlen": True, "te": False} | trainer)
         monkeypatch.setattr(
-            environments,
+            checks,
             "ask",
             lambda asked, *given, **how: ask_interpreter(
                 python if asked == sys.executable else asked, *given, **how
             ),
         )
-        monkeypatch.setattr(environments, "requirements", lambda extras: {})
+        monkeypatch.setattr(checks, "requirements", lambda extras: {})
         given = [*GIVEN, f"run.dir={tmp_path / 'runs'}", *settings] if settings else []
         code = cli.main(["doctor", *given])
         lines = capsys.readouterr().out.splitlines()

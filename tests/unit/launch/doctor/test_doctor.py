@@ -19,9 +19,8 @@ from rlcore import cli
 from rlcore.interpreters import ask as interpreters
 from rlcore.interpreters.ask import ask
 from rlcore.launch import launchers
-from rlcore.launch.doctor import environments, machine, network
-from rlcore.launch.doctor.finding import Finding
-from rlcore.launch.doctor.needs import FILES
+from rlcore.launch.doctor import checks, machine
+from rlcore.launch.doctor.machine import FILES, Check
 
 GIVEN = ["run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1"]
 GIB = 1 << 30
@@ -44,8 +43,8 @@ def test_a_machine_that_has_all_of_it(examined):
 
 
 def test_a_line_says_what_was_found_what_is_needed_and_what_to_do():
-    finding = Finding("FAIL", "driver", "525.1", "driver 580", "a newer one")
-    assert str(finding) == "FAIL  driver: 525.1; needed: driver 580; to do: a newer one"
+    check = Check("FAIL", "driver", "525.1", "driver 580", "a newer one")
+    assert str(check) == "FAIL  driver: 525.1; needed: driver 580; to do: a newer one"
 
 
 def test_it_needs_no_torch(stub):
@@ -152,15 +151,15 @@ def test_an_engine_environment_that_is_not_there(examined, tmp_path):
 
 
 def test_packages_are_compared_with_what_rlcore_asks_for():
-    wanted = environments.requirements(["ray"])
+    wanted = checks.requirements(["ray"])
     assert {"torch", "megatron-core", "ray"} <= set(wanted)
     assert "wandb" not in wanted
     there = dict.fromkeys(wanted, "0.0.1")
     del there["torch"]
-    missing = environments.unmet(wanted, there)
+    missing = checks.unmet(wanted, there)
     assert f"torch is missing (needs {wanted['torch']})" in missing
     assert f"megatron-core 0.0.1 (needs {wanted['megatron-core']})" in missing
-    assert environments.unmet({"torch": ">=2.10"}, {"torch": "2.13.0+cpu"}) == []
+    assert checks.unmet({"torch": ">=2.10"}, {"torch": "2.13.0+cpu"}) == []
 
 
 def test_an_interpreter_tells_the_truth_of_itself():
@@ -379,7 +378,7 @@ def test_a_disk_too_small_for_checkpoints(examined, monkeypatch, tmp_path):
 )
 def test_the_interface_that_nccl_is_told_must_be_there(examined, monkeypatch, value, fits):
     there = {"lo": "127.0.0.1", "eth0": "192.0.2.2"}
-    monkeypatch.setattr(network, "interfaces", lambda: there)
+    monkeypatch.setattr(machine, "addresses", lambda: there)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
     code, lines = examined("run.seed=1")
     assert code == (0 if fits else 1)

@@ -1,0 +1,308 @@
+"""The checks of environments and GPUs, and all checks in their order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from backends.megatron import kernel_probe
+from rlcore.config import Config
+from rlcore.config.derived import in_weight_group
+from rlcore.config.sections.sandbox import SandboxConfig
+from rlcore.deadlines import NVIDIA_SMI_S
+from rlcore.errors import ConfigError
+from rlcore.interpreters.ask import Interpreter, ask, cuda_toolkit
+from rlcore.launch.doctor.machine import Check, Level, Run, cheap_checks, gib
+from rollout.sandbox import Sandbox
+from rollout.sandbox.local import build_sandbox
+
+INSTALL = "./scripts/install.sh"
+INSTALL_ENGINES = "./scripts/install_sglang.sh"
+GPU_FIELDS = "name,memory.total,memory.free,driver_version"
+MIN_DRIVER = {"12": 525, "13": 580}  # major version of CUDA -> of the driver
+MOSTLY_FREE = 0.9  # of a GPU's memory, or somebody else is on it
+
+
+def check_machine(config: Config | None) -> Iterator[Check]:
+    """Make every check, and yield each result at once.
+
+    Args:
+        config: what to look for; None: what is there.
+    """
+    run = Run(config)
+    ours, found = _trainer_environment(run)
+    yield found
+    theirs, found = _engine_environment(run)
+    yield found
+    yield from _gpus(run, ours)
+    if not ours.broken:
+        yield _nccl(run, ours, theirs)
+        yield from _toolkit(run, ours, theirs)
+        yield from _kernels(run, ours)
+    yield from _sandbox(run)
+    yield from cheap_checks(run)
+
+
+# --- environments ---------------------------------------------------------------------------------
+
+
+def requirements(extras: Sequence[str]) -> dict[str, str]:
+    """Return the versions that rlcore asks for, by package: "" for any. Empty if not installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = metadata.requires("rlcore") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found = [Requirement(line) for line in lines]
+    return {
+        one.name: str(one.specifier)
+        for one in found
+        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras)
+    }
+
+
+def unmet(wanted: dict[str, str], there: dict[str, str]) -> list[str]:
+    """Return what is missing or of another version, as "torch 2.9 (needs >=2.10)"."""
+    from packaging.specifiers import SpecifierSet
+
+    return [
+        f"{name} {there.get(name, 'is missing')} (needs {spec or 'any'})"
+        for name, spec in wanted.items()
+        if name not in there or not SpecifierSet(spec).contains(there[name], prereleases=True)
+    ]
+
+
+def _trainer_environment(run: Run) -> tuple[Interpreter, Check]:
+    """Ask the interpreter that runs this command, which trains."""
+    extras = ["ray"] * (run.cluster.launcher == "ray")
+    extras += ["wandb"] * run.config.tracking.wandb.enabled
+    wanted = requirements(extras)
+    python = ask(sys.executable, [*wanted, "transformer-engine"], module=kernel_probe.__name__)
+    name = "trainer environment"
+    found = f"{sys.executable}: Python {python.python}, torch {python.torch or 'missing'}"
+    problem = python.broken or ", ".join(unmet(wanted, python.packages))
+    if problem:
+        needed = "every package of pyproject.toml, in its version"
+        advice = f"run {INSTALL} {' '.join(extras)}".strip()
+        separator = ", " if python.broken else "; "
+        return python, Check("FAIL", name, f"{found}{separator}{problem}", needed, advice)
+    if not wanted:
+        advice = f"{INSTALL} tells pip what it is"
+        return python, Check("note", name, f"{found}; rlcore is not installed", "", advice)
+    return python, Check("ok", name, f"{found}, {len(wanted)} packages")
+
+
+def _engine_environment(run: Run) -> tuple[Interpreter | None, Check]:
+    """Ask the environment of SGLang engines that the run starts."""
+    name = "engine environment"
+    path = run.engine_python
+    if path is None:
+        return None, Check("ok", name, "no SGLang engine is started here")
+    if not path.is_file():
+        advice = f"run {INSTALL_ENGINES}, or set rollout.engine.python"
+        return None, Check("FAIL", name, f"there is no {path}", "SGLang's own Python", advice)
+    wanted = {"sglang": requirements(["sglang"]).get("sglang", "")}
+    python = ask(path, ["sglang"])
+    found = f"{path}: Python {python.python}, torch {python.torch or 'missing'}"
+    if problem := python.broken or ", ".join(unmet(wanted, python.packages)):
+        advice = f"run {INSTALL_ENGINES}"
+        needed = f"sglang{wanted['sglang']}"
+        return python, Check("FAIL", name, f"{found}; {problem}", needed, advice)
+    return python, Check("ok", name, f"{found}, sglang {python.packages['sglang']}")
+
+
+def _nccl(run: Run, ours: Interpreter, theirs: Interpreter | None) -> Check:
+    """Compare the versions of both sides, where weights go from one to the other over NCCL."""
+
+    def version(python: Interpreter) -> str:
+        return python.nccl or "none (torch for the CPU)"
+
+    if theirs is None or theirs.broken:
+        return Check("ok", "NCCL", f"trainer {version(ours)}")
+    found = f"trainer {version(ours)}, engines {version(theirs)}"
+    sends = run.has_sglang and in_weight_group(run.engine) and run.engine.device != "cpu"
+    level: Level = "FAIL" if sends and not run.engine.is_external else "note"
+    if ours.gpus and not theirs.nccl:
+        advice = f"run {INSTALL_ENGINES} --gpu"
+        return Check(level, "NCCL", found, "a torch with CUDA for the engines, too", advice)
+    if ours.nccl == theirs.nccl or not (ours.nccl and theirs.nccl):
+        return Check("ok", "NCCL", found)
+    needed = "the same version on both sides, for weights go to engines over NCCL"
+    package = f"nvidia-nccl-cu{ours.cuda.partition('.')[0] or '13'}=={theirs.nccl}"
+    pip = f"{sys.executable} -m pip install --no-deps {package}"
+    return Check(level, "NCCL", found, needed, f"{pip}, or set rollout.engine.transport to disk")
+
+
+def _toolkit(run: Run, ours: Interpreter, theirs: Interpreter | None) -> Iterator[Check]:
+    """Look for the CUDA toolkit, with which SGLang compiles kernels."""
+    if theirs is None or theirs.broken or not ours.gpus or run.engine.device == "cpu":
+        return
+    name = "CUDA toolkit of engines"
+    if (folder := cuda_toolkit({**os.environ, **run.engine.environment})) is not None:
+        yield Check("ok", name, folder)
+        return
+    found = "none: no CUDA_HOME, no nvcc on PATH, no /usr/local/cuda"
+    needed = "the compiler with which SGLang makes some of its kernels (without it no DeepGEMM)"
+    yield Check("note", name, found, needed, "install the CUDA toolkit, or set CUDA_HOME")
+
+
+def _kernels(run: Run, ours: Interpreter) -> Iterator[Check]:
+    """Say which kernels of Transformer Engine and of attention the trainer chooses."""
+    te = ours.packages.get("transformer-engine")
+    takes_te = run.config.policy.transformer_engine == "auto"
+    installed = f"Transformer Engine {te}" if te else "no Transformer Engine"
+    layers = f"{installed}; chosen: megatron-core local layers"
+    if ours.kernels_broken:
+        advice = f"run {INSTALL}, or remove the package that cannot be imported"
+        level: Level = "FAIL" if ours.gpus else "note"
+        yield Check(level, "kernels", ours.kernels_broken, "an importable backend", advice)
+        return
+    if not ours.gpus:
+        chosen = "on the CPU: megatron-core local layers, attention by torch"
+        yield Check("ok", "kernels", f"{installed}; chosen {chosen}")
+        return
+    if ours.te and takes_te and not run.config.run.deterministic:
+        yield Check("ok", "kernels", f"{installed}; chosen: its layers and its attention")
+    elif ours.varlen and run.config.model.dtype == "bf16":
+        level = "ok" if te or not takes_te else "note"
+        advice = "" if level == "ok" else "Transformer Engine (extra te) is faster: " + INSTALL
+        found = f"{layers}, torch's variable-length flash attention"
+        yield Check(level, "kernels", found, "", advice)
+    else:
+        advice = "slow: train in bf16, with a torch that has torch.nn.attention.varlen"
+        yield Check("note", "kernels", f"{layers}, attention by sequence length", "", advice)
+    if ours.uncompiled and not run.config.run.deterministic:
+        needed = "triton and a C compiler, with which the LM head takes a third of the time"
+        advice = "install what is missing, such as gcc"
+        yield Check("note", "compiled kernels", f"none: {ours.uncompiled}", needed, advice)
+
+
+# --- GPUs and sandbox -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU of this machine; memory in bytes."""
+
+    name: str
+    memory: int
+    free: int
+    driver: str
+
+
+def list_gpus() -> list[GPU]:
+    """Return the GPUs of this machine, as far as `nvidia-smi` knows them. Raises RuntimeError."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"nvidia-smi: {error}") from error
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines()[:1] or ["it said nothing"]
+        raise RuntimeError(f"nvidia-smi ended with {done.returncode}: {said[0]}")
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    return [GPU(row[0], _bytes(row[1]), _bytes(row[2]), row[3]) for row in rows if len(row) == 4]
+
+
+def _bytes(mebibytes: str) -> int:
+    # "[N/A]" of unified memory
+    return int(mebibytes) << 20 if mebibytes.isdecimal() else 0
+
+
+def _gpus(run: Run, trainer: Interpreter) -> Iterator[Check]:
+    """Check the driver, the number of GPUs, and whether torch sees them."""
+    try:
+        found = list_gpus()
+    except RuntimeError as error:
+        advice = "mend the driver; a run would be on the CPU"
+        yield Check("FAIL", "GPUs", str(error), "a working driver, or none", advice)
+        return
+    if not found:
+        seen = f"torch sees {trainer.gpus}, there is no nvidia-smi"
+        yield Check("ok", "GPUs", seen if trainer.gpus else "none; a run is on the CPU")
+        return
+    yield _driver(found[0], trainer)
+    kinds = ", ".join(sorted({gpu.name for gpu in found}))
+    yield _number_of_gpus(run, trainer, found, f"{len(found)} x {kinds}, {gib(found[0].memory)}")
+
+
+def _driver(gpu: GPU, trainer: Interpreter) -> Check:
+    major = trainer.cuda.partition(".")[0]
+    least = MIN_DRIVER.get(major, 0)
+    number = gpu.driver.partition(".")[0]
+    found = f"{gpu.driver}; torch is built for CUDA {trainer.cuda or 'none'}"
+    if number.isdecimal() and int(number) < least:
+        advice = f"a newer driver, or a torch for CUDA {int(major) - 1}"
+        return Check("FAIL", "driver", found, f"driver {least} or newer for CUDA {major}", advice)
+    return Check("ok", "driver", found)
+
+
+def _number_of_gpus(run: Run, trainer: Interpreter, found: Sequence[GPU], named: str) -> Check:
+    name = "GPUs"
+    if not trainer.broken and not trainer.gpus:
+        why = "is built for the CPU" if not trainer.cuda else "sees none of them"
+        advice = "install a torch for this driver's CUDA; look at CUDA_VISIBLE_DEVICES"
+        # hidden on purpose, a run is on the CPU
+        level: Level = "note" if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else "FAIL"
+        return Check(level, name, f"{named}; torch {why}", "a torch that uses them", advice)
+    ranks = run.cluster.processes_per_node
+    is_apart = not run.engine.colocated and run.cluster.launcher != "ray"
+    engines = run.engine_gpus if is_apart else 0
+    visible = trainer.gpus or len(found)
+    if run.is_configured and visible < ranks + engines:
+        needed = f"{ranks} for trainer processes and {engines} for engines"
+        advice = "fewer processes_per_node or engines, smaller ones, or rollout.engine.colocated"
+        return Check("FAIL", name, f"{named}; {visible} are visible", needed, advice)
+    trainers = ranks * run.cluster.nodes
+    if run.is_configured and run.engine.colocated and run.engine_gpus > trainers:
+        needed = f"{run.engine_gpus} for colocated engines (count x tensor_parallel)"
+        advice = "fewer or smaller engines: each GPU of one has a trainer process"
+        return Check("FAIL", name, f"{named}; {trainers} trainer processes", needed, advice)
+    taken = [index for index, gpu in enumerate(found) if gpu.free < MOSTLY_FREE * gpu.memory]
+    advice = f"GPUs {', '.join(map(str, taken))} are in use: see nvidia-smi" if taken else ""
+    free = f"{named}, least free {gib(min(gpu.free for gpu in found))}"
+    return Check("note" if taken else "ok", name, free, "", advice)
+
+
+def _sandbox(run: Run) -> Iterator[Check]:
+    """Run a first program as a run with the grader `code` does at its start."""
+    sandbox = _confinement(run.config)
+    if sandbox is None:
+        return
+    try:
+        asyncio.run(_start(build_sandbox(sandbox)))
+    except ConfigError as error:
+        advice = "see docs/sandbox.md, or reward.sandbox.kind: fusion"
+        yield Check("FAIL", "sandbox", str(error), "a confinement that works", advice)
+        return
+    yield Check("ok", "sandbox", f"a program ran ({sandbox.kind})")
+
+
+def _confinement(config: Config) -> SandboxConfig | None:
+    """Return where programs that a model wrote run; None where none does, or elsewhere."""
+    rewards = [config.reward, *(one.reward for one in config.evaluation.sets.values())]
+    for reward in rewards:
+        runs_code = reward is not None and any(
+            part.function == "code" for part in reward.parts.values()
+        )
+        if reward is not None and runs_code and reward.sandbox.kind != "fusion":
+            return reward.sandbox
+    return None
+
+
+async def _start(built: Sandbox) -> None:
+    try:
+        await built.start()
+    finally:
+        await built.close()
