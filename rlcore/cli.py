@@ -20,7 +20,7 @@ from rlcore.errors import BAD_INPUT, FAILED, INTERRUPTED, EmptyBatch, RunFailed,
 from rlcore.launch.environment import (
     first_on_node,
     is_rank,
-    own_arguments,
+    resolved_by_launcher,
     started_by_torchrun,
     wait_for_reporter,
 )
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         START.origin = process_start()
         sys.excepthook = _print_traceback
-    given = own_arguments() if argv is None else list(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
     arguments = parse(given)
     arguments.given = given
     code = _run(arguments)
@@ -86,15 +86,16 @@ def train(arguments: argparse.Namespace) -> int:
     with nullcontext() if is_rank() else handling_stop_signals(signal.default_int_handler):
         launcher = ["cluster.launcher=torchrun"] if started_by_torchrun() else []
         loaded = _load([*launcher, *arguments.settings])
-        from rlcore.launch import launchers
-        from rlcore.launch.input_checks import check_plugins
-
-        found = check_plugins(loaded)
-        if first_on_node():
+        if resolved_by_launcher() is None:
             from rlcore.launch.doctor.machine import at_start
+            from rlcore.launch.input_checks import check_plugins
 
-            found = [*found, *at_start(loaded.config)]
-        loaded = replace(loaded, notes=(*loaded.notes, *found))
+            found = check_plugins(loaded)
+            if first_on_node():
+                found += at_start(loaded.config)
+            loaded = replace(loaded, notes=(*loaded.notes, *found))
+        from rlcore.launch import launchers
+
         return launchers.train(
             loaded,
             resume=arguments.resume,
@@ -342,6 +343,8 @@ def algorithms(arguments: argparse.Namespace) -> int:
 
 
 def _load(settings: Sequence[str]) -> Loaded:
+    if (path := resolved_by_launcher()) is not None:
+        return Loaded.from_json(path.read_text())
     loaded = load_config(*split_arguments(settings))
     refuse_masked(loaded)
     return loaded

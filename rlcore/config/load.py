@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,17 @@ class Loaded:
         below = (place for key, place in self.origins.items() if key.startswith(path + "."))
         above = (place for key, place in self.origins.items() if path.startswith(key + "."))
         return next((place for place in (*above, *below) if place != DEFAULT), DEFAULT)
+
+    def to_json(self) -> str:
+        """Return all of it as text, secrets included."""
+        return json.dumps([self.config.model_dump(), dict(self.origins), self.notes])
+
+    @classmethod
+    def from_json(cls, text: str) -> Loaded:
+        """Take what `to_json` made, without the checks that it has passed."""
+        values, origins, notes = json.loads(text)
+        hide_secrets(values)
+        return cls(Config.model_validate(values), origins, tuple(notes))
 
     def error(self, path: str, message: str) -> ConfigError:
         """Return a `ConfigError` about `path` that says where its value came from."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import sys
 import time
 from pathlib import Path
 
@@ -25,8 +23,9 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 # The process id of our own supervisor, which tells the user how its ranks ended.
 SUPERVISED = "RLCORE_SUPERVISOR"
 
-# The whole command line of a rank, as JSON, where the one that `ps` shows is masked.
-ARGUMENTS = "RLCORE_ARGUMENTS"
+# A file with the configuration that a launcher on this machine has resolved and checked for its
+# ranks, whose command lines are masked.
+RESOLVED = "RLCORE_RESOLVED"
 
 # Set where Ray starts the ranks again: their engines are running, and some may be lost.
 RESTARTED = "RLCORE_RESTARTED"
@@ -35,13 +34,10 @@ RESTARTED = "RLCORE_RESTARTED"
 STORE_FOLDER = "RLCORE_STORE_FOLDER"
 
 
-def own_arguments() -> list[str]:
-    """Return this process's command line after `rlcore`, with the secrets that `ps` must not show.
-
-    The variable goes, so that no process which this one starts inherits it.
-    """
-    whole = os.environ.pop(ARGUMENTS, None)
-    return sys.argv[1:] if whole is None else list(json.loads(whole))
+def resolved_by_launcher() -> Path | None:
+    """Return the file with the checked configuration; None where this process reads and checks."""
+    path = os.environ.get(RESOLVED)
+    return None if path is None else Path(path)
 
 
 def rank_environment(

@@ -26,7 +26,7 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
         from rlcore.launch.local import launch_ranks
 
         check_input(config, config.cluster.processes_per_node, resume=resume, overwrite=overwrite)
-        return launch_ranks(config, arguments)
+        return launch_ranks(loaded, arguments)
     if config.cluster.launcher == "torchrun" and not is_rank():
         raise ConfigError(
             "cluster.launcher is torchrun, but this process has no RANK: start it with `torchrun"

@@ -10,7 +10,6 @@ exit code 130 for a failure.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,12 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlcore.config import Config
+from rlcore.config.load import Loaded
 from rlcore.config.secrets import mask_arguments
 from rlcore.deadlines import END_RANK_S, LEAVE_S, NOTICE_S, STACKS_S
 from rlcore.errors import BAD_INPUT, INTERRUPTED, RunFailed
 from rlcore.launch.environment import (
-    ARGUMENTS,
     INTERFACE,
+    RESOLVED,
     STORE_FOLDER,
     SUPERVISED,
     THREADS,
@@ -48,14 +48,17 @@ from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 POLL_S = 0.1
 
 
-def launch_ranks(config: Config, arguments: Sequence[str]) -> int:
+def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> int:
     """Run `python -m rlcore ARGUMENTS` for every rank, and return the exit code of the run.
+
+    The ranks take `loaded` as it is, and check nothing of it again.
 
     Raises:
         RunFailed: a process died or hung; names its rank and shows its log's last lines.
     """
     with FolderStore.made() as store:
-        ranks = _LocalRanks(config, store)
+        (store.folder / RESOLVED).write_text(loaded.to_json())
+        ranks = _LocalRanks(loaded.config, store)
         # Signals are handled until all ranks have ended, so that a second one leaves no process
         # behind.
         with handling_stop_signals(ranks.pass_on):
@@ -196,16 +199,14 @@ def _start(
     ours = rank_environment(rank, count, local_rank=rank, local_world_size=count)
     ours |= {
         STORE_FOLDER: str(store),
+        RESOLVED: str(store / RESOLVED),
         SUPERVISED: str(os.getpid()),
         THREADS: str(threads),
         INTERFACE: os.environ.get(INTERFACE, loopback_interface()),
     }
-    shown = mask_arguments(arguments)
-    if shown != list(arguments):
-        ours[ARGUMENTS] = json.dumps(list(arguments))
     # A session of its own: only this process gets a Ctrl-C, and passes it on once.
     return subprocess.Popen(
-        [sys.executable, "-m", "rlcore", *shown],
+        [sys.executable, "-m", "rlcore", *mask_arguments(arguments)],
         env=os.environ | ours,
         start_new_session=True,
     )

@@ -22,7 +22,7 @@ from rlcore.launch.compose import (
     open_handles,
     replay_from,
 )
-from rlcore.launch.environment import supervised, wait_for_reporter
+from rlcore.launch.environment import resolved_by_launcher, supervised, wait_for_reporter
 from rlcore.launch.input_checks import check_input
 from rlcore.launch.logs import describe_failure, log_folder
 from rlcore.launch.process import Process, join
@@ -80,7 +80,8 @@ def run_rank(
         service: the process of the rollout service; None: the service is in this process, if any.
     """
     with START.phase("input"):
-        check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
+        if resolved_by_launcher() is None:
+            check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
         loaded = pin_initial_policy(loaded, resume=resume)
     config = loaded.config
     sync = process.sync

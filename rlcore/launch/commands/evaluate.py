@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +28,7 @@ from rlcore.launch.compose import (
     build_weight_publisher,
     open_handles,
 )
-from rlcore.launch.environment import is_rank
+from rlcore.launch.environment import is_rank, resolved_by_launcher
 from rlcore.launch.input_checks import check_model
 from rlcore.launch.local import launch_ranks
 from rlcore.launch.process import Process, join
@@ -79,7 +80,7 @@ def evaluate_model(
             _check_launcher(loaded)
             check_model(config, config.cluster.processes_per_node)
             if config.cluster.processes_per_node > 1:
-                return launch_ranks(config, arguments)
+                return launch_ranks(replace(loaded, config=config), arguments)
         elif not is_rank():
             config = _in_one_process(config)
         service = begin_service(config, stack)
@@ -107,7 +108,8 @@ def _evaluate(
     """Publish the weights and score the prompts; the result is rank 0's. Collective."""
     sync = process.sync
     start_s = config.cluster.start_timeout_s
-    check_model(config, process.world_size)
+    if resolved_by_launcher() is None:
+        check_model(config, process.world_size)
     handles = sync.run_on_rank0(
         "reading the data",
         lambda: open_handles(config, process, stack, service=service),

@@ -9,30 +9,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlcore.config import Config
+from rlcore.config.load import Loaded, load_config
 from rlcore.errors import INTERRUPTED, RunFailed
 from rlcore.launch import local
-from rlcore.launch.environment import ARGUMENTS, INTERFACE, own_arguments
+from rlcore.launch.environment import INTERFACE, RESOLVED
 from rlcore.stores import loopback_interface
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "a", "dir": str(tmp_path)},
-            "model": {"path": "model"},
-            "data": {"paths": "train.jsonl"},
-            "training": {"steps": 1},
-            "cluster": {"processes_per_node": 2},
-        }
-    )
+def loaded(tmp_path: Path) -> Loaded:
+    given = ["run.name=a", f"run.dir={tmp_path}", "model.path=model", "data.paths=train.jsonl"]
+    return load_config([], [*given, "training.steps=1", "cluster.processes_per_node=2"])
+
+
+@pytest.fixture
+def config(loaded: Loaded) -> Config:
+    return loaded.config
 
 
 def ask_to_end() -> None:
@@ -53,7 +53,7 @@ class Sleeping(subprocess.Popen[bytes]):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_ranks_start_ends_the_run_as_asked(
-    config: Config, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     asking = threading.Timer(0.3, lambda: os.kill(os.getpid(), number))
 
@@ -64,12 +64,12 @@ def test_a_signal_while_ranks_start_ends_the_run_as_asked(
         return worker
 
     monkeypatch.setattr(local, "_start", start)
-    assert local.launch_ranks(config, []) == INTERRUPTED
+    assert local.launch_ranks(loaded, []) == INTERRUPTED
     asking.join()
 
 
 def test_a_rank_that_was_not_started_yet_gets_the_signal(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
         if rank == 1:
@@ -78,12 +78,12 @@ def test_a_rank_that_was_not_started_yet_gets_the_signal(
 
     monkeypatch.setattr(local, "_start", start)
     began = time.monotonic()
-    assert local.launch_ranks(config, []) == INTERRUPTED
+    assert local.launch_ranks(loaded, []) == INTERRUPTED
     assert time.monotonic() - began < 30
 
 
 def test_a_signal_while_ranks_are_ended_leaves_no_process(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 ignores SIGTERM."""
     asked: list[float | None] = []
@@ -106,44 +106,44 @@ def test_a_signal_while_ranks_are_ended_leaves_no_process(
     monkeypatch.setattr(local, "LEAVE_S", 0.0)
     monkeypatch.setattr(local, "NOTICE_S", 0.0)
     monkeypatch.setattr(local, "END_RANK_S", 2.0)
-    assert local.launch_ranks(config, []) == 1
+    assert local.launch_ranks(loaded, []) == 1
     assert len(asked) == 2, "before SIGKILL and after it"
     assert workers[1].returncode == -signal.SIGKILL
 
 
 def test_a_rank_that_others_kill_has_failed(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(rank: int, *_: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sh", "-c", "kill -TERM $$"] if rank == 1 else ["sleep", "0"])
 
     monkeypatch.setattr(local, "_start", start)
     with pytest.raises(RunFailed, match="rank 1 failed: it was killed by SIGTERM"):
-        local.launch_ranks(config, [])
+        local.launch_ranks(loaded, [])
 
 
-def test_secrets_are_not_on_the_command_lines_of_ranks(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+def test_ranks_take_the_configuration_from_a_file_that_the_launcher_has_written(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every user of the machine sees those; a rank gets the whole line by its environment."""
-    started: list[tuple[list[str], dict[str, str]]] = []
+    """Every user of the machine sees command lines, which are masked."""
+    origins = {**loaded.origins, "rollout.engine.urls": "site.yaml:3"}
+    config = loaded.config.model_copy(deep=True)
+    config.rollout.engine.urls = ["http://user:hidden@host:1"]
+    given = replace(loaded, config=config, origins=origins, notes=("a note",))
+    taken: list[Loaded] = []
 
-    def start(command: list[str], env: dict[str, str], **_: object) -> None:
-        started.append((command, env))
+    def start(command: list[str], env: dict[str, str], **_: object) -> subprocess.Popen[bytes]:
+        assert command[-2:] == ["train", "rollout.engine.urls=(masked)"]
+        path = Path(env[RESOLVED])
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        taken.append(Loaded.from_json(path.read_text()))
+        return sleeping
 
-    monkeypatch.setattr(local.subprocess, "Popen", start)
-    secret = "rollout.engine.urls=['http://user:hidden@host:1']"
-    local._start(0, 2, 1, config, ["train", "a.yaml", secret])
-    local._start(0, 2, 1, config, ["train", "a.yaml", "run.name=x"])
-    (command, env), (plain, env_of_plain) = started
-    assert "hidden" not in " ".join(command)
-    assert command[-3:-1] == ["train", "a.yaml"]
-    assert plain[-1] == "run.name=x"
-    assert ARGUMENTS not in env_of_plain
-    monkeypatch.setenv(ARGUMENTS, env[ARGUMENTS])
-    assert own_arguments() == ["train", "a.yaml", secret]
-    assert ARGUMENTS not in os.environ, "no process that a rank starts inherits it"
-    assert own_arguments() == sys.argv[1:]
+    with Sleeping("import sys; sys.exit()") as sleeping:
+        monkeypatch.setattr(local.subprocess, "Popen", start)
+        settings = "rollout.engine.urls=['http://user:hidden@host:1']"
+        assert local.launch_ranks(given, ["train", settings]) == 0
+    assert taken == [given, given]
 
 
 def test_ranks_of_one_machine_talk_over_loopback_unless_told_otherwise(

@@ -124,7 +124,7 @@ def test_local_ranks_share_the_cores_unless_the_user_decides(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    local._start(0, 2, 1234, make_config(run={"name": "a", "threads": threads}), [])
+    local._start(0, 2, Path(), make_config(run={"name": "a", "threads": threads}), [])
     assert started[0]["OMP_NUM_THREADS"] == expected
 
 
