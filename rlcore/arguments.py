@@ -192,11 +192,12 @@ def _add_others(commands: Commands) -> None:
     sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
     text = "list every key of a configuration with its default"
     sub = _command(commands, "config", text)
-    sub.add_argument(
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument(
         "--markdown", action="store_true", help="as the page docs/configuration-reference.md"
     )
-    text = "list estimators and losses with their keywords"
-    _command(commands, "algorithms", text)
+    text = "list estimators and losses with their keywords instead"
+    how.add_argument("--algorithms", action="store_true", help=text)
 
 
 def _positive(text: str) -> int:

@@ -329,17 +329,14 @@ def metrics(arguments: argparse.Namespace) -> int:
 
 
 def config(arguments: argparse.Namespace) -> int:
-    """Print every key of a configuration."""
+    """Print every key of a configuration, or the algorithms with their keywords."""
+    if arguments.algorithms:
+        from rlcore.launch.commands.catalogue import list_algorithms
+
+        return _print_lines(list_algorithms())
     from rlcore.config.reference import list_keys, reference_page
 
     return _print_lines(reference_page().splitlines() if arguments.markdown else list_keys())
-
-
-def algorithms(arguments: argparse.Namespace) -> int:
-    """Print estimators and losses with their keywords."""
-    from rlcore.launch.commands.catalogue import list_algorithms
-
-    return _print_lines(list_algorithms())
 
 
 def _load(settings: Sequence[str]) -> Loaded:
@@ -379,5 +376,4 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "init-model": init_model,
     "metrics": metrics,
     "config": config,
-    "algorithms": algorithms,
 }

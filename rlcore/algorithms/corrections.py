@@ -30,7 +30,7 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """One way to bound the weight: formula, default bounds and source, for `rlcore algorithms`."""
+    """One way to bound the weight: formula, default bounds and source."""
 
     formula: str
     lower: float | None  # None: 1 / upper

@@ -344,8 +344,8 @@ def register_estimator(
         compares_group: it compares the samples of one prompt, so a group of one teaches nothing.
         normalization: how advantages are normalised where `algorithm.normalize_advantages` is not
             set.
-        formula: the algorithm in one line, for `rlcore algorithms`. Without it, a `formula`
-            attribute counts.
+        formula: the algorithm in one line, for `rlcore config --algorithms`. Without it, a
+            `formula` attribute counts.
         source: the paper or implementation it comes from, in the same way.
 
     `compares_group` and `normalization` hold for the registered name, not for import paths and

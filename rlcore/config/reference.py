@@ -65,7 +65,7 @@ def _part(path: tuple[str, ...], section: type[Section]) -> str:
     if is_entry(path):
         lines[-1] += " `NAME: null` removes one that an earlier file gave."
     if issubclass(section, Plugin) and not section.keywords:
-        lines[-1] += " Keywords are listed by `rlcore algorithms`."
+        lines[-1] += " Keywords are listed by `rlcore config --algorithms`."
     if (home := listed()[path][1]) is not None:
         lines[-1] += f" Its other keys are those of `{'.'.join(home)}`."
     if rows := keys(section, path):

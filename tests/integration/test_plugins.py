@@ -105,7 +105,7 @@ def test_an_installed_package_is_found_by_its_entry_points(
     )
 
     monkeypatch.syspath_prepend(site)
-    listed = workspace.command("algorithms").out
+    listed = workspace.command("config", "--algorithms").out
     assert re.search(r"^  ranked$", listed, re.MULTILINE)
     assert "scale: float = 1.0" in listed
 

@@ -404,7 +404,7 @@ def test_metrics_and_algorithms_are_listed(capsys):
         "against the reference"
     )
 
-    assert cli.main(["algorithms"]) == 0
+    assert cli.main(["config", "--algorithms"]) == 0
     out = capsys.readouterr().out
     ppo = out.partition("\n  ppo: ")[2].splitlines()
     assert [line.split(maxsplit=1)[0] for line in ppo[1:5]] == [

@@ -29,14 +29,15 @@ class EstimatorConfig(Plugin):
     """The advantage estimator: its `name`, and its own keywords beside it."""
 
     name: str = "grpo"
-    """A name of `rlcore algorithms`, or `package.module:Name`."""
+    """A name of `rlcore config --algorithms`, or `package.module:Name`."""
 
 
 class LossConfig(Plugin):
     """The policy loss: its `name`, the weights of tokens, and its own keywords beside them."""
 
     name: str = "ppo_clip"
-    """A name of `rlcore algorithms`, or `package.module:Name`; `sft` is supervised fine-tuning."""
+    """A name of `rlcore config --algorithms`, or `package.module:Name`; `sft` is supervised
+    fine-tuning."""
     aggregation: Aggregation = "token-mean"
     """Weight of a token in the loss of an optimizer step."""
     norm_length: PositiveInt | None = None

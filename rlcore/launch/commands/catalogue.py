@@ -1,4 +1,4 @@
-"""The listings that `rlcore metrics` and `rlcore algorithms` print."""
+"""The listings that `rlcore metrics` and `rlcore config --algorithms` print."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rlcore.config.derived import COEFFICIENTS
 from rlcore.config.sections.algorithm import CorrectionConfig, KLConfig, LossConfig
 from rlcore.config.sections.base import Section
 
-WIDTH = 120  # of the lines of `rlcore algorithms`
+WIDTH = 120  # of the lines of `rlcore config --algorithms`
 _LABELS = 10  # columns of the labels in front of an entry's lines
 
 

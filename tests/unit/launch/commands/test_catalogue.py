@@ -1,4 +1,4 @@
-"""What `rlcore algorithms` prints: complete, true, and readable with plugins of any make."""
+"""The listing of algorithms is complete, true, and readable with plugins of any make."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_plugins_of_installed_packages_are_listed_whatever_they_leave_out(tmp_pa
 
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(
-        [sys.executable, "-m", "rlcore", "algorithms"],
+        [sys.executable, "-m", "rlcore", "config", "--algorithms"],
         env=env,
         capture_output=True,
         text=True,
