@@ -1,11 +1,10 @@
-"""The progress display: a line for a step, and a screen below on a terminal.
+"""The progress display: a line for a step, and a table below on a terminal.
 
 step  12/40 | reward 0.412 | kl 0.0031 | length 3.21 | 1.23k tok/s | 2.1 s/step | 1m02s left
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +33,31 @@ from rlcore.tracking.format import (
     of_set,
     sample_lines,
 )
-from rlcore.tracking.screen import BARS, PLAIN_BARS, Screen
+from rlcore.tracking.report import NOT_PHASES
 
 WINDOW = 20  # steps over which the time left is estimated
 # The first step, the last, and steps with an evaluation are always shown; of the others at most one
 # in this time, so that quick steps do not flood the terminal.
 QUIET_S = 2.0
 FIELDS = (("kl {}", KL), ("length {}", LENGTH), ("{} tok/s", TOKENS_PER_SECOND))
+# Rows of the table on a terminal: each metric of the last step, as text.
+ROWS: Mapping[str, Mapping[str, str]] = {
+    "rollouts": {
+        "rollout/staleness_mean": "staleness {}",
+        "rollout/zero_std_groups": "{:.0f} groups without variance",
+        "rollout/reward_errors": "{:.0f} rewards failed",
+        "rollout/reward_timeouts": "{:.0f} rewards too late",
+        "rollout/buffered_groups": "{:.0f} groups ready",
+        "rollout/in_flight_groups": "{:.0f} groups in flight",
+    },
+    "load": {
+        "rollout/engines_serving": "{:.0f} engines serving",
+        "perf/trainer_idle_fraction": "trainer idle {:.0%}",
+        "perf/engine_idle_fraction": "engine idle {:.0%}",
+        "perf/mfu": "mfu {:.0%}",
+    },
+}
+SHOWN_PHASES = 5
 Clock = Callable[[], float]
 
 ENDINGS = {
@@ -175,57 +192,88 @@ class Progress(BaseTracker):
 
 
 class TerminalProgress(Progress):
-    """The same lines above a screen that stays at the bottom of the terminal: `Screen`."""
+    """The same lines above a table that stays at the bottom of the terminal."""
 
     def __init__(
         self, name: str, total_steps: int, stream: TextIO, *, clock: Clock = time.monotonic
     ) -> None:
         super().__init__(name, total_steps, stream, clock=clock)
         self.console = Console(file=self.stream, highlight=False)
-        bars = BARS if self.console.encoding.startswith("utf") else PLAIN_BARS
-        self.screen = Screen(name, total_steps, bars=bars, clock=clock)
-        self._renewing = threading.Lock()  # the display asks from a thread of its own
+        self._row: Mapping[str, float] = {}
+        self._evaluated: Mapping[str, str] = {}
+        self._notices: Sequence[str] = ()
+        # the display asks from a thread of its own
         self._live = Live(
             console=self.console, get_renderable=self._table, transient=True, refresh_per_second=2
         )
 
     def start(self, description: Mapping[str, str]) -> None:
-        """Show what was chosen, then the screen."""
+        """Show what was chosen, then the table."""
         super().start(description)
         self._live.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step, and renew the screen."""
+        """Show the step, and renew the table."""
         super().log(step, metrics)
-        with self._renewing:
-            self.screen.log(step, metrics)
-            self.screen.seconds_left = self.seconds_left
+        self._evaluated = {**self._evaluated} | {
+            name: f"{name} {number(metrics[of_set(name, 'score')])} (step {step})".lstrip()
+            for name in evaluated_sets(metrics)
+        }
+        if step > 0:
+            self._row = metrics
         self._live.refresh()
 
     def show_notices(self, names: Sequence[str]) -> None:
-        """Keep what looks wrong on the screen."""
-        self.screen.notices = list(names)
+        """Keep what looks wrong in the table."""
+        self._notices = list(names)
 
     def close(self, status: str) -> None:
-        """Remove the screen, then show how the run ended."""
+        """Remove the table, then show how the run ended."""
         self._live.stop()
         super().close(status)
 
     def write(self, line: str) -> None:
-        """Write one line above the screen."""
+        """Write one line above the table."""
         self.console.print(_styled(printable(line)), soft_wrap=True)
 
     def _table(self) -> Table:
-        """Return the screen, a line cut where the terminal is too narrow."""
+        """Return the table, a line cut where the terminal is too narrow."""
         table = Table.grid(padding=(0, 2))
-        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, style="bold cyan")
         table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-        with self._renewing:
-            lines = self.screen.lines()
-        for name, text in lines:
-            style = "bold red" if name == "LOOKS WRONG" else "bold cyan"
-            table.add_row(Text(name, style=style), Text(printable(text)))
+        row = self._row
+        rows = {
+            "run": [self.name, self._position(), duration(self._clock() - self._began)],
+            "step": self._fields(row) if row else ["(after the first step)"],
+            "evaluation": [*self._evaluated.values()],
+            **{
+                name: [
+                    text.format(number(row[metric]) if "{}" in text else row[metric])
+                    for metric, text in texts.items()
+                    if metric in row
+                ]
+                for name, texts in ROWS.items()
+            },
+            "time": _phases(row),
+        }
+        for name, parts in rows.items():
+            if parts:
+                table.add_row(name, Text(printable("  ".join(parts))))
+        for notice in self._notices:
+            table.add_row(Text("LOOKS WRONG", style="bold red"), Text(printable(notice)))
         return table
+
+
+def _phases(row: Mapping[str, float]) -> list[str]:
+    """Return the largest phases of a step with their shares."""
+    phases = {
+        name.removeprefix("time/"): value
+        for name, value in row.items()
+        if name.startswith("time/") and name not in NOT_PHASES
+    }
+    whole = sum(phases.values())
+    largest = sorted(phases, key=lambda name: -phases[name])[:SHOWN_PHASES]
+    return [f"{name} {phases[name] / whole:.0%}" for name in largest if whole]
 
 
 def _styled(line: str) -> Text:

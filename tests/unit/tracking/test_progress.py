@@ -197,11 +197,47 @@ def test_a_terminal_shows_the_same_lines_above_a_bar(make_sample: Callable[..., 
     assert "\x1b[" in text
 
 
-def test_a_notice_on_the_screen_does_not_steer_the_terminal() -> None:
+def cells(progress: TerminalProgress) -> dict[str, str]:
+    names, texts = (column.cells for column in progress._table().columns)
+    return {str(name): str(text) for name, text in zip(names, texts)}
+
+
+def test_a_notice_in_the_table_does_not_steer_the_terminal() -> None:
     progress = TerminalProgress("a", 9, Terminal(), clock=Clock())
     progress.show_notices(["engine-0 said \x1b[2J"])
-    (shown,) = [str(cell) for cell in progress._table().columns[1].cells if "said" in str(cell)]
-    assert shown == r"engine-0 said \x1b[2J"
+    assert cells(progress)["LOOKS WRONG"] == r"engine-0 said \x1b[2J"
+
+
+def test_a_run_is_read_at_a_glance() -> None:
+    clock = Clock()
+    progress = TerminalProgress("addition", 40, Terminal(), clock=clock)
+    assert cells(progress) == {
+        "run": "addition  step  0/40  0.00 s",
+        "step": "(after the first step)",
+    }
+    clock.now += 3
+    progress.log(0, {"eval/score": 0.4})
+    clock.now += 2
+    row = METRICS | {
+        "eval/aime/score": 0.2,
+        "rollout/staleness_mean": 1.21,
+        "rollout/zero_std_groups": 3.0,
+        "rollout/engines_serving": 4.0,
+        "perf/engine_idle_fraction": 0.12,
+        "time/generation": 1.5,
+        "time/engine": 1.1,
+        "time/training": 0.5,
+    }
+    progress.log(1, row)
+    found = cells(progress)
+    assert found.pop("step").startswith("reward 0.412  kl 0.00310  length 3.21  12.3k tok/s")
+    assert found == {
+        "run": "addition  step  1/40  5.0 s",
+        "evaluation": "0.400 (step 0)  aime 0.200 (step 1)",
+        "rollouts": "staleness 1.21  3 groups without variance",
+        "load": "4 engines serving  engine idle 12%",
+        "time": "generation 75%  training 25%",
+    }
 
 
 def test_the_stream_decides() -> None:
