@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlcore.algorithms.metric_table import METRICS
-from rlcore.config.yaml_settings import Setting, Tree, read_file
+from rlcore.config.yaml_settings import read_file, settings
 from rlcore.errors import DataError
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.environment import read_starts
@@ -18,59 +17,12 @@ from rlcore.runs.metrics import read_metrics
 from rlcore.terminal import printable
 from rlcore.tracking.format import number
 
-SAME = 0
-DIFFERENT = 1
-TOLERANCE = 1e-3
-MOST = 12  # metrics or packages that are printed
+MAX_SHOWN = 12  # metrics that are printed
 ABSENT = "(absent)"
-# Of no two runs alike.
-TIMES = ("time/", "perf/")
-SECONDS = "_s"  # the end of a measured time's name
-OWN = ("run.name",)
 START = ("rlcore", "commit", "python", "platform", "gpus")
 
 Pair = tuple[Any, Any]
-
-
-@dataclass
-class Parting:
-    """The first step at which two runs' metrics differ, with those that do, the farthest first."""
-
-    step: int
-    metrics: dict[str, Pair] = field(default_factory=dict)
-
-
-@dataclass
-class Comparison:
-    """What differs between two runs; empty where nothing does.
-
-    Attributes:
-        config: value and origin in each run, by key.
-        environment: of the newest start, by what differs; `packages.NAME` for versions.
-        common_steps: steps that both have in their metrics.
-        exact: where the metrics part at all.
-        beyond: where one parts by more than the tolerance.
-    """
-
-    config: dict[str, Pair] = field(default_factory=dict)
-    environment: dict[str, Pair] = field(default_factory=dict)
-    data: dict[str, Pair] = field(default_factory=dict)
-    steps: Pair = (0, 0)
-    common_steps: int = 0
-    exact: Parting | None = None
-    beyond: Parting | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def differs(self) -> bool:
-        """Whether anything does."""
-        return bool(
-            self.config
-            or self.environment
-            or self.data
-            or self.exact
-            or self.steps[0] != self.steps[1]
-        )
+Rows = Mapping[int, Mapping[str, Any]]
 
 
 def compare_runs(a: Path, b: Path, *, tolerance: float, as_json: bool) -> int:
@@ -79,67 +31,81 @@ def compare_runs(a: Path, b: Path, *, tolerance: float, as_json: bool) -> int:
     Raises:
         DataError: one of them is no run.
     """
-    found = compare(a, b, tolerance=tolerance)
+    found = compare(RunDirectory(a), RunDirectory(b), tolerance)
     if as_json:
-        whole = {**asdict(found), "differs": found.differs}
-        print(json.dumps(_in_json(whole), indent=2, allow_nan=False))
+        print(json.dumps(_in_json(found), indent=2, allow_nan=False))
     else:
-        for line in describe(found, a.name, b.name, tolerance=tolerance):
+        for line in _described(found, a.name, b.name, tolerance):
             print(printable(line))
-    return DIFFERENT if found.differs else SAME
+    return int(found["differs"])
 
 
-def compare(a: Path, b: Path, *, tolerance: float = TOLERANCE) -> Comparison:
-    """Compare two runs, which may be going on."""
+def compare(a: RunDirectory, b: RunDirectory, tolerance: float) -> dict[str, Any]:
+    """Compare two runs, which may be going on.
+
+    Returns:
+        Pairs of values by name for `config`, `environment` and `data`; the last `steps`; and the
+        first steps at which metrics part at all (`exact`) and by more than the tolerance
+        (`beyond`), None where they do not.
+    """
+    for run in (a, b):
+        if not run.config_path.is_file():
+            raise DataError(
+                f"{run.path} is no run: it has no config.yaml; give folders, as runs/NAME"
+            )
+    notes: list[str] = []
+    environment: dict[str, Pair] = {}
+    data: dict[str, Pair] = {}
+    starts = [read_starts(run.environment_path) for run in (a, b)]
+    if all(starts):
+        one, other = (its[-1] for its in starts)
+        environment = _different(
+            {key: one[key] for key in START if key in one},
+            {key: other[key] for key in START if key in other},
+        )
+        packages = _different(one.get("packages", {}), other.get("packages", {}))
+        environment |= {f"packages.{key}": pair for key, pair in packages.items()}
+        data = _different(one["data"], other["data"])
+    else:
+        lacking = ", ".join(str(run.path) for run, its in zip((a, b), starts) if not its)
+        notes.append(f"no record of packages and data: {lacking}")
+    config = _different_settings(a.config_path, b.config_path)
+    rows, others = ({row["step"]: row for row in read_metrics(run.metrics_path)} for run in (a, b))
+    steps = (max(rows, default=0), max(others, default=0))
+    exact = _divergence(rows, others, 0.0)
+    return {
+        "config": config,
+        "environment": environment,
+        "data": data,
+        "steps": steps,
+        "common_steps": len(rows.keys() & others.keys()),
+        "exact": exact,
+        "beyond": _divergence(rows, others, tolerance),
+        "notes": notes,
+        "differs": bool(config or environment or data or exact or steps[0] != steps[1]),
+    }
+
+
+def _different_settings(a: Path, b: Path) -> dict[str, Pair]:
+    """Return the keys whose values differ, each value with the origin that stands behind it."""
+    values: list[dict[str, str]] = []
+    shown: list[dict[str, str]] = []
     for path in (a, b):
-        if not RunDirectory(path).config_path.is_file():
-            raise DataError(f"{path} is no run: it has no config.yaml; give folders, as runs/NAME")
-    runs = (RunDirectory(a), RunDirectory(b))
-    found = Comparison()
-    settings = (_settings(runs[0].config_path), _settings(runs[1].config_path))
-    found.config = {key: (str(a), str(b)) for key, (a, b) in _different(*settings).items()}
-    _compare_starts(found, runs)
-    rows = [{row["step"]: row for row in read_metrics(run.metrics_path)} for run in runs]
-    found.steps = (max(rows[0], default=0), max(rows[1], default=0))
-    common = sorted(rows[0].keys() & rows[1].keys())
-    found.common_steps = len(common)
-    found.exact = _parting(rows[0], rows[1], common, 0.0)
-    found.beyond = _parting(rows[0], rows[1], common, tolerance)
-    return found
-
-
-# --- configuration, packages, data ----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Told:
-    """A value as text, and where it comes from, which does not count in a comparison."""
-
-    value: str
-    origin: str = field(compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.value}  ({self.origin})" if self.origin else self.value
-
-
-def _settings(path: Path) -> dict[str, _Told]:
-    """Return each key but the run's own with its value, whose origin stands behind it."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    found = {}
-    for key, setting in _leaves(read_file(path), ""):
-        line = lines[int(setting.origin.rpartition(":")[2]) - 1]
-        _, mark, origin = line.rpartition("  # ")
-        if key not in OWN:
-            found[key] = _Told(json.dumps(setting.value), origin if mark else "")
-    return found
-
-
-def _leaves(tree: Tree, path: str) -> Iterator[tuple[str, Setting]]:
-    for key, value in tree.items():
-        if isinstance(value, Setting):
-            yield f"{path}{key}", value
-        else:
-            yield from _leaves(value, f"{path}{key}.")
+        lines = path.read_text(encoding="utf-8").splitlines()
+        values.append({})
+        shown.append({})
+        for keys, setting in settings(read_file(path)):
+            name = ".".join(keys)
+            value = json.dumps(setting.value)
+            line = lines[int(setting.origin.rpartition(":")[2]) - 1]
+            _, mark, origin = line.rpartition("  # ")
+            values[-1][name] = value
+            shown[-1][name] = f"{value}  ({origin})" if mark else value
+    return {
+        name: (shown[0].get(name, ABSENT), shown[1].get(name, ABSENT))
+        for name in _different(*values)
+        if name != "run.name"
+    }
 
 
 def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
@@ -147,54 +113,30 @@ def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _compare_starts(found: Comparison, runs: Sequence[RunDirectory]) -> None:
-    starts = [read_starts(run.environment_path) for run in runs]
-    if not all(starts):
-        lacking = ", ".join(str(run.path) for run, its in zip(runs, starts) if not its)
-        found.notes.append(f"no record of packages and data: {lacking}")
-        return
-    a, b = (its[-1] for its in starts)
-    whole = [{key: its[key] for key in START if key in its} for its in (a, b)]
-    found.environment = _different(*whole)
-    for key, pair in _different(a.get("packages", {}), b.get("packages", {})).items():
-        found.environment[f"packages.{key}"] = pair
-    found.data = _different(a["data"], b["data"])
-
-
-# --- metrics --------------------------------------------------------------------------------------
-
-
-def _parting(
-    a: Mapping[int, Mapping[str, Any]],
-    b: Mapping[int, Mapping[str, Any]],
-    steps: Sequence[int],
-    tolerance: float,
-) -> Parting | None:
-    for step in steps:
-        apart = {
-            name: gap
+def _divergence(a: Rows, b: Rows, tolerance: float) -> dict[str, Any] | None:
+    """Return the first step at which metrics differ, with those that do, the farthest first."""
+    for step in sorted(a.keys() & b.keys()):
+        pairs = {
+            name: (a[step].get(name, ABSENT), b[step].get(name, ABSENT))
             for name in dict.fromkeys([*a[step], *b[step]])
             if not _is_time(name)
-            and (gap := _gap(a[step].get(name), b[step].get(name))) > tolerance
         }
+        apart = {name: gap for name, pair in pairs.items() if (gap := _gap(*pair)) > tolerance}
         if apart:
             names = sorted(apart, key=lambda name: -apart[name])
-            return Parting(
-                step,
-                {name: (a[step].get(name, ABSENT), b[step].get(name, ABSENT)) for name in names},
-            )
+            return {"step": step, "metrics": {name: pairs[name] for name in names}}
     return None
 
 
 def _is_time(name: str) -> bool:
     spec = METRICS.get(name)
-    is_seconds = name.endswith(SECONDS) or (spec is not None and spec.unit == "s")
-    return name.startswith(TIMES) or is_seconds
+    is_seconds = name.endswith("_s") or (spec is not None and spec.unit == "s")
+    return name.startswith(("time/", "perf/")) or is_seconds
 
 
-def _gap(a: float | None, b: float | None) -> float:
+def _gap(a: Any, b: Any) -> float:
     """Return the difference of two values by the larger of them; infinite if one is absent."""
-    if a is None or b is None:
+    if ABSENT in (a, b):
         return math.inf
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
@@ -202,40 +144,34 @@ def _gap(a: float | None, b: float | None) -> float:
     return math.inf if math.isnan(gap) else gap
 
 
-# --- as text --------------------------------------------------------------------------------------
-
-
-def describe(found: Comparison, a: str, b: str, *, tolerance: float) -> Iterator[str]:
+def _described(found: Mapping[str, Any], a: str, b: str, tolerance: float) -> Iterator[str]:
     """Yield what a person reads."""
-    yield f"A  {a}: {found.steps[0]} steps"
-    yield f"B  {b}: {found.steps[1]} steps"
-    yield from found.notes
-    for title, pairs in (
-        ("configuration", found.config),
-        ("environment", found.environment),
-        ("data", found.data),
-    ):
-        yield f"{title}: {'the same' if not pairs else f'{len(pairs)} differ'}"
+    yield f"A  {a}: {found['steps'][0]} steps"
+    yield f"B  {b}: {found['steps'][1]} steps"
+    yield from found["notes"]
+    for key in ("config", "environment", "data"):
+        pairs = found[key]
+        title = "configuration" if key == "config" else key
+        yield f"{title}: {f'{len(pairs)} differ' if pairs else 'the same'}"
         for name, (one, other) in pairs.items():
-            yield f"  {name}"
-            yield f"    A  {one}"
-            yield f"    B  {other}"
-    if not found.common_steps:
+            yield from (f"  {name}", f"    A  {one}", f"    B  {other}")
+    if not found["common_steps"]:
         yield "metrics: no step is in both"
         return
-    for title, parting in (
-        ("metrics, exactly", found.exact),
-        (f"metrics, beyond {tolerance:g} of their size", found.beyond),
-    ):
-        if parting is None:
-            yield f"{title}: the same in all {found.common_steps} steps of both (times aside)"
+    titles = {"exact": "metrics, exactly", "beyond": f"metrics, beyond {tolerance:g} of their size"}
+    for key, title in titles.items():
+        parted = found[key]
+        if parted is None:
+            yield f"{title}: the same in all {found['common_steps']} steps of both (times aside)"
             continue
-        yield f"{title}: they part at step {parting.step}, {len(parting.metrics)} of them"
-        width = max(map(len, [*parting.metrics][:MOST]))
-        for name, pair in [*parting.metrics.items()][:MOST]:
-            yield f"  {name:<{width}}  " + "  ".join(_shown(*pair))
-        if len(parting.metrics) > MOST:
-            yield f"  and {len(parting.metrics) - MOST} more"
+        metrics = parted["metrics"]
+        yield f"{title}: they part at step {parted['step']}, {len(metrics)} of them"
+        shown = [*metrics.items()][:MAX_SHOWN]
+        width = max(len(name) for name, _ in shown)
+        for name, pair in shown:
+            yield f"  {name:<{width}}  " + "  ".join(_short(*pair))
+        if len(metrics) > MAX_SHOWN:
+            yield f"  and {len(metrics) - MAX_SHOWN} more"
 
 
 def _in_json(value: Any) -> Any:
@@ -247,7 +183,7 @@ def _in_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _shown(a: Any, b: Any) -> tuple[str, str]:
+def _short(a: Any, b: Any) -> tuple[str, str]:
     """Return both values as short as they can be told apart."""
     if isinstance(a, str) or isinstance(b, str):
         return str(a), str(b)
