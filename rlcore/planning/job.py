@@ -11,14 +11,19 @@ from rlcore.planning.shape import ModelShape
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with gradients and an optimizer, laid out like the policy."""
+    """A model with gradients and an optimizer, laid out like the policy.
+
+    Attributes:
+        offload: the model between its passes, and its optimizer.
+        distributed: its optimizer, where that is not laid out as the policy's.
+    """
 
     name: str
     shape: ModelShape
     value_head: bool = False
-    offload: bool = False  # the model between its passes, and its optimizer
+    offload: bool = False
     offload_optimizer: bool = False
-    distributed: bool | None = None  # its optimizer, where that is not laid out as the policy's
+    distributed: bool | None = None
 
     @property
     def parameters(self) -> int:
@@ -44,20 +49,29 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Job:
-    """The models to plan for, and the work of one optimizer step."""
+    """The models to plan for, and the work of one optimizer step.
 
-    trained: tuple[Trained, ...]  # the policy first
+    Attributes:
+        trained: the policy first.
+        length: tokens of a sequence, at most, of which `trainable` are trained.
+        scoring_passes: forward passes without gradients: reference, old log-probs.
+        pack_tokens: `policy.max_tokens_per_microbatch`.
+        siblings: sequences whose prompt, all but `trainable`, a pack holds once.
+        publication: None for a run without engines.
+    """
+
+    trained: tuple[Trained, ...]
     frozen: tuple[Frozen, ...]
-    sequences: int  # of one optimizer step
-    length: int  # tokens of each, at most
-    trainable: int  # of those
-    scoring_passes: int  # forward passes without gradients: reference, old log-probs
-    pack_tokens: int  # policy.max_tokens_per_microbatch
+    sequences: int
+    length: int
+    trainable: int
+    scoring_passes: int
+    pack_tokens: int
     dtype_bytes: int
     vocab_multiple: int
     chunk_elements: int
-    siblings: int = 1  # sequences whose prompt, all but `trainable`, a pack holds once
-    publication: Publication | None = None  # None: the run has no engines
+    siblings: int = 1
+    publication: Publication | None = None
 
     @property
     def shape(self) -> ModelShape:
