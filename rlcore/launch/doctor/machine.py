@@ -1,18 +1,14 @@
-"""The cheap checks: memory, files, disk, clock, network, keys. A run makes them at its start."""
+"""The cheap checks: memory, files, disk, network, keys. A run makes them at its start."""
 
 from __future__ import annotations
 
-import fcntl
-import importlib.util
 import ipaddress
 import netrc
 import os
 import resource
 import shutil
 import socket
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,13 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-import rlcore
 from rlcore.config import Config
 from rlcore.config.derived import generates
 from rlcore.config.engine_registry import KINDS
 from rlcore.config.load import load_config
 from rlcore.interpreters.ask import CHECKOUT
-from rlcore.launch.environment import THREADS, cores
 from rlcore.planning.fit import GIB, gib
 
 Level = Literal["ok", "note", "FAIL"]
@@ -36,7 +30,6 @@ MIN_SHM = 16 << 20  # for a trainer of one process
 AMPLE_SHM = 1 << 30  # ... and what NCCL, SGLang and Ray put there for several
 MIN_DISK = 256 << 20  # for logs, recordings and a toy's checkpoint
 PER_PARAMETER = 14  # bytes in a checkpoint: bf16, and fp32 of weights and both moments
-MAX_SKEW_S = 2.0  # between our clock and the file system's
 FILES = 512  # that a trainer opens besides its engines' connections: libraries, logs, sockets
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 ENGINE_KEYS = ("RLCORE_ENGINE_API_KEY", "RLCORE_ENGINE_ADMIN_KEY")
@@ -119,8 +112,7 @@ def at_start(config: Config) -> list[str]:
 def cheap_checks(run: Run) -> Iterator[Check]:
     """Make those checks that start no process and open no connection."""
     for check in (
-        _shared_memory, _open_files, _threads, _bytecode, _run_folder, _interfaces, _own_address,
-        _ray, _slurm, _keys,
+        _shared_memory, _open_files, _run_folder, _interfaces, _own_address, _ray, _slurm, _keys,
     ):  # fmt: skip
         yield from check(run)
 
@@ -159,28 +151,8 @@ def _open_files(run: Run) -> Iterator[Check]:
     yield Check("FAIL", "open files", f"at most {soft}", str(needed), advice)
 
 
-def _threads(_: Run) -> Iterator[Check]:
-    given = os.environ.get(THREADS)
-    chosen = f"{THREADS}={given}" if given else "measured when a run starts on a CPU"
-    yield Check("ok", "threads", f"{cores()} cores, {chosen}; run.threads sets another number")
-
-
-def _bytecode(_: Run) -> Iterator[Check]:
-    torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None:
-        return
-    is_written = Path(importlib.util.cache_from_source(torch.origin)).is_file()
-    if sys.dont_write_bytecode and not is_written:
-        found = "there is none of torch, and PYTHONDONTWRITEBYTECODE is set"
-        needed = "bytecode, else every process compiles what it imports, which takes seconds"
-        advice = "unset PYTHONDONTWRITEBYTECODE for a first start"
-        yield Check("note", "bytecode", found, needed, advice)
-    else:
-        yield Check("ok", "bytecode", "is there" if is_written else "written at the first import")
-
-
 def _run_folder(run: Run) -> Iterator[Check]:
-    """Check the disk of the run's folder: can be written, has room, locks, and tells our time."""
+    """Check that the disk of the run's folder can be written, and has room."""
     folder = Path(os.path.abspath(run.config.run.dir))
     while not folder.exists():
         folder = folder.parent
@@ -188,32 +160,11 @@ def _run_folder(run: Run) -> Iterator[Check]:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".rlcore-doctor-") as probe:
             probe.write(b"x")
             probe.flush()
-            skew = os.fstat(probe.fileno()).st_mtime - time.time()
-            locks = _locks(probe.fileno())
     except OSError as error:
         advice = "set run.dir to a folder that can be written"
         found = f"{folder}: {error.strerror or error}"
         yield Check("FAIL", "run folder", found, "a folder to write into", advice)
         return
-    yield from _disk(folder, run)
-    if locks:
-        yield Check("ok", "locks", f"the file system of {folder} locks")
-    else:
-        advice = "start no two runs of one name; a disk or an NFS with locks sees to that itself"
-        found = f"the file system of {folder} does not lock"
-        yield Check("note", "locks", found, "locks, which keep a run's name to one run", advice)
-    yield from _clock(skew)
-
-
-def _locks(descriptor: int) -> bool:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _disk(folder: Path, run: Run) -> Iterator[Check]:
     free = shutil.disk_usage(folder).free
     found = f"{gib(free)} free in {folder}"
     advice = "free some, or set run.dir to another disk"
@@ -228,20 +179,6 @@ def _disk(folder: Path, run: Run) -> Iterator[Check]:
     else:
         needed = f"about {gib(checkpoint)} a checkpoint" if checkpoint > GIB / 10 else ""
         yield Check("ok", "disk", found, needed)
-
-
-def _clock(skew: float) -> Iterator[Check]:
-    now = time.time()
-    found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    if now < Path(rlcore.__file__).stat().st_mtime:
-        advice = "set the clock: certificates and the times of files are judged by it"
-        yield Check("note", "clock", f"{found}, before rlcore was installed", "", advice)
-    elif abs(skew) > MAX_SKEW_S:
-        advice = "have both follow NTP: a run tells old files from new ones by their time"
-        found = f"{found}; the file system's is {skew:+.0f} s off"
-        yield Check("note", "clock", found, f"within {MAX_SKEW_S:g} s", advice)
-    else:
-        yield Check("ok", "clock", found)
 
 
 # --- network, clusters, keys ----------------------------------------------------------------------

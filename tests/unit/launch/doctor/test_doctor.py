@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import resource
 import shutil
@@ -36,8 +34,7 @@ def test_a_machine_that_has_all_of_it(examined):
     assert code == 0, lines
     assert list(lines) == [
         "trainer environment", "engine environment", "GPUs", "NCCL", "kernels", "/dev/shm",
-        "open files", "threads", "bytecode", "disk", "locks", "clock", "interfaces",
-        "peers connect to", "Ray", "Slurm", "keys",
+        "open files", "disk", "interfaces", "peers connect to", "Ray", "Slurm", "keys",
     ]  # fmt: skip
     assert "FAIL" not in "".join(lines.values())
 
@@ -65,7 +62,7 @@ def test_it_needs_no_torch(stub):
     assert first.startswith("FAIL  trainer environment: ")
     assert "No module named 'torch'; needed: every package" in first
     assert first.endswith("; to do: run ./scripts/install.sh")
-    assert len(rest) > 10
+    assert len(rest) > 8
     assert done.stderr.splitlines()[-1] == "rlcore: 1 of these would end a run"
 
 
@@ -320,30 +317,6 @@ def test_a_low_limit_of_open_files(examined, monkeypatch, stub):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     assert "have the hard limit of 1024 raised" in examined(*given)[1]["open files"]
     assert examined("run.seed=1")[0] == 0
-
-
-def test_an_image_that_writes_no_bytecode(examined, monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.cache_from_source", lambda _: str(tmp_path / "none.pyc"))
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    assert examined()[1]["bytecode"].startswith("ok ")
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    code, lines = examined()
-    assert code == 0
-    assert lines["bytecode"].startswith("note ")
-    assert "unset PYTHONDONTWRITEBYTECODE" in lines["bytecode"]
-    (tmp_path / "none.pyc").touch()
-    assert examined()[1]["bytecode"].startswith("ok ")
-
-
-def test_a_file_system_without_locks(examined, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-    code, lines = examined("run.seed=1")
-    assert code == 0, "a run goes on without"
-    assert lines["locks"].startswith("note  locks: the file system of ")
-    assert "start no two runs of one name" in lines["locks"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/1").exists(), reason="needs /proc")
