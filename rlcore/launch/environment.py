@@ -34,12 +34,6 @@ RESTARTED = "RLCORE_RESTARTED"
 STORE_FOLDER = "RLCORE_STORE_FOLDER"
 
 
-def resolved_by_launcher() -> Path | None:
-    """Return the file with the checked configuration; None where this process reads and checks."""
-    path = os.environ.get(RESOLVED)
-    return None if path is None else Path(path)
-
-
 def rank_environment(
     rank: int, world_size: int, *, local_rank: int, local_world_size: int
 ) -> dict[str, str]:
@@ -80,6 +74,15 @@ def restarted() -> bool:
 def orphaned() -> bool:
     """Whether the supervisor of this process is gone."""
     return supervised() and os.getppid() != int(os.environ[SUPERVISED])
+
+
+def resolved_by_launcher() -> Path | None:
+    """Return the file with the checked configuration; None where this process reads and checks.
+
+    A process that a rank starts may inherit the variable, which is the rank's.
+    """
+    path = os.environ.get(RESOLVED)
+    return Path(path) if path is not None and supervised() and not orphaned() else None
 
 
 def started_by_torchrun() -> bool:

@@ -15,6 +15,7 @@ import torch
 from rlcore.config import Config
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.launch import environment, local, process
+from rlcore.launch.environment import RESOLVED, SUPERVISED, resolved_by_launcher
 from rlcore.launch.process import cuda_environment, pick_device
 from rollout.weight_sync.process_group import SHARED_GPU
 
@@ -230,3 +231,15 @@ def test_a_machine_with_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(SHARED_GPU, "1")
     assert pick_device(3) == torch.device("cuda", 1)
     assert chosen == [1, 1]
+
+
+def test_the_checked_configuration_is_for_the_launchers_own_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program that a rank starts, such as `rlcore validate`, reads its own."""
+    assert resolved_by_launcher() is None
+    monkeypatch.setenv(RESOLVED, "/store/resolved")
+    monkeypatch.setenv(SUPERVISED, str(os.getppid()))
+    assert resolved_by_launcher() == Path("/store/resolved")
+    monkeypatch.setenv(SUPERVISED, str(os.getppid() + 1))
+    assert resolved_by_launcher() is None
