@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlcore.algorithms import (
     CORRECTIONS,
@@ -24,56 +22,9 @@ from rlcore.algorithms import (
 from rlcore.algorithms.plugins import Keyword, constructor_keywords
 from rlcore.algorithms.registry import Plugin
 from rlcore.config.derived import COEFFICIENTS
-from rlcore.config.sections.algorithm import CorrectionConfig, KLConfig, LossConfig
-from rlcore.config.sections.base import Section
 
 WIDTH = 120  # of the lines of `rlcore config --algorithms`
 _LABELS = 10  # columns of the labels in front of an entry's lines
-
-
-class Mode(NamedTuple):
-    """One choice among a few that are no plugins."""
-
-    sentence: str
-    formula: str
-    source: str = ""
-
-
-# M trainable tokens of the optimizer step; N sequences that have one; T tokens of the token's
-# sequence.
-AGGREGATION: Mapping[str, Mode] = {
-    "token-mean": Mode(
-        "Each token of the optimizer step counts the same.",
-        "1 / M",
-        "Yu et al. (DAPO), arXiv:2503.14476",
-    ),
-    "seq-mean-token-mean": Mode(
-        "Each sequence counts the same, and each token in it.",
-        "1 / (N * T)",
-        "Shao et al. (GRPO), arXiv:2402.03300",
-    ),
-    "seq-mean-token-sum": Mode("Sums over the tokens, averaged over the sequences.", "1 / N"),
-    "seq-mean-token-sum-norm": Mode(
-        "The same, divided by a constant length.",
-        "1 / (N * norm_length)",
-        "Liu et al. (Dr. GRPO), arXiv:2503.20783",
-    ),
-}
-
-_SCHULMAN = "J. Schulman, Approximating KL divergence, 2020"
-KL_KINDS: Mapping[str, Mode] = {
-    "k1": Mode("Unbiased; may be negative.", "d", _SCHULMAN),
-    "k2": Mode("Biased; its gradient in a loss is that of the KL.", "d^2 / 2", _SCHULMAN),
-    "k3": Mode("Unbiased; never negative.", "exp(-d) - 1 + d", _SCHULMAN),
-}
-
-NORMALIZATION: Mapping[str, Mode] = {
-    "batch": Mode("Over all tokens of the batch.", "(A - mean) / sqrt(var + 1e-8)"),
-    "group": Mode(
-        "Over the tokens of each group.", "(A - mean of the group) / sqrt(var of the group + 1e-8)"
-    ),
-    "none": Mode("As the estimator returned them.", "A"),
-}
 
 
 def list_metrics() -> Iterator[str]:
@@ -131,7 +82,7 @@ formula is k2 of J. Schulman,
 
 
 def list_algorithms() -> Iterator[str]:
-    """Yield every algorithm by the key that chooses it, in lines of at most WIDTH."""
+    """Yield estimators, losses and corrections by their keys, in lines of at most WIDTH."""
     yield (
         "estimators (algorithm.estimator.name): one advantage A_t a token, from the reward R of a"
         " sequence"
@@ -159,37 +110,6 @@ def list_algorithms() -> Iterator[str]:
             ("source", spec.source),
         ]
         yield from _entry(name, "", rows)
-    yield from _keys(CorrectionConfig, "level", "veto", "max_staleness")
-    yield ""
-    yield (
-        "aggregation (algorithm.loss.aggregation): the weight of a token, fixed before the"
-        " optimizer step is split"
-    )
-    yield "  M tokens of N sequences in the optimizer step, T of them in the sequence of the token"
-    yield from _mode_entries(AGGREGATION)
-    yield from _keys(LossConfig, "norm_length", "per_rollout")
-    yield ""
-    yield "KL against the reference (algorithm.kl.reward_kind, algorithm.kl.loss_kind), a token"
-    yield "  d = logprobs - ref_logprobs, clamped to +-20"
-    yield from _mode_entries(KL_KINDS)
-    yield from _keys(KLConfig, *KLConfig.model_fields)
-    yield ""
-    yield "normalisation of the advantages (algorithm.normalize_advantages), after the estimator"
-    yield f"  batch by default for {', '.join(_normalized())}; none for the others"
-    yield from _mode_entries(NORMALIZATION)
-
-
-def _normalized() -> Iterator[str]:
-    for name in estimator_names():
-        # an installed package that cannot be used says so in its own entry
-        with suppress(AlgorithmError, ImportError):
-            if estimator_plugin(name).normalization == "batch":
-                yield name
-
-
-def _mode_entries(modes: Mapping[str, Mode]) -> Iterator[str]:
-    for name, mode in modes.items():
-        yield from _entry(name, mode.sentence, [("formula", mode.formula), ("source", mode.source)])
 
 
 def _plugin_entry(
@@ -244,12 +164,6 @@ def _fields(
 def _keyword(keyword: Keyword) -> str:
     elsewhere = COEFFICIENTS.get(keyword.name)
     return f"{keyword}" + (f"    (set {elsewhere})" if elsewhere else "")
-
-
-def _keys(section: type[Section], *names: str) -> Iterator[str]:
-    """Yield keys of a section with their defaults."""
-    defaults = (f"{name} = {json.dumps(section.model_fields[name].default)}" for name in names)
-    return _wrapped("  also: ", ", ".join(defaults))
 
 
 def _entry(name: str, sentence: str, rows: list[tuple[str, str]]) -> Iterator[str]:
