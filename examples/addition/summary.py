@@ -9,9 +9,10 @@ import json
 import time
 from pathlib import Path
 
+from plot import plot_run
+
 from rlcore.runs.metrics import read_metrics
 from rlcore.tracking.format import curve
-from rlcore.tracking.plot import plot_run
 from rlcore.tracking.report import summarize
 
 

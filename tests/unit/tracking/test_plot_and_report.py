@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.addition.plot import plot_run, smoothed
 from rlcore.errors import UserError
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.tracking.format import REWARD, curve
-from rlcore.tracking.plot import plot_run, smoothed
 from rlcore.tracking.report import RunSummary, format_report, summarize
 
 

@@ -68,7 +68,7 @@ def test_a_policy_that_is_far_from_older_weights_has_not_moved_in_one_step(
 def test_importing_the_trackers_loads_neither_torch_nor_services() -> None:
     code = (
         "import sys, rlcore.tracking, rlcore.tracking.wandb, rlcore.tracking.tensorboard,"
-        " rlcore.tracking.plot, rlcore.tracking.hub, rlcore.tracking.report,"
+        " rlcore.tracking.hub, rlcore.tracking.report,"
         " rlcore.runs.checkpoints, rlcore.runs.state\nprint(sorted({'torch', 'wandb',"
         " 'tensorboard', 'matplotlib', 'huggingface_hub'} & set(sys.modules)))"
     )
