@@ -12,9 +12,9 @@ from rlcore.errors import RunFailed
 
 THREADS = "OMP_NUM_THREADS"
 # Beyond so many threads the passes over a step's tokens on rank 0 are no faster.
-MOST_THREADS = 16
+MAX_THREADS = 16
 
-# Open files of a process beside its connections to other ranks: libraries, shards, engines, logs.
+# Open files of a process besides its connections to other ranks: libraries, shards, engines, logs.
 OTHER_FILES = 1024
 
 # The network interface that gloo listens on.
@@ -57,7 +57,7 @@ def store_environment(host: str, port: int) -> dict[str, str]:
 
 
 def is_rank() -> bool:
-    """Whether this process was told its rank, by torchrun or by our own supervisor."""
+    """Whether torchrun or our own supervisor gave this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -91,7 +91,7 @@ def started_by_torchrun() -> bool:
 
 
 def first_on_node() -> bool:
-    """Whether this rank prints errors for its node: all ranks may meet the same one."""
+    """Whether this rank prints errors for its node: all ranks may hit the same one."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -125,7 +125,7 @@ def threads_at_most() -> int | None:
     if not is_rank():
         return cores()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(MOST_THREADS, max(1, cores() // ranks))
+    return min(MAX_THREADS, max(1, cores() // ranks))
 
 
 def threads_given() -> bool:

@@ -150,7 +150,7 @@ class Heartbeat:
         self._ignores_peers.set()
 
     def stop(self, *, clean: bool) -> None:
-        """Stop beating; `clean` tells the monitors that this is no hang."""
+        """Stop beating; `clean` lets the monitors know that this is no hang."""
         self._stopped.set()
         self._thread.join(NOTICE_S)
         if clean:

@@ -1,6 +1,6 @@
 """Starts and supervises several trainer processes on this machine, in torchrun's environment.
 
-The first process that dies or falls silent ends the run. The others are told why, and leave or are
+The first process that dies or falls silent ends the run. The others are notified, and leave or are
 ended within a deadline. The user sees the rank that failed and the last lines of its log.
 
 torch's elastic agent is no replacement (tried): it knows no hangs, ends all ranks as soon as one
@@ -75,7 +75,7 @@ def launch_ranks(loaded: Loaded, arguments: Sequence[str]) -> int:
 
 
 class _LocalRanks:
-    """The processes of all ranks, and the store in which they meet."""
+    """The processes of all ranks, and the store through which they find each other."""
 
     def __init__(self, config: Config, store: FolderStore) -> None:
         self.config = config
@@ -133,7 +133,7 @@ class _LocalRanks:
         return [worker.returncode for worker in self.workers]
 
     def report(self, failure: Failure) -> int:
-        """Return the exit code if rank 0, which has the terminal, has told the user the reason.
+        """Return the exit code if rank 0, which has the terminal, has printed the reason.
 
         Raises:
             RunFailed: rank 0 has not.

@@ -72,7 +72,7 @@ class RankLog:
             faulthandler.dump_traceback(self._file.stream)
 
     def _write(self, text: str, error: BaseException | None = None) -> None:
-        """Write to the file alone: another process tells the terminal."""
+        """Write to the file alone: another process reports to the terminal."""
         trace = None if error is None else (type(error), error, error.__traceback__)
         if self._file is not None:
             self._file.handle(

@@ -59,7 +59,7 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
     except RunHasEnded as ended:
         return ended.code
     except PeerFailed as error:
-        if rank != 0 or supervised():  # another process tells the user
+        if rank != 0 or supervised():  # another process reports it
             wait_for_reporter()
             return FAILED
         raise RunFailed(describe_failure(error.failure, loaded.config.run)) from error

@@ -1,4 +1,4 @@
-"""Bytes that a rank's passes hold beside the model's state: saved activations, layers, the head.
+"""Bytes that a rank's passes hold besides the model's state: saved activations, layers, the head.
 
 Checked against real tensors in tests/parity.
 """
@@ -16,7 +16,7 @@ from rlcore.planning.shape import ModelShape
 def training_bytes(
     shape: ModelShape, layout: Layout, load: Load, stage: int, *, lm_head: bool = True
 ) -> int:
-    """Return the most that forward and backward passes hold at once beside the model's state.
+    """Return the most that forward and backward passes hold at once besides the model's state.
 
     The head has ended when the layers run backward, and its own peak comes before.
     """
@@ -179,7 +179,7 @@ def _embedding_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
 
 
 def _transient_bytes(layer: ModelShape, layout: Layout, load: Load) -> float:
-    """Return what exists inside a layer only, at its largest moment, beside what it saves."""
+    """Return what exists inside a layer only, at its largest moment, besides what it saves."""
     if layer.moe_layers:
         return _experts_transient_bytes(layer, layout, load)
     return max(
@@ -211,7 +211,7 @@ def _mlp_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float
 
 
 def _experts_transient_bytes(shape: ModelShape, layout: Layout, load: Load) -> float:
-    """Return what the forward pass of a layer of experts holds beside what it saves.
+    """Return what the forward pass of a layer of experts holds besides what it saves.
 
     The rows before and after their exchange live until the layer ends. Where a rank has several
     experts, the rows are sorted, and their outputs are there twice: one by one and joined, then

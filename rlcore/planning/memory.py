@@ -1,4 +1,4 @@
-"""Bytes of one rank's weights, gradients and optimizer. tests/parity holds them beside tensors."""
+"""Bytes of one rank's weights, gradients and optimizer. tests/parity compares them with tensors."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def gradient_bytes(weights: Weights) -> int:
 
 
 def optimizer_bytes(weights: Weights, layout: Layout, *, dtype_bytes: int) -> int:
-    """Return the bytes of two fp32 moments, and of fp32 weights beside bf16 ones.
+    """Return the bytes of two fp32 moments, and of fp32 weights next to bf16 ones.
 
     A distributed optimizer cuts them over the ranks that hold copies. A step takes no more: AdamW
     is one kernel on CUDA.

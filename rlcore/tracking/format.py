@@ -124,16 +124,16 @@ def message_lines(sample: Sample, *, limit: int = 400) -> list[str]:
     spans = {span.message: span for span in sample.turn_spans}
     lines = []
     for place, message in enumerate(sample.messages or ()):
-        told = str(message["role"])
+        title = str(message["role"])
         span = spans.get(place)
         if span is not None:
-            told = f"turn {span.turn}, {span.end - span.start} tokens"
+            title = f"turn {span.turn}, {span.end - span.start} tokens"
             if sample.token_rewards is not None:
-                told += (
+                title += (
                     f", reward {number(float(sample.token_rewards[span.start : span.end].sum()))}"
                 )
-        elif told == "assistant":
-            told = "context"
+        elif title == "assistant":
+            title = "context"
         mark = "<" if message["role"] == "assistant" else ">"
         parts = [str(message.get("reasoning_content") or ""), str(message.get("content") or "")]
         parts[0] = f"({parts[0].strip()})" if parts[0] else ""
@@ -141,7 +141,7 @@ def message_lines(sample: Sample, *, limit: int = 400) -> list[str]:
             function = call["function"]
             parts.append(f"{function['name']} {_as_json(function.get('arguments', {}))}")
         text = "\n".join(part for part in parts if part)
-        lines.append(f"{mark} [{told}] {_indented(text, limit)}")
+        lines.append(f"{mark} [{title}] {_indented(text, limit)}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Floating-point tensors without memory beside integers with values.
+"""Floating-point tensors without memory, and integers with values.
 
 Floating-point tensors are torch's meta tensors, which have sizes and nothing else. An operation on
 integers alone runs for real, so that packs, positions, token counts and split sizes have values,
@@ -160,7 +160,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 @cache
 def _takes_device(func: Any) -> bool:
-    """Whether an operation is told where its result is."""
+    """Whether an operation takes the device of its result."""
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 

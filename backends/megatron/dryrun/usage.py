@@ -107,7 +107,7 @@ class Usage:
             self._phase.peak = Peak(self.live, f"{operation} {_shape(tensor)}", place())
 
     def measure_again(self) -> None:
-        """Take the present sizes of all storages: no operation tells that one was resized."""
+        """Take the present sizes of all storages: no operation reports a resize."""
         for key, watch in list(self._watches.items()):
             storage = watch()
             if storage is not None and key in self._sizes:

@@ -184,7 +184,7 @@ def _in_json(value: Any) -> Any:
 
 
 def _short(a: Any, b: Any) -> tuple[str, str]:
-    """Return both values as short as they can be told apart."""
+    """Return both values as short as they can be distinguished."""
     if isinstance(a, str) or isinstance(b, str):
         return str(a), str(b)
     short = (number(a), number(b))

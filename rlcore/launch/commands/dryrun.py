@@ -1,4 +1,4 @@
-"""`rlcore dryrun`: single ranks of a configuration at the real sizes, beside the plan's numbers."""
+"""`rlcore dryrun`: single ranks of a configuration at the real sizes, and the plan's numbers."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ def life_of(history: History, draw: int) -> Iterator[str]:
     life = history.life(draw)
     yield f"draw {draw}: {_state_of(history, draw, rewound=bool(life))}"
     for number, transition, detail, rewound_by in life:
-        told = "" if detail is None else f" ({NAMES[transition]} {detail})"
-        yield f"  line {number:<8} {transition}{told}" + (
+        suffix = "" if detail is None else f" ({NAMES[transition]} {detail})"
+        yield f"  line {number:<8} {transition}{suffix}" + (
             "" if rewound_by is None else f", rewound by line {rewound_by}"
         )
 

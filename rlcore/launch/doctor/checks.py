@@ -94,7 +94,7 @@ def _trainer_environment(run: Run) -> tuple[Interpreter, Check]:
         separator = ", " if python.broken else "; "
         return python, Check("FAIL", name, f"{found}{separator}{problem}", needed, advice)
     if not wanted:
-        advice = f"{INSTALL} tells pip what it is"
+        advice = f"run {INSTALL}, which installs it"
         return python, Check("note", name, f"{found}; rlcore is not installed", "", advice)
     return python, Check("ok", name, f"{found}, {len(wanted)} packages")
 
