@@ -24,7 +24,8 @@ from typing import Any
 from report import machine
 
 from rlcore.runs.metrics import read_metrics
-from rlcore.timeline.files import FOLDER, Record, chunks, records
+from rlcore.timeline.files import Record
+from rlcore.timeline.read import read_spans
 from rlcore.timeline.recorder import Lanes, Recorder, now
 
 MOST_SHARE = 0.01  # of a step
@@ -81,9 +82,13 @@ def measure(what: str, steps: list[list[Record]], step_s: float, *, rounds: int)
 
 
 def of_run(run: Path, *, rounds: int) -> Cost:
-    """The steps of a run, of its rank 0."""
-    path = run / FOLDER / "rank_0.spans"
-    steps = [records(path, chunk) for chunk in chunks(path) if chunk.head.get("step", 0) > 0]
+    """The steps of a run, of all its processes."""
+    by_step: dict[int, list[Record]] = {}
+    for span in read_spans(run).spans:
+        if span.step > 0:
+            record = (span.kind, (span.group, span.lane), span.name, span.begin, span.end)
+            by_step.setdefault(span.step, []).append((*record, span.args))
+    steps = list(by_step.values())
     seconds = [row["time/step"] for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0]
     return measure(run.name, steps, statistics.median(seconds), rounds=rounds)
 
@@ -127,7 +132,7 @@ def of_calls(count: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         for name, limit in (("on", LIMIT), ("off", 0)):
             recorder = Recorder()
-            recorder.most_records = count * 2
+            recorder.max_records = count * 2
             recorder.open(Path(folder), name, limit_bytes=limit)
 
             def add(recorder: Recorder = recorder) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -159,8 +158,6 @@ def _add_others(commands: Commands) -> None:
     how.add_argument("--json", action="store_true", help="as one JSON object")
     sub.add_argument("--quick", action="store_true", help="do not read the recorded samples")
     _add_show_options(_command(commands, "show", "samples of a step as text"))
-    text = "the timeline of a run as a file for ui.perfetto.dev: phases, requests, rewards, weights"
-    _add_trace_options(_command(commands, "trace", text))
     text = "what differs between two runs, and where their metrics part; exit code 1 if anything"
     sub = _command(commands, "compare", text)
     sub.add_argument("a", type=Path, metavar="A", help="the folder of a run")
@@ -227,24 +224,6 @@ def _add_show_options(sub: argparse.ArgumentParser) -> None:
     sub.set_defaults(order="spread")
     text = "of a prompt or response, whose middle is left out where it is longer (2000)"
     sub.add_argument("--characters", type=_positive, default=2000, metavar="N", help=text)
-
-
-def _add_trace_options(sub: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlcore trace`."""
-    sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")
-    text = "A:B, A: or :B, or one step; default: the newest 10"
-    sub.add_argument("--steps", type=_steps, default=(None, None), metavar="A:B", help=text)
-    text = "default: trace.json.gz in the run's folder; compressed if its name ends in .gz"
-    sub.add_argument("-o", "--output", type=Path, metavar="FILE", help=text)
-
-
-def _steps(text: str) -> tuple[int, int]:
-    """Read a range of steps, both ends included."""
-    first, colon, last = text.partition(":")
-    parts = [first, last if colon else first]
-    if text in ("", ":") or any(part and not part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected steps, as 10:20, 10: or 10")
-    return int(parts[0] or 0), int(parts[1] or sys.maxsize)
 
 
 def _add_view_options(sub: argparse.ArgumentParser) -> None:

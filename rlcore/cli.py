@@ -216,14 +216,6 @@ def show(arguments: argparse.Namespace) -> int:
     return _print_lines(show_samples(arguments.run, **options))
 
 
-def trace(arguments: argparse.Namespace) -> int:
-    """Write the timeline of a run as a trace for Perfetto."""
-    from rlcore.launch.commands.trace import write_timeline
-
-    first, last = arguments.steps
-    return _print_lines(write_timeline(arguments.run, arguments.output, first=first, last=last))
-
-
 def compare(arguments: argparse.Namespace) -> int:
     """Print what differs between two runs; exit code 1 if anything does."""
     from rlcore.launch.commands.compare import compare_runs
@@ -368,7 +360,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "export": export,
     "ledger": ledger,
     "show": show,
-    "trace": trace,
     "compare": compare,
     "view": view,
     "status": status,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rlcore.errors import DataError
-from rlcore.timeline.files import FOLDER, OLDER, SUFFIX, Chunk, chunks, records
+from rlcore.timeline.files import FOLDER, Mark, events, marks
 
-MAIN = re.compile(r"rank_0\.spans(\.1)?")  # the process whose steps all others are cut to
+MAIN = "rank_0"  # the process whose steps all others are cut to
 # A request may last over several steps, and is recorded with the step in which it ends.
-LONGEST = 4
+MAX_STEPS_OF_A_REQUEST = 4
 
 
 @dataclass(frozen=True)
@@ -48,35 +47,18 @@ class Timeline:
     """The spans of some steps, by their begin.
 
     Attributes:
-        wall: the time of the clock at its beginning, seconds since 1970.
         windows: of each step, from where rank 0 began to record it to where it had done so.
         lost: records for which there was no room in memory.
     """
 
     spans: list[Span]
-    wall: float
     windows: dict[int, tuple[float, float]]
     lost: int = 0
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A chunk with the clock of its process."""
-
-    path: Path
-    chunk: Chunk
-    clock: float
-    wall: float
-    boot: str
-
-    @property
-    def step(self) -> int:
-        return int(self.chunk.head["step"])
-
-
 def recorded_steps(run: Path) -> list[int]:
     """Return the steps of which rank 0 has a timeline, in order."""
-    return sorted({part.step for part in _parts(run / FOLDER) if MAIN.fullmatch(part.path.name)})
+    return _steps_of_main(_valid_marks(run / FOLDER))
 
 
 def read_spans(run: Path, first: int | None = None, last: int | None = None) -> Timeline:
@@ -87,8 +69,8 @@ def read_spans(run: Path, first: int | None = None, last: int | None = None) -> 
     Raises:
         DataError: there is none of these steps, or a file is damaged.
     """
-    found = _parts(run / FOLDER)
-    steps = sorted({part.step for part in found if MAIN.fullmatch(part.path.name)})
+    found = _valid_marks(run / FOLDER)
+    steps = _steps_of_main(found)
     wanted = [
         step
         for step in steps
@@ -96,19 +78,24 @@ def read_spans(run: Path, first: int | None = None, last: int | None = None) -> 
     ]
     if not wanted:
         raise DataError(_none(run, steps))
-    offsets, wall = _offsets(found)
-    near = [part for part in found if wanted[0] - 1 <= part.step <= wanted[-1] + LONGEST]
-    spans = [span for part in near for span in _spans(part, offsets[part.boot])]
+    near = [
+        (step, mark)
+        for step, mark in found
+        if wanted[0] - 1 <= step <= wanted[-1] + MAX_STEPS_OF_A_REQUEST
+    ]
+    spans = [span for step, mark in near for span in _spans(step, mark)]
     windows = _windows(spans, wanted)
     begin = min(window[0] for window in windows.values())
     end = max(window[1] for window in windows.values())
-    chosen = [span for span in spans if span.begin < end and span.end > begin]
-    origin = min(span.begin for span in chosen)  # of what had begun before the first step
+    # what takes no whole microsecond takes one
+    chosen = [s for s in spans if s.begin < end and max(s.end, s.begin + 1) > begin]
+    # of what had begun before the first step
+    origin = min(span.begin for span in chosen)
+    moved = [replace(s, begin=(s.begin - origin) / 1e6, end=(s.end - origin) / 1e6) for s in chosen]
     return Timeline(
-        sorted((_moved(span, origin) for span in chosen), key=lambda s: (s.begin, -s.end)),
-        origin + wall,
-        {step: (a - origin, b - origin) for step, (a, b) in windows.items()},
-        sum(part.chunk.head.get("lost", 0) for part in near),
+        sorted(moved, key=lambda span: (span.begin, -span.end)),
+        {step: ((a - origin) / 1e6, (b - origin) / 1e6) for step, (a, b) in windows.items()},
+        sum(mark.lost for _, mark in near),
     )
 
 
@@ -122,66 +109,60 @@ def _none(run: Path, steps: list[int]) -> str:
     return f"{run}: no timeline of these steps; {has}"
 
 
-def _parts(folder: Path) -> list[_Part]:
-    """Return the chunks with records that are not void, file by file.
+def _steps_of_main(found: Iterable[tuple[int, Mark]]) -> list[int]:
+    return sorted({step for step, mark in found if _process(mark.path) == MAIN})
+
+
+def _process(path: Path) -> str:
+    return path.name.removesuffix(".json").removesuffix(".older")
+
+
+def _valid_marks(folder: Path) -> list[tuple[int, Mark]]:
+    """Return steps with their marks, file by file, without those that are void.
 
     What rank 0 makes void is so in every file: a resumed run may have other processes.
     """
-    marks: list[dict[str, Any]] = []
-    found = list(_parts_by_file(folder, marks))
+    found: list[tuple[int, Mark]] = []
+    resumed: list[tuple[int, int]] = []
+    for process in sorted({_process(path) for path in folder.glob("*.json")}):
+        kept: list[tuple[int, Mark]] = []
+        for path in (folder / f"{process}.older.json", folder / f"{process}.json"):
+            for mark in marks(path) if path.exists() else ():
+                if mark.step is not None:
+                    kept.append((mark.step, mark))
+                elif mark.after is not None:
+                    after = mark.after
+                    kept = [one for one in kept if one[0] <= after]
+                    resumed += [(after, mark.at)] if process == MAIN else []
+        found += kept
     return [
-        part
-        for part in found
-        if not any(
-            mark["after"] < part.step and part.chunk.head["written"] < mark["wall"]
-            for mark in marks
-        )
+        (step, mark)
+        for step, mark in found
+        if not any(step > after and mark.at < at for after, at in resumed)
     ]
 
 
-def _parts_by_file(folder: Path, marks: list[dict[str, Any]]) -> Iterator[_Part]:
-    """Yield the chunks of each file that it does not call void itself.
-
-    Args:
-        marks: gets the heads of rank 0 with `after`.
-    """
-    names = {path.name.removesuffix(".1") for path in folder.glob(f"*{SUFFIX}*")}
-    for name in sorted(name for name in names if name.endswith(SUFFIX)):
-        kept: list[_Part] = []
-        clock: dict[str, Any] = {}
-        for path in (folder / f"{name.removesuffix(SUFFIX)}{OLDER}", folder / name):
-            if not path.exists():
-                continue
-            for chunk in chunks(path):
-                if "clock" in chunk.head:
-                    clock = chunk.head
-                if "after" in chunk.head:
-                    if MAIN.fullmatch(path.name):
-                        marks.append(clock)
-                    kept = [part for part in kept if part.step <= clock["after"]]
-                elif clock and "step" in chunk.head:
-                    boot = str(clock["boot"])
-                    kept.append(_Part(path, chunk, clock["clock"], clock["wall"], boot))
-        yield from kept
-
-
-def _offsets(parts: Sequence[_Part]) -> tuple[dict[str, float], float]:
-    """Return of each boot what to add to its clock for rank 0's, and to that for the wall's.
-
-    By the first part of each boot: the wall's clock may have been set since.
-    """
-    first: dict[str, _Part] = {}
-    for part in parts:
-        if part.boot not in first or part.clock < first[part.boot].clock:
-            first[part.boot] = part
-    main = next(part.boot for part in parts if MAIN.fullmatch(part.path.name))
-    wall = first[main].wall - first[main].clock
-    return {boot: part.wall - part.clock - wall for boot, part in first.items()}, wall
-
-
-def _spans(part: _Part, offset: float) -> Iterator[Span]:
-    for kind, (group, lane), name, began, ended, args in records(part.path, part.chunk):
-        yield Span(kind, group, lane, name, began + offset, ended + offset, part.step, args)
+def _spans(step: int, mark: Mark) -> Iterator[Span]:
+    """Yield the spans of a step of one process, with times in microseconds."""
+    groups: dict[int, str] = {}
+    lanes: dict[tuple[int, int], str] = {}
+    try:
+        for event in events(mark):
+            pid = event["pid"]
+            tid = event["tid"]
+            if event["name"] == "process_name" and event["ph"] == "M":
+                groups[pid] = str(event["args"]["name"])
+            elif event["name"] == "thread_name" and event["ph"] == "M":
+                lanes[pid, tid] = str(event["args"]["name"])
+            elif event["ph"] != "M":
+                begin = int(event["ts"])
+                end = begin + int(event.get("dur", 0))
+                where = (groups[pid], lanes[pid, tid])
+                yield Span(
+                    event["ph"], *where, str(event["name"]), begin, end, step, dict(event["args"])
+                )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{mark.path}: step {step} has an event that is none: {error!r}") from error
 
 
 def _windows(spans: Iterable[Span], steps: Iterable[int]) -> dict[int, tuple[float, float]]:
@@ -189,10 +170,6 @@ def _windows(spans: Iterable[Span], steps: Iterable[int]) -> dict[int, tuple[flo
     wanted = set(steps)
     for span in spans:
         if span.group == "rank 0" and span.lane == "main" and span.step in wanted:
-            begin, end = windows.get(span.step, (span.begin, span.end))
+            begin, end = windows.get(span.step, (span.begin, span.begin + 1))
             windows[span.step] = (min(begin, span.begin), max(end, span.end))
     return windows
-
-
-def _moved(span: Span, begin: float) -> Span:
-    return replace(span, begin=span.begin - begin, end=span.end - begin)

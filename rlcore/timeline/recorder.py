@@ -23,12 +23,11 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from rlcore.timeline.files import Record, TimelineFile
+from rlcore.timeline.files import Record, TimelineFile, Track
 
 logger = logging.getLogger(__name__)
 
-Track = tuple[str, str]
-MOST_RECORDS = 200_000  # that wait in memory, some 100 MB; further ones are counted and lost
+MAX_RECORDS = 200_000  # that wait in memory, some 100 MB; further ones are counted and lost
 now = time.perf_counter  # on Linux one clock for all processes of a machine
 GROUP: ContextVar[str] = ContextVar("GROUP", default="")
 """The group of samples that the current task works for, as `group_key` names it."""
@@ -48,7 +47,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.enabled = False
-        self.most_records = MOST_RECORDS
+        self.max_records = MAX_RECORDS
         self._records: deque[Record] = deque()  # its operations are atomic
         self._lost = 0
         self._writing = threading.Lock()
@@ -85,7 +84,7 @@ class Recorder:
             self._put(("C", (group, name), name, moment, moment, {"value": value}))
 
     def _put(self, record: Record) -> None:
-        if len(self._records) < self.most_records:
+        if len(self._records) < self.max_records:
             self._records.append(record)
         else:
             self._lost += 1

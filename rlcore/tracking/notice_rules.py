@@ -373,7 +373,7 @@ RULES = (
         "the run has become slow",
         _speed,
         "half the usual speed for five steps is more than a long response",
-        "`rlcore trace RUN`: who waits for whom; time/* in metrics.jsonl",
+        "the timeline of `rlcore view RUN`: who waits for whom; time/* in metrics.jsonl",
         patience=5,
     ),
     Rule(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlcore.timeline.files import ORDER
 from rlcore.timeline.idle import idle_spans
 from rlcore.timeline.read import Span, read_spans, recorded_steps
 from rlcore.view.run import RunView
 
-MOST_LANES = 12  # of a group; the others are counted
+MAX_LANES = 12  # of a group; the others are counted
 PIECES = 1500  # of a lane; what is shorter than one is drawn with its neighbour
 NEWEST = 400  # steps to choose from
-ORDER = ("rank ", "publication", "engine ", "tools", "rewards")
 
 
 def timeline_of(run: RunView, step: int | None) -> dict[str, Any]:
@@ -45,9 +45,9 @@ def timeline_of(run: RunView, step: int | None) -> dict[str, Any]:
                 "name": group,
                 "lanes": [
                     {"name": lane, "spans": _drawn(lanes[group, lane], begin, end)}
-                    for lane in names[:MOST_LANES]
+                    for lane in names[:MAX_LANES]
                 ],
-                "more": max(0, len(names) - MOST_LANES),
+                "more": max(0, len(names) - MAX_LANES),
             }
             for group, names in groups.items()
         ],

@@ -111,9 +111,7 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.everyday
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_run_ahead_of_its_trainer_learns(
-    workspace: Workspace, staleness: int, tmp_path: Path
-) -> None:
+def test_a_run_ahead_of_its_trainer_learns(workspace: Workspace, staleness: int) -> None:
     run = workspace.train(
         f"async {staleness}", *LEARNING, *CORRECTED, "training.steps=32",
         f"rollout.max_staleness={staleness}", "rollout.on_update=in_place",
@@ -137,7 +135,7 @@ def test_a_run_ahead_of_its_trainer_learns(
     ), "none was made in vain"
     states = audit(RunDirectory(run.folder)).states
     assert states["consumed"] == sum(states.values()) == 32 * 4
-    groups = check_timeline(run.folder, run.rows, tmp_path / "trace.json.gz")
+    groups = check_timeline(run.folder, run.rows)
     training = [span for span in groups["rank 0"] if span.name == "training"]
     assert any(
         request.begin < phase.end and request.end > phase.begin

@@ -56,7 +56,7 @@ def test_conversations_are_held_to_the_calculator(made: Path) -> None:
 
 
 def test_the_policy_talks_to_it_and_a_resumed_run_says_the_same(
-    workspace: Workspace, made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    workspace: Workspace, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(made)
     monkeypatch.syspath_prepend(str(CALCULATOR))
@@ -70,7 +70,7 @@ def test_the_policy_talks_to_it_and_a_resumed_run_says_the_same(
     train(workspace, "halves", *GRPO, "training.steps=1")
     again = train(workspace, "halves", *GRPO, "training.steps=2", "--resume")
     assert [s["tokens"] for s in read_rollouts(again.rollouts(2))] == [s["tokens"] for s in samples]
-    groups = check_timeline(again.folder, again.rows, tmp_path / "trace.json.gz", lockstep=True)
+    groups = check_timeline(again.folder, again.rows, lockstep=True)
     used = [span for span in groups["tools"] if span.step == 2 and span.name in ("add", "subtract")]
     held_out = read_rollouts(again.folder / "evaluations" / "step_000002.parquet")
     talks = [sample["messages"] for sample in (*samples, *held_out)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
@@ -33,13 +32,13 @@ def undisturbed(rank_runs: RankRuns) -> dict[str, bytes]:
 
 
 def test_each_rank_sends_to_one_engine_and_no_bit_changes(
-    rank_runs: RankRuns, undisturbed: dict[str, bytes], tmp_path: Path
+    rank_runs: RankRuns, undisturbed: dict[str, bytes]
 ) -> None:
     run = rank_runs.train("two senders", *DEALT)
     assert run.code == 0, run.said
     assert contents(run.folder / "hf") == undisturbed
     rows = {row["step"]: row for row in run.rows}
-    groups = check_timeline(run.folder, rows, tmp_path / "trace.json")
+    groups = check_timeline(run.folder, rows)
     sending = {span.lane for span in groups["publication"] if span.name == "sending bucket 0"}
     assert sending == {"rank 0", "rank 1"}
     assert run.orphans == []

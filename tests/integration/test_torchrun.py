@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from pathlib import Path
 
 import pytest
 from rank_runs import Ended, RankRuns
@@ -28,9 +27,7 @@ def supervised(rank_runs: RankRuns) -> Ended:
 
 
 @pytest.mark.everyday
-def test_two_nodes_of_the_multi_node_script(
-    launcher: Launcher, supervised: Ended, tmp_path: Path
-) -> None:
+def test_two_nodes_of_the_multi_node_script(launcher: Launcher, supervised: Ended) -> None:
     run = launcher.two_nodes("two-nodes", *TWO_RANKS, launcher.held("two-nodes", after=1))
     run.reach(1)
     found = programs(*(agent.pid for agent in run.agents))
@@ -51,7 +48,7 @@ def test_two_nodes_of_the_multi_node_script(
     assert contents(run.folder / "hf") == contents(supervised.folder / "hf")
     assert run.processes() == []
     rows = {row["step"]: row for row in run.rows}
-    groups = check_timeline(run.folder, rows, tmp_path / "trace.json", lockstep=True)
+    groups = check_timeline(run.folder, rows, lockstep=True)
     # for what rank 1 is not late itself depends on the machine
     assert any(span.name.startswith("waits for rank 0: ") for span in groups["rank 1"])
     senders = {span.lane for span in groups["publication"]}

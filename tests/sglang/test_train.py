@@ -54,9 +54,7 @@ def check_ends(run: Run, model: Path, *, steps: int) -> None:
 
 
 @pytest.mark.everyday
-def test_a_run_on_a_server_given_by_url(
-    workspace: Workspace, by_url: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_run_on_a_server_given_by_url(workspace: Workspace, by_url: tuple[str, ...]) -> None:
     """Trained, evaluated, resumed, scored; the server outlives them all."""
     given = (
         *LEARNING,
@@ -80,7 +78,7 @@ def test_a_run_on_a_server_given_by_url(
     assert run.rows[0]["eval/sampled/pass@1"] <= run.rows[0]["eval/sampled/pass@4"]
     check_accounting(run, steps=3)
     check_ends(run, workspace.model, steps=3)
-    check_timeline(run.folder, run.rows, tmp_path / "trace.json.gz", lockstep=True)
+    check_timeline(run.folder, run.rows, lockstep=True)
 
     resumed = workspace.train("by url", *given, "training.steps=4", "--resume")
     assert resumed.code == 0, resumed.err

@@ -15,7 +15,7 @@ from rlcore import cli, import_paths
 from rlcore.config.load import load_config
 from rlcore.errors import FAILED, DataError, DeadlineExceeded, RunFailed
 from rlcore.launch import launchers
-from rlcore.launch.commands import evaluate, export, trace
+from rlcore.launch.commands import evaluate, export
 
 GIVEN = ["run.name=x", "model.path=m", "data.paths=d.jsonl", "training.steps=1"]
 
@@ -36,32 +36,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(evaluate, "evaluate_model", stand_in("evaluate_model"))
     monkeypatch.setattr(export, "export_checkpoint", stand_in("export_checkpoint"))
     return calls
-
-
-# --- trace ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "steps"),
-    [
-        ([], (None, None)),
-        (["--steps", "2:3"], (2, 3)),
-        (["--steps", "7"], (7, 7)),
-        (["--steps", "4:"], (4, sys.maxsize)),
-    ],
-)
-def test_trace_is_of_the_steps_that_are_named(
-    monkeypatch: pytest.MonkeyPatch, given: list[str], steps: tuple[int | None, int | None]
-) -> None:
-    asked: list[Any] = []
-
-    def write(run: Path, output: Path | None, *, first: int | None, last: int | None) -> list[str]:
-        asked.append((run, output, first, last))
-        return []
-
-    monkeypatch.setattr(trace, "write_timeline", write)
-    assert cli.main(["trace", "runs/a", *given, "-o", "out.json"]) == 0
-    assert asked == [(Path("runs/a"), Path("out.json"), *steps)]
 
 
 # --- train ----------------------------------------------------------------------------------------

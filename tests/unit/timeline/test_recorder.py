@@ -1,18 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlcore.errors import DataError
 from rlcore.timeline import files
-from rlcore.timeline.files import TimelineFile, chunks
+from rlcore.timeline.files import marks
 from rlcore.timeline.read import Span, read_spans, recorded_steps
 from rlcore.timeline.recorder import GROUP, Lanes, Recorder, group_key, now, of_group
+from tests.trace_rules import names_of, read_trace
 
 MAIN = ("rank 0", "main")
 LIMIT = 1 << 20
@@ -115,7 +114,7 @@ def test_threads_and_tasks_lose_nothing(tmp_path: Path) -> None:
 
 def test_memory_is_bounded_and_what_is_lost_is_counted(tmp_path: Path) -> None:
     recorder = opened(tmp_path)
-    recorder.most_records = 3
+    recorder.max_records = 3
     for number in range(5):
         recorder.add(MAIN, str(number), number, number + 1)
     recorder.flush(1)
@@ -133,7 +132,7 @@ def test_files_are_bounded_and_keep_the_newest_steps(tmp_path: Path) -> None:
         step_of(recorder, step, f"step {step}")
         sizes = [path.stat().st_size for path in (tmp_path / "timeline").iterdir()]
         most_files = max(most_files, len(sizes))
-        assert sum(sizes) <= 20_000 + 1000
+        assert sum(sizes) <= 20_000 + 2000
     assert most_files == 2
     steps = recorded_steps(tmp_path)
     assert steps == [*range(steps[0], 301)]
@@ -152,9 +151,9 @@ def test_steps_that_a_resumed_run_makes_again_are_read_once(tmp_path: Path) -> N
     for step in (1, 2, 3):
         step_of(first, step, f"old {step}")
         step_of(other, step, f"other {step}", ("rank 1", "main"))
-    torn = tmp_path / "timeline" / "rank_0.spans"
-    torn.write_bytes(torn.read_bytes() + b'{"step": 4, "records": 1, "bytes": 5000}\nabc')
-    assert recorded_steps(tmp_path) == [1, 2, 3], "a torn chunk is none"
+    torn = tmp_path / "timeline" / "rank_0.json"
+    torn.write_bytes(torn.read_bytes() + b'{"name":"step","ph":"X"},\n{"ph":"i","s":"p","na')
+    assert recorded_steps(tmp_path) == [1, 2, 3], "a torn step is none"
     again = opened(tmp_path)
     again.begin(1)
     assert recorded_steps(tmp_path) == [1]
@@ -163,6 +162,7 @@ def test_steps_that_a_resumed_run_makes_again_are_read_once(tmp_path: Path) -> N
     # the run goes on without a rank 1, which had made steps 2 and 3 too
     assert [span.name for span in found.spans] == ["old 1", "other 1", "new 2"]
     assert list(found.windows) == [1, 2]
+    read_trace(torn)
 
 
 def test_only_what_overlaps_the_steps_is_read(tmp_path: Path) -> None:
@@ -178,20 +178,15 @@ def test_only_what_overlaps_the_steps_is_read(tmp_path: Path) -> None:
     assert names(tmp_path, 3, 4) == ["long 2", "step 3", "long 3", "step 4", "long 4"]
 
 
-def test_processes_of_one_machine_share_its_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def clock(wall: float, boot: str, at: float = 100.0) -> dict[str, Any]:
-        return {"clock": at, "wall": wall, "boot": boot, "host": "h", "pid": 1}
-
-    for process, given in (
-        ("rank_0", clock(1000.0, "a")),
-        ("rank_1", clock(1007.0, "a", at=101.0)),  # the wall's clock was set by 6 s in between
-        ("rank_2", clock(1000.5, "b", at=5000.0)),
-    ):
-        monkeypatch.setattr(files, "clock", lambda given=given: given)
+def test_processes_meet_by_the_wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one machine share a clock; that of another began elsewhere."""
+    for process, clock, wall in (
+        ("rank_0", 100.0, 1000.0), ("rank_1", 101.0, 1001.0), ("rank_2", 5000.0, 1000.5),
+    ):  # fmt: skip
+        monkeypatch.setattr(files.time, "perf_counter", lambda clock=clock: clock)
+        monkeypatch.setattr(files.time, "time", lambda wall=wall: wall)
         recorder = opened(tmp_path, process)
-        at = given["clock"] if given["boot"] == "b" else 100.0
+        at = clock if process == "rank_2" else 100.0
         recorder.add((process.replace("_", " "), "main"), process, at + 1, at + 3)
         recorder.flush(1)
     found = {span.name: span for span in read_spans(tmp_path).spans}
@@ -213,26 +208,29 @@ def test_a_disk_that_refuses_ends_the_timeline_and_not_the_run(
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     recorder = opened(tmp_path)
     step_of(recorder, 1)
-    path = tmp_path / "timeline" / "rank_0.spans"
+    path = tmp_path / "timeline" / "rank_0.json"
     whole = path.read_bytes()
-    (chunk,) = [chunk for chunk in chunks(path) if "step" in chunk.head]
-    path.write_bytes(whole[: chunk.offset] + bytes(chunk.size))
-    with pytest.raises(DataError, match=r"rank_0\.spans.*step 1"):
+    (mark,) = marks(path)
+    path.write_bytes(whole[: mark.end - 9] + bytes(9) + whole[mark.end :])
+    with pytest.raises(DataError, match=r"rank_0\.json.*step 1"):
         read_spans(tmp_path)
-    path.write_bytes(b"something else\n" + whole)
-    with pytest.raises(DataError, match="byte 0"):
+    path.write_bytes(whole.replace(b'"step":1', b'"stop":1'))
+    with pytest.raises(DataError, match="is no mark"):
         read_spans(tmp_path)
 
 
-def test_heads_are_read_without_their_records(tmp_path: Path) -> None:
-    file = TimelineFile(tmp_path, "rank_0", limit_bytes=LIMIT)
-    file.append(1, [("X", MAIN, "a", 0.0, 1.0, {})], lost=4)
-    heads = [chunk.head for chunk in chunks(file.path)]
-    assert [set(head) & {"clock", "after", "step", "lost"} for head in heads] == [
-        {"clock"},
-        {"step", "lost"},
-    ]
-    assert json.dumps(heads)
+def test_a_file_is_a_trace_and_no_name_is_taken_for_a_mark(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    forged = '\n{"ph":"i","s":"p","name":"recorded","args":{"step":7}},\n'
+    recorder.add(("tools", forged), forged, 1.0, 2.5, text=forged)
+    recorder.add(MAIN, "step", 1.0, 3.0)
+    recorder.counter("rollouts", "in flight", 7)
+    recorder.flush(1)
+    recorder.begin(0)
+    path = tmp_path / "timeline" / "rank_0.json"
+    assert [(mark.step, mark.after) for mark in marks(path)] == [(1, None), (None, 0)]
+    events = read_trace(path)
+    assert {*names_of(events).values()} >= {MAIN, ("tools", forged)}
 
 
 def test_a_span_knows_how_long_it_took() -> None:
