@@ -6,7 +6,7 @@ runs/<name>/config.yaml                        resolved, with the origin of each
             environment.jsonl                  machine, packages and data of each start
             rollouts/step_000001.parquet       every sample
             evaluations/step_000010.parquet    every held-out sample
-            index/                             the scalars of the samples: see sample_index.py
+            index/step_000001.parquet          the scalars of the samples, which stay
             versions.jsonl                     every publication of weights
             ledger.jsonl                       every transition of every draw
             checkpoints/step_000010/           see checkpoints.py
@@ -57,9 +57,7 @@ _OF_A_RUN = (
 _SECTIONS = frozenset({"run", "model", "data", "policy", "algorithm", "rollout", "training"})
 _FEWEST_DEFAULTS = 20
 _LONGEST_NAME = 200  # bytes; file systems take 255, of which `.NAME.trash` needs some
-RECORDING = ".parquet"  # ends the name of a step's samples
-_EARLIER = ".jsonl.zst"  # likewise, in earlier versions
-STEP_FILE = re.compile(r"step_(\d{1,12})(?:\.parquet|\.jsonl\.zst)")  # of samples
+STEP_FILE = re.compile(r"step_(\d{1,12})\.parquet")  # of samples
 
 
 @dataclass
@@ -127,15 +125,22 @@ class RunDirectory:
 
     def rollouts_path(self, step: int) -> Path:
         """Return the file of a step's samples."""
-        return _recording(self.rollouts, step)
+        return self.rollouts / f"step_{step:06d}.parquet"
 
     def evaluations_path(self, step: int) -> Path:
         """Return the file of the samples of the evaluation after a step."""
-        return _recording(self.evaluations, step)
+        return self.evaluations / f"step_{step:06d}.parquet"
+
+    def index_path(self, step: int) -> Path:
+        """Return the file of the scalars of a step's samples."""
+        return self.index / f"step_{step:06d}.parquet"
 
     def recorded_steps(self) -> list[int]:
         """Return the steps whose samples were recorded, in order."""
-        return _steps_in(self.rollouts)
+        if not self.rollouts.is_dir():
+            return []
+        found = (STEP_FILE.fullmatch(path.name) for path in self.rollouts.iterdir())
+        return sorted(int(match[1]) for match in found if match)
 
     def prune_rollouts(self, step: int, *, keep: int) -> None:
         """Delete the samples of all but the `keep` newest steps up to `step`.
@@ -208,7 +213,7 @@ class RunDirectory:
         Metrics and checkpoints have their own `rewind`.
         """
         self.result_path.unlink(missing_ok=True)
-        folders = (folder for folder in (self.rollouts, self.evaluations) if folder.is_dir())
+        folders = [f for f in (self.rollouts, self.evaluations, self.index) if f.is_dir()]
         for path in (path for folder in folders for path in folder.iterdir()):
             match = STEP_FILE.fullmatch(path.name)
             if path.suffix == ".tmp" or (match and int(match[1]) > step):
@@ -219,20 +224,6 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-def _recording(folder: Path, step: int) -> Path:
-    """Return the file of a step: one of an earlier version where there is no other."""
-    path = folder / f"step_{step:06d}{RECORDING}"
-    earlier = path.with_suffix(_EARLIER)
-    return earlier if earlier.exists() and not path.exists() else path
-
-
-def _steps_in(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    found = (STEP_FILE.fullmatch(path.name) for path in folder.iterdir())
-    return sorted(int(match[1]) for match in found if match)
 
 
 def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool) -> bool:

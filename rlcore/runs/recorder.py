@@ -1,11 +1,10 @@
-"""Records the samples of steps and evaluations in the background, and keeps their index."""
+"""Records the samples of steps and evaluations, with their index, in the background."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -13,10 +12,8 @@ from numpy.typing import NDArray
 
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample
-from rlcore.errors import DataError
 from rlcore.runs.background import Background
-from rlcore.runs.directory import RECORDING, RunDirectory
-from rlcore.runs.sample_index import IndexWriter, Scalars
+from rlcore.runs.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +23,7 @@ VECTORS = (
     *("logprobs", "entropy", "ref_logprobs", "teacher_logprobs", "values", "returns"),
     *("weights", "correction", "ratio", "clipped"),
 )
-MOST_UNWRITTEN = 2  # steps and evaluations that wait for the disk, in memory
+MAX_UNWRITTEN = 2  # steps and evaluations that wait for the disk, in memory
 CHECKED = "checked_logprobs"  # the trainer's log-probs, where only the engine check computed them
 
 
@@ -45,22 +42,16 @@ class RolloutRecorder:
     ) -> None:
         self.directory = directory
         self.keep = keep
-        self._index: IndexWriter | None = None
         self._background = Background(
             "recorder",
-            most=MOST_UNWRITTEN,
+            most=MAX_UNWRITTEN,
             timeout_s=collective_timeout_s / 2,
             limit="half of cluster.collective_timeout_s",
         )
 
     def begin(self, step: int) -> None:
-        """Delete what the folder holds of steps after `step`, and open the index."""
+        """Delete what the folder holds of steps after `step`."""
         self.directory.rewind(step)
-        try:
-            self._index = IndexWriter(self.directory.index)
-            self._index.rewind(step)
-        except (OSError, DataError) as error:
-            self._without_index(error)
 
     def record(
         self,
@@ -83,9 +74,10 @@ class RolloutRecorder:
         def write() -> None:
             # PyArrow is loaded where samples are recorded, rather than on every rank.
             from rlcore.runs.rollouts import write_rollouts
+            from rlcore.runs.sample_index import write_index
 
             scalars = write_rollouts(
-                _anew(self.directory.rollouts_path, step),
+                self.directory.rollouts_path(step),
                 step,
                 samples,
                 each(batch, "advantages"),
@@ -94,19 +86,11 @@ class RolloutRecorder:
                 vectors=vectors_of(batch),
                 untrained=unscored,
             )
-            self._recorded(step, scalars)
+            write_index(self.directory.index_path(step), step, scalars)
+            if self.keep is not None:
+                self.directory.prune_rollouts(step, keep=self.keep)
 
         self._background.submit(f"recording the samples of step {step}", write)
-
-    def _recorded(self, step: int, scalars: Sequence[Scalars]) -> None:
-        if self._index is not None:
-            try:
-                size = self.directory.rollouts_path(step).stat().st_size
-                self._index.append(step, size, scalars)
-            except (OSError, DataError) as error:
-                self._without_index(error)
-        if self.keep is not None:
-            self.directory.prune_rollouts(step, keep=self.keep)
 
     def record_evaluation(self, step: int, samples: Sequence[Sample]) -> None:
         """Write the held-out samples of the evaluation after `step`."""
@@ -115,7 +99,7 @@ class RolloutRecorder:
             from rlcore.runs.rollouts import write_rollouts
 
             self.directory.evaluations.mkdir(exist_ok=True)
-            write_rollouts(_anew(self.directory.evaluations_path, step), step, samples)
+            write_rollouts(self.directory.evaluations_path(step), step, samples)
 
         self._background.submit(f"recording the evaluation after step {step}", write)
 
@@ -134,19 +118,6 @@ class RolloutRecorder:
             self.finish()
         except Exception as error:  # noqa: BLE001 - recovery: the run has failed anyway
             logger.error("the last samples were not recorded: %s", error)
-
-    def _without_index(self, error: Exception) -> None:
-        # A viewer makes the index anew, so this is no reason to end a run.
-        self._index = None
-        logger.warning("the index of samples is not kept any more: %s", error)
-
-
-def _anew(path_of: Callable[[int], Path], step: int) -> Path:
-    """Return where a step is recorded; a recording of an earlier version makes room."""
-    found = path_of(step)
-    if found.suffix != RECORDING:
-        found.unlink()
-    return path_of(step)
 
 
 def vectors_of(batch: RolloutBatch) -> dict[str, list[NDArray[np.float32]]]:

@@ -1,7 +1,4 @@
-"""Recorded samples: rollouts/step_000001.parquet, a row for each sample (sample_table.py).
-
-Runs of earlier versions have step_000001.jsonl.zst: one JSON object a line, compressed.
-"""
+"""Recorded samples: rollouts/step_000001.parquet, a row for each sample (sample_table.py)."""
 
 from __future__ import annotations
 
@@ -17,14 +14,12 @@ import zstandard
 from numpy.typing import NDArray
 
 from rlcore.data.sample import ARRAYS, Sample
-from rlcore.errors import DataError
-from rlcore.runs.directory import RECORDING
 from rlcore.runs.files import sync
 from rlcore.runs.sample_index import Scalars, scalars_of
 from rlcore.runs.sample_table import LEVEL, TableWriter, read_table, to_json
 
-MOST_ROWS = 256  # of a row group
-MOST_TOKENS = 1 << 18  # likewise, unless one sample has more
+MAX_ROWS = 256  # of a row group
+MAX_TOKENS = 1 << 18  # likewise, unless one sample has more
 
 
 def write_rollouts(
@@ -54,8 +49,6 @@ def write_rollouts(
     Returns:
         The scalars of each sample, for an index.
     """
-    if path.suffix != RECORDING:
-        raise ValueError(f"{path.name}: samples are recorded in files that end with {RECORDING}")
     if advantages is not None and len(advantages) != len(samples):
         raise ValueError(
             f"step {step}: {len(samples)} samples but {len(advantages)} advantage vectors"
@@ -89,7 +82,7 @@ def _groups(samples: Sequence[Sample]) -> Iterator[range]:
     first = tokens = 0
     for row, sample in enumerate(samples):
         tokens += len(sample.tokens)
-        if row > first and (row - first == MOST_ROWS or tokens > MOST_TOKENS):
+        if row > first and (row - first == MAX_ROWS or tokens > MAX_TOKENS):
             yield range(first, row)
             first = row
             tokens = len(sample.tokens)
@@ -103,22 +96,12 @@ def read_rollouts(path: Path | str, *, arrays: bool = False) -> list[dict[str, A
     `Sample.from_record(record)` gives the sample, `record["advantages"]` its advantages.
 
     Args:
-        arrays: lists of numbers as numpy arrays, which is quicker (not of earlier versions' files).
+        arrays: lists of numbers as numpy arrays, which is quicker.
 
     Raises:
         DataError: the file is missing, damaged or not a rollout file.
     """
-    path = Path(path)
-    if path.suffix == RECORDING:
-        return [record for _, record in read_table(path, arrays=arrays)]
-    try:
-        decompressor = zstandard.ZstdDecompressor().decompressobj()
-        content = decompressor.decompress(path.read_bytes())
-        if not decompressor.eof:
-            raise ValueError("it ends in the middle")
-        return [json.loads(line) for line in content.split(b"\n") if line]
-    except (OSError, zstandard.ZstdError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not a readable recording: {error}") from error
+    return [record for _, record in read_table(Path(path), arrays=arrays)]
 
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:

@@ -175,10 +175,7 @@ class ReplaySource(SourceWithoutEngine):
             message = f"{path} was recorded with keep_sets: set policy.logprobs.keep_sets to true"
             raise DataError(f"training.replay: {message}")
         self.recorded_step: int | None = records[0].get("step")
-        newest = max(
-            (span.version for sample in self.samples for span in sample.versions), default=None
-        )
-        self.recorded_version: int | None = records[0].get("policy_version", newest)
+        self.recorded_version: int | None = records[0].get("policy_version")
         self._policy_steps = {
             span[0]: step
             for record in records

@@ -7,18 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlcore.errors import DataError
-from rlcore.runs.sample_index import prompt_number
 from rlcore.view.comparison import side_by_side
-from rlcore.view.detail import SEARCHED, excerpt_of, sample_page, texts_of
+from rlcore.view.detail import excerpt_of, sample_page
 from rlcore.view.evaluations import answers_of, sets_of
 from rlcore.view.parameters import Parameters
-from rlcore.view.query import DEEPEST, Filter, Found, Place, select
-from rlcore.view.run import RunView, record_at
+from rlcore.view.run import RunView
+from rlcore.view.samples import Filter, Row
 from rlcore.view.timeline import timeline_of
 
 SEARCH_S = 0.35  # a search answers after this, with where to go on
-MOST_OF_A_GROUP = 512
-MOST_CURVES = 50  # of one answer; runs.js asks for no more
+MAX_OF_A_GROUP = 512
+MAX_CURVES = 50  # of one answer; runs.js asks for no more
 NEWEST_STEPS = 400
 PROGRESS = (
     *("rollout/reward", "eval/score", "rollout/staleness_mean", "rollout/zero_std_groups"),
@@ -79,7 +78,7 @@ class Api:
         return {"follow": self.follow, "runs": [self._run(run) for run in self.runs.values()]}
 
     def _run(self, run: RunView) -> dict[str, Any]:
-        steps = run.index.steps()
+        steps = run.samples.steps()
         result = run.result()
         return {
             "name": run.name,
@@ -90,12 +89,10 @@ class Api:
             "evaluated": run.metrics.last("eval/score"),
             "steps": {"count": len(steps), "first": min(steps, default=0)}
             | {"last": max(steps, default=0)},
-            "samples": sum(span.end - int(span.firsts[0]) for span in run.index.spans()),
-            "columns": run.index.columns(),
+            "samples": run.samples.count(),
+            "columns": run.samples.columns(),
             "metrics": run.metrics.names(),
             "evaluations": list(run.evaluated()),
-            "indexing": {"done": run.indexer.done, "of": run.indexer.lacking}
-            | {"trouble": run.indexer.trouble},
             "ledger": run.directory.ledger_path.is_file(),
         }
 
@@ -103,7 +100,7 @@ class Api:
         """The curve of each metric that is asked for, of each run."""
         return {
             name: {run.name: run.metrics.curve(name) for run in self.runs.values()}
-            for name in asked.given.get("metric", ())[:MOST_CURVES]
+            for name in asked.given.get("metric", ())[:MAX_CURVES]
         }
 
     def definitions(self, asked: Parameters) -> Any:
@@ -121,7 +118,7 @@ class Api:
     def steps(self, asked: Parameters) -> Any:
         """The newest steps with their numbers."""
         run = self.run(asked)
-        recorded = run.index.steps()
+        recorded = run.samples.steps()
         steps = sorted({*recorded[-NEWEST_STEPS:], *run.metrics.steps[-NEWEST_STEPS:]})
         rows = run.metrics.rows(steps)
         return [
@@ -140,25 +137,19 @@ class Api:
     def samples(self, asked: Parameters) -> Any:
         """A page of the table of samples, by their scalars."""
         run = self.run(asked)
-        order = asked.text("sort", "")
-        found = self._select(
-            run,
-            asked,
-            order=order.removeprefix("-"),
-            descending=order.startswith("-"),
+        found = run.samples.select(
+            *self._steps(run, asked),
+            asked.filters(),
+            order=asked.text("sort", ""),
             offset=asked.whole("offset", 0),
             limit=asked.limit(),
         )
-        return {"total": found.total, "rows": run.index.scalars(found.places)}
-
-    def _select(self, run: RunView, asked: Parameters, **options: Any) -> Found:
-        first, last = self._steps(run, asked)
-        return select(run.index.spans_between(first, last), asked.filters(), **options)
+        return {"total": found.total, "rows": found.rows}
 
     def _steps(self, run: RunView, asked: Parameters) -> tuple[int, int]:
         """Return the first and last step of `steps=FIRST-LAST`, `STEP`, `all` or `newest`."""
         given = asked.text("steps", "newest")
-        known = run.index.steps()
+        known = run.samples.steps()
         if given == "newest":
             return (known[-1], known[-1]) if known else (0, 0)
         if given == "all":
@@ -173,12 +164,12 @@ class Api:
         """The beginnings of the texts of samples, by `at=STEP:ROW`."""
         run = self.run(asked)
         by_step: dict[int, list[int]] = {}
-        for place in asked.places():
-            by_step.setdefault(place.step, []).append(place.row)
+        for step, row in asked.places():
+            by_step.setdefault(step, []).append(row)
         found: dict[str, Any] = {}
         for step, rows in by_step.items():
             try:
-                records = run.reader.records(run.recording(step), rows)
+                records = run.records(step, rows)
             # recovery: the table shows the scalars, and why a text is missing
             except DataError as error:
                 found |= {f"{step}:{row}": {"missing": str(error)} for row in rows}
@@ -192,84 +183,67 @@ class Api:
         `before` is the step that an earlier answer said to go on from.
         """
         run = self.run(asked)
-        wanted = asked.text("text").lower()
+        text = asked.text("text")
         first, last = self._steps(run, asked)
         last = min(last, asked.whole("before", last + 1) - 1)
-        steps = [step for step in reversed(run.index.steps()) if first <= step <= last]
         until = time.monotonic() + SEARCH_S
-        places: list[Place] = []
-        passing = asked.filters()
+        rows: list[Row] = []
         missing = 0
-        for step in steps:
-            if time.monotonic() > until or len(places) >= asked.limit():
-                return self._searched(run, places, step + 1, missing)
+        for step in reversed(run.samples.steps()):
+            if not first <= step <= last:
+                continue
+            if time.monotonic() > until or len(rows) >= asked.limit():
+                return {"rows": rows, "before": step + 1, "missing": missing}
             try:
-                places += self._hits(run, step, wanted, passing)
+                rows += run.samples.search(step, run.recording(step), text, asked.filters())
             except DataError:
-                missing += 1  # told to the reader, who sees how much was not searched
-        return self._searched(run, places, 0, missing)
+                # shown to the reader, who sees how much was not searched
+                missing += 1
+        return {"rows": rows, "before": 0, "missing": missing}
 
-    def _searched(self, run: RunView, places: list[Place], before: int, missing: int) -> Any:
-        rows = run.index.scalars(places)
-        return {"rows": rows, "before": before, "missing": missing}
-
-    def _hits(self, run: RunView, step: int, wanted: str, passing: Sequence[Filter]) -> list[Place]:
-        lines = enumerate(run.reader.all(run.recording(step), SEARCHED))
-        hits = {row for row, record in lines if wanted in texts_of(record)}
-        if not hits or not passing:
-            return [Place(step, row) for row in sorted(hits)]
-        found = select(run.index.spans_between(step, step), passing, limit=DEEPEST)
-        return [place for place in found.places if place.row in hits]
-
-    def _place(self, run: RunView, asked: Parameters) -> Place:
-        """Return where the sample `index` of `draw` is in `step`."""
+    def _sample(self, run: RunView, asked: Parameters) -> Row:
+        """Return the scalars of the sample `index` of `draw` in `step`."""
         step = asked.whole("step")
         filters = [Filter(name, "=", asked.whole(name)) for name in ("draw", "index")]
-        found = select(run.index.spans_between(step, step), filters, limit=1)
-        if not found.places:
+        found = run.samples.select(step, step, filters, limit=1).rows
+        if not found:
             raise DataError(
                 f"step {step} of {run.name} has no sample {asked.whole('index')} of draw"
-                f" {asked.whole('draw')}: it was rewound, or is not indexed yet"
+                f" {asked.whole('draw')}: it was rewound"
             )
-        return found.places[0]
+        return found[0]
 
     def sample(self, asked: Parameters) -> Any:
         """One sample with everything that is known of it."""
         run = self.run(asked)
-        place = self._place(run, asked)
-        scalars = run.index.scalars([place])[0]
-        group = self._group(run, place.step, scalars["draw"])
-        return sample_page(run, record_at(run, place)) | {
-            "scalars": scalars,
-            "group": [row["index"] for row in run.index.scalars(group.places)],
+        row = self._sample(run, asked)
+        record = run.records(row["step"], [row["row"]])[row["row"]]
+        group = self._group(run, row["step"], row["draw"])
+        return sample_page(run, record) | {
+            "scalars": row,
+            "group": [other["index"] for other in group],
         }
 
-    def _group(self, run: RunView, step: int, draw: int) -> Found:
+    def _group(self, run: RunView, step: int, draw: int) -> list[Row]:
         filters = [Filter("draw", "=", draw)]
-        return select(run.index.spans_between(step, step), filters, limit=MOST_OF_A_GROUP)
+        return run.samples.select(step, step, filters, limit=MAX_OF_A_GROUP).rows
 
     def group(self, asked: Parameters) -> Any:
         """All samples of a draw."""
         run = self.run(asked)
         step = asked.whole("step")
-        found = self._group(run, step, asked.whole("draw"))
-        rows = [place.row for place in found.places]
-        records = run.reader.records(run.recording(step), rows)
-        pages = [sample_page(run, records[row]) for row in rows if row in records]
-        return {"rows": run.index.scalars(found.places), "samples": pages}
+        rows = self._group(run, step, asked.whole("draw"))
+        records = run.records(step, [row["row"] for row in rows])
+        return {"rows": rows, "samples": [sample_page(run, records[row["row"]]) for row in rows]}
 
     def prompt(self, asked: Parameters) -> Any:
         """The samples of one prompt over all steps, newest first."""
         run = self.run(asked)
-        place = self._place(run, asked)
-        prompt_id = str(record_at(run, place).get("prompt_id"))
-        filters = [Filter("prompt", "=", prompt_number(prompt_id)), *asked.filters()]
-        found = select(run.index.spans(), filters, limit=asked.limit(200))
-        return {
-            "prompt_id": prompt_id,
-            "total": found.total,
-            "rows": run.index.scalars(found.places),
-        }
+        prompt_id = self._sample(run, asked)["prompt_id"]
+        filters = [Filter("prompt_id", "=", prompt_id), *asked.filters()]
+        last = run.samples.steps()[-1]
+        found = run.samples.select(0, last, filters, limit=asked.limit(200))
+        return {"prompt_id": prompt_id, "total": found.total, "rows": found.rows}
 
     # --- ledger -----------------------------------------------------------------------------------
 

@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 
 from rlcore.errors import DataError
-from rlcore.view.detail import excerpt_of
+from rlcore.runs.sample_table import Record, read_table
+from rlcore.view.detail import EXCERPT_COLUMNS, excerpt_of
 from rlcore.view.evaluations import mean_of, rewards_of
-from rlcore.view.query import select
-from rlcore.view.reader import Record
 from rlcore.view.run import RunView
 
-MOST_SAMPLES = 10_000
-MOST_PROMPTS = 200
+MAX_PROMPTS = 200
 BINS = 20
+COMPARED = (*EXCERPT_COLUMNS, "draw", "index", "reward")
 Side = tuple[RunView, int]
 
 
@@ -27,7 +26,7 @@ def side_by_side(one: Side, other: Side) -> dict[str, Any]:
     sides = [one, other]
     metrics = [run.metrics.rows([step])[0] for run, step in sides]
     names = sorted({*metrics[0], *metrics[1]} - {"step"})
-    rewards = [_rewards(side) for side in sides]
+    rewards = [run.samples.rewards(step) for run, step in sides]
     everything = np.concatenate(rewards)
     low, high = (everything.min(), everything.max()) if len(everything) else (0.0, 1.0)
     edges = np.linspace(low, high if high > low else low + 1.0, BINS + 1)
@@ -47,23 +46,13 @@ def side_by_side(one: Side, other: Side) -> dict[str, Any]:
     }
 
 
-def _rewards(side: Side) -> np.ndarray[Any, Any]:
-    run, step = side
-    rows = [
-        span.index.column("reward")[int(span.firsts[0]) : span.end]
-        for span in run.index.spans_between(step, step)
-    ]
-    found = np.concatenate([np.zeros(0, dtype=np.float32), *rows])
-    return found[np.isfinite(found)]
-
-
 def _prompts(one: Side, other: Side) -> list[dict[str, Any]]:
     """Return the prompts that both steps trained on, with a sample of each."""
-    if not all(run.index.spans_between(step, step) for run, step in (one, other)):
+    if not all(step in run.samples.steps() for run, step in (one, other)):
         return []
     first = _by_prompt(one)
     second = _by_prompt(other)
-    shared = [prompt for prompt in first if prompt in second][:MOST_PROMPTS]
+    shared = [prompt for prompt in first if prompt in second][:MAX_PROMPTS]
     return [
         {"prompt_id": prompt, "a": _told(first[prompt]), "b": _told(second[prompt])}
         for prompt in shared
@@ -72,9 +61,8 @@ def _prompts(one: Side, other: Side) -> list[dict[str, Any]]:
 
 def _by_prompt(side: Side) -> dict[str, list[Record]]:
     run, step = side
-    rows = [p.row for p in select(run.index.spans_between(step, step), limit=MOST_SAMPLES).places]
     found: dict[str, list[Record]] = {}
-    for record in run.reader.records(run.recording(step), rows).values():
+    for _, record in read_table(run.recording(step), columns=COMPARED):
         found.setdefault(str(record.get("prompt_id")), []).append(record)
     return found
 

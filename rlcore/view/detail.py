@@ -9,15 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.errors import DataError
-from rlcore.view.reader import Record
+from rlcore.runs.sample_table import Record
 from rlcore.view.run import RunView
 
 EXCERPT = 240  # characters of a text in a table
-# What `texts_of` needs of a record.
-SEARCHED = (
-    *("prompt_text", "response_text", "prompt_id", "label"),
-    *("metadata", "messages", "turn_spans"),
-)
+# What `excerpt_of` needs of a record.
+EXCERPT_COLUMNS = ("prompt_text", "response_text", "prompt_id", "label", "messages", "turn_spans")
 Vector = NDArray[Any]
 # name, title, definition, scale: "diverging" around 0 or 1, "sequential", or "steps" of few values
 VECTORS: tuple[tuple[str, str, str, str], ...] = (
@@ -88,14 +85,6 @@ def _asked(record: Record) -> str:
         if first and isinstance(messages[first - 1].get("content"), str):
             return str(messages[first - 1]["content"])
     return str(record.get("prompt_text", ""))
-
-
-def texts_of(record: Record) -> str:
-    """Return everything that a search looks at, in lower case."""
-    metadata = record.get("metadata") or {}
-    parts = [str(record.get("prompt_text", "")), _said(record), str(record.get("prompt_id", ""))]
-    parts += [str(record.get("label", "")), str(metadata.get("reward_error", ""))]
-    return "\n".join(parts).lower()
 
 
 def _said(record: Record) -> str:

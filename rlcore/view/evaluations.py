@@ -11,15 +11,15 @@ from typing import Any
 from rlcore.config.evaluation_sets import SET_KEY
 from rlcore.data.sample import joint_verdict, verdict_in, verdict_word
 from rlcore.errors import DataError
-from rlcore.view.detail import SEARCHED, excerpt_of
-from rlcore.view.reader import Record
+from rlcore.runs.sample_table import Record, read_table
+from rlcore.view.detail import EXCERPT_COLUMNS, excerpt_of
 from rlcore.view.run import RunView
 
-MOST_ANSWERS = 2000
+MAX_ANSWERS = 2000
 NEWEST = 50  # evaluations that a page looks at
 # Tokens are most of a recording, and of no use here.
 JUDGED = ("prompt_id", "rollout_id", "index", "reward", "metadata")
-SHOWN = tuple({*JUDGED, *SEARCHED, "finish_reason", "rollout_logprobs"})
+SHOWN = tuple({*JUDGED, *EXCERPT_COLUMNS, "finish_reason", "rollout_logprobs"})
 Key = tuple[str, int]  # the prompt, the rollout_id
 Rollout = list[Record]  # its samples
 
@@ -29,7 +29,7 @@ def sets_of(run: RunView) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     before: dict[str, tuple[int | None, dict[Key, Rollout]]] = {}
     for step, path in list(run.evaluated().items())[-NEWEST:]:
-        for name, answers in _by_set(run, path, JUDGED).items():
+        for name, answers in _by_set(path, JUDGED).items():
             earlier, known = before.get(name, (None, {}))
             flips = Counter(_flip(answers[k], known[k]) for k in answers.keys() & known.keys())
             verdicts = [v for one in answers.values() if (v := _verdict(one)) is not None]
@@ -58,20 +58,20 @@ def answers_of(run: RunView, name: str, step: int, before: int) -> dict[str, Any
         for key in now
     ]
     rows.sort(key=lambda row: {"worse": 0, "better": 1}.get(row["flip"], 2))
-    return {"set": name, "step": step, "before": before, "rows": rows[:MOST_ANSWERS]}
+    return {"set": name, "step": step, "before": before, "rows": rows[:MAX_ANSWERS]}
 
 
 def _answers(run: RunView, name: str, step: int) -> dict[Key, Rollout]:
     path = run.evaluated().get(step)
-    found = {} if path is None else _by_set(run, path, SHOWN)
+    found = {} if path is None else _by_set(path, SHOWN)
     if name not in found:
         raise DataError(f"no answers of the set {name or 'without a name'} after step {step}")
     return found[name]
 
 
-def _by_set(run: RunView, path: Path, columns: Sequence[str]) -> dict[str, dict[Key, Rollout]]:
+def _by_set(path: Path, columns: Sequence[str]) -> dict[str, dict[Key, Rollout]]:
     found: dict[str, dict[Key, Rollout]] = {}
-    for record in run.reader.all(run.inside(path), columns):
+    for _, record in read_table(path, columns=columns):
         metadata = record.get("metadata") or {}
         key = (str(record.get("prompt_id")), int(record.get("rollout_id") or 0))
         answers = found.setdefault(str(metadata.get(SET_KEY, "")), {})

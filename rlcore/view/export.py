@@ -13,12 +13,11 @@ from rlcore.errors import DataError, UserError
 from rlcore.runs.files import write_atomic
 from rlcore.view.api import Api
 from rlcore.view.detail import excerpt_of, sample_page
-from rlcore.view.query import select
 from rlcore.view.run import RunView
 from rlcore.view.server import PAGE, POLICY, SCRIPTS, STYLE, static, to_json
 
-MOST_SAMPLES = 512  # of a step: those after them are left out, and the file says so
-MOST_EVALUATIONS = 5
+MAX_SAMPLES = 512  # of a step: those after them are left out, and the file says so
+MAX_EVALUATIONS = 5
 # Under these keys stand texts of the run: paths, and errors that name some. The folders tell of the
 # machine and of whoever used it.
 _OF_THE_RUN = frozenset({"path", "prompt_id", "reason", "trouble", "missing", "detail", "why"})
@@ -124,10 +123,8 @@ def _step_of(run: RunView, step: int | None) -> int | None:
 
 
 def _samples(run: RunView, step: int) -> dict[str, Any]:
-    run.indexer.index_now(step)
-    found = select(run.index.spans_between(step, step), limit=MOST_SAMPLES)
-    rows = run.index.scalars(found.places)
-    records = run.reader.records(run.recording(step), [place.row for place in found.places])
+    rows = run.samples.select(step, step, limit=MAX_SAMPLES).rows
+    records = run.records(step, [row["row"] for row in rows])
     return {
         "rows": rows,
         "texts": {f"{step}:{row}": excerpt_of(record) for row, record in records.items()},
@@ -144,7 +141,7 @@ def _answers(api: Api, run: RunView, samples: dict[str, Any]) -> dict[str, Any]:
     asked: list[tuple[str, dict[str, Any]]] = [("steps", {}), ("evaluations", {}), ("ledger", {})]
     asked.append(("timeline", {}))
     asked += [("draw", {"draw": row["draw"]}) for row in samples["rows"]]
-    for one in api.answer("evaluations", {"run": [run.name]})[:MOST_EVALUATIONS]:
+    for one in api.answer("evaluations", {"run": [run.name]})[:MAX_EVALUATIONS]:
         before = one["step"] if one["before"] is None else one["before"]
         asked.append(("evaluation", {"set": one["set"], "step": one["step"], "before": before}))
     return _answered(api, [(name, {"run": run.name, **given}) for name, given in asked])
@@ -165,7 +162,7 @@ def _comparisons(api: Api) -> dict[str, Any]:
     asked = []
     for run in api.runs.values():
         other = next((one for one in api.runs.values() if one is not run), run)
-        steps = {one.name: one.index.steps() for one in (run, other)}
+        steps = {one.name: one.samples.steps() for one in (run, other)}
         if all(steps.values()):
             at = steps[run.name][0 if other is run else -1]
             given = {"a": run.name, "a_step": at, "b": other.name, "b_step": steps[other.name][-1]}

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlcore.errors import DataError
-from rlcore.view.query import Filter, Place
+from rlcore.view.samples import Filter
 
-MOST_ROWS = 500  # of a page
+MAX_ROWS = 500  # of a page
 _WHOLE = re.compile(r"\d{1,18}")
 _PLACE = re.compile(r"(\d{1,12}):(\d{1,12})")
 
@@ -40,15 +40,15 @@ class Parameters:
 
     def limit(self, default: int = 100) -> int:
         """Return how many rows are wanted."""
-        return min(self.whole("limit", default), MOST_ROWS)
+        return min(self.whole("limit", default), MAX_ROWS)
 
-    def places(self) -> list[Place]:
-        """Return the samples of `at=STEP:ROW`, which may be there several times."""
+    def places(self) -> list[tuple[int, int]]:
+        """Return step and row of each `at=STEP:ROW`."""
         given = self.given.get("at", ())
-        if len(given) > MOST_ROWS:
-            raise DataError(f"at: {len(given)} samples were asked for, of at most {MOST_ROWS}")
+        if len(given) > MAX_ROWS:
+            raise DataError(f"at: {len(given)} samples were asked for, of at most {MAX_ROWS}")
         found = map(_PLACE.fullmatch, given)
-        return [Place(int(match[1]), int(match[2])) for match in found if match]
+        return [(int(match[1]), int(match[2])) for match in found if match]
 
     def filters(self) -> list[Filter]:
         """Return the conditions of `filter`: a JSON list of [column, comparison, value]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,11 +12,10 @@ import yaml
 
 from rlcore.errors import DataError, UserError
 from rlcore.runs.directory import STEP_FILE, RunDirectory
-from rlcore.view.indexing import Indexer, RunIndex
+from rlcore.runs.sample_table import Record, read_table
 from rlcore.view.metrics import MetricsTable
 from rlcore.view.pieces import TokenTexts
-from rlcore.view.query import Place
-from rlcore.view.reader import Record, RecordingReader
+from rlcore.view.samples import Samples
 
 
 class LedgerReader(Protocol):
@@ -29,13 +29,9 @@ class LedgerReader(Protocol):
 
 
 class RunView:
-    """Reads one run.
+    """Reads one run."""
 
-    Args:
-        cache: a folder of this user, for an index of what the run has not indexed itself.
-    """
-
-    def __init__(self, name: str, path: Path, cache: Path, ledger: LedgerReader) -> None:
+    def __init__(self, name: str, path: Path, ledger: LedgerReader) -> None:
         if not (path / "config.yaml").is_file() and not (path / "metrics.jsonl").is_file():
             raise UserError(
                 f"{path} is no run: it has neither config.yaml nor metrics.jsonl; give folders as"
@@ -45,19 +41,9 @@ class RunView:
         self.ledger = ledger
         self.path = path.resolve()
         self.directory = RunDirectory(self.path)
-        self.reader = RecordingReader()
         self.metrics = MetricsTable(lambda: self.inside(self.directory.metrics_path))
         self.texts = TokenTexts(self.config, self.path)
-        self.index = RunIndex(
-            self.directory.index, cache, recordings=self.recorded, inside=self.inside
-        )
-        self.indexer = Indexer(
-            self.index,
-            cache,
-            reader=RecordingReader(0),  # what it reads once need not stay in memory
-            recordings=self.directory.rollouts,
-            recording=self.recording,
-        )
+        self.samples = Samples(lambda: self._by_step(self.directory.index))
 
     def inside(self, path: Path) -> Path:
         """Return `path`, which must lie in the run's folder, links followed.
@@ -88,18 +74,22 @@ class RunView:
 
     def recorded(self) -> dict[int, Path]:
         """Return the recordings of steps that are on the disk."""
-        return self._recordings(self.directory.rollouts)
+        return self._by_step(self.directory.rollouts)
 
     def evaluated(self) -> dict[int, Path]:
         """Return the recordings of evaluations, by the step that they came after."""
-        return self._recordings(self.directory.evaluations)
+        return self._by_step(self.directory.evaluations)
 
-    def _recordings(self, folder: Path) -> dict[int, Path]:
+    def _by_step(self, folder: Path) -> dict[int, Path]:
         if not self.inside(folder).is_dir():
             return {}
         with os.scandir(folder) as entries:
-            found = ((STEP_FILE.fullmatch(entry.name), entry.path) for entry in entries)
-            return dict(sorted((int(match[1]), Path(path)) for match, path in found if match))
+            found = [(STEP_FILE.fullmatch(entry.name), entry) for entry in entries]
+        files = {int(match[1]): entry for match, entry in found if match}
+        return {
+            step: self.inside(Path(entry)) if entry.is_symlink() else Path(entry)
+            for step, entry in sorted(files.items())
+        }
 
     def recording(self, step: int) -> Path:
         """Return the file of a step. Raises DataError where it is gone."""
@@ -111,6 +101,14 @@ class RunView:
             )
         return path
 
+    def records(self, step: int, rows: Iterable[int]) -> dict[int, Record]:
+        """Return recorded samples by their rows. Raises DataError where one is missing."""
+        wanted = set(rows)
+        found = dict(read_table(self.recording(step), rows=wanted))
+        if lacking := wanted - found.keys():
+            raise DataError(f"step {step} has no sample {min(lacking)}")
+        return found
+
 
 def inside(folder: Path, path: Path) -> Path:
     """Return `path`, which must lie in a run's resolved folder. Raises as `RunView.inside` does."""
@@ -118,11 +116,3 @@ def inside(folder: Path, path: Path) -> Path:
     if not found.is_relative_to(folder):
         raise DataError(f"{path.name} is a link out of the run's folder, which is not followed")
     return found
-
-
-def record_at(run: RunView, place: Place) -> Record:
-    """Return a recorded sample. Raises DataError where there is none."""
-    found = run.reader.records(run.recording(place.step), [place.row])
-    if place.row not in found:
-        raise DataError(f"step {place.step} has no sample {place.row}")
-    return found[place.row]

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import zstandard
 
 from backends.megatron.cpu.shim import importing_megatron
 
@@ -41,7 +40,6 @@ from rlcore.trainer.sources import ReplaySource
 from rollout.accounting.journal_reader import read_journal
 from rollout.accounting.ledger import Ledger
 from rollout.accounting.prompt_queue import LedgerJournal
-from tests.earlier_recordings import write_earlier
 from tests.fuzz.harness import ACCEPTED, Case, Target
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.oracle import check_sample, need
@@ -194,8 +192,6 @@ def write_files(folder: Path) -> dict[str, tuple[Path, Path, Read]]:
         metrics.append(step, {"loss/policy_avg": 0.5, "train/grad_norm": float("nan")})
     table = folder / "step_000001.parquet"
     write_rollouts(table, 1, made_samples(), version=5)
-    earlier = folder / "step_000001.jsonl.zst"
-    write_earlier(earlier, 1, made_samples())
     checkpoints = folder / "checkpoints"
     return {
         "manifest": (checkpoint / "manifest.json", checkpoints, read_checkpoints),
@@ -205,7 +201,6 @@ def write_files(folder: Path) -> dict[str, tuple[Path, Path, Read]]:
         "ledger": (folder / "ledger.jsonl", folder / "ledger.jsonl", read_ledger),
         "metrics": (metrics.path, metrics.path, read_metric_file),
         "replay": (table, table, read_replay),
-        "earlier replay": (earlier, earlier, read_replay),
     }
 
 
@@ -213,11 +208,6 @@ def broken_file(mutator: Mutator, name: str, content: bytes) -> bytes:
     """Return the content of a file with a value, a line or bytes of it changed."""
     if name == "replay":
         return mutator.bytes(content)
-    if name == "earlier replay":
-        lines = zstandard.ZstdDecompressor().decompress(content, max_output_size=1 << 24)
-        if mutator.random.random() < 0.2:
-            return mutator.bytes(content)
-        return zstandard.ZstdCompressor().compress(mutator.lines(lines))
     if name in ("manifest", "state", "best"):
         return mutator.document(json.loads(content))
     return mutator.lines(content)

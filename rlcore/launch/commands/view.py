@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import socket
@@ -75,7 +74,6 @@ def view_runs(
         print(printable(export_page(api, export, step=step)))
         return 0
     for run in runs:
-        run.indexer.start()
         threading.Thread(target=run.metrics.refresh, daemon=True).start()  # before it is asked for
     try:
         server = ViewServer(api, port=port)
@@ -94,14 +92,7 @@ def view_runs(
 def open_run(name: str, path: Path) -> RunView:
     """Open a run for reading. Raises UserError where the folder is none."""
     ledger = RunLedger(path.resolve() / "ledger.jsonl")
-    return RunView(name, path, cache_of(path), ledger)
-
-
-def cache_of(path: Path) -> Path:
-    """Return the folder of this user's own index of a run."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    mark = hashlib.blake2b(os.fsencode(path.resolve()), digest_size=12).hexdigest()
-    return Path(base) / "rlcore" / "view" / mark
+    return RunView(name, path, ledger)
 
 
 def named(paths: Sequence[Path]) -> dict[str, Path]:

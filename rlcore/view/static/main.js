@@ -36,11 +36,7 @@ async function refresh() {
   const found = await ask("runs");
   State.runs = found.runs;
   State.follow = found.follow;
-  const busy = State.runs.filter((run) => run.indexing.of);
-  document.getElementById("state").textContent = [
-    State.follow ? "following" : "",
-    busy.length ? "indexing " + busy.map((run) => `${run.name} ${run.indexing.done}/${run.indexing.of}`).join(", ") : "",
-  ].filter(Boolean).join(" \u00b7 ");
+  document.getElementById("state").textContent = State.follow ? "following" : "";
 }
 
 function drawTabs(view, given) {
@@ -66,7 +62,7 @@ document.getElementById("run").addEventListener("change", (event) => {
 // --- following --------------------------------------------------------------------------------------
 
 function marks() {
-  return State.runs.map((run) => [run.newest.step, run.steps.count, run.status, run.indexing.of].join()).join(";");
+  return State.runs.map((run) => [run.newest.step, run.steps.count, run.status].join()).join(";");
 }
 
 async function follow() {
@@ -87,7 +83,7 @@ async function follow() {
 }
 
 setInterval(() => {
-  if (State.follow || marks() !== drawn || State.runs.some((run) => run.indexing.of)) follow();
+  if (State.follow || marks() !== drawn) follow();
 }, FOLLOW_MS);
 
 // --- keys -------------------------------------------------------------------------------------------

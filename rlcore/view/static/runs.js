@@ -41,7 +41,7 @@ async function runTable(chosen) {
     const curve = rewards[run.name];
     return el("tr", { class: run === chosen ? "chosen" : "" },
       el("td", {}, el("a", { href: Address.of("runs", { run: run.name }), title: run.path }, run.name)),
-      el("td", { title: run.reason }, run.status, run.reason ? el("div", { class: "why" }, run.reason) : null, indexing(run)),
+      el("td", { title: run.reason }, run.status, run.reason ? el("div", { class: "why" }, run.reason) : null),
       el("td", { class: "n" }, number(run.newest.step ?? run.steps.last)),
       el("td", { class: "n" }, number(run.samples)),
       el("td", { class: "n" }, number(run.newest["rollout/reward"])),
@@ -50,12 +50,6 @@ async function runTable(chosen) {
       el("td", { class: "n" }, number(run.newest["time/step"])));
   });
   return table({ class: "rows", label: "Runs" }, heads, rows);
-}
-
-function indexing(run) {
-  const { done, of, trouble } = run.indexing;
-  if (of) return el("div", { class: "why" }, `samples are being indexed: ${done} of ${of} steps`);
-  return trouble ? el("div", { class: "why" }, trouble) : null;
 }
 
 // Definitions take the server seconds at first, so they are asked for once, behind the curves.

@@ -21,7 +21,7 @@ const SAMPLE_COLUMNS = [
   ["flat", "flat", "1: all rewards of its group are equal, so it teaches nothing"],
   ["error", "error", "1: its reward failed"],
 ];
-const NAMED = ["verdict", "finish", "source"];
+const NAMED = ["verdict", "finish", "source", "prompt_id"];
 
 Views.samples = {
   title: "Samples",
@@ -83,7 +83,7 @@ function filterBar(run, given) {
   const addOne = (one) => go({ filter: JSON.stringify([...now.filter((old) => old[0] !== one[0] || old[1] !== one[1]), one]) });
   const complaint = el("span", { class: "bad", role: "alert" });
   const line = el("input", { type: "text", size: "22", list: "columns", placeholder: "reward<0.5", "aria-label": "Add a condition", "data-search": true });
-  const options = el("datalist", { id: "columns" }, Object.keys(run.columns).filter((name) => name !== "prompt").map((name) => el("option", { value: titleOf(name) })));
+  const options = el("datalist", { id: "columns" }, Object.keys(run.columns).map((name) => el("option", { value: titleOf(name) })));
   const searched = el("input", { type: "search", value: given.text, placeholder: "text in prompt, answer, label", "aria-label": "Search the texts" });
   const steps = el("input", { type: "text", size: "10", value: given.steps ?? "newest", "aria-label": "Steps: newest, all, 12 or 10-20" });
   const choose = (column) => el("select", { "aria-label": column, on: { change: (event) => {
@@ -135,7 +135,7 @@ function shownColumns(rows) {
 }
 
 function sampleTable(run, given, rows, options = {}) {
-  if (!rows.length) return note(run.indexing.of ? "none yet: samples are being indexed" : "no samples");
+  if (!rows.length) return note("no samples");
   const columns = shownColumns(rows);
   const head = ([name, title, explanation]) => {
     const is = (given.sort ?? "").replace(/^-/, "") === name;

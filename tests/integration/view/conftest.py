@@ -83,21 +83,15 @@ def talks(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @contextmanager
-def serving(cache: Path, *paths: Path, follow: bool = False) -> Iterator[ViewServer]:
+def serving(*paths: Path, follow: bool = False) -> Iterator[ViewServer]:
     """Serve runs in a thread."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        runs = [open_run(name, path) for name, path in named(paths).items()]
+    runs = [open_run(name, path) for name, path in named(paths).items()]
     server = ViewServer(Api(runs, follow=follow))
     thread = threading.Thread(target=server.serve)
     thread.start()
-    for run in runs:
-        run.indexer.start()
     try:
         yield server
     finally:
-        for run in runs:
-            run.indexer.stop()
         server.stop()
         thread.join()
 

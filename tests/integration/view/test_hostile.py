@@ -25,9 +25,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reader(run: Path, chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+def reader(run: Path, chromium: Any) -> Iterator[Reader]:
     with (
-        serving(tmp_path_factory.mktemp("cache"), run) as server,
+        serving(run) as server,
         reading(chromium, server.url) as reader,
     ):
         reader.open("samples")

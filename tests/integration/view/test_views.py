@@ -23,11 +23,9 @@ NARROW = (390, 800)
 
 
 @pytest.fixture(scope="module")
-def reader(
-    single: Path, talks: Path, chromium: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Reader]:
+def reader(single: Path, talks: Path, chromium: Any) -> Iterator[Reader]:
     with (
-        serving(tmp_path_factory.mktemp("cache"), single, talks) as server,
+        serving(single, talks) as server,
         reading(chromium, server.url) as reader,
     ):
         yield reader
@@ -67,7 +65,7 @@ def test_more_metrics_than_one_answer_holds(chromium: Any, tmp_path: Path) -> No
     names = [f"m{k:02d}" for k in range(60)]
     rows = [{"step": step} | dict.fromkeys(names, step / 2) for step in (1, 2)]
     run = measured(tmp_path / "run", rows).path
-    with serving(tmp_path / "cache", run) as server, reading(chromium, server.url) as reader:
+    with serving(run) as server, reading(chromium, server.url) as reader:
         reader.open(f"curves?metrics={','.join(names)}")
         reader.see(".note:has-text('the first 50 of 60 metrics')")
         assert reader.page.locator(".chart svg").count() == 50
@@ -105,7 +103,7 @@ def test_samples_sort_filter_and_search(reader: Reader) -> None:
 
 def test_every_sample_that_a_search_finds_gets_its_text(chromium: Any, tmp_path: Path) -> None:
     run = crowded(tmp_path / "run", samples=600)
-    with serving(tmp_path / "cache", run) as server, reading(chromium, server.url) as reader:
+    with serving(run) as server, reading(chromium, server.url) as reader:
         reader.open("samples?text=evil")
         assert "600 samples" in reader.text("main [role=status]")
         assert reader.page.locator("tr[data-filled]").count() == 600
@@ -118,7 +116,7 @@ def test_branches_and_verdicts_are_marked_as_in_the_terminal(
     assert cli.main(["show", str(run)]) == 0
     heads = [line for line in capsys.readouterr().out.splitlines() if ", draw 7, " in line]
     marks = [re.search(r"(branch \d of 3 of rollout 1): wrong, ", line) for line in heads]
-    with serving(tmp_path / "cache", run) as server, reading(chromium, server.url) as reader:
+    with serving(run) as server, reading(chromium, server.url) as reader:
         reader.open("samples")
         rows = reader.page.locator("tr[data-row]").all_inner_texts()
         assert ["right" in row for row in rows] == [True, *[False] * 4]
@@ -280,11 +278,11 @@ VIEWS = ("runs", "curves", "samples?run=single&steps=all", "evaluations", "untra
     ],
 )
 def test_every_width_and_scheme(
-    single: Path, talks: Path, chromium: Any, tmp_path: Path, scheme: str, size: tuple[int, int]
+    single: Path, talks: Path, chromium: Any, scheme: str, size: tuple[int, int]
 ) -> None:
     """Nothing is wider than the window; text can be told from what is behind it."""
     with (
-        serving(tmp_path, single, talks) as server,
+        serving(single, talks) as server,
         reading(chromium, server.url, size=size, color_scheme=scheme) as reader,
     ):
         for view in (*VIEWS, *(sample(single, 2, tab=t) for t in ("talk", "tokens", "group"))):
@@ -314,7 +312,7 @@ def test_a_run_that_goes_on_is_followed(single: Path, chromium: Any, tmp_path: P
     rows = (single / "metrics.jsonl").read_text().splitlines(keepends=True)
     (growing / "metrics.jsonl").write_text("".join(rows[:2]))
     with (
-        serving(tmp_path / "cache", growing, follow=True) as server,
+        serving(growing, follow=True) as server,
         reading(chromium, server.url) as reader,
     ):
         reader.open("runs")
@@ -322,8 +320,10 @@ def test_a_run_that_goes_on_is_followed(single: Path, chromium: Any, tmp_path: P
         for row in rows[2:]:
             with open(growing / "metrics.jsonl", "a") as file:
                 file.write(row)
-        name = "step_000004.parquet"
-        (growing / "rollouts" / name).write_bytes((single / "rollouts" / name).read_bytes())
+        for folder in ("rollouts", "index"):
+            name = f"{folder}/step_000004.parquet"
+            (growing / folder).mkdir(exist_ok=True)
+            (growing / name).write_bytes((single / name).read_bytes())
         reader.see("tr[data-row] >> nth=4")
         reader.see("td a[href*='steps=4']")  # indexed too
 
@@ -334,7 +334,7 @@ def test_what_changes_while_a_field_is_used_is_drawn_after_it(
     rows = [{"step": step, "m": step / 2} for step in range(1, 5)]
     runs = [measured(tmp_path / name, rows[:2]) for name in ("one", "other")]
     with (
-        serving(tmp_path / "cache", *(run.path for run in runs), follow=True) as server,
+        serving(*(run.path for run in runs), follow=True) as server,
         reading(chromium, server.url) as reader,
     ):
         reader.open("curves?metrics=m")
@@ -360,7 +360,7 @@ def test_a_late_failure_leaves_the_view_at_hand(chromium: Any, tmp_path: Path) -
         raise DataError("too late")
 
     with (
-        serving(tmp_path / "cache", run.path) as server,
+        serving(run.path) as server,
         reading(chromium, server.url) as reader,
     ):
         server.api.answers = {**server.api.answers, "timeline": fail_late}

@@ -12,7 +12,7 @@ import numpy as np
 from rlcore.data.sample import Sample, TurnSpan, VersionSpan
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import write_rollouts
-from rlcore.runs.sample_index import IndexWriter
+from rlcore.runs.sample_index import write_index
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import Reply
 from rollout.workflows.env import Step
@@ -92,7 +92,7 @@ def crowded(folder: Path, samples: int) -> Path:
     run = measured(folder, [{"step": 1}])
     path = run.rollouts_path(1)
     scalars = write_rollouts(path, 1, [_hostile(index) for index in range(samples)])
-    IndexWriter(run.index).append(1, path.stat().st_size, scalars)
+    write_index(run.index_path(1), 1, scalars)
     return run.path
 
 
@@ -106,7 +106,7 @@ def branched(folder: Path) -> Path:
         sample.metadata = {} if correct is None else {"correct": correct}
     path = run.rollouts_path(1)
     scalars = write_rollouts(path, 1, samples)
-    IndexWriter(run.index).append(1, path.stat().st_size, scalars)
+    write_index(run.index_path(1), 1, scalars)
     return run.path
 
 
@@ -130,7 +130,8 @@ def hostile(folder: Path) -> Path:
     ]
     run.ledger_path.write_text("".join(json.dumps(line) + "\n" for line in ledger))
     samples = [_hostile(index) for index in range(4)]
-    write_rollouts(run.rollouts_path(1), 1, samples, [np.ones(4, np.float32)] * 4)
+    ones = [np.ones(4, np.float32)] * 4
+    write_index(run.index_path(1), 1, write_rollouts(run.rollouts_path(1), 1, samples, ones))
     write_rollouts(run.evaluations_path(0), 0, samples)
     write_rollouts(run.evaluations_path(1), 1, samples)
     return run.path

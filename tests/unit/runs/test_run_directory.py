@@ -12,9 +12,8 @@ from rlcore.config.yaml_settings import render_config
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError, UserError
 from rlcore.runs.directory import HEADER, RunDirectory
-from rlcore.runs.recorder import RolloutRecorder
 from rlcore.runs.rollouts import read_rollouts, write_rollouts
-from tests.earlier_recordings import write_earlier
+from rlcore.runs.sample_index import write_index
 
 MakeSample = Callable[..., Sample]
 
@@ -271,37 +270,19 @@ def test_a_damaged_rollout_file_is_named(tmp_path: Path, make_sample: MakeSample
         read_rollouts(path)
 
 
-def test_recordings_of_earlier_versions_are_read_and_make_room(
-    tmp_path: Path, make_sample: MakeSample
-) -> None:
-    run = RunDirectory.create(tmp_path, "a")
-    for step in (1, 2, 3):
-        write_earlier(run.rollouts / f"step_{step:06d}.jsonl.zst", step, [make_sample(step)])
-    assert run.recorded_steps() == [1, 2, 3]
-    assert [read_rollouts(run.rollouts_path(step))[0]["draw"] for step in (1, 2, 3)] == [1, 2, 3]
-    run.rewind(2)
-    run.prune_rollouts(2, keep=1)
-    assert [path.name for path in run.rollouts.glob("step_*")] == ["step_000002.jsonl.zst"]
-    run.evaluations.mkdir()
-    write_earlier(run.evaluations / "step_000002.jsonl.zst", 2, [make_sample(7)])
-    recorder = RolloutRecorder(run, keep=None, collective_timeout_s=60)
-    recorder.record_evaluation(2, [make_sample(8)])
-    recorder.finish()
-    assert [path.name for path in run.evaluations.iterdir()] == ["step_000002.parquet"]
-    assert read_rollouts(run.evaluations_path(2))[0]["draw"] == 8
-
-
 def test_rewind_removes_what_later_steps_left(tmp_path: Path, make_sample: MakeSample) -> None:
     run = RunDirectory.create(tmp_path, "a")
     for step in (1, 2, 3):
-        write_rollouts(run.rollouts_path(step), step, [make_sample()])
+        scalars = write_rollouts(run.rollouts_path(step), step, [make_sample()])
+        write_index(run.index_path(step), step, scalars)
     (run.rollouts / ".step_000004.parquet.tmp").write_bytes(b"half")
     run.write_result("interrupted", 3)
     run.rewind(2)
-    assert sorted(path.name for path in run.rollouts.iterdir()) == [
-        "step_000001.parquet",
-        "step_000002.parquet",
-    ]
+    for folder in (run.rollouts, run.index):
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "step_000001.parquet",
+            "step_000002.parquet",
+        ]
     assert run.read_result() is None
 
 

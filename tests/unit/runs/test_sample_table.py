@@ -17,7 +17,6 @@ from rlcore.errors import DataError
 from rlcore.runs import rollouts, sample_table
 from rlcore.runs.rollouts import read_rollouts, write_rollouts
 from rlcore.runs.sample_table import TableWriter, read_table
-from tests.earlier_recordings import write_earlier
 
 MakeSample = Callable[..., Sample]
 
@@ -61,11 +60,11 @@ def drawn(rng: np.random.Generator, k: int) -> Sample:
 
 
 @pytest.mark.parametrize("limits", [(256, 1 << 18), (3, 1 << 18), (256, 50)])
-def test_nothing_is_lost_and_earlier_recordings_say_the_same(
+def test_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(rollouts, "MOST_ROWS", limits[0])
-    monkeypatch.setattr(rollouts, "MOST_TOKENS", limits[1])
+    monkeypatch.setattr(rollouts, "MAX_ROWS", limits[0])
+    monkeypatch.setattr(rollouts, "MAX_TOKENS", limits[1])
     rng = np.random.default_rng(0)
     samples = [drawn(rng, k) for k in range(20)]
     advantages = [rng.normal(size=s.num_trainable).astype(np.float32) for s in samples]
@@ -75,18 +74,18 @@ def test_nothing_is_lost_and_earlier_recordings_say_the_same(
     write_rollouts(
         path, 7, samples, advantages, version=8, policy_steps=steps, vectors={"entropy": entropy}
     )
-    write_earlier(tmp_path / "step.jsonl.zst", 7, samples, {"policy_version": 8})
-    earlier = read_rollouts(tmp_path / "step.jsonl.zst")
+    expected = [sample.to_record() | {"step": 7, "policy_version": 8} for sample in samples]
+    expected = json.loads(json.dumps(expected))
     for found in (read_rollouts(path), read_rollouts(path, arrays=True)):
         for k, (record, sample) in enumerate(zip(found, samples, strict=True)):
             assert Sample.from_record(record).to_record() == sample.to_record()
             np.testing.assert_array_equal(record.pop("advantages"), advantages[k])
             np.testing.assert_array_equal(record.pop("vectors")["entropy"], entropy[k])
             assert list(record.pop("policy_steps")) == [steps[s.version] for s in sample.versions]
-            assert record.keys() == earlier[k].keys()
+            assert record.keys() == expected[k].keys()
             for name in ("step", "policy_version", "label", "metadata", "reward_parts", "versions"):
-                assert record[name] == earlier[k][name]
-    for record, before in zip(read_rollouts(path), earlier):
+                assert record[name] == expected[k][name]
+    for record, before in zip(read_rollouts(path), expected):
         assert {name: type(value) for name, value in record.items() if name in before} == {
             name: type(value) for name, value in before.items()
         }
@@ -118,7 +117,7 @@ def test_half_a_surrogate_pair_in_a_text_is_spelled_out(
 def test_rows_and_columns_are_chosen_and_no_others_read(
     tmp_path: Path, make_sample: MakeSample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollouts, "MOST_ROWS", 4)
+    monkeypatch.setattr(rollouts, "MAX_ROWS", 4)
     path = tmp_path / "step_000001.parquet"
     write_rollouts(path, 1, [make_sample(k) for k in range(10)])
     content = bytearray(path.read_bytes())
@@ -183,8 +182,8 @@ def test_a_row_group_is_cut_by_rows_and_by_tokens(
     most_tokens: int,
     expected: list[int],
 ) -> None:
-    monkeypatch.setattr(rollouts, "MOST_ROWS", most_rows)
-    monkeypatch.setattr(rollouts, "MOST_TOKENS", most_tokens)
+    monkeypatch.setattr(rollouts, "MAX_ROWS", most_rows)
+    monkeypatch.setattr(rollouts, "MAX_TOKENS", most_tokens)
     size = 10
     tokens = np.arange(size, dtype=np.int32)
     fields = {

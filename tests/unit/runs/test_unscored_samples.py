@@ -49,6 +49,7 @@ def recorded(tmp_path: Path) -> Path:
         untrained=[sample(math.nan, index=2)],
     )
     assert [one["error"] for one in scalars] == [0, 0, 1]
+    assert [one["reward"] for one in scalars] == [1.0, 1.0, None]
     assert [*flat_groups(scalars)] == [1, 1, 1], "the rewards that it has are equal"
     return path
 

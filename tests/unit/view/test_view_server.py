@@ -6,7 +6,6 @@ import http.client
 import json
 import math
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,28 +20,30 @@ from rlcore.errors import UserError
 from rlcore.launch.commands.view import greeting, named, open_run
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import write_rollouts
-from rlcore.runs.sample_index import IndexWriter
+from rlcore.runs.sample_index import write_index
+from rlcore.view import evaluations
 from rlcore.view.api import Api
 from rlcore.view.evaluations import answers_of, sets_of
 from rlcore.view.export import export_page
 from rlcore.view.metrics import MOST_POINTS, ROWS_AT_ONCE, MetricsTable
-from rlcore.view.reader import Record, RecordingReader
 from rlcore.view.run import RunView
 from rlcore.view.server import ViewServer
 from rollout.collection.evaluation import means
-from tests.earlier_recordings import write_earlier
 
 Answer = tuple[int, http.client.HTTPMessage, bytes]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """A run without an index, as older ones are."""
     found = RunDirectory(tmp_path / "run")
     found.rollouts.mkdir(parents=True)
     found.metrics_path.write_text('{"step": 1, "a": NaN, "b": 2.5}\n{"step": 2, "b": 3}\n{"torn')
-    write_rollouts(found.rollouts_path(1), 1, [sample(k) for k in range(6)])
+    record(found, 1, [sample(k) for k in range(6)])
     return found
+
+
+def record(run: RunDirectory, step: int, samples: Sequence[Sample]) -> None:
+    write_index(run.index_path(step), step, write_rollouts(run.rollouts_path(step), step, samples))
 
 
 def sample(k: int) -> Sample:
@@ -64,8 +65,7 @@ def sample(k: int) -> Sample:
 
 
 @pytest.fixture
-def view(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunView:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def view(run: RunDirectory) -> RunView:
     return open_run("run", run.path)
 
 
@@ -163,55 +163,27 @@ def test_wrong_requests_are_told_so(server: ViewServer, asked: str) -> None:
     assert json.loads(content)["error"]
 
 
-def test_a_run_without_an_index_is_indexed_beside_it(
-    server: ViewServer, view: RunView, run: RunDirectory
-) -> None:
-    assert get(server, "samples?run=run")["total"] == 0  # type: ignore[index]
-    view.indexer.index_now(1)
+def test_samples_are_sorted_searched_and_shown(server: ViewServer, run: RunDirectory) -> None:
     found = get(server, "samples?run=run&sort=-reward&limit=2")
     assert [row["reward"] for row in found["rows"]] == [5.0, 4.0]  # type: ignore[index]
-    assert not run.index.exists()  # nothing of the run was touched
     assert get(server, "search?run=run&text=ANSWER+3")["rows"][0]["reward"] == 3.0  # type: ignore[index]
+    few = "&filter=[[%22reward%22,%22<%22,3]]"
+    assert get(server, f"search?run=run&text=answer{few}")["rows"][-1]["reward"] == 2.0  # type: ignore[index]
     assert get(server, "sample?run=run&step=1&draw=1&index=1")["group"] == [0, 1]  # type: ignore[index]
+    assert get(server, "prompt?run=run&step=1&draw=1&index=1")["total"] == 2  # type: ignore[index]
+    record(run, 2, [sample(9)])
+    (listed,) = get(server, "runs")["runs"]  # type: ignore[index]
+    assert (listed["steps"]["last"], listed["samples"]) == (2, 7)
+    record(run, 2, [sample(9), sample(10)])
+    assert get(server, "runs")["runs"][0]["samples"] == 8, "it was recorded anew"  # type: ignore[index]
 
 
-def test_steps_without_an_index_are_indexed_unasked(view: RunView, run: RunDirectory) -> None:
-    write_rollouts(run.rollouts_path(2), 2, [sample(9)])
-    view.indexer.start()
-    deadline = time.monotonic() + 30
-    while view.index.steps() != [1, 2]:
-        assert time.monotonic() < deadline, view.indexer.trouble
-        time.sleep(0.01)
-    view.indexer.stop()
-
-
-def test_words_of_a_conversation_are_found(
-    server: ViewServer, view: RunView, run: RunDirectory
-) -> None:
-    said = [{"role": "assistant", "content": "Far from Zanzibar."}]
+def test_words_of_a_conversation_are_found(server: ViewServer, run: RunDirectory) -> None:
+    said = [{"role": "assistant", "content": 'Far from "Zanzibar".'}]
     asked = replace(sample(1), messages=said, turn_spans=(TurnSpan(0, 1, 0, 2),))
-    write_rollouts(run.rollouts_path(1), 1, [sample(0), asked])
-    view.indexer.index_now(1)
-    [row] = get(server, "search?run=run&text=zanzibar")["rows"]  # type: ignore[index]
+    record(run, 1, [sample(0), asked])
+    [row] = get(server, "search?run=run&text=from+%22zanzibar")["rows"]  # type: ignore[index]
     assert row["reward"] == 1.0
-
-
-def test_what_the_run_has_indexed_itself_is_not_indexed_again(run: RunDirectory) -> None:
-    path = run.rollouts_path(1)
-    scalars = write_rollouts(path, 1, [sample(draw) for draw in range(3)])
-    IndexWriter(run.index).append(1, path.stat().st_size, scalars)
-    assert open_run("run", run.path).index.lacking() == []  # asked before anything else was
-
-
-def test_a_recording_that_was_made_anew_is_indexed_anew(view: RunView, run: RunDirectory) -> None:
-    view.indexer.index_now(1)
-    write_rollouts(run.rollouts_path(1), 1, [sample(9)])
-    assert view.index.lacking() == [1]
-    view.indexer.index_now(1)
-    assert [span.end - int(span.firsts[0]) for span in view.index.spans()] == [1]
-    run.rollouts_path(1).unlink()
-    assert view.index.lacking() == []
-    assert view.index.steps() == []
 
 
 def test_metrics_with_nan_and_a_torn_line(server: ViewServer) -> None:
@@ -268,8 +240,7 @@ def test_a_step_without_its_samples_is_compared_by_what_is_left(
     server: ViewServer, run: RunDirectory
 ) -> None:
     for step in (1, 2):
-        scalars = write_rollouts(run.rollouts_path(step), step, [sample(k) for k in range(6)])
-        IndexWriter(run.index).append(step, run.rollouts_path(step).stat().st_size, scalars)
+        record(run, step, [sample(k) for k in range(6)])
     asked = "compare?a=run&a_step=1&b=run&b_step=2"
     assert len(get(server, asked)["prompts"]) == 3  # type: ignore[index]
     run.rollouts_path(1).unlink()  # as tracking.keep_rollouts does
@@ -280,25 +251,24 @@ def test_a_step_without_its_samples_is_compared_by_what_is_left(
     assert [sum(side) for side in found["histograms"]] == [6, 6]  # type: ignore[index]
 
 
+@pytest.mark.parametrize("name", ["rollouts", "index"])
 def test_links_out_of_the_run_are_not_followed(
-    server: ViewServer, view: RunView, run: RunDirectory
+    server: ViewServer, run: RunDirectory, name: str
 ) -> None:
-    view.indexer.index_now(1)
-    recording = run.rollouts_path(1)
+    path = run.path / name / "step_000001.parquet"
     secret = run.path.parent / "secret"
-    recording.rename(secret)
-    recording.symlink_to(secret)
+    path.rename(secret)
+    path.symlink_to(secret)
     status, _, content = ask(server, f"/{server.token}/api/sample?run=run&step=1&draw=0&index=0")
     assert status == 400
     assert b"link out of the run" in content
 
 
 def test_what_few_readers_of_json_know_is_shown_and_exported(
-    server: ViewServer, view: RunView, run: RunDirectory, tmp_path: Path
+    server: ViewServer, run: RunDirectory, tmp_path: Path
 ) -> None:
     metadata = {"seed": 2**70, "half": "\ud800", "loss": math.nan}
-    write_rollouts(run.rollouts_path(1), 1, [replace(sample(0), metadata=metadata)])
-    view.indexer.index_now(1)
+    record(run, 1, [replace(sample(0), metadata=metadata)])
     shown = get(server, "sample?run=run&step=1&draw=0&index=0")
     target = tmp_path / "page.html"
     export_page(server.api, target, step=None)
@@ -312,11 +282,8 @@ def embedded(page: Path) -> Any:
     return json.loads(block, parse_constant=pytest.fail)
 
 
-def test_an_exported_page_has_no_folders_of_the_machine(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exported_page_has_no_folders_of_the_machine(run: RunDirectory, tmp_path: Path) -> None:
     """Paths are planted wherever a run writes some; what the data says stays."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "planted"
     said = f"read {folder}/notes.txt"
     kept = "http://rm:8000/score/x: 1/2 and/or runs/a, ./runs/a, org/name:train:7"  # begin no path
@@ -326,16 +293,13 @@ def test_an_exported_page_has_no_folders_of_the_machine(
         metadata={"reward_error": error, "reward_info": {"x": {"problem": error}}, "path": said},
     )  # fmt: skip
     for step in (1, 2):
-        write_rollouts(run.rollouts_path(step), step, [one, replace(one, index=1)])
+        record(run, step, [one, replace(one, index=1)])
     run.evaluations.mkdir()
     write_rollouts(run.evaluations_path(1), 1, [one])
     run.result_path.write_text(json.dumps({"status": "failed", "reason": error, "steps": 2}))
     config = {"model": {"path": str(folder / "model")}, "run": {"dir": str(folder)}}
     run.config_path.write_text(json.dumps(config))
     view = open_run("run", run.path)
-    view.indexer.index_now(1)
-    view.indexer.index_now(2)
-    view.indexer.trouble = error
     export_page(Api([view], follow=False), tmp_path / "page.html", step=None)
     found = embedded(tmp_path / "page.html")
 
@@ -350,7 +314,6 @@ def test_an_exported_page_has_no_folders_of_the_machine(
     assert page["messages"][0]["content"] == said
     listed = found["answers"]["runs?"]["runs"][0]
     assert (listed["path"], listed["reason"]) == ("run", cut)
-    assert listed["indexing"]["trouble"] == cut
     # what the data said aside, no folder is left in the file
     assert str(tmp_path) not in json.dumps(found).replace(said, "")
 
@@ -364,15 +327,15 @@ def test_evaluations_are_read_without_their_tokens(
         for answer in answers:
             answer.reward = 0.25 + answer.metadata["correct"] / 8  # no reward is above a half
         write_rollouts(run.evaluations_path(step), step, answers)
-    read_all = view.reader.all
+    read_table = evaluations.read_table
     read: set[str] = set()
 
-    def watched(path: Path, columns: Sequence[str] | None = None) -> Iterator[Record]:
-        for record in read_all(path, columns):
-            read.update(record)
-            yield record
+    def watched(path: Path, *, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        for row, answer in read_table(path, columns=columns):
+            read.update(answer)
+            yield row, answer
 
-    monkeypatch.setattr(view.reader, "all", watched)
+    monkeypatch.setattr(evaluations, "read_table", watched)
     newest = sets_of(view)[0]
     assert [newest[name] for name in ("right", "better", "worse")] == [3, 1, 0]
     assert not {"tokens", "rollout_logprobs", "response_text"} & read
@@ -432,33 +395,6 @@ def test_requests_that_meet_count_each_line_of_the_ledger_once(
     with ThreadPoolExecutor(4) as threads:
         told = [*threads.map(lambda _: view.ledger.untrained()["counts"], range(4))]
     assert told == [[["failed", "slow", 9000]]] * 4
-
-
-def test_no_more_than_so_much_stays_in_memory(run: RunDirectory) -> None:
-    run.rollouts_path(1).unlink()
-    for step in (1, 2):
-        earlier = run.rollouts / f"step_{step:06d}.jsonl.zst"
-        write_earlier(earlier, step, [sample(k) for k in range(6)])
-    lines = [*RecordingReader().lines(run.rollouts_path(1))]
-    size = sum(map(len, lines))
-    reader = RecordingReader(size + size // 2)
-    for step in (1, 2, 1):
-        assert len([*reader.lines(run.rollouts_path(step))]) == 6
-    assert sum(reader._sizes.values()) <= reader.most_cached
-    assert reader.records(run.rollouts_path(1), [5, 77])[5]["reward"] == 5.0
-
-
-def test_a_run_of_an_earlier_version_is_shown(
-    server: ViewServer, view: RunView, run: RunDirectory
-) -> None:
-    run.rollouts_path(1).unlink()
-    write_earlier(run.rollouts / "step_000001.jsonl.zst", 1, [sample(k) for k in range(6)])
-    view.indexer.index_now(1)
-    found = get(server, "search?run=run&text=ANSWER+3")
-    assert found["rows"][0]["reward"] == 3.0  # type: ignore[index]
-    assert get(server, "sample?run=run&step=1&draw=1&index=1")["group"] == [0, 1]  # type: ignore[index]
-    told = get(server, "texts?run=run&at=1:4")
-    assert told["1:4"]["response"] == "answer 4"  # type: ignore[index]
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
