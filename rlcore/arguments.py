@@ -157,7 +157,6 @@ def _add_others(commands: Commands) -> None:
     how.add_argument("--draw", type=int, metavar="N", help="everything that happened to this draw")
     how.add_argument("--json", action="store_true", help="as one JSON object")
     sub.add_argument("--quick", action="store_true", help="do not read the recorded samples")
-    _add_show_options(_command(commands, "show", "samples of a step as text"))
     text = "what differs between two runs, and where their metrics part; exit code 1 if anything"
     sub = _command(commands, "compare", text)
     sub.add_argument("a", type=Path, metavar="A", help="the folder of a run")
@@ -210,20 +209,6 @@ def _gibibytes(text: str) -> int:
     if not number.isdecimal() or not int(number):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected gibibytes, as 80G")
     return int(number) << 30
-
-
-def _add_show_options(sub: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlcore show`."""
-    sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")
-    sub.add_argument("--step", type=int, metavar="N", help="default: the newest")
-    sub.add_argument("--count", type=_positive, default=5, metavar="N", help="how many (5)")
-    how = sub.add_mutually_exclusive_group()
-    for order in ("worst", "best"):
-        text = f"the {order} rewards first; default: spread from the best to the worst"
-        how.add_argument(f"--{order}", dest="order", action="store_const", const=order, help=text)
-    sub.set_defaults(order="spread")
-    text = "of a prompt or response, whose middle is left out where it is longer (2000)"
-    sub.add_argument("--characters", type=_positive, default=2000, metavar="N", help=text)
 
 
 def _add_view_options(sub: argparse.ArgumentParser) -> None:

@@ -208,14 +208,6 @@ def ledger(arguments: argparse.Namespace) -> int:
     )
 
 
-def show(arguments: argparse.Namespace) -> int:
-    """Print samples of a step."""
-    from rlcore.launch.commands.show import show_samples
-
-    options = {name: getattr(arguments, name) for name in ("step", "count", "order", "characters")}
-    return _print_lines(show_samples(arguments.run, **options))
-
-
 def compare(arguments: argparse.Namespace) -> int:
     """Print what differs between two runs; exit code 1 if anything does."""
     from rlcore.launch.commands.compare import compare_runs
@@ -359,7 +351,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "engine": engine,
     "export": export,
     "ledger": ledger,
-    "show": show,
     "compare": compare,
     "view": view,
     "status": status,

@@ -57,11 +57,6 @@ class Branch(NamedTuple):
     branch: int  # of the rollout, from 1
     branches: int
 
-    def __str__(self) -> str:
-        if self.branches == 1:
-            return ""
-        return f"branch {self.branch} of {self.branches} of rollout {self.rollout}"
-
 
 def branches_of(samples: Iterable[tuple[Hashable, int]]) -> list[Branch]:
     """Number the samples of each rollout, in order.

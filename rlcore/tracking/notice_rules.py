@@ -286,8 +286,8 @@ _RATE = (
     " policy.optimizer.clip_grad, algorithm.epochs"
 )
 _SAMPLES = (
-    "`rlcore show RUN --step {step} --best` (`rlcore view RUN`; step_{step:06d}.parquet in"
-    " rollouts/); "
+    "the samples of step {step} with the highest reward, in `rlcore view RUN` or"
+    " rollouts/step_{step:06d}.parquet; "
 )
 RULES = (
     Rule(
@@ -296,7 +296,7 @@ RULES = (
         "at 0.02 nats a token a response of 500 tokens is e^10 times as likely as under the"
         " reference; five times the median is no slow drift",
         "policy.optimizer.lr (too large?), algorithm.kl.reward_coef and training.target_kl;"
-        " `rlcore show RUN --best` for a reward that is gamed",
+        " the samples with the highest reward in `rlcore view RUN`, for a reward that is gamed",
         patience=2,
     ),
     Rule(
@@ -304,7 +304,7 @@ RULES = (
         _one_step,
         "PPO's usual target is 0.01 to 0.02, and at five times that its clipping holds nothing; at"
         " 1 nat a token what was likely before the step no longer is",
-        _RATE + ", training.max_update_kl; `rlcore show RUN` from the next step on",
+        _RATE + ", training.max_update_kl; `rlcore view RUN` from the next step on",
         calm=5,
     ),
     Rule(
@@ -312,7 +312,7 @@ RULES = (
         _collapsed,
         "it is half a standard deviation, and four times the noise between steps, below the best"
         " median of five steps; harder prompts alone leave steps, entropy and lengths as they were",
-        _RATE + "; `rlcore show RUN --step {step}`; resume from a checkpoint before it",
+        _RATE + "; step {step} in `rlcore view RUN`; resume from a checkpoint before it",
         patience=2,
     ),
     Rule(
@@ -321,14 +321,14 @@ RULES = (
         "a tenth of what it lately was is no slow decline; below 0.005 nats a token two samples of"
         " a prompt hardly differ",
         "rollout/zero_std_groups; raise rollout.sampling.temperature, the clip's upper end or an"
-        " entropy bonus, lower policy.optimizer.lr; `rlcore show RUN`",
+        " entropy bonus, lower policy.optimizer.lr; the samples in `rlcore view RUN`",
         patience=2,
     ),
     Rule(
         "no group has a variance",
         _variance,
         "advantages within a group are then all 0; two steps in a row are no chance",
-        "`rlcore show RUN --worst`: a reward that is always the same, or prompts that are all too"
+        "`rlcore view RUN`: a reward that is always the same, or prompts that are all too"
         " easy or too hard (data.curriculum, rollout.filters)",
         patience=2,
     ),
@@ -336,7 +336,7 @@ RULES = (
         "a step trained nothing",
         _no_update,
         "no term of the loss had a gradient: weights, moments and schedule stayed as they were",
-        "`rlcore show RUN --worst`: a reward that is always the same or fails, or prompts that are"
+        "`rlcore view RUN`: a reward that is always the same or fails, or prompts that are"
         " all too easy or too hard (data.curriculum, rollout.filters)",
     ),
     Rule(
@@ -359,8 +359,8 @@ RULES = (
         "the reward fails",
         _rewards,
         "one in twenty is more than noise; samples without a score are left out (reward.on_error)",
-        "`rlcore show RUN --worst` and logs/ say why; reward.timeout_s, reward.workers, retries of"
-        " a service or judge; reward.max_failed ends a run",
+        "`rlcore view RUN` (filter error=1) and logs/ say why; reward.timeout_s, reward.workers,"
+        " retries of a service or judge; reward.max_failed ends a run",
     ),
     Rule(
         "a number is not finite",

@@ -233,8 +233,8 @@ def test_a_gamed_reward_names_the_samples_to_look_at(name: str, tmp_path: Path) 
     (found,) = rows_of(tmp_path / "n", [GOOD] * 8 + [GOOD | BAD[name]] * 2)
     assert found.notice == name
     assert "the reward has risen from 0.400 to 0.700" in found.text
-    assert "`rlcore show RUN --step 10 --best`" in found.look_at
-    assert "step_000010.parquet in rollouts/" in found.look_at
+    assert "samples of step 10 with the highest reward" in found.look_at
+    assert "rollouts/step_000010.parquet" in found.look_at
 
 
 def recorded(run: str) -> list[dict[str, float]]:
