@@ -69,9 +69,16 @@ def _part(path: tuple[str, ...], section: type[Section]) -> str:
     if (home := listed()[path][1]) is not None:
         lines[-1] += f" Its other keys are those of `{'.'.join(home)}`."
     if rows := keys(section, path):
-        lines += ["", "| key | type | default | meaning |", "|---|---|---|---|"]
-        lines += [f"| `{k.path}` | {k.type} | {k.default} | {k.meaning} |" for k in rows]
+        lines += ["", "| key | type; default | meaning |", "|---|---|---|"]
+        lines += [f"| `{k.path}` | {_value(k)} | {k.meaning} |" for k in rows]
     return "\n".join(lines) + "\n"
+
+
+def _value(key: Key) -> str:
+    """Join type and default; a default of null says that null is a value."""
+    if key.default == "`null`":
+        return f"{key.type.removesuffix(' or null')}; {key.default}"
+    return f"{key.type}; {key.default}"
 
 
 def _meanings(section: type[Section]) -> dict[str, str]:

@@ -7,6 +7,7 @@ rlcore. A block without a name is a second file behind the `grpo.yaml` of the RE
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlcore.arguments import parse
 from rlcore.config.derived import world_size
@@ -205,6 +207,36 @@ def test_no_page_asks_to_add_to_a_file_what_a_second_file_can_say() -> None:
         for match in asks.finditer(page.read_text())
     ]
     assert found == []
+
+
+def test_the_workflow_runs_the_commands_of_the_readme() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    jobs = workflow["jobs"].values()
+    steps = {step["run"] for job in jobs for step in job["steps"] if "run" in step}
+    for script in re.findall(r"\./scripts/\S+", "\n".join(steps)):
+        assert os.access(ROOT / script, os.X_OK), script
+    of_the_readme = {" ".join(words) for _, words in commands(README, "./scripts/")}
+    assert len(of_the_readme) == 2
+    assert of_the_readme | {"./scripts/test.sh --rest"} <= steps
+    assert "--rest)" in (ROOT / "scripts" / "test.sh").read_text()
+    # a job of a hosted runner ends after six hours
+    assert all(0 < job["timeout-minutes"] <= 360 for job in jobs)
+
+
+def test_the_citation_names_the_version_of_the_package() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    package = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r'^version = "(.*)"$', package, re.MULTILINE) == [citation["version"]]
+
+
+def test_the_form_for_bugs_asks_for_what_rlcore_prints() -> None:
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    fields = {field["id"]: field for field in form["body"] if "id" in field}
+    assert {"doctor", "versions", "configuration", "log"} <= set(fields)
+    assert all(fields[name]["validations"]["required"] for name in ("doctor", "log"))
+    label = fields["doctor"]["attributes"]["label"]
+    [command] = re.findall(r"`rlcore (.*)`", label)
+    assert parse(command.split()).command == "doctor"
 
 
 PAGE = """

@@ -12,6 +12,7 @@ from rlcore.algorithms import (
     AlgorithmError,
     GuardedEstimator,
     GuardedPolicyLoss,
+    MetricSpec,
     build_estimator,
     build_policy_loss,
     estimator_names,
@@ -45,40 +46,30 @@ def list_metrics() -> Iterator[str]:
 def metrics_page() -> str:
     """Return docs/metrics.md, for `rlcore metrics --markdown`."""
     rows = "\n".join(
-        f"| `{spec.name}` | {spec.definition} | {spec.denominator} | {spec.unit} |"
+        f"| `{spec.name}` | {spec.definition} | {_unit_and_denominator(spec)} |"
         for spec in METRICS.values()
     )
     return f"""# Metrics
 
-Written by `rlcore metrics --markdown`; do not edit. One JSON object a step in \
-`runs/<name>/metrics.jsonl`, the same names
-in TensorBoard and wandb.
+Written by `rlcore metrics --markdown`; do not edit. One JSON object a step in
+`runs/<name>/metrics.jsonl`, the same names in TensorBoard and wandb.
 
-A *token* is a trainable token: prompts, tool output, observations and padding are in no metric. A \
-*sequence* is one with
-at least one trainable token, unless a line says "all sequences". A metric whose inputs were not \
-computed is absent, never
-0: without a reference model there is no KL, without a critic no value loss, without a correction \
-no `correction/*`; with
-several optimizer steps a batch and no pass before them nothing compares the policy with the \
-engine (`rollout/ess` and the
-`train_rollout_logprob_diff`s). Steps that train the critic alone (`critic.warmup_steps`) have no \
-policy loss.
+A *token* is a trainable token. A *sequence* is one with at least one trainable token, unless a line
+says "all sequences". A metric whose inputs were not computed is absent, never 0: without a
+reference model there is no KL, without a critic no value loss. Steps that train only the critic
+(`critic.warmup_steps`) have no policy loss. With one optimizer step a batch `approxkl`, the
+`clipfrac`s, `sequence_ratio` and `val/ratio` could only be 0 or 1, and are absent;
+`policy/step_kl` (k2 of J. Schulman, "Approximating KL divergence", 2020) is there for any number of
+optimizer steps, from a forward pass over one micro-batch after the last of them.
 
-With one optimizer step a batch a built-in loss compares the policy with itself, and the critic \
-too: `approxkl`, the
-`clipfrac`s, `sequence_ratio` and `val/ratio` could only be 0 or 1, and are absent. \
-`policy/step_kl` is there for any number of
-optimizer steps: after the last one a forward pass over a micro-batch of the tokens just trained \
-gives their new log-probs
-(about a third of that micro-batch's training), and the first one computed the old ones. The \
-formula is k2 of J. Schulman,
-"Approximating KL divergence", 2020.
-
-| name | what it is | averaged over | unit |
-|---|---|---|---|
+| name | what it is | unit, averaged over |
+|---|---|---|
 {rows}
 """
+
+
+def _unit_and_denominator(spec: MetricSpec) -> str:
+    return spec.unit if spec.denominator == "-" else f"{spec.unit}, {spec.denominator}"
 
 
 def list_algorithms() -> Iterator[str]:
