@@ -24,7 +24,9 @@ engines=()
 if [ -n "${ENGINES:-}" ]; then
     : "${ENGINE_NODES:?the number of nodes that run engines.sh}"
     need_keys
-    "$python" "$root/scripts/engine_urls.py" "$ENGINES" "$ENGINE_NODES" "${ENGINES_TIMEOUT_S:-1800}" > /dev/null
+    # its output is a pipe, so that it ends when this script does
+    ready=$("$python" "$root/scripts/engine_urls.py" "$ENGINES" "$ENGINE_NODES" "${ENGINES_TIMEOUT_S:-1800}")
+    echo "engines: $ready"
     engines=(rollout.engine.kind=sglang "rollout.engine.urls_file=$ENGINES")
 elif [ -n "${ENGINE_URLS:-}" ]; then
     engines=(rollout.engine.kind=sglang "rollout.engine.urls=[${ENGINE_URLS//,/, }]")

@@ -131,12 +131,10 @@ def run_rank(
                 loaded, process, on_rank0(handles), run, journal, backend, credit, steps
             )
         publisher = build_weight_publisher(config, process, backend, handles, journal, stack)
-        return finish(
-            Trainer(
-                config, sync, backend, credit, steps, publisher, rank0, sharing, replay_from(config)
-            ),
-            process,
+        trainer = Trainer(
+            config, sync, backend, credit, steps, publisher, rank0, sharing, replay_from(config)
         )
+        return finish(trainer, process)
 
 
 def _start_engines(process: Process, config: Config, handles: RolloutHandles | None) -> None:

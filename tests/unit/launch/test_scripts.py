@@ -297,6 +297,7 @@ def test_without_any_python_there_is_a_sentence(stage: Stage, tmp_path: Path) ->
 SERVERS = {
     "python": "/envs/sglang/bin/python",
     "urls": ["http://10.0.0.9:1"],
+    "urls_file": "/shared/engines",
     "tensor_parallel": 2,
     "gpus": [4, 5, 6, 7],
     "host": "10.0.0.9",

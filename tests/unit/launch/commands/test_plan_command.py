@@ -242,8 +242,8 @@ def test_recomputation_of_whole_layers_is_counted_as_it_is_configured(
         (line,) = [line for line in out.splitlines() if line.startswith("  TP 2 x DP 4")]
         found[method] = line
     assert "recompute full: fits, 39.2 GiB" in found["uniform 1"]
-    assert "recompute full (uniform 14): fits, 54.2 GiB" in found["uniform 14"]
-    assert "recompute full (block 1): fits, 70.9 GiB" in found["block 1"]
+    assert "recompute full (uniform 14): fits, 54.4 GiB" in found["uniform 14"]
+    assert "recompute full (block 1): fits, 71.0 GiB" in found["block 1"]
 
 
 @pytest.mark.parametrize("given", ["block", "uniform, recompute_num_layers: 0"])

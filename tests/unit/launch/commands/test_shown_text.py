@@ -69,7 +69,7 @@ def test_words_of_an_engine_that_ended(capsys: pytest.CaptureFixture[str]) -> No
 def test_differences_of_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare, "compare", lambda *_, **__: SimpleNamespace(differs=[]))
-    monkeypatch.setattr(compare, "describe", lambda *_, **__: [TEXT])
+    monkeypatch.setattr(compare, "compare", lambda *_, **__: {"differs": False})
+    monkeypatch.setattr(compare, "_described", lambda *_, **__: [TEXT])
     compare.compare_runs(tmp_path, tmp_path, tolerance=0.0, as_json=False)
     assert read(capsys) == f"{SHOWN}\n"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlcore import interpreters
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.interpreters import ask as interpreters
 from rlcore.interpreters.ask import cuda_toolkit
 from rollout.engines.sglang.gpu_environment import gpu_environment
 
