@@ -60,7 +60,7 @@ def test_a_rank_that_is_killed(rank_runs: RankRuns, rank: int) -> None:
 
 def test_a_rank_that_is_stopped(rank_runs: RankRuns) -> None:
     run = rank_runs.train(
-        "stopped", *FOREVER, *IN_PROCESS, f"cluster.heartbeat_timeout_s={HEARTBEAT_S}",
+        "silent rank", *FOREVER, *IN_PROCESS, f"cluster.heartbeat_timeout_s={HEARTBEAT_S}",
         act=to_rank(1, signal.SIGSTOP),
     )  # fmt: skip
     silent = (
