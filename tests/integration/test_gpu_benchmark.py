@@ -121,10 +121,8 @@ def test_a_machine_that_lacks_packages_of_whole_runs_makes_none(report: dict[str
         assert "xxhash" not in missing
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize(
-    "section", [pytest.param("runs"), pytest.param("ranks", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("section", WHOLE_RUNS)
 def test_whole_runs_with_all_packages(section: str, tmp_path: Path) -> None:
     result = tmp_path / "gpu.json"
     command = [SCRIPT, "--toy", "--only", section, "--json", result]
