@@ -157,8 +157,8 @@ class DistributedTransport(Transport):
         flat = self._on_host(flat)
         called = [one.index for one in self._buckets[bucket.index : bucket.index + 2]]
         sending = self._on_links(lambda link: link.send(called, self._order(link.engine), flat))
-        digesting = [asyncio.to_thread(self._digest, flat)] if self._sent else []
-        failed, *_ = await asyncio.gather(sending, *digesting)
+        digesting = asyncio.to_thread(self._digest, flat) if self._sent else asyncio.sleep(0)
+        failed, _ = await asyncio.gather(sending, digesting)
         self._failed |= failed
         return failed
 

@@ -112,6 +112,8 @@ class RankRuns:
         self._count += 1
         log = self.folder / f"{self._count}.log"
         folder = self.runs / name
+        is_repeated = {"--resume", "--overwrite"} & {*arguments}
+        assert is_repeated or not folder.exists(), f"another test has a run {name}"
         given = [
             "train",
             str(self.base),
@@ -126,13 +128,16 @@ class RankRuns:
         self._driver.send(
             {"arguments": given, "ranks": ranks, "log": str(log), "environment": {**environment}}
         )
-        if act is not None:
-            self._reach(folder / "metrics.jsonl", after_steps, log)
-            supervisor, *pids = json.loads(Path(f"{log}.pids").read_text())
-            began = time.monotonic()
-            act(Going(supervisor, pids))
-            acted.touch()
-        answer = self._driver.answer()
+        try:
+            if act is not None:
+                self._reach(folder / "metrics.jsonl", after_steps, log)
+                supervisor, *pids = json.loads(Path(f"{log}.pids").read_text())
+                began = time.monotonic()
+                act(Going(supervisor, pids))
+                acted.touch()
+        finally:
+            # also where `act` fails: the next answer is the next run's
+            answer = self._driver.answer()
         orphans_s = answer["orphans_seconds"]
         return Ended(
             answer["code"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workspace import LEARNING, Workspace
+from workspace import LEARNING, Run, Workspace
 
+from benchmarks.simulation.long_tails import long_tailed
 from rlcore.runs.directory import RunDirectory
+from rlcore.runs.rollouts import read_rollouts
 from rlcore.runs.versions import read_versions
 from rollout.accounting.audit import audit
 from rollout.engines.embedded.engine import PauseGate
@@ -28,6 +31,7 @@ from tests.integration.async_checks import (
 from tests.integration.resume_runs import UPDATES, Runs, result_of
 from tests.timeline_checks import check_timeline
 
+MODES = ("drain", pytest.param("retract", marks=pytest.mark.full), "in_place", "abort")
 MEET_S = 60.0  # for a response and a publication to meet
 CORRECTED = ("algorithm.correction={name: tis}",)
 # two turns
@@ -172,7 +176,7 @@ def test_a_step_trained_on_older_tokens_is_replayed_to_the_bit(workspace: Worksp
 
 
 @pytest.mark.usefixtures("slow_tokens")
-@pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
+@pytest.mark.parametrize("mode", MODES)
 def test_what_a_publication_does_to_responses_in_flight(workspace: Workspace, mode: str) -> None:
     run = workspace.train(
         f"async {mode}", *LEARNING, *CORRECTED, "training.steps=6", "rollout.max_staleness=1",
@@ -257,15 +261,16 @@ def test_an_evaluation_beside_uses_the_newest_weights(workspace: Workspace, tmp_
 AHEAD = ("rollout.max_staleness=2", "rollout.on_update=retract", "training.steps=8")
 
 
-def test_an_early_stop_leaves_books_that_balance(workspace: Workspace) -> None:
+@pytest.mark.parametrize("workflow", ["single_turn", "conversations"])
+def test_an_early_stop_leaves_books_that_balance(workspace: Workspace, workflow: str) -> None:
     armed = (
         "training.early_stopping=true",
         "training.target_kl=1e-9",
         "algorithm.kl.reward_kind=k3",
         "training.steps=8",
-        CONVERSATIONS,
+        *([CONVERSATIONS] if workflow == "conversations" else []),
     )
-    run = workspace.train("stopped early", *LEARNING, *armed, "rollout.max_staleness=2")
+    run = workspace.train(f"stopped, {workflow}", *LEARNING, *armed, "rollout.max_staleness=2")
     assert run.code == 0, run.err
     assert (run.result["status"], run.result["steps"]) == ("early_stopped", 2)
     check_async_run(run.folder, steps=2, staleness=2)
@@ -305,3 +310,49 @@ def test_versions_grow_on_where_their_journal_was_lost(runs: Runs) -> None:
     runs.finish("lost", *AHEAD)
     assert result_of(runs.path("lost"))["steps"] == 8
     assert read_versions(journal)[0].version == newest.version + 1
+
+
+@pytest.mark.parametrize("at", [
+    {"point": "publish", "call": 6},
+    pytest.param({"point": "rollouts", "call": 4, "after": True}, marks=pytest.mark.full),
+    pytest.param({"point": "commit", "call": 1, "after": True}, marks=pytest.mark.full),
+], ids=lambda at: at["point"].replace(" ", "_"))  # fmt: skip
+def test_killed_while_groups_are_made_it_goes_on(runs: Runs, at: dict[str, Any]) -> None:
+    name = f"killed at {at['point']}"
+    ended = runs.train(name, *AHEAD, at=at)
+    assert ended.killed, ended.output
+    runs.finish(name, *AHEAD)
+    check_async_run(runs.path(name), steps=8, staleness=2)
+
+
+# --- long tails ----------------------------------------------------------------------------------
+
+
+def one_in_eight(draw: int) -> float:
+    """Takes ten times as long as the others."""
+    return 0.5 if random.Random(draw).random() < 0.125 else 0.05
+
+
+def slow_run(workspace: Workspace, staleness: int) -> Run:
+    return workspace.train(
+        f"long-tailed {staleness}", *LEARNING, *CORRECTED, "training.steps=16",
+        f"rollout.max_staleness={staleness}", "rollout.on_update=in_place",
+        "checkpoint.export_hf=false",
+    )  # fmt: skip
+
+
+def test_with_long_tails_long_answers_are_trained_on_as_short_ones_are(
+    workspace: Workspace,
+) -> None:
+    """What running ahead is worth in time: benchmarks/asynchrony.py."""
+    with long_tailed(one_in_eight):
+        lock_step = slow_run(workspace, 0)
+        asynchronous = slow_run(workspace, 2)
+    for run, staleness in ((lock_step, 0), (asynchronous, 2)):
+        assert run.code == 0, run.err
+        check_async_run(run.folder, steps=16, staleness=staleness)
+    draws = [
+        sorted({r["draw"] for s in range(1, 17) for r in read_rollouts(run.rollouts(s))})
+        for run in (lock_step, asynchronous)
+    ]
+    assert draws[0] == draws[1] == list(range(64))

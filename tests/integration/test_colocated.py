@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_runs import RankRuns
 from safetensors.torch import load_file
 from workspace import LEARNING, Run, Workspace, learned
 
@@ -95,3 +96,32 @@ def test_an_engine_that_dies_while_the_trainer_has_the_device_comes_back_after_i
     plain = workspace.train("colocated unharmed", *LEARNING, "training.steps=4")
     ours = [row["loss/policy_avg"] for row in run.metrics]
     assert ours == [row["loss/policy_avg"] for row in plain.metrics]
+
+
+def test_when_none_can_be_started_again_what_was_trained_is_kept(workspace: Workspace) -> None:
+    marker = workspace.folder / "killed for good"
+    killer = f"{{name: 'colocated_estimator:EngineKiller', marker: {marker}}}"
+    run = workspace.train(
+        "colocated lost", *LEARNING, COLOCATED, "rollout.engine.in_process=false",
+        f"algorithm.estimator={killer}", "rollout.engine.restart.limit=0",
+    )  # fmt: skip
+    assert run.code == 1
+    assert run.lines("no engine is left, and none can be started again (rollout.engine.restart)")
+    assert run.lines("the run is saved after step 2: continue with --resume")
+    resumed = workspace.train("colocated lost", *LEARNING, COLOCATED, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert resumed.result["steps"] == 3
+
+
+@pytest.mark.full
+def test_two_ranks_and_an_engine_of_its_own(workspace: Workspace, rank_runs: RankRuns) -> None:
+    layout = (
+        workspace.heldout,
+        "policy.parallel.tensor=2",
+        "policy.parallel.sequence=true",
+        "rollout.engine.in_process=false",
+    )
+    apart = rank_runs.train("colocated-ranks-apart", *PPO, *layout)
+    colocated = rank_runs.train("colocated-ranks", *PPO, *layout, COLOCATED)
+    assert (apart.code, colocated.code) == (0, 0), colocated.said
+    assert learned(colocated.rows) == learned(apart.rows)

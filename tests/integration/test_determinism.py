@@ -1,4 +1,4 @@
-"""Runs that are equal bit for bit: by the rules of NCCL and over gloo."""
+"""`run.deterministic: true`: a rerun on the same layout is equal bit for bit."""
 
 from __future__ import annotations
 
@@ -32,6 +32,20 @@ def assert_bit_equal(first: Ended, second: Ended) -> None:
         assert files
         for file in files:
             assert (first.folder / file).read_bytes() == (second.folder / file).read_bytes(), file
+
+
+@pytest.mark.full  # in every run of the tests two ranks end as two others did: test_soak.py
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_rerun_is_bit_equal(rank_runs: RankRuns, layout: str) -> None:
+    options = (
+        *LAYOUTS[layout], *LEARNING, "run.deterministic=true", "training.steps=3",
+        "algorithm.minibatches=2", "algorithm.epochs=2", "algorithm.kl.loss_coef=0.01",
+        "checkpoint.every=1",
+    )  # fmt: skip
+    first, second = (
+        rank_runs.train(f"deterministic_{layout}_{number}", *options) for number in (1, 2)
+    )
+    assert_bit_equal(first, second)
 
 
 @pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2", marks=pytest.mark.full)])

@@ -128,12 +128,16 @@ def test_killed_before_its_result_it_only_ends(
     ).read_bytes()
 
 
-def test_without_the_switch_a_target_is_ignored_in_one_line(workspace: Workspace) -> None:
+@pytest.mark.parametrize("switch", ["'off'", "0"])
+def test_without_the_switch_a_target_is_ignored_in_one_line(
+    workspace: Workspace, switch: str
+) -> None:
     run = workspace.train(
         "ignored",
         *LEARNING,
-        "training.early_stopping='off'",
+        f"training.early_stopping={switch}",
         "training.target_kl=1e-9",
+        "--overwrite",
     )
     assert (run.code, run.result["status"]) == (0, "completed")
     assert [len(run.lines(text)) for text in (IGNORED, ARMED, TRIPPED)] == [1, 0, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from accounting_checks import accounting_faults
 from rank_runs import Ended, RankRuns
 from torchrun_runs import Launched, Launcher
 from workspace import LEARNING, learned
@@ -32,6 +33,20 @@ def assert_ended_as(run: Launched, other: Ended) -> None:
     assert run.processes() == []
 
 
+@pytest.mark.full  # as test_soak.py
+def test_a_killed_rank_is_started_again_and_the_run_ends_as_undisturbed(
+    launcher: Launcher, undisturbed: Ended
+) -> None:
+    until = launcher.held("rank-comes-back", after=7)
+    run = launcher.two_nodes("rank-comes-back", *SETTINGS, until, restarts=1)
+    run.reach(5)
+    run.rank(1).kill()
+    run.go_on()
+    assert run.wait() == [0, 0], run.said
+    assert "rank 0 lost a peer in a collective" in run.said
+    assert_ended_as(run, undisturbed)
+
+
 @pytest.mark.full
 def test_a_lost_node_that_comes_back_joins_the_next_attempt(
     launcher: Launcher, undisturbed: Ended
@@ -58,6 +73,26 @@ def test_a_first_start_on_an_existing_run_stays_refused_however_often_it_is_trie
     assert run.wait() == [1, 1], run.said
     assert run.said.count("run 'never-restarted' exists") == 4, "each node, each time"
     assert (undisturbed.folder / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.full
+def test_a_run_ahead_of_its_trainer_loses_nothing_when_it_is_started_again(
+    launcher: Launcher,
+) -> None:
+    asynchronous = (
+        "rollout.max_staleness=2",
+        "rollout.on_update=retract",
+        "algorithm.correction={name: tis}",
+    )
+    until = launcher.held("async-comes-back", after=7)
+    run = launcher.two_nodes("async-comes-back", *SETTINGS, until, *asynchronous, restarts=1)
+    run.reach(5)
+    run.rank(1).kill()
+    run.go_on()
+    assert run.wait() == [0, 0], run.said
+    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
+    assert accounting_faults(run.folder, steps=STEPS, max_staleness=2) == []
+    assert run.processes() == []
 
 
 @pytest.mark.full

@@ -196,6 +196,7 @@ def assert_taught(
         ("larger", False, 0.7),
         ("larger", True, 1.0),
         ("warm", True, 1.0),
+        pytest.param("warm", False, 1.0, marks=pytest.mark.full),
     ],
 )
 def test_each_token_earns_what_the_teacher_thinks_of_it(

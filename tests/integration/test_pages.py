@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from workspace import ROOT
 
-from rlcore import cli
 from rlcore.runs.metrics import read_metrics
 from tests.pages import blocks
 
@@ -37,27 +35,31 @@ def shown(page: Path, heading: str) -> list[str]:
 
 
 def follow(folder: Path, lines: list[str], *pages: Path, smaller: str) -> None:
-    """Save the files of the README and of `pages`, and run the lines, shortened.
-
-    `rlcore` runs in this process: another interpreter for each line would cost most of the time.
-    """
+    """Save the files of the README and of `pages`, and run the lines, shortened."""
     for page in (README, *pages):
         for block in blocks(page):
             if block.name is not None:
                 (folder / block.name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / block.name).write_text(block.text)
+    script = [
+        "set -e",
+        f'rlcore() {{ "{sys.executable}" -m rlcore "$@"; }}',
+        *(f"{line} {smaller}" if " train " in line else line for line in lines),
+    ]
     bin_folder = Path(sys.executable).parent
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.syspath_prepend(folder)
-        patch.setenv("PYTHONPATH", f"{folder}:{ROOT}")  # as if rlcore were installed
-        patch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")
-        for line in lines:
-            whole = f"{line} {smaller}" if " train " in line else line
-            if whole.startswith("rlcore "):
-                assert cli.main(shlex.split(whole)[1:]) == 0, whole
-            else:
-                subprocess.run(["bash", "-ec", whole], check=True, timeout=580)
+    ended = subprocess.run(
+        ["bash", "-c", "\n".join(script)],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{folder}:{ROOT}",  # as if rlcore were installed
+        },
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_the_readmes_task(tmp_path: Path) -> None:
@@ -69,6 +71,7 @@ def test_the_readmes_task(tmp_path: Path) -> None:
         "validate",
         "train",
     ]
+    lines[0] = lines[0].replace("$PWD", f"$PWD:{ROOT}")
     follow(tmp_path, lines, smaller="training.steps=2")
     rows = read_metrics(tmp_path / "runs" / "repeat" / "metrics.jsonl")
     assert rows[-1]["step"] == 2
@@ -80,6 +83,7 @@ def test_the_calculator_of_the_page_on_workflows(tmp_path: Path) -> None:
     page = ROOT / "docs" / "workflows.md"
     lines = [line for line in shown(page, "An environment with tools") if "run.sh" not in line]
     assert [line.split()[0] for line in lines] == ["export", "rlcore", "python", "rlcore"]
+    lines[0] = lines[0].replace("$PWD", f"$PWD:{ROOT}")
     follow(tmp_path, ["rlcore init-model tiny", *lines], page, smaller=OF_GRPO)
     [row] = read_metrics(tmp_path / "runs" / "repeat" / "metrics.jsonl")
     assert row["step"] == 1
@@ -97,8 +101,7 @@ def test_calls_of_tools_on_the_page_on_fine_tuning(tmp_path: Path) -> None:
     assert row["step"] == 1
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("started", [TORCHRUN, "torchrun"])
+@pytest.mark.parametrize("started", [pytest.param(TORCHRUN, marks=pytest.mark.full), "torchrun"])
 def test_torchrun_on_one_machine(tmp_path: Path, started: str) -> None:
     page = ROOT / "docs" / "multinode.md"
     [line] = [one for one in shown(page, "torchrun") if "--standalone" in one]

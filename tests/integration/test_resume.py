@@ -16,6 +16,7 @@ import pytest
 from rlcore.runs.checkpoints import committed_steps
 from rlcore.runs.directory import RunDirectory
 from rollout.accounting.audit import audit
+from rollout.accounting.journal_reader import read_journal
 from tests.integration.resume_runs import (
     STEPS,
     UPDATES,
@@ -100,6 +101,14 @@ def test_killed_at_points(runs: Runs, undisturbed: Ended, where: str) -> None:
     found = audit(RunDirectory(runs.path(where)))
     assert found.contradictions == []
     assert found.restarts >= len(KILLS[where])
+    assert found.rewound > 0 or where != "in_the_ledger"
+    # The journal knows more than the reference's; what counts of it is the same.
+    journals = [
+        read_journal(runs.path(name) / "ledger.jsonl").at(STEPS) for name in (where, "reference")
+    ]
+    assert journals[0] is not None
+    assert journals[1] is not None
+    assert journals[0].snapshot() == journals[1].snapshot()
 
 
 def _completed(run: Path) -> bool:

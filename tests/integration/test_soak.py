@@ -19,15 +19,15 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
 
 
 # an undisturbed run, a killed one and its next life, each with interpreters of its own
-@pytest.mark.full
 @pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize(
     ("launcher", "kind", "seed"),
     [
-        ("local", "engine", 3),
+        # an engine is killed in every third step of test_chaos.py, too
+        pytest.param("local", "engine", 3, marks=pytest.mark.full),
         ("torchrun", "rank", 2),
-        ("ray", "service", 1),
-        ("ray-nodes", "raylet", 4),
+        pytest.param("ray", "service", 1, marks=pytest.mark.full),
+        pytest.param("ray-nodes", "raylet", 4, marks=pytest.mark.full),
     ],
 )
 def test_a_run_with_a_kill_is_the_run_without_it(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from server_kit import Served, gone
 
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed, UserError
 from rlcore.launch.commands.init_model import ModelSpec, init_model
+from rollout.asyncio_utils import LoopThread
 from rollout.engines.child_process import members
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.external import ExternalServer
@@ -158,10 +160,24 @@ def test_a_server_that_a_trainer_left_paused_is_told_to_go_on(
 # --- what goes wrong at the start -----------------------------------------------------------------
 
 
-def test_an_argument_that_sglang_does_not_take_is_named(tiny_model: Path, tmp_path: Path) -> None:
-    server = {"max_runing_requests": 4}
-    message = "no argument max_runing_requests; did you mean max_running_requests?"
-    with pytest.raises(UserError, match=re.escape(message)):
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        (
+            {"max_runing_requests": 4},
+            "no argument max_runing_requests; did you mean max_running_requests?",
+        ),
+        pytest.param(
+            {"max_running_requests": "many"},
+            "max-running-requests: invalid .* value: 'many'",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_an_argument_that_sglang_does_not_take_is_named(
+    tiny_model: Path, tmp_path: Path, server: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
         server_kit.launch(server_kit.managed(tiny_model, tmp_path / "wrong.log", server=server))
 
 
@@ -229,6 +245,50 @@ def test_nothing_outlives_a_trainer_that_is_killed_while_its_server_starts(
         owner.kill()
         owner.wait()
     assert gone(server)
+
+
+@pytest.mark.full  # as test_engine_command.py, where a server dies once
+def test_a_server_that_dies_leaves_nothing_and_starts_again(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    server = server_kit.managed(tiny_model, tmp_path / "restarted.log")
+    loop = LoopThread("restarted")
+    starting = asyncio.run_coroutine_threadsafe(server.start(), loop.loop)
+    while server.pid is None:
+        time.sleep(0.01)
+    first = server.pid
+    # it could not even hear of it
+    os.kill(appeared(first, "sglang::scheduler"), signal.SIGSTOP)
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(RunFailed, match="ended before it was ready: killed by SIGKILL"):
+        starting.result(60)
+    assert members(first) == []
+
+    served = Served(
+        server, loop.call(server.start(), seconds=server_kit.START_S, what="starting again"), loop
+    )
+    assert server.pid != first
+    assert one_token(served) == 200
+    os.kill(appeared(server.pid, "sglang::scheduler"), signal.SIGKILL)
+    served.call(until(server.ended), 60)  # a server without a scheduler does not hang on
+    assert gone(server.pid)
+    loop.close()
+
+
+async def until(future: asyncio.Future[Any]) -> None:
+    await asyncio.wait({future})
+
+
+@pytest.mark.full
+def test_a_server_of_two_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    served = server_kit.launch(
+        server_kit.managed(tiny_model, tmp_path / "two.log", tensor_parallel=2)
+    )
+    assert one_token(served) == 200
+    assert served.call(served.external(tensor_parallel=2).start()) == served.url
+    os.kill(served.server.pid, signal.SIGKILL)
+    assert gone(served.server.pid)  # both schedulers too
+    served.loop.close()
 
 
 def child_of(parent: int) -> int:

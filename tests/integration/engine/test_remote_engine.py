@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -298,3 +300,43 @@ def test_a_start_that_takes_too_long_leaves_no_process(config, loop, tmp_path):
     ):
         run(loop, engine.start())
     assert not alive(engine.pid)
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from rlcore.config.sections.rollout import EngineConfig
+from rollout.engines.embedded.factory import EmbeddedServer
+from rollout.engines.embedded.server import ServerConfig
+
+async def main():
+    config = EngineConfig(device="cpu", threads=1)
+    server = EmbeddedServer(
+        ServerConfig("engine-0", sys.argv[1], config, "the-key", dtype="fp32"), Path(sys.argv[2])
+    )
+    await server.start()
+    print(server.pid, flush=True)
+    await asyncio.sleep(120)
+
+asyncio.run(main())
+"""
+
+
+def test_an_engine_ends_with_its_parent(config, tmp_path):
+    repository = Path(__file__).resolve().parents[3]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, config.model.path, str(tmp_path / "log")],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=repository,
+        env=os.environ | {"PYTHONPATH": str(repository)},
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert alive(pid)
+    parent.kill()
+    parent.wait(10)
+    deadline = time.monotonic() + 60
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)

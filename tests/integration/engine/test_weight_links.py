@@ -1,9 +1,12 @@
-"""Process groups for weights over real engines: bytes that are changed on the way."""
+"""Process groups for weights over real engines, if one fails: which is blamed, which waits."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
+import time
 
 import aiohttp
 import pytest
@@ -11,7 +14,7 @@ import torch
 from engine_kit import flatten, layout, remote_engine, tiny_qwen3
 
 from rlcore.config.sections.rollout import EngineConfig
-from rlcore.errors import UserError
+from rlcore.errors import EngineFailed, UserError
 from rlcore.tls import engine_client
 from rollout.weight_sync.links import DistributedTransport
 from tests.certificates import Authority
@@ -19,6 +22,11 @@ from tests.listeners import addresses
 from tests.man_in_the_middle import ManInTheMiddle
 
 LIMIT_S = 60.0  # on a busy machine, where nobody is waited for in vain
+HANGS_S = 10.0  # where somebody is
+
+
+def make_transport(limit_s=LIMIT_S):
+    return DistributedTransport(device=torch.device("cpu"), timeout_s=limit_s, probe_s=10.0)
 
 
 @pytest.fixture
@@ -27,7 +35,7 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def with_engines(folder, tmp_path, use, *, count, tls):
+def with_engines(folder, tmp_path, use, *, count=3, tls=None, limit_s=LIMIT_S):
     """Call `use(engines, buckets, model)` with paused engines that wait for the buckets."""
     torch.set_num_threads(1)
 
@@ -35,7 +43,7 @@ def with_engines(folder, tmp_path, use, *, count, tls):
         config = EngineConfig(
             device="cpu",
             threads=1,
-            update_timeout_s=LIMIT_S,
+            update_timeout_s=limit_s,
             request_timeout_s=20.0,
             health_timeout_s=5.0,
             start_timeout_s=300.0,
@@ -60,6 +68,88 @@ def with_engines(folder, tmp_path, use, *, count, tls):
     return asyncio.run(asyncio.wait_for(main(), 180))
 
 
+@pytest.mark.full
+def test_who_hangs_is_named_and_the_others_have_the_bucket(folder, tmp_path):
+    async def use(engines, buckets, model):
+        transport = make_transport(HANGS_S)
+        frozen = engines[1]
+        assert await transport.open(engines, buckets) == {}
+        kept = {
+            engine: link.group for engine, link in transport._links.items() if engine is not frozen
+        }
+        assert await transport.send(buckets[0], flatten(buckets[0], model)) == {}
+        os.kill(frozen.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        failed = {}
+        left = iter(buckets[1:])
+        while not failed:  # its socket takes a bucket or two
+            bucket = next(left)
+            failed = await transport.send(bucket, flatten(bucket, model))
+        assert list(failed) == [frozen]
+        assert re.search(r"engine-1 did not answer receive_bucket within 10 s", failed[frozen])
+        assert time.monotonic() - began < HANGS_S + 30.0
+        for bucket in left:  # they were called for the next one already
+            assert await transport.send_called(bucket, flatten(bucket, model)) == {}
+        assert await transport.give_up() == {}
+        others = [engines[0], engines[2]]
+        assert await transport.open(others, buckets) == {}
+        # those that are well keep theirs
+        assert {engine: link.group for engine, link in transport._links.items()} == kept
+        for bucket in buckets:
+            assert await transport.send(bucket, flatten(bucket, model)) == {}
+        assert await transport.complete() == {}
+        for engine in others:
+            await engine.end_update()
+        await transport.close()
+
+    with_engines(folder, tmp_path, use, limit_s=HANGS_S)
+
+
+@pytest.mark.full
+def test_who_refuses_is_named_at_once(folder, tmp_path, monkeypatch):
+    """It never receives: our side hangs till its own deadline, for which nobody waits."""
+
+    async def use(engines, buckets, model):
+        async def refuse(*_):
+            raise EngineFailed("engine-1 has no memory")
+
+        transport = make_transport()
+        monkeypatch.setattr(engines[0], "join_group", refuse)
+        assert await transport.open(engines, buckets) == {engines[0]: "engine-1 has no memory"}
+        assert await transport.open(engines[1:], buckets) == {}
+        monkeypatch.setattr(engines[1], "receive_bucket", refuse)
+        began = time.monotonic()
+        assert await transport.send(buckets[0], flatten(buckets[0], model)) == {
+            engines[1]: "engine-1 has no memory"
+        }
+        assert time.monotonic() - began < LIMIT_S / 2
+        await transport.close()
+
+    with_engines(folder, tmp_path, use)
+
+
+@pytest.mark.full
+def test_who_dies_is_named_and_who_was_started_again_is_joined_anew(folder, tmp_path):
+    async def use(engines, buckets, model):
+        transport = make_transport()
+        mortal = engines[2]
+        assert await transport.open(engines, buckets) == {}
+        kept = [transport._links[engine].group for engine in engines[:2]]
+        os.kill(mortal.pid, signal.SIGKILL)
+        assert list(await transport.send(buckets[0], flatten(buckets[0], model))) == [mortal]
+        for _ in range(2):  # the second time nobody has seen it die
+            await mortal.kill()
+            await mortal.start()
+            await mortal.pause("drain")
+            await mortal.begin_update(buckets)
+            assert await transport.open([mortal], buckets) == {}
+            assert await transport.send(buckets[0], flatten(buckets[0], model)) == {}
+        assert [transport._links[engine].group for engine in engines[:2]] == kept
+        await transport.close()
+
+    with_engines(folder, tmp_path, use)
+
+
 def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(folder, tmp_path, monkeypatch):
     """A man in the middle may read (there is no key on gloo); what he changes is not used.
 
@@ -74,9 +164,7 @@ def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(folder, tmp_path
             assert addresses(engine.pid) == {"127.0.0.1"}
             man.stand_before(engine, monkeypatch)
             await engine.begin_update(buckets)  # he learns their sizes
-        transport = DistributedTransport(
-            device=torch.device("cpu"), timeout_s=LIMIT_S, probe_s=10.0
-        )
+        transport = make_transport()
         assert await transport.open(engines, buckets) == {}
         for bucket in buckets:
             assert await transport.send(bucket, flatten(bucket, model)) == {}
