@@ -10,45 +10,26 @@ from rlcore.algorithms.moments import MetricSpec
 PREFIX = "conversation/"
 UNTRAINED = "untrained_"  # of measurements: tokens that are not trained, by the reason behind it
 
-CONVERSATION_METRICS = tuple(
-    MetricSpec(PREFIX + name, definition, denominator, unit)
-    for name, definition, denominator, unit in (
-        ("turns", "turns of the model", "rollouts", "turns"),
-        ("branches", "branches beside the first", "rollouts", "branches"),
-        ("tool_calls", "calls of tools", "rollouts", "calls"),
-        ("tool_errors", "calls that were answered with an error", "rollouts", "calls"),
-        ("generated_tokens", "tokens that the model wrote", "rollouts", "tokens"),
-        ("trained_tokens", "of these, tokens that are trainable in a sample", "rollouts", "tokens"),
-        (
-            UNTRAINED + "<reason>",
-            "of these, tokens that are trainable in none, for this reason",
-            "rollouts",
-            "tokens",
-        ),
-        ("merge_ratio", "trained_tokens / generated_tokens", "generated tokens", "share"),
-        (
-            "context_tokens",
-            "tokens of prompts, results of tools and other messages",
-            "rollouts",
-            "tokens",
-        ),
-        ("engine_s", "waiting for turns, those of branches added up", "rollouts", "s"),
-        ("tool_s", "waiting for tools", "rollouts", "s"),
-        (
-            "cached_tokens",
-            "tokens of prompts that the engine had kept; absent where it does not tell",
-            "rollouts",
-            "tokens",
-        ),
-        ("prefilled_tokens", "tokens of prompts that it computed; likewise", "rollouts", "tokens"),
-        (
-            "<name>",
-            "any number that a workflow gave to `Conversation.measure`",
-            "rollouts that have it",
-            "as given",
-        ),
-    )
-)
+CONVERSATION_METRICS = tuple(MetricSpec(PREFIX + name, *row) for name, *row in (
+    ("turns", "turns of the model", "rollouts", "turns"),
+    ("branches", "branches beside the first", "rollouts", "branches"),
+    ("tool_calls", "calls of tools", "rollouts", "calls"),
+    ("tool_errors", "calls that were answered with an error", "rollouts", "calls"),
+    ("generated_tokens", "tokens that the model wrote", "rollouts", "tokens"),
+    ("trained_tokens", "of these, tokens that are trainable in a sample", "rollouts", "tokens"),
+    (UNTRAINED + "<reason>", "of these, tokens that are trainable in none, for this reason",
+     "rollouts", "tokens"),
+    ("merge_ratio", "trained_tokens / generated_tokens", "generated tokens", "share"),
+    ("context_tokens", "tokens of prompts, results of tools and other messages", "rollouts",
+     "tokens"),
+    ("engine_s", "waiting for turns, those of branches added up", "rollouts", "s"),
+    ("tool_s", "waiting for tools", "rollouts", "s"),
+    ("cached_tokens", "tokens of prompts that the engine had kept; absent where it does not tell",
+     "rollouts", "tokens"),
+    ("prefilled_tokens", "tokens of prompts that it computed; likewise", "rollouts", "tokens"),
+    ("<name>", "any number that a workflow gave to `Conversation.measure`", "rollouts that have it",
+     "as given"),
+))  # fmt: skip
 
 
 def conversation_metrics(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:

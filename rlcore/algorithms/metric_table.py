@@ -154,19 +154,8 @@ _ROWS = (
 )  # fmt: skip
 
 _SECTIONS = (
-    "",
-    "objective",
-    "loss",
-    "policy",
-    "train",
-    "val",
-    "rollout",
-    "conversation",
-    "correction",
-    "curriculum",
-    "eval",
-    "time",
-    "perf",
+    *("", "objective", "loss", "policy", "train", "val", "rollout", "conversation", "correction"),
+    *("curriculum", "eval", "time", "perf"),
 )
 
 

@@ -34,6 +34,48 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+BATCH_METRICS = tuple(MetricSpec(*row) for row in (
+    ("objective/scores", "outcome reward", "sequences", "reward"),
+    ("objective/kl", "token sum of the raw KL estimate (algorithm.kl.reward_kind) against the "
+     "reference", "sequences", "nats"),
+    ("objective/non_score_reward", "-reward_coef * objective/kl (open-instruct's page prints the "
+     "other sign)", "sequences", "reward"),
+    ("objective/rlhf_reward", "objective/scores + objective/non_score_reward",
+     "sequences", "reward"),
+    ("objective/entropy", "token sum of the policy's entropy", "sequences", "nats"),
+    ("objective/verifiable_correct_rate", "1 where the verifier accepted the answer",
+     "all sequences with a verdict", "share"),
+    ("val/sequence_lengths", "trainable tokens", "all sequences", "tokens"),
+    ("val/sequence_lengths_min", "trainable tokens of the shortest sequence", "-", "tokens"),
+    ("val/sequence_lengths_max", "trainable tokens of the longest sequence", "-", "tokens"),
+    ("val/num_stop_token_ids", "sequences that ended with a stop token, of all", "-", "sequences"),
+    ("val/stop_token_rate", "1 where the sequence ended with a stop token",
+     "all sequences", "share"),
+    ("rollout/rewarded_truncated", "1 where the sequence ended by a limit (length, context, turns, "
+     "timeout)", "sequences with at least the mean reward", "share"),
+    ("rollout/rewarded_prompt_overlap", "share of the runs of three tokens of the response, its "
+     "last 512 tokens, that stand in the prompt",
+     "sequences with at least the mean reward", "share"),
+    ("rollout/commonest_response", "1 where the response is the text that most of them are",
+     "sequences", "share"),
+    ("val/explained_variance", "1 - var(returns - values) / var(returns); absent where the returns "
+     "do not vary", "tokens", "share"),
+    ("rollout/reward", "outcome reward", "all sequences", "reward"),
+    ("rollout/reward_std", "standard deviation of the outcome reward",
+     "all sequences - 1", "reward"),
+    ("rollout/baseline_reward", "outcome reward of the greedy response to the same prompt "
+     "(estimators that need it)", "all sequences", "reward"),
+    ("rollout/zero_std_groups", "groups of two or more sequences whose rewards are all equal",
+     "-", "groups"),
+    ("rollout/singleton_groups", "groups of one sequence", "-", "groups"),
+    ("rollout/staleness_mean", "training steps between the weights that made the token and those "
+     "that it trains", "tokens", "steps"),
+    ("rollout/staleness_max", "most such steps", "-", "steps"),
+    ("correction/stale_fraction", "1 where the token is older than allowed, and so not trained on",
+     "tokens", "share"),
+))  # fmt: skip
+
+
 @without_gradient
 def rollout_metrics(
     inputs: EstimatorInputs,
@@ -119,14 +161,6 @@ class _Sequences:
         return per_sequence if self.rollouts is None else self.rollouts.total(per_sequence)
 
 
-_EXPLAINED_VARIANCE = MetricSpec(
-    "val/explained_variance",
-    "1 - var(returns - values) / var(returns); absent where the returns do not vary",
-    "tokens",
-    "share",
-)
-
-
 def explained_variance(values: Tensor, returns: Tensor) -> float | None:
     """Return `1 - var(returns - values) / var(returns)`; None where the returns do not vary."""
     if returns.numel() < 2:
@@ -137,36 +171,6 @@ def explained_variance(values: Tensor, returns: Tensor) -> float | None:
         if variance > 0
         else None
     )
-
-
-_SCORES = (
-    MetricSpec("objective/scores", "outcome reward", "sequences", "reward"),
-    MetricSpec(
-        "objective/kl",
-        "token sum of the raw KL estimate (algorithm.kl.reward_kind) against the reference",
-        "sequences",
-        "nats",
-    ),
-    MetricSpec(
-        "objective/non_score_reward",
-        "-reward_coef * objective/kl (open-instruct's page prints the other sign)",
-        "sequences",
-        "reward",
-    ),
-    MetricSpec(
-        "objective/rlhf_reward",
-        "objective/scores + objective/non_score_reward",
-        "sequences",
-        "reward",
-    ),
-    MetricSpec("objective/entropy", "token sum of the policy's entropy", "sequences", "nats"),
-    MetricSpec(
-        "objective/verifiable_correct_rate",
-        "1 where the verifier accepted the answer",
-        "all sequences with a verdict",
-        "share",
-    ),
-)
 
 
 def _scores(
@@ -203,26 +207,6 @@ def _scores(
     return metrics
 
 
-_RESPONSES = (
-    MetricSpec("val/sequence_lengths", "trainable tokens", "all sequences", "tokens"),
-    MetricSpec(
-        "val/sequence_lengths_min", "trainable tokens of the shortest sequence", "-", "tokens"
-    ),
-    MetricSpec(
-        "val/sequence_lengths_max", "trainable tokens of the longest sequence", "-", "tokens"
-    ),
-    MetricSpec(
-        "val/num_stop_token_ids", "sequences that ended with a stop token, of all", "-", "sequences"
-    ),
-    MetricSpec(
-        "val/stop_token_rate",
-        "1 where the sequence ended with a stop token",
-        "all sequences",
-        "share",
-    ),
-)
-
-
 def _responses(sequences: _Sequences, finish_reasons: Sequence[str] | None) -> dict[str, float]:
     """Return lengths and ends of all sequences, empty ones included."""
     if sequences.inputs.num_sequences == 0:
@@ -241,27 +225,6 @@ def _responses(sequences: _Sequences, finish_reasons: Sequence[str] | None) -> d
     return metrics
 
 
-_GAMING = (
-    MetricSpec(
-        "rollout/rewarded_truncated",
-        "1 where the sequence ended by a limit (length, context, turns, timeout)",
-        "sequences with at least the mean reward",
-        "share",
-    ),
-    MetricSpec(
-        "rollout/rewarded_prompt_overlap",
-        "share of the runs of three tokens of the response, its last 512 tokens, that stand in"
-        " the prompt",
-        "sequences with at least the mean reward",
-        "share",
-    ),
-    MetricSpec(
-        "rollout/commonest_response",
-        "1 where the response is the text that most of them are",
-        "sequences",
-        "share",
-    ),
-)
 _LIMITS = frozenset({"length", "context", "turns", "timeout"})
 
 
@@ -289,30 +252,6 @@ def _gaming(
         texts = Counter(compress(sequences.last(responses), counted.tolist()))
         metrics["rollout/commonest_response"] = max(texts.values()) / texts.total()
     return metrics
-
-
-_GROUPS = (
-    MetricSpec("rollout/reward", "outcome reward", "all sequences", "reward"),
-    MetricSpec(
-        "rollout/reward_std",
-        "standard deviation of the outcome reward",
-        "all sequences - 1",
-        "reward",
-    ),
-    MetricSpec(
-        "rollout/baseline_reward",
-        "outcome reward of the greedy response to the same prompt (estimators that need it)",
-        "all sequences",
-        "reward",
-    ),
-    MetricSpec(
-        "rollout/zero_std_groups",
-        "groups of two or more sequences whose rewards are all equal",
-        "-",
-        "groups",
-    ),
-    MetricSpec("rollout/singleton_groups", "groups of one sequence", "-", "groups"),
-)
 
 
 def _groups(sequences: _Sequences) -> dict[str, float]:
@@ -353,23 +292,6 @@ def _distances(inputs: EstimatorInputs) -> dict[str, float]:
     return moments.reduce()
 
 
-_STALENESS = (
-    MetricSpec(
-        "rollout/staleness_mean",
-        "training steps between the weights that made the token and those that it trains",
-        "tokens",
-        "steps",
-    ),
-    MetricSpec("rollout/staleness_max", "most such steps", "-", "steps"),
-    MetricSpec(
-        "correction/stale_fraction",
-        "1 where the token is older than allowed, and so not trained on",
-        "tokens",
-        "share",
-    ),
-)
-
-
 def staleness_metrics(
     versions: Tensor,
     version: int,
@@ -397,9 +319,6 @@ def staleness_metrics(
         count = (stale if lengths is None else lengths[stale]).sum()
         metrics["correction/stale_fraction"] = int(count) / tokens
     return metrics
-
-
-BATCH_METRICS = (*_SCORES, *_RESPONSES, *_GAMING, _EXPLAINED_VARIANCE, *_GROUPS, *_STALENESS)
 
 
 def _check(

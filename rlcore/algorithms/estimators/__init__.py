@@ -1,4 +1,4 @@
-"""The estimators that ship with rlcore, one file each; importing this package registers them."""
+"""The estimators that ship with rlcore; importing this package registers them."""
 
 from rlcore.algorithms.estimators import (  # noqa: F401
     dr_grpo,
@@ -9,7 +9,6 @@ from rlcore.algorithms.estimators import (  # noqa: F401
     opo,
     ppo,
     reinforce_pp,
-    reinforce_pp_baseline,
     remax,
     rloo,
     vapo,

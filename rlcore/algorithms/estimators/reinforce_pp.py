@@ -1,12 +1,14 @@
-"""Reward-to-go without a critic, for REINFORCE++."""
+"""REINFORCE++: reward-to-go without a critic, or group-centred rewards with a KL by token."""
 
 from __future__ import annotations
 
+from rlcore.algorithms.estimators.groups import GroupedReturns
 from rlcore.algorithms.registry import register_estimator
 from rlcore.algorithms.reward_shaping import (
     ShapedEstimator,
     check_unit_interval,
     shaped_rewards,
+    token_terms,
 )
 from rlcore.algorithms.scan import discounted_suffix_sum_
 from rlcore.algorithms.types import Advantages, EstimatorInputs
@@ -45,3 +47,35 @@ class ReinforcePP(ShapedEstimator):
             inputs.rewards.dtype
         )
         return Advantages(returns, returns=returns)
+
+
+@register_estimator(
+    "reinforce++_baseline",
+    shaped_rewards=True,
+    compares_group=True,
+    normalization="batch",
+    formula="A_t = (R - mean of the group) - kl_coef * kl_t",
+    source="Hu et al., arXiv:2501.03262",
+)
+class ReinforcePPBaseline(ShapedEstimator):
+    """The reward of a sequence less the mean of its group, and on each token what that token alone
+    earns or costs.
+
+        A_t = (R - mean of the group) + token_rewards_t - kl_coef * kl_t
+              + distill_coef * (teacher_logprobs_t - logprobs_t)
+
+    The per-token terms are not accumulated: a token answers for its own KL, not for that of the
+    tokens behind it. In a group of one R - mean is 0, and the per-token terms remain. Whitening
+    over the batch, which takes the place of the std of a group, is the step after the estimator
+    (`algorithm.normalize_advantages`). The paper itself moves the KL of this variant into the loss
+    (`algorithm.kl.loss_coef`, k2); kl_coef is the form that keeps it in the reward.
+
+    J. Hu et al., "REINFORCE++", arXiv:2501.03262.
+    """
+
+    def __call__(self, inputs: EstimatorInputs) -> Advantages:
+        group = GroupedReturns(inputs)
+        terms = token_terms(inputs, self.kl_coef, self.distill_coef)
+        if terms is None:
+            return group.advantages(group.residuals)
+        return Advantages(terms.add_(group.per_token(group.residuals)).to(inputs.rewards.dtype))

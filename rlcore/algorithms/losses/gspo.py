@@ -1,4 +1,4 @@
-"""Group Sequence Policy Optimization: one ratio a sequence, clipped as a whole."""
+"""Group Sequence Policy Optimization: one ratio a sequence, clipped as a whole or by token."""
 
 from __future__ import annotations
 
@@ -51,3 +51,36 @@ class GSPO:
         loss, clips = clipped_surrogate(ratio, inputs.advantages, self.clip_low, self.clip_high)
         metrics = ratio_metrics(clamped_log_ratio(inputs.logprobs, inputs.old_logprobs))
         return PolicyLoss(loss, {**metrics, "sequence_ratio": ratio.detach(), **clips})
+
+
+@register_policy_loss(
+    "gspo_token",
+    formula=(
+        "max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)),  s_t = sg(s) * r_t / sg(r_t), s as"
+        " in gspo"
+    ),
+    source="Zheng et al., arXiv:2507.18071, section 4.3",
+)
+class GSPOToken(GSPO):
+    """GSPO with a gradient for each token of its own, for advantages that differ inside a sequence.
+
+        s   = exp(mean over the sequence of (logprobs - old_logprobs)), the exponent clamped to +-20
+        s_t = sg(s) * exp(logprobs_t - sg(logprobs_t))                     sg: no gradient
+        l_t = max(-A_t s_t, -A_t clip(s_t, 1 - clip_low, 1 + clip_high))
+
+    Values and metrics are those of `gspo`. So is the gradient, where advantages and loss weights
+    are equal inside each sequence; else `gspo` spreads every token's push over its whole sequence
+    and this loss does not. verl's `gspo` is this variant. A token whose own log-ratio is beyond
+    +-20 has no gradient.
+
+    C. Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071, section 4.3.
+    """
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLoss:
+        log_ratio = clamped_log_ratio(inputs.logprobs, inputs.old_logprobs)
+        mean = mean_of_sequence((inputs.logprobs - inputs.old_logprobs).detach(), inputs)
+        ratio = clamp_log_ratio(mean + (log_ratio - log_ratio.detach())).exp()
+        loss, clips = clipped_surrogate(ratio, inputs.advantages, self.clip_low, self.clip_high)
+        return PolicyLoss(
+            loss, {**ratio_metrics(log_ratio), "sequence_ratio": ratio.detach(), **clips}
+        )

@@ -155,6 +155,18 @@ def test_gae_across_a_tool_call() -> None:
     torch.testing.assert_close(result.returns, expected + torch.tensor([0.2, 0.3, 0.33, 0.4]))
 
 
+def test_the_targets_of_the_critic_have_the_kl_in_them() -> None:
+    values = torch.tensor([0.1, 0.2])
+    inputs = EstimatorInputs(
+        cu_seqlens=cu((2,)), rewards=torch.tensor([1.0]), group_ids=torch.tensor([0]),
+        kl=torch.tensor([0.5, 0.25]), values=values,
+    )  # fmt: skip
+    result = build_estimator("ppo", lam=1.0, kl_coef=0.4)(inputs)
+    assert result.returns is not None
+    torch.testing.assert_close(result.returns, torch.tensor([1 - 0.2 - 0.1, 1 - 0.1]))
+    torch.testing.assert_close(result.returns, result.advantages + values)
+
+
 def test_vapo_takes_lambda_from_the_length() -> None:
     # alpha 0.5: lambda is 1 - 1 / (0.5 * 4) = 0.5 with four tokens, 0 with two or one
     inputs = EstimatorInputs(
