@@ -37,7 +37,7 @@ def _as_key(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
     """Say that keys are no flags, which they are in other trainers."""
     if "settings" not in arguments:
         return ""
-    from rlcore.config.key_suggestions import suggest
+    from rlcore.config.messages import suggest
 
     flag = next(argument for argument in rest if argument.startswith("-"))
     key = suggest(tuple(flag.partition("=")[0].lstrip("-").split(".")))
@@ -56,43 +56,39 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
+def _command(
+    commands: Commands, name: str, text: str, settings: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command; `settings` is how many files and overrides it takes, as argparse's nargs."""
     sub = commands.add_parser(name, help=text, description=text)
     sub.set_defaults(command=name)
+    if settings:
+        sub.add_argument("settings", nargs=settings, metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
     return sub
 
 
-def _configured(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
-    sub = _command(commands, name, text)
-    sub.add_argument("settings", nargs="+", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
-    return sub
+def _flag(sub: argparse._ActionsContainer, name: str, text: str) -> None:
+    sub.add_argument(name, action="store_true", help=text)
 
 
 def _add_configured(commands: Commands) -> None:
     """Add the commands that take a configuration."""
     text = "train a model by reinforcement learning or supervised fine-tuning"
-    sub = _configured(commands, "train", text)
+    sub = _command(commands, "train", text, "+")
     how = sub.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
-    how.add_argument(
-        "--overwrite", action="store_true", help="delete what an earlier run of this name left"
-    )
+    _flag(how, "--resume", "go on from the run's last checkpoint")
+    _flag(how, "--overwrite", "delete what an earlier run of this name left")
     text = "check a configuration and print it with the origin of each value"
-    sub = _configured(commands, "validate", text)
-    sub.add_argument(
-        "--elsewhere",
-        action="store_true",
-        help="the run will be on other machines: leave the model's folder and the files unchecked",
-    )
+    sub = _command(commands, "validate", text, "+")
+    text = "the run will be on other machines: leave the model's folder and the files unchecked"
+    _flag(sub, "--elsewhere", text)
     text = "print rows as the model will see them, what the reward says, and how long they are"
-    sub = _configured(commands, "data", text)
+    sub = _command(commands, "data", text, "+")
     sub.add_argument("--rows", type=_positive, default=3, metavar="N", help="how many rows (3)")
-    text = "ask reward services and judges too: about 30 answers to each row"
-    sub.add_argument("--ask-services", action="store_true", help=text)
+    _flag(sub, "--ask-services", "ask reward services and judges too: about 30 answers to each row")
     text = "look at this machine and its environments; exit code 1 if a run would fail"
-    sub = _command(commands, "doctor", text)
-    sub.add_argument("settings", nargs="*", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
-    sub = _configured(commands, "eval", "score a model on the evaluation prompts")
+    _command(commands, "doctor", text, "*")
+    sub = _command(commands, "eval", "score a model on the evaluation prompts", "+")
     text = (
         "a Hugging Face folder, a checkpoint or a RUN[@STEP|@best], instead of the configured one;"
         " load only checkpoints that you trust"
@@ -101,36 +97,34 @@ def _add_configured(commands: Commands) -> None:
     text = "score this one of evaluation.sets alone; may be repeated"
     sub.add_argument("--set", action="append", default=[], metavar="NAME", help=text)
     sub.add_argument("--output", type=Path, help="also write the scores to this JSON file")
-    sub.add_argument(
-        "--all-ranks",
-        action="store_true",
-        help="hold the model in the configured layout, on the ranks that would train",
-    )
+    text = "hold the model in the configured layout, on the ranks that would train"
+    _flag(sub, "--all-ranks", text)
     text = "which layouts fit on so many GPUs, and about how fast; prints their keys"
-    sub = _configured(commands, "plan", text)
+    sub = _command(commands, "plan", text, "+")
     text = "GPUs of the trainer alone, one a rank; default: as configured (cluster)"
     sub.add_argument("--trainer-gpus", type=_positive, metavar="N", help=text)
     text = "GPUs of the engines, next to the trainer's; default: as configured (rollout.engine)"
     sub.add_argument("--engine-gpus", type=_positive, metavar="N", help=text)
     _add_gpu_memory(sub)
-    sub.add_argument(
-        "--gpu",
-        choices=("A100", "H100", "H200", "B200"),
-        default="H100",
-        help="whose speed to assume",
-    )
+    gpus = ("A100", "H100", "H200", "B200")
+    sub.add_argument("--gpu", choices=gpus, default="H100", help="whose speed to assume")
     text = "run single ranks at the real sizes, on a CPU, without memory, weights or peers"
-    _add_dry_run_options(_configured(commands, "dryrun", text))
+    sub = _command(commands, "dryrun", text, "+")
+    _add_gpu_memory(sub)
+    text = "of the trainer, may be repeated; default: one of the first, a middle, the last stage"
+    sub.add_argument("--rank", type=int, action="append", metavar="N", help=text)
+    text = "trainer ranks; default: as configured"
+    sub.add_argument("--world", type=_positive, metavar="W", help=text)
+    text = "the tokens of the rank's experts over an even share (1)"
+    sub.add_argument("--skew", type=float, default=1.0, metavar="FACTOR", help=text)
 
 
 def _add_servers(commands: Commands) -> None:
     """Add the commands that serve a run, beside it."""
     text = "run the SGLang engines of a configuration alone, for a trainer that is given their URLs"
-    sub = _command(commands, "engine", text)
-    sub.add_argument("settings", nargs="*", metavar="FILE.yaml|KEY=VALUE", help=_SETTINGS)
-    sub.add_argument(
-        "--urls-file", type=Path, help="a JSON file with their URLs, there while they are ready"
-    )
+    sub = _command(commands, "engine", text, "*")
+    text = "a JSON file with their URLs, there while they are ready"
+    sub.add_argument("--urls-file", type=Path, help=text)
     text = "machines of one engine, each with as many of its ranks; call the command on all of them"
     sub.add_argument("--nodes", type=_positive, default=1, metavar="N", help=text)
     text = "of this machine; 0: the one that answers requests"
@@ -141,59 +135,80 @@ def _add_servers(commands: Commands) -> None:
 
 def _add_others(commands: Commands) -> None:
     """Add the commands that take no configuration."""
-    text = "write a training checkpoint as a Hugging Face folder"
-    sub = _command(commands, "export", text)
+    sub = _command(commands, "export", "write a training checkpoint as a Hugging Face folder")
     text = (
         "a run (its last checkpoint), RUN@STEP, RUN@best or a checkpoint folder; load only"
         " checkpoints that you trust"
     )
     sub.add_argument("source", type=Path, help=text)
     sub.add_argument("folder", type=Path, help="the Hugging Face folder to write")
-    sub.add_argument("--best", action="store_true", help="the run's best checkpoint: RUN@best")
+    _flag(sub, "--best", "the run's best checkpoint: RUN@best")
     text = "what became of every prompt that a run has drawn; exit code 1 unless it balances"
     sub = _command(commands, "ledger", text)
     sub.add_argument("run", type=Path, help="the folder of a run, one that goes on too")
     how = sub.add_mutually_exclusive_group()
     how.add_argument("--draw", type=int, metavar="N", help="everything that happened to this draw")
-    how.add_argument("--json", action="store_true", help="as one JSON object")
-    sub.add_argument("--quick", action="store_true", help="do not read the recorded samples")
+    _flag(how, "--json", "as one JSON object")
+    _flag(sub, "--quick", "do not read the recorded samples")
     text = "what differs between two runs, and where their metrics part; exit code 1 if anything"
     sub = _command(commands, "compare", text)
     sub.add_argument("a", type=Path, metavar="A", help="the folder of a run")
     sub.add_argument("b", type=Path, metavar="B", help="the folder of another")
     text = "by which part of its size a metric may differ (0.001)"
     sub.add_argument("--tolerance", type=float, default=1e-3, metavar="SHARE", help=text)
-    sub.add_argument("--json", action="store_true", help="as one JSON object")
+    _flag(sub, "--json", "as one JSON object")
     text = "look at runs in a browser: curves, samples, tokens, what was not trained and why"
-    _add_view_options(_command(commands, "view", text))
+    sub = _command(commands, "view", text)
+    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    _flag(sub, "--follow", "show new steps as they come")
+    sub.add_argument("--port", type=int, default=0, help="on 127.0.0.1; default: a free one")
+    text = "write one file that needs no server, with one step of each run, instead of serving"
+    sub.add_argument("--export", type=Path, metavar="PAGE.html", help=text)
+    text = "the step that --export holds; default: the newest"
+    sub.add_argument("--step", type=int, metavar="N", help=text)
     text = "a run, or the runs on a Ray cluster: their step, processes and engines"
     sub = _command(commands, "status", text)
     text = "the folder of a run, under any launcher (default: the runs on a Ray cluster)"
     sub.add_argument("run", type=Path, metavar="RUN", nargs="?", help=text)
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
-    text = "end a run on a Ray cluster cleanly, after its step at hand"
-    sub = _command(commands, "stop", text)
+    sub = _command(commands, "stop", "end a run on a Ray cluster cleanly, after its step at hand")
     sub.add_argument("run", metavar="RUN", help="its run.name")
     sub.add_argument("--address", metavar="HOST:PORT", help=_ADDRESS)
-    sub.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="how long to wait for its end (600)",
-    )
+    text = "how long to wait for its end (600)"
+    sub.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help=text)
     text = "write a small, randomly initialised Hugging Face folder"
     _add_model_options(_command(commands, "init-model", text))
     sub = _command(commands, "metrics", "define every metric that a run writes")
-    sub.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
-    text = "list every key of a configuration with its default"
-    sub = _command(commands, "config", text)
+    _flag(sub, "--markdown", "as the page docs/metrics.md")
+    sub = _command(commands, "config", "list every key of a configuration with its default")
     how = sub.add_mutually_exclusive_group()
-    how.add_argument(
-        "--markdown", action="store_true", help="as the page docs/configuration-reference.md"
-    )
-    text = "list estimators and losses with their keywords instead"
-    how.add_argument("--algorithms", action="store_true", help=text)
+    _flag(how, "--markdown", "as the page docs/configuration-reference.md")
+    _flag(how, "--algorithms", "list estimators and losses with their keywords instead")
+
+
+def _add_gpu_memory(sub: argparse.ArgumentParser) -> None:
+    """Add the memory that `rlcore plan` and `rlcore dryrun` compare needs with."""
+    text = "of one GPU, as 80G (the default)"
+    sub.add_argument("--gpu-memory", type=_gibibytes, default=80 << 30, metavar="SIZE", help=text)
+
+
+def _add_model_options(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlcore init-model`."""
+    sub.add_argument("folder", type=Path)
+    presets = ("addition", "ascii")
+    text = "where the defaults come from"
+    sub.add_argument("--preset", choices=presets, default="addition", help=text)
+    families = ("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral", "deepseek_v3")
+    sub.add_argument("--family", choices=families)
+    text = "what the tokenizer knows, one token a character"
+    sub.add_argument("--alphabet", metavar="CHARACTERS", help=text)
+    for name in _MODEL_SIZES:
+        sub.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+    switch = argparse.BooleanOptionalAction
+    sub.add_argument("--tied", action=switch, help="the LM head is the embedding")
+    text = "a chat template with roles (ChatML); the alphabet needs letters and a line end"
+    sub.add_argument("--chat", action=switch, help=text)
+    _flag(sub, "--overwrite", "replace a model that is there")
 
 
 def _positive(text: str) -> int:
@@ -209,59 +224,3 @@ def _gibibytes(text: str) -> int:
     if not number.isdecimal() or not int(number):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected gibibytes, as 80G")
     return int(number) << 30
-
-
-def _add_view_options(sub: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlcore view`."""
-    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
-    sub.add_argument("--follow", action="store_true", help="show new steps as they come")
-    sub.add_argument("--port", type=int, default=0, help="on 127.0.0.1; default: a free one")
-    text = "write one file that needs no server, with one step of each run, instead of serving"
-    sub.add_argument("--export", type=Path, metavar="PAGE.html", help=text)
-    text = "the step that --export holds; default: the newest"
-    sub.add_argument("--step", type=int, metavar="N", help=text)
-
-
-def _add_gpu_memory(sub: argparse.ArgumentParser) -> None:
-    """Add the memory that `rlcore plan` and `rlcore dryrun` compare needs with."""
-    text = "of one GPU, as 80G (the default)"
-    sub.add_argument("--gpu-memory", type=_gibibytes, default=80 << 30, metavar="SIZE", help=text)
-
-
-def _add_dry_run_options(sub: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlcore dryrun` besides its configuration."""
-    _add_gpu_memory(sub)
-    text = "of the trainer, may be repeated; default: one of the first, a middle, the last stage"
-    sub.add_argument("--rank", type=int, action="append", metavar="N", help=text)
-    text = "trainer ranks; default: as configured"
-    sub.add_argument("--world", type=_positive, metavar="W", help=text)
-    text = "the tokens of the rank's experts over an even share (1)"
-    sub.add_argument("--skew", type=float, default=1.0, metavar="FACTOR", help=text)
-
-
-def _add_model_options(sub: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlcore init-model`."""
-    sub.add_argument("folder", type=Path)
-    sub.add_argument(
-        "--preset",
-        choices=("addition", "ascii"),
-        default="addition",
-        help="where the defaults come from",
-    )
-    sub.add_argument(
-        "--family", choices=("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral", "deepseek_v3")
-    )
-    sub.add_argument(
-        "--alphabet", metavar="CHARACTERS", help="what the tokenizer knows, one token a character"
-    )
-    for name in _MODEL_SIZES:
-        sub.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
-    sub.add_argument(
-        "--tied", action=argparse.BooleanOptionalAction, help="the LM head is the embedding"
-    )
-    sub.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="a chat template with roles (ChatML); the alphabet needs letters and a line end",
-    )
-    sub.add_argument("--overwrite", action="store_true", help="replace a model that is there")

@@ -63,24 +63,6 @@ def per_rollout_loss(config: Config) -> bool:
     return given
 
 
-def needs_reference(config: Config, estimator_needs: Collection[str] = ()) -> bool:
-    """Return whether the frozen reference model is loaded.
-
-    Args:
-        estimator_needs: the fields that the built estimator and policy loss declare.
-    """
-    if config.is_sft:
-        return False
-    kl = config.algorithm.kl
-    return bool(
-        kl.reward_coef
-        or kl.loss_coef
-        or kl.monitor
-        or config.training.early_stopping
-        or REFERENCE_FIELDS.intersection(estimator_needs)
-    )
-
-
 def needs_teacher(config: Config, estimator_needs: Collection[str] = ()) -> bool:
     """Return whether the frozen teacher is loaded.
 
@@ -116,8 +98,8 @@ def estimator_options(config: Config, keywords: Collection[str]) -> dict[str, An
     Args:
         keywords: the names that its constructor takes.
     """
-    given: dict[str, Any] = coefficients(config)
-    given = given | {PART_WEIGHTS: [part.weight for part in config.reward.parts.values()]}
+    weights = [part.weight for part in config.reward.parts.values()]
+    given = {**coefficients(config), PART_WEIGHTS: weights}
     shared = {name: value for name, value in given.items() if name in keywords}
     return config.algorithm.estimator.options | shared
 
@@ -163,23 +145,16 @@ def policy_updates(config: Config, updates: int) -> int:
 
 def other_folders(config: Config) -> dict[str, str]:
     """Return the key of each model with a folder of its own -> that folder."""
-    paths = {
-        "reference.path": config.reference.path,
-        "teacher.path": config.teacher.path,
-        "critic.path": config.critic.path,
-    }
-    return {key: path for key, path in paths.items() if path}
+    keys = ("reference.path", "teacher.path", "critic.path")
+    return {key: path for key in keys if (path := attrgetter(key)(config))}
 
 
 def world_size(config: Config) -> int:
     """Return the ranks of the run as configured; where torchrun decides, the fewest that fit."""
-    cluster = config.cluster
-    processes = cluster.nodes * cluster.processes_per_node
-    return (
-        processes
-        if cluster.launcher != "torchrun" or processes > 1
-        else model_parallel_size(config)
-    )
+    processes = config.cluster.nodes * config.cluster.processes_per_node
+    if config.cluster.launcher == "torchrun" and processes == 1:
+        return model_parallel_size(config)
+    return processes
 
 
 def embedded_in_trainer(config: Config) -> bool:
@@ -219,10 +194,10 @@ def comeback_s(engine: EngineConfig, place_s: float) -> float:
 
 def longest_request_s(config: Config) -> float:
     """Return the seconds after which a request is aborted; pauses of its engine do not count."""
-    given = config.rollout.engine.request_timeout_s
-    evaluated = [given.max_new_tokens or 0 for given in evaluation_sets(config)]
-    longest = max(config.rollout.sampling.max_new_tokens, *evaluated, 0)
-    return REQUEST_S + TOKEN_S * longest if given is None else given
+    if (given := config.rollout.engine.request_timeout_s) is not None:
+        return given
+    evaluated = [one.max_new_tokens or 0 for one in evaluation_sets(config)]
+    return REQUEST_S + TOKEN_S * max(config.rollout.sampling.max_new_tokens, *evaluated, 0)
 
 
 def all_engines_timeout_s(config: Config) -> float:
@@ -232,11 +207,8 @@ def all_engines_timeout_s(config: Config) -> float:
     alone waits for six answers: to load (twice the limit), to close, to compare, to set, to resume.
     """
     engine = config.rollout.engine
-    return (
-        comeback_s(engine, engine_place_s(config))
-        + longest_request_s(config)
-        + engine.update_timeout_s * 6
-    )
+    restart_s = comeback_s(engine, engine_place_s(config))
+    return restart_s + longest_request_s(config) + engine.update_timeout_s * 6
 
 
 def gpus_of_a_node(config: Config) -> float:
@@ -314,7 +286,14 @@ def passes(
         whole_step_loss: the loss needs the log-probs of all of an optimizer step before it is
             split.
     """
-    reference = needs_reference(config, {*estimator_needs, *loss_needs})
+    kl = config.algorithm.kl
+    reference = not config.is_sft and bool(
+        kl.reward_coef
+        or kl.loss_coef
+        or kl.monitor
+        or config.training.early_stopping
+        or REFERENCE_FIELDS.intersection((*estimator_needs, *loss_needs))
+    )
     critic = needs_critic(estimator_needs)
     policy = not config.is_sft and (
         whole_step_loss

@@ -105,9 +105,7 @@ def load_config(
     tree: Tree = {}
     notes: list[Problem] = []
     for layer in (_tree_of(presets), *map(read_file, files), _tree_of(overrides)):
-        tree = _without_reset_sections(tree, layer)
-        layer = _without_empty_sections(layer)
-        tree = merge(_without_old_keywords(tree, layer, notes), layer)
+        tree = _on_top(tree, layer, notes)
     config = _validate(tree)
     hide_secrets(config.model_dump())
     if problems := check(config):
@@ -143,81 +141,64 @@ def _validate(tree: Tree) -> Config:
     # An empty section for each required one, so that errors name the missing key in it.
     fields = Config.model_fields.items()
     required: dict[str, Any] = {name: {} for name, field in fields if field.is_required()}
+    values = required | plain(tree)
     try:
-        return Config.model_validate(_numbers_as_text(required | plain(tree), tree))
+        try:
+            return Config.model_validate(values)
+        except ValidationError as error:
+            _numbers_as_text(values, tree, error)
+            return Config.model_validate(values)
     except ValidationError as error:
         raise config_error(invalid_values(error, tree), tree) from None
 
 
-def _numbers_as_text(values: dict[str, Any], tree: Tree) -> dict[str, Any]:
+def _numbers_as_text(values: dict[str, Any], tree: Tree, error: ValidationError) -> None:
     """Take numbers as they were written where text belongs: `run.name: 1e-3` names a run."""
-    try:
-        Config.model_validate(values)
-    except ValidationError as error:
-        for details in error.errors(include_url=False):
-            path = tuple(str(key) for key in details["loc"])
-            setting = find(tree, path)
-            if (
-                details["type"] == "string_type"
-                and isinstance(setting, Setting)
-                and setting.text is not None
-                and isinstance(setting.value, int | float)
-                and not isinstance(setting.value, bool)
-            ):
-                holder = values
-                for key in path[:-1]:
-                    holder = holder[key]
-                holder[path[-1]] = setting.text
-    return values
-
-
-def _without_empty_sections(layer: Tree, path: KeyPath = ()) -> Tree:
-    """Drop sections with nothing (`tracking:`) or null under their name: they set nothing."""
-    result: Tree = {}
-    for key, node in layer.items():
-        if isinstance(node, dict):
-            result[key] = _without_empty_sections(node, (*path, key))
-        elif (
-            node.value is not None or section_at((*path, key)) is None or may_be_null((*path, key))
+    for details in error.errors(include_url=False):
+        path = tuple(str(key) for key in details["loc"])
+        setting = find(tree, path)
+        if (
+            details["type"] == "string_type"
+            and isinstance(setting, Setting)
+            and type(setting.value) in (int, float)
         ):
-            result[key] = node
-    return result
+            holder = values
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = setting.text
 
 
-def _without_reset_sections(tree: Tree, layer: Tree, path: KeyPath = ()) -> Tree:
-    """Return `tree` without the sections that `layer` gives as `null`, written out."""
-    kept: Tree = {}
-    for key, old in tree.items():
-        new = layer.get(key)
-        here = (*path, key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            old = _without_reset_sections(old, new, here)
-        is_null = isinstance(new, Setting) and new.value is None and new.text
-        if not (is_null and section_at(here) is not None and not may_be_null(here)):
-            kept[key] = old
-    return kept
+def _on_top(tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()) -> Tree:
+    """Put a layer on top of `tree`, as `load_config` says.
 
-
-def _without_old_keywords(
-    tree: Tree, layer: Tree, notes: list[Problem], path: KeyPath = ()
-) -> Tree:
-    """Return `tree` without the keywords of plugins that `layer` names anew."""
-    result = dict(tree)
+    A section with nothing under its name (`tracking:`) sets nothing; one that is `null` goes.
+    """
+    merged = dict(tree)
     for key, new in layer.items():
-        old = tree.get(key)
-        if not isinstance(old, dict) or not isinstance(new, dict):
-            continue
-        section = section_at((*path, key))
-        if section is not None and issubclass(section, Plugin) and _renamed(old, new):
-            dropped = [
-                name for name in old if name not in section.model_fields or name in section.keywords
-            ]
-            old = {name: node for name, node in old.items() if name not in dropped}
-            if dropped:
-                message = f"another name was given; dropped the earlier one's {', '.join(dropped)}"
-                notes.append(Problem(".".join((*path, key)), message))
-        result[key] = _without_old_keywords(old, new, notes, (*path, key))
-    return result
+        here = (*path, key)
+        section = section_at(here)
+        if isinstance(new, dict):
+            old = merged.get(key)
+            old = old if isinstance(old, dict) else {}
+            if section is not None and issubclass(section, Plugin) and _renamed(old, new):
+                old = _without_keywords(old, section, here, notes)
+            merged[key] = _on_top(old, new, notes, here)
+        elif new.value is not None or section is None or may_be_null(here):
+            merged[key] = new
+        elif new.text:
+            merged.pop(key, None)
+    return merged
+
+
+def _without_keywords(
+    tree: Tree, section: type[Plugin], path: KeyPath, notes: list[Problem]
+) -> Tree:
+    """Drop the keywords of a plugin in whose place another is named."""
+    own = section.model_fields.keys() - section.keywords
+    if dropped := [name for name in tree if name not in own]:
+        message = f"another name was given; dropped the earlier one's {', '.join(dropped)}"
+        notes.append(Problem(".".join(path), message))
+    return {name: node for name, node in tree.items() if name in own}
 
 
 def _renamed(old: Tree, new: Tree) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from rlcore.config.built_in import ESTIMATORS
 from rlcore.config.derived import (
@@ -14,68 +15,53 @@ from rlcore.config.derived import (
     updates_per_step,
 )
 from rlcore.config.messages import Problem
+from rlcore.config.sections.base import Found
 from rlcore.config.sections.root import Config
 
 DECOUPLED = "decoupled_ppo"  # the loss that corrects for the engine itself
+
+# keywords of estimators that other keys give -> what to do instead
+_GIVEN = {
+    **{word: f"set {key} instead; estimators are given it" for word, key in COEFFICIENTS.items()},
+    PART_WEIGHTS: "set reward.parts.NAME.weight instead; the estimator is given them",
+}
+# coefficients of the reward -> their term, and what to do with an estimator that has none
+_TERMS = {
+    "kl_coef": ("KL", "set algorithm.kl.loss_coef, or algorithm.kl.monitor to watch KL alone"),
+    "distill_coef": ("distillation", "choose one with rewards a token, such as reinforce++ or ppo"),
+}
 
 
 def reward_terms(config: Config) -> Iterator[Problem]:
     """No KL, distillation or entropy coefficient is left unused."""
     algorithm = config.algorithm
-    for keyword, path in COEFFICIENTS.items():
+    for keyword, message in _GIVEN.items():
         if keyword in algorithm.estimator.options:
-            yield Problem(
-                f"algorithm.estimator.{keyword}", f"set {path} instead; estimators are given it"
-            )
-    if PART_WEIGHTS in algorithm.estimator.options:
-        yield Problem(
-            f"algorithm.estimator.{PART_WEIGHTS}",
-            "set reward.parts.NAME.weight instead; the estimator is given them",
-        )
+            yield Problem(f"algorithm.estimator.{keyword}", message)
     if "kl_coef" in algorithm.loss.options:
-        yield Problem(
-            "algorithm.loss.kl_coef",
-            "set algorithm.kl.loss_coef instead; it is added to every loss",
-        )
+        message = "set algorithm.kl.loss_coef instead; it is added to every loss"
+        yield Problem("algorithm.loss.kl_coef", message)
     if config.is_sft:
-        used = {
-            "algorithm.kl.reward_coef": algorithm.kl.reward_coef,
-            "algorithm.kl.loss_coef": algorithm.kl.loss_coef,
-            "algorithm.distillation.coef": algorithm.distillation.coef,
-            "algorithm.entropy_coef": algorithm.entropy_coef,
-        }
-        for path, value in used.items():
-            if value:
+        kl = "algorithm.kl.reward_coef", "algorithm.kl.loss_coef"
+        for path in (*kl, "algorithm.distillation.coef", "algorithm.entropy_coef"):
+            if value := attrgetter(path)(config):
                 yield Problem(path, f"got {value:g}, but the sft loss has no such term: remove it")
         return
     if takes_coefficients(config) is False:
-        yield from (
-            coefficient_ignored(config, keyword)
-            for keyword, value in coefficients(config).items()
-            if value
-        )
+        given = [keyword for keyword, value in coefficients(config).items() if value]
+        yield from (coefficient_ignored(config, keyword) for keyword in given)
     if algorithm.distillation.coef and config.teacher.path is None:
-        yield Problem(
-            "teacher.path",
-            "missing: algorithm.distillation.coef is not 0, so name the model to learn from",
-        )
+        message = "missing: algorithm.distillation.coef is not 0, so name the model to learn from"
+        yield Problem("teacher.path", message)
 
 
 def coefficient_ignored(config: Config, keyword: str) -> Problem:
     """Refuse a coefficient of the reward that the estimator has no keyword for."""
+    got = f"got {coefficients(config)[keyword]:g}, but"
     name = config.algorithm.estimator.name
-    got = f"got {coefficients(config)[keyword]:g}, but estimator "
-    term, instead = {
-        "kl_coef": ("KL", "set algorithm.kl.loss_coef, or algorithm.kl.monitor to watch KL alone"),
-        "distill_coef": (
-            "distillation",
-            "choose one with rewards a token, such as reinforce++ or ppo",
-        ),
-    }[keyword]
-    return Problem(
-        COEFFICIENTS[keyword],
-        f"{got}{name!r} takes no {term} into its reward and would ignore it: {instead}",
-    )
+    term, instead = _TERMS[keyword]
+    message = f"{got} estimator {name!r} takes no {term} into its reward and would ignore it"
+    return Problem(COEFFICIENTS[keyword], f"{message}: {instead}")
 
 
 def apart(config: Config) -> Iterator[Problem]:
@@ -91,94 +77,69 @@ def sum_ignored(config: Config) -> Iterator[Problem]:
     name = config.algorithm.estimator.name
     why = f"estimator {name!r} takes the parts of the reward and would ignore it: "
     if reward.non_stop_penalty is not None:
-        message = "replaces the sum, and " + why + "make it a part of its own, as `overlong` is"
+        message = f"replaces the sum, and {why}make it a part of its own, as `overlong` is"
         yield Problem("reward.non_stop_penalty", message)
     if reward.on_error not in ("drop", 0.0):
-        message = f"got {reward.on_error:g}, a value of the sum, and {why}"
-        yield Problem(
-            "reward.on_error",
-            message + "drop such samples, or set 0: what failed counts for nothing",
-        )
+        instead = "drop such samples, or set 0: what failed counts for nothing"
+        message = f"got {reward.on_error:g}, a value of the sum, and {why}{instead}"
+        yield Problem("reward.on_error", message)
 
 
-def loss_terms(config: Config) -> Iterator[Problem]:
+def loss_terms(config: Config) -> Found:
     """The loss that corrects for the engine itself gets the policy before the step."""
-    algorithm = config.algorithm
-    loss = config.algorithm.loss
-    if loss.name == DECOUPLED and algorithm.old_logprobs == "rollout":
-        message = (
-            f"loss {DECOUPLED!r} keeps the policy before the step apart from the engine's: set"
-            " recompute or auto"
-        )
-        yield Problem("algorithm.old_logprobs", message)
+    if config.algorithm.loss.name == DECOUPLED and config.algorithm.old_logprobs == "rollout":
+        message = f"loss {DECOUPLED!r} keeps the policy before the step apart from the engine's"
+        yield "algorithm.old_logprobs", f"{message}: set recompute or auto"
 
 
-def correction(config: Config) -> Iterator[Problem]:
+def correction(config: Config) -> Found:
     """A correction has two log-probs to compare."""
     algorithm = config.algorithm
-    given = config.algorithm.correction
-    path = "algorithm.correction"
-    if config.is_sft and given.max_staleness is not None:
-        yield Problem(
-            f"{path}.max_staleness",
-            "supervised fine-tuning trains on labels, which have no version: remove it",
-        )
-    if given.name == "none":
+    name = algorithm.correction.name
+    path = "algorithm.correction.name"
+    if config.is_sft and algorithm.correction.max_staleness is not None:
+        message = "supervised fine-tuning trains on labels, which have no version: remove it"
+        yield "algorithm.correction.max_staleness", message
+    if name == "none":
         return
     if config.is_sft:
-        yield Problem(
-            f"{path}.name",
-            "supervised fine-tuning has no engine whose log-probs could differ: remove it",
-        )
+        message = "supervised fine-tuning has no engine whose log-probs could differ: remove it"
+        yield path, message
     elif algorithm.old_logprobs == "rollout":
-        yield Problem(
-            f"{path}.name",
-            f"{given.name!r} compares the trainer's log-probs with the engine's, and"
+        yield (
+            path,
+            f"{name!r} compares the trainer's log-probs with the engine's, and"
             " algorithm.old_logprobs: rollout takes the engine's for both: set recompute or auto"
             " there, or none here",
         )
     elif algorithm.loss.name == DECOUPLED:
-        message = (
-            f"loss {DECOUPLED!r} has this ratio as a weight of its own, so {given.name!r} would"
-            " apply it twice: set none"
-        )
-        yield Problem(f"{path}.name", message)
+        message = f"loss {DECOUPLED!r} has this ratio as a weight of its own, so"
+        yield path, f"{message} {name!r} would apply it twice: set none"
 
 
-def algorithm_notes(config: Config) -> Iterator[Problem]:
+def algorithm_notes(config: Config) -> Found:
     """Yield keys of loss and correction that change nothing."""
     algorithm = config.algorithm
-    if (
-        algorithm.loss.name == "kl_cov"
-        and updates_per_step(config) == 1
-        and algorithm.old_logprobs != "rollout"
-    ):
-        message = (
-            "'kl_cov' penalises nothing: its |log ratio| has no gradient before the second"
-            " optimizer step of a batch"
-        )
-        yield Problem("algorithm.loss.name", message)
-    if (
-        algorithm.loss.per_rollout
-        and not config.is_sft
-        and config.rollout.workflow.name == "single_turn"
-    ):
-        yield Problem(
-            "algorithm.loss.per_rollout",
-            "changes nothing: workflow single_turn makes one sample a rollout",
-        )
+    loss = algorithm.loss
+    once = updates_per_step(config) == 1 and algorithm.old_logprobs != "rollout"
+    if loss.name == "kl_cov" and once:
+        message = "'kl_cov' penalises nothing: its |log ratio| has no gradient before the second"
+        yield "algorithm.loss.name", f"{message} optimizer step of a batch"
+    single_turns = config.rollout.workflow.name == "single_turn" and not config.is_sft
+    if loss.per_rollout and single_turns:
+        message = "changes nothing: workflow single_turn makes one sample a rollout"
+        yield "algorithm.loss.per_rollout", message
     oldest = config.rollout.max_staleness
     limit = algorithm.correction.max_staleness
+    path = "algorithm.correction.max_staleness"
     if limit is not None and limit >= oldest and config.training.debug != "train_only":
-        message = (
-            f"masks nothing: rollout.max_staleness is {oldest}, so no token is older than that"
-        )
-        yield Problem("algorithm.correction.max_staleness", message)
+        message = f"masks nothing: rollout.max_staleness is {oldest}, so no token is older"
+        yield path, f"{message} than that"
     elif limit is not None and config.rollout.on_update == "drain" and generates(config):
-        message = (
+        yield (
+            path,
             f"{limit} is below rollout.max_staleness ({oldest}), and with rollout.on_update: drain"
             " all tokens of a response are equally old: whole responses are masked, or whole steps."
             f" Lower rollout.max_staleness to {limit}, or let on_update be in_place, retract or"
-            " abort"
+            " abort",
         )
-        yield Problem("algorithm.correction.max_staleness", message)

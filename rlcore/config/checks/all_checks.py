@@ -1,22 +1,22 @@
 """All checks in their order, made when a configuration is loaded.
 
 A section checks itself (`Section.errors`). What concerns several sections is a function here that
-yields a `Problem` for every key that is wrong. `rlcore validate` prints the first paragraph of each
-docstring. A function `..._notes` yields what is legal but has no effect,
-or not the expected one. Pure: no torch, no files, no network.
+yields key and message for every key that is wrong. `rlcore validate` prints the first paragraph of
+each docstring. A function `..._notes` yields what is legal but has no effect, or not the expected
+one. Pure: no torch, no files, no network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rlcore.config.checks import algorithm, engine, ray, reward, rollout, training
+from rlcore.config.checks import algorithm, engine, reward, rollout, training
 from rlcore.config.messages import Problem
 from rlcore.config.schema import sections
 from rlcore.config.sections.base import Found, Section
 from rlcore.config.sections.root import Config
 
-Check = Callable[[Config], Iterator[Problem]]
+Check = Callable[[Config], Found]
 
 CHECKS: tuple[Check, ...] = (
     training.length,
@@ -40,7 +40,7 @@ CHECKS: tuple[Check, ...] = (
     engine.colocated,
     rollout.staleness,
     rollout.curriculum,
-    ray.ray_launcher,
+    training.ray_launcher,
     training.debugging,
     training.data,
     reward.graders,
@@ -56,7 +56,7 @@ NOTES: tuple[Check, ...] = (
     engine.colocated_notes,
     rollout.staleness_notes,
     rollout.filter_notes,
-    ray.ray_notes,
+    training.ray_notes,
     rollout.evaluation_notes,
     training.sft_notes,
     rollout.sampling_notes,
@@ -66,13 +66,13 @@ NOTES: tuple[Check, ...] = (
 
 def check(config: Config) -> list[Problem]:
     """Return everything that is wrong with `config`: in its sections, and across them."""
-    across = (problem for one in CHECKS for problem in one(config))
+    across = (Problem(*found) for one in CHECKS for found in one(config))
     return [*_within(config, lambda section: section.errors()), *across]
 
 
 def notes_on(config: Config) -> list[Problem]:
     """Return what was given and has no effect, or not the expected one."""
-    across = (problem for one in NOTES for problem in one(config))
+    across = (Problem(*found) for one in NOTES for found in one(config))
     return [*_within(config, lambda section: section.warnings()), *across]
 
 

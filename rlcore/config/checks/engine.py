@@ -16,6 +16,7 @@ from rlcore.config.derived import (
 from rlcore.config.engine_registry import KINDS, EngineKind, is_import_path
 from rlcore.config.messages import Problem
 from rlcore.config.secrets import mask_text
+from rlcore.config.sections.base import Found
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
 from rlcore.deadlines import ENGINE_ENDING_S
@@ -28,23 +29,10 @@ MANAGED_ONLY = ("count", "python", "gpus", "host", "server", "threads", "device"
 ANY_ADDRESS = ("", "0.0.0.0", "::")
 # what an offloaded trainer keeps, its CUDA context and the buffers of NCCL, takes a GiB or two a
 # process
-MOST_OF_A_GPU = 0.85
+MAX_GPU_SHARE = 0.85
 # of one response on a full engine, with its time in the queue: a limit that asks for more aborts it
-MOST_TOKENS_PER_S = 20
+MAX_TOKENS_PER_S = 20
 
-_WEIGHTS = (
-    "weights are published to the ranks of one server, all of which hold parts of every layer"
-)
-_PARTS = (
-    "set rollout.engine.tensor_parallel: each rank of a server is taken to hold its own part of"
-    " every layer, and no copies"
-)
-_HTTP = "engines are asked and controlled over HTTP, which a server of SMG's gRPC does not speak"
-_ELSEWHERE = (
-    "call `rlcore engine` with --nodes on each machine of an engine, and give its URL in"
-    " rollout.engine.urls"
-)
-_TLS = "set cluster.tls, which the engines' clients know too"
 # arguments that quantise weights -> the values that do not
 QUANTISING: dict[str, tuple[Any, ...]] = {
     "quantization": (None, "none", "unquant"),
@@ -54,54 +42,43 @@ QUANTISING: dict[str, tuple[Any, ...]] = {
 }
 FLASH_RL = "flash_rl"  # the load format of SGLang with which FP8 weights can be loaded again
 ATTENTION_PARTS = "attn_dp_size"  # into which SGLang divides the batch of a server's attention
-OURS: dict[str, str] = {  # arguments of sglang.launch_server -> what to do instead
-    "model_path": "set model.path",
-    "model": "set model.path",
-    "tokenizer_path": "set model.tokenizer",
-    "dtype": "set rollout.engine.dtype",
-    "tp_size": "set rollout.engine.tensor_parallel",
-    "tensor_parallel_size": "set rollout.engine.tensor_parallel",
-    "device": "set rollout.engine.device",
-    "base_gpu_id": "set rollout.engine.gpus",
-    "gpu_id_step": "set rollout.engine.gpus",
-    "host": "set rollout.engine.host",
-    "port": "free ports are chosen when the engine starts",
-    "nccl_port": "free ports are chosen when the engine starts",
-    "api_key": "set RLCORE_ENGINE_API_KEY in the environment",
-    "admin_api_key": "set RLCORE_ENGINE_ADMIN_KEY in the environment",
-    "config": "write its arguments here",
-    "dp_size": f"set rollout.engine.count: {_WEIGHTS}",
-    "data_parallel_size": f"set rollout.engine.count: {_WEIGHTS}",
-    "pp_size": f"set rollout.engine.tensor_parallel: {_WEIGHTS}",
-    "pipeline_parallel_size": f"set rollout.engine.tensor_parallel: {_WEIGHTS}",
-    "attention_data_parallel_size": f"write {ATTENTION_PARTS}",
-    "attn_cp_size": _PARTS,
-    "attention_context_parallel_size": _PARTS,
-    "dcp_size": _PARTS,
-    "decode_context_parallel_size": _PARTS,
-    "moe_dp_size": _PARTS,
-    "moe_data_parallel_size": _PARTS,
-    "dwdp_size": _PARTS,
-    "grpc_mode": _HTTP,
-    "smg_grpc_mode": _HTTP,
-    "nnodes": _ELSEWHERE,
-    "node_rank": _ELSEWHERE,
-    "dist_init_addr": _ELSEWHERE,
-    "nccl_init_addr": _ELSEWHERE,
-    "tokenizer_worker_num": "sglang asks for its keys only where it has one tokenizer",
-    "ssl_keyfile": _TLS,
-    "ssl_certfile": _TLS,
-    "ssl_ca_certs": _TLS,
-    "ssl_keyfile_password": "a key with a passphrase is not supported",
-    "weight_version": "it counts the publications of the run",
-}
+_WEIGHTS = (
+    "weights are published to the ranks of one server, all of which hold parts of every layer"
+)
+_REFUSED = {  # what to do instead -> arguments of sglang.launch_server
+    "set model.path": "model_path model",
+    "set model.tokenizer": "tokenizer_path",
+    "set rollout.engine.dtype": "dtype",
+    "set rollout.engine.tensor_parallel": "tp_size tensor_parallel_size",
+    "set rollout.engine.device": "device",
+    "set rollout.engine.gpus": "base_gpu_id gpu_id_step",
+    "set rollout.engine.host": "host",
+    "free ports are chosen when the engine starts": "port nccl_port",
+    "set RLCORE_ENGINE_API_KEY in the environment": "api_key",
+    "set RLCORE_ENGINE_ADMIN_KEY in the environment": "admin_api_key",
+    "write its arguments here": "config",
+    f"set rollout.engine.count: {_WEIGHTS}": "dp_size data_parallel_size",
+    f"set rollout.engine.tensor_parallel: {_WEIGHTS}": "pp_size pipeline_parallel_size",
+    f"write {ATTENTION_PARTS}": "attention_data_parallel_size",
+    "set rollout.engine.tensor_parallel: each rank of a server is taken to hold its own part of"
+    " every layer, and no copies": "attn_cp_size attention_context_parallel_size dcp_size"
+    " decode_context_parallel_size moe_dp_size moe_data_parallel_size dwdp_size",
+    "engines are asked and controlled over HTTP, which a server of SMG's gRPC does not speak":
+    "grpc_mode smg_grpc_mode",
+    "call `rlcore engine` with --nodes on each machine of an engine, and give its URL in"
+    " rollout.engine.urls": "nnodes node_rank dist_init_addr nccl_init_addr",
+    "sglang asks for its keys only where it has one tokenizer": "tokenizer_worker_num",
+    "set cluster.tls, which the engines' clients know too": "ssl_keyfile ssl_certfile ssl_ca_certs",
+    "a key with a passphrase is not supported": "ssl_keyfile_password",
+    "it counts the publications of the run": "weight_version",
+}  # fmt: skip
+OURS = {name: instead for instead, names in _REFUSED.items() for name in names.split()}
 
 
 def engine_kind(config: Config) -> Iterator[Problem]:
     """Every key of the engine is one that its kind reads."""
-    engine = config.rollout.engine
     # rlcore/launch/input_checks.py imports an engine of another package, and asks the same of it
-    if (kind := KINDS.get(engine.kind)) is not None:
+    if (kind := KINDS.get(config.rollout.engine.kind)) is not None:
         yield from fits_kind(config, kind)
 
 
@@ -110,11 +87,10 @@ def fits_kind(config: Config, kind: EngineKind) -> Iterator[Problem]:
     engine = config.rollout.engine
     foreign = is_import_path(engine.kind)
     for name, other in KINDS.items():
-        reason = f"{kind.title} does not read it: leave it out" if foreign else other.not_read
         if name != engine.kind:
-            yield from _given(
-                engine, [key for key in other.own_keys if key not in kind.own_keys], reason
-            )
+            reason = f"{kind.title} does not read it: leave it out" if foreign else other.not_read
+            unread = [key for key in other.own_keys if key not in kind.own_keys]
+            yield from _given(engine, unread, reason)
     unserved = {
         key: f"does not report {field.replace('_', ' ')}"
         for field, key in recorded_fields(config).items()
@@ -123,12 +99,12 @@ def fits_kind(config: Config, kind: EngineKind) -> Iterator[Problem]:
     if config.rollout.sampling.stop and not kind.stop_strings:
         unserved["rollout.sampling.stop"] = "knows no stop strings"
     if engine.colocated and not kind.colocated:
-        unserved[f"{ENGINE}.colocated"] = "cannot give its memory back"
+        unserved[COLOCATED] = "cannot give its memory back"
     for key, why in unserved.items():
         yield Problem(key, f"{kind.title} {why}: leave it out, or use another rollout.engine.kind")
 
 
-def engine_servers(config: Config) -> Iterator[Problem]:
+def engine_servers(config: Config) -> Found:
     """Engines are either started by the run or given by URL."""
     engine = config.rollout.engine
     with_tls = config.cluster.tls is not None
@@ -142,49 +118,43 @@ def engine_servers(config: Config) -> Iterator[Problem]:
         yield from _given(engine, [key for key in MANAGED_ONLY if key not in options], why)
         for url in engine.urls:
             if problem := url_problem(url, with_tls=with_tls):
-                yield Problem(f"{ENGINE}.urls", problem)
+                yield f"{ENGINE}.urls", problem
         if engine.urls and engine.urls_file is not None:
-            yield Problem(f"{ENGINE}.urls_file", "got both it and urls: leave one of them out")
+            yield f"{ENGINE}.urls_file", "got both it and urls: leave one of them out"
         if len({url.rstrip("/") for url in engine.urls}) < len(engine.urls):
-            yield Problem(f"{ENGINE}.urls", "one engine is named twice")
-    if engine.router_url is not None:
-        if not engine.urls or engine.urls_file is not None:
-            message = (
-                "a router hands requests to engines that it knows by URL: name the same in"
-                " rollout.engine.urls"
-            )
-            yield Problem(
-                f"{ENGINE}.router_url",
-                f"{message} (weights and control go to them directly), or leave it out",
-            )
-        if problem := url_problem(engine.router_url, with_tls=with_tls):
-            yield Problem(f"{ENGINE}.router_url", problem)
-        lost = {
-            "rollout.sampling.stop": bool(config.rollout.sampling.stop),
-            "policy.routing_replay": config.policy.routing_replay == "engine",
-            "policy.logprobs.keep_sets": config.policy.logprobs.keep_sets and truncates(config),
-        }
-        for path in (path for path, is_asked in lost.items() if is_asked):
-            yield Problem(
-                path,
-                "sglang-router 0.3.2 does not pass that on: leave rollout.engine.router_url out, or"
-                " this",
-            )
+            yield f"{ENGINE}.urls", "one engine is named twice"
+    if engine.router_url is None:
+        return
+    if not engine.urls or engine.urls_file is not None:
+        yield (
+            f"{ENGINE}.router_url",
+            "a router hands requests to engines that it knows by URL: name the same in"
+            " rollout.engine.urls (weights and control go to them directly), or leave it out",
+        )
+    if problem := url_problem(engine.router_url, with_tls=with_tls):
+        yield f"{ENGINE}.router_url", problem
+    lost = {
+        "rollout.sampling.stop": bool(config.rollout.sampling.stop),
+        "policy.routing_replay": config.policy.routing_replay == "engine",
+        "policy.logprobs.keep_sets": config.policy.logprobs.keep_sets and truncates(config),
+    }
+    for path in (path for path, is_asked in lost.items() if is_asked):
+        message = "sglang-router 0.3.2 does not pass that on: leave rollout.engine.router_url out"
+        yield path, f"{message}, or this"
 
 
-def engine_tls(config: Config) -> Iterator[Problem]:
+def engine_tls(config: Config) -> Found:
     """With TLS engines have https URLs, and those that the run starts have a certificate."""
     tls = config.cluster.tls
+    engine = config.rollout.engine
     if tls is None:
         return
     if (tls.certificate_file is None) != (tls.key_file is None):
         missing = "key_file" if tls.key_file is None else "certificate_file"
-        yield Problem(f"cluster.tls.{missing}", "not given: a certificate and its key go together")
-    engine = config.rollout.engine
-    if is_import_path(engine.kind) or engine.is_external or not generates(config):
-        return
-    if tls.certificate_file is None and not embedded_in_trainer(config):
-        yield Problem(
+        yield f"cluster.tls.{missing}", "not given: a certificate and its key go together"
+    elsewhere = is_import_path(engine.kind) or engine.is_external or not generates(config)
+    if tls.certificate_file is None and not elsewhere and not embedded_in_trainer(config):
+        yield (
             "cluster.tls.certificate_file",
             "not given, but the run starts engines, which are servers: give it and"
             " cluster.tls.key_file, or rollout.engine.urls",
@@ -204,35 +174,19 @@ def cannot_start(engine: EngineConfig) -> Iterator[Problem]:
     """Yield arguments, hosts and devices that no server can be started with."""
     for name in engine.server:
         if (instead := OURS.get(argument_name(name))) is not None:
-            yield Problem(f"rollout.engine.server.{name}", f"not to be given here: {instead}")
+            yield Problem(f"{SERVER}.{name}", f"not to be given here: {instead}")
     yield from _quantised(engine)
-    yield from _attention_parts(engine)
-    if engine.host in ANY_ADDRESS:
-        message = (
-            f"{engine.host!r} is every address of this machine; give one that others can reach"
-            " it at"
-        )
-        yield Problem("rollout.engine.host", message)
-    if engine.device not in (None, "cuda", "cpu"):
-        message = (
-            f"got {engine.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses among"
-            " GPUs"
-        )
-        yield Problem("rollout.engine.device", message)
-
-
-def _attention_parts(engine: EngineConfig) -> Iterator[Problem]:
-    """Yield what does not go with data-parallel attention."""
     parts = server_argument(engine, ATTENTION_PARTS)
-    if parts is None:
-        return
-    where = f"{SERVER}.{ATTENTION_PARTS}"
-    if not isinstance(parts, int) or parts < 1 or engine.tensor_parallel % parts:
-        yield Problem(
-            where,
-            f"got {parts!r}, expected a divisor of {ENGINE}.tensor_parallel"
-            f" ({engine.tensor_parallel}), whose ranks are dealt to the parts",
-        )
+    ranks = engine.tensor_parallel
+    if parts is not None and (not isinstance(parts, int) or parts < 1 or ranks % parts):
+        message = f"got {parts!r}, expected a divisor of {ENGINE}.tensor_parallel ({ranks}), whose"
+        yield Problem(f"{SERVER}.{ATTENTION_PARTS}", f"{message} ranks are dealt to the parts")
+    if engine.host in ANY_ADDRESS:
+        message = f"{engine.host!r} is every address of this machine; give one that others can"
+        yield Problem(f"{ENGINE}.host", f"{message} reach it at")
+    if engine.device not in (None, "cuda", "cpu"):
+        message = f"got {engine.device!r}, expected 'cuda' or 'cpu'; rollout.engine.gpus chooses"
+        yield Problem(f"{ENGINE}.device", f"{message} among GPUs")
 
 
 def _quantised(engine: EngineConfig) -> Iterator[Problem]:
@@ -258,59 +212,47 @@ def _quantised(engine: EngineConfig) -> Iterator[Problem]:
             )
 
 
-def engine_transport(config: Config) -> Iterator[Problem]:
+def engine_transport(config: Config) -> Found:
     """A folder for weights goes with a transport that writes there, and is known to who else reads
     it.
     """
     engine = config.rollout.engine
-    if engine.weights_dir is not None and engine.transport not in ("disk", "delta"):
-        message = (
-            f"only transports disk and delta write there: set {ENGINE}.transport to one of these"
-        )
-        yield Problem(f"{ENGINE}.weights_dir", f"{message}, got {engine.transport!r}")
+    got = f"got {engine.transport!r}"
+    by_folder = engine.transport in ("disk", "delta")
+    if engine.weights_dir is not None and not by_folder:
+        message = f"only transports disk and delta write there: set {ENGINE}.transport to one of"
+        yield f"{ENGINE}.weights_dir", f"{message} these, {got}"
     for key in ("senders", "rails"):
         if getattr(engine, key) is not None and engine.transport not in ("auto", "distributed"):
             message = f"only transport distributed has {key}: leave it out, or {ENGINE}.transport"
-            yield Problem(f"{ENGINE}.{key}", f"{message}, got {engine.transport!r}")
-    if engine.quantization is not None and engine.transport in ("disk", "delta"):
-        message = (
-            f"got {engine.transport!r}, but a folder of weights is not quantised: leave it out, or"
-            f" {ENGINE}.quantization"
-        )
-        yield Problem(f"{ENGINE}.transport", message)
+            yield f"{ENGINE}.{key}", f"{message}, {got}"
+    if engine.quantization is not None and by_folder:
+        message = f"{got}, but a folder of weights is not quantised: leave it out"
+        yield f"{ENGINE}.transport", f"{message}, or {ENGINE}.quantization"
     if engine.transport == "delta" and engine.is_external and engine.weights_dir is None:
-        message = (
-            "not given; engines elsewhere follow the changes there: name a folder that they share"
-            " with the trainer"
-        )
-        yield Problem(f"{ENGINE}.weights_dir", message)
+        message = "not given; engines elsewhere follow the changes there: name a folder that they"
+        yield f"{ENGINE}.weights_dir", f"{message} share with the trainer"
 
 
-def engine_gpus(config: Config) -> Iterator[Problem]:
+def engine_gpus(config: Config) -> Found:
     """An engine's GPUs are its own, and enough for its tensor-parallel ranks."""
     engine = config.rollout.engine
-    if not engine.gpus:
-        return
-    if engine.device == "cpu":
-        yield Problem(
-            "rollout.engine.gpus",
-            f"got {engine.gpus}, but rollout.engine.device is 'cpu': leave one of them out",
-        )
-    elif len(set(engine.gpus)) < len(engine.gpus):
+    path = f"{ENGINE}.gpus"
+    given = len(engine.gpus)
+    needed = engine.count * engine.tensor_parallel
+    if given and engine.device == "cpu":
+        message = f"got {engine.gpus}, but rollout.engine.device is 'cpu': leave one of them out"
+        yield path, message
+    elif len(set(engine.gpus)) < given:
         twice = next(gpu for gpu in engine.gpus if engine.gpus.count(gpu) > 1)
-        yield Problem(
-            "rollout.engine.gpus",
-            f"{twice} is named twice: every rank of every engine needs a GPU of its own",
-        )
-    elif len(engine.gpus) < (needed := engine.count * engine.tensor_parallel):
-        message = (
-            f"got {len(engine.gpus)}, but count {engine.count} x tensor_parallel"
-            f" {engine.tensor_parallel} need {needed}"
-        )
-        yield Problem("rollout.engine.gpus", message)
+        yield path, f"{twice} is named twice: every rank of every engine needs a GPU of its own"
+    elif 0 < given < needed:
+        width = engine.tensor_parallel
+        message = f"got {given}, but count {engine.count} x tensor_parallel {width} need {needed}"
+        yield path, message
 
 
-def colocated(config: Config) -> Iterator[Problem]:
+def colocated(config: Config) -> Found:
     """Trainer and engines that take turns have engines of their own, on one machine, and nothing to
     do at once.
     """
@@ -318,91 +260,72 @@ def colocated(config: Config) -> Iterator[Problem]:
     if not engine.colocated or not generates(config):
         return
     if engine.is_external:
-        yield Problem(
-            COLOCATED,
-            "engines given by rollout.engine.urls are somebody else's to stop and start: turn"
-            " it off",
-        )
+        message = "engines given by rollout.engine.urls are somebody else's to stop and start"
+        yield COLOCATED, f"{message}: turn it off"
     if (versions := config.rollout.max_staleness) > 0:
-        yield Problem(
+        yield (
             "rollout.max_staleness",
             f"got {versions}, but engines that take turns with the trainer do not generate while it"
             f" trains: set it to 0, or turn {COLOCATED} off",
         )
     if config.cluster.nodes > 1:
-        message = (
-            f"got {config.cluster.nodes}, but {COLOCATED} engines are all started on the first one:"
-            " use 1, or turn it off"
-        )
-        yield Problem("cluster.nodes", message)
+        message = f"got {config.cluster.nodes}, but {COLOCATED} engines are all started on the"
+        yield "cluster.nodes", f"{message} first one: use 1, or turn it off"
     if engine.transport == "distributed":
-        message = (
-            "got 'distributed', but NCCL takes no two processes on one GPU: leave it at auto, which"
-            " is 'tensor' here"
-        )
-        yield Problem("rollout.engine.transport", message)
+        message = "got 'distributed', but NCCL takes no two processes on one GPU: leave it at auto"
+        yield f"{ENGINE}.transport", f"{message}, which is 'tensor' here"
     if server_argument(engine, "enable_memory_saver") is False:
-        yield Problem(
-            f"{SERVER}.enable_memory_saver", f"got false, but {COLOCATED} needs it: leave it out"
-        )
+        message = f"got false, but {COLOCATED} needs it: leave it out"
+        yield f"{SERVER}.enable_memory_saver", message
 
 
-def engine_notes(config: Config) -> Iterator[Problem]:
+def engine_notes(config: Config) -> Found:
     """Yield keys of `rollout` that have no effect, or not the expected one."""
     if not generates(config):
         return
     rollout = config.rollout
     if rollout.on_update != "drain" and rollout.max_staleness == 0:
-        message = (
-            "changes nothing: with max_staleness 0 no response is unfinished when weights change"
-        )
-        yield Problem("rollout.on_update", message)
+        message = "changes nothing: with max_staleness 0 no response is unfinished when weights"
+        yield "rollout.on_update", f"{message} change"
     update_s = rollout.engine.update_timeout_s
     collective_s = config.cluster.collective_timeout_s
     if world_size(config) > 1 and update_s + ENGINE_ENDING_S > collective_s:
-        yield Problem(
+        yield (
             f"{ENGINE}.update_timeout_s",
             f"got {update_s:g}, but while an engine hangs the other ranks wait in a collective, for"
             f" {collective_s:g} s at most: leave cluster.collective_timeout_s at least"
             f" {ENGINE_ENDING_S:g} s more than this",
         )
-    yield from request_notes(config)
-    if (kind := KINDS.get(rollout.engine.kind)) is not None:
-        yield from kind_notes(config, kind)
-
-
-def request_notes(config: Config) -> Iterator[Problem]:
-    """Yield a limit of requests that long responses are likely to reach."""
-    given = config.rollout.engine.request_timeout_s
-    longest = config.rollout.sampling.max_new_tokens
-    if given is not None and longest > MOST_TOKENS_PER_S * given:
-        yield Problem(
+    given = rollout.engine.request_timeout_s
+    longest = rollout.sampling.max_new_tokens
+    if given is not None and longest > MAX_TOKENS_PER_S * given:
+        yield (
             f"{ENGINE}.request_timeout_s",
             f"got {given:g}, in which a response of rollout.sampling.max_new_tokens ({longest})"
             f" must make {longest / given:.0f} tokens a second, the time in the engine's queue"
             " included; slower ones are aborted and go on, which costs their prefix: leave it out",
         )
+    if (kind := KINDS.get(rollout.engine.kind)) is not None:
+        yield from kind_notes(config, kind)
 
 
 def kind_notes(config: Config, kind: EngineKind) -> Iterator[Problem]:
     """Find what has another effect with this kind of engine than one may think."""
     if config.run.deterministic and not kind.repeatable:
-        yield Problem(
-            "run.deterministic",
-            f"covers the trainer alone: what {kind.title} samples differs from run to run",
-        )
+        message = f"covers the trainer alone: what {kind.title} samples differs from run to run"
+        yield Problem("run.deterministic", message)
 
 
-def colocated_notes(config: Config) -> Iterator[Problem]:
+def colocated_notes(config: Config) -> Found:
     """Yield a memory share that may not leave the trainer enough."""
     engine = config.rollout.engine
     share = server_argument(engine, "mem_fraction_static")
-    if engine.colocated and isinstance(share, int | float) and share > MOST_OF_A_GPU:
-        message = (
+    if engine.colocated and isinstance(share, int | float) and share > MAX_GPU_SHARE:
+        yield (
+            f"{SERVER}.mem_fraction_static",
             f"{share:g} may be too much: a offloaded trainer keeps CUDA's context and NCCL's"
-            " buffers, a GiB or two a process"
+            " buffers, a GiB or two a process",
         )
-        yield Problem(f"{SERVER}.mem_fraction_static", message)
 
 
 def server_argument(engine: EngineConfig, name: str) -> Any:

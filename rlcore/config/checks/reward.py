@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.messages import Problem, expected_by, show
 from rlcore.config.secrets import mask_text
-from rlcore.config.sections.graders import GRADERS, GraderArgs, OverlongArgs
+from rlcore.config.sections.base import Found
+from rlcore.config.sections.graders import GRADERS, OverlongArgs
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.root import Config
 
@@ -23,42 +24,41 @@ _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 def graders(config: Config) -> Iterator[Problem]:
     """Rewards have parts; built-in graders are known and take the arguments they are given."""
     limit = config.rollout.sampling.max_new_tokens
-    if config.reward.parts or not config.is_sft:
-        yield from reward_problems(config.reward, limit)
+    for path, reward in _rewards(config):
+        if reward.parts or not config.is_sft or path != "reward":
+            yield from reward_problems(reward, limit, path)
+
+
+def keys_over_tls(config: Config) -> Found:
+    """With TLS no key of a service, judge or MCP server goes over plain HTTP."""
+    for path, url in _keys_in_clear(config) if config.cluster.tls is not None else ():
+        yield (
+            path,
+            f"got {mask_text(url)!r}, but cluster.tls is set and the key of `api_key_env` would"
+            " go there in clear: expected https://..., or leave cluster.tls out",
+        )
+
+
+def key_notes(config: Config) -> Found:
+    """Name keys that go over plain HTTP to another machine."""
+    for path, url in _keys_in_clear(config) if config.cluster.tls is None else ():
+        message = f"the key of `api_key_env` goes to {mask_text(url)} in clear: use https://..."
+        yield path, f"{message}, or a network of its own"
+
+
+def _rewards(config: Config) -> Iterator[tuple[str, RewardConfig]]:
+    """Yield the run's reward and those of evaluation sets, with their keys."""
+    yield "reward", config.reward
     for one in evaluation_sets(config):
         if one.reward is not None:
-            yield from reward_problems(one.reward, limit, f"{one.key}.reward")
-
-
-def keys_over_tls(config: Config) -> Iterator[Problem]:
-    """With TLS no key of a service, judge or MCP server goes over plain HTTP."""
-    if config.cluster.tls is not None:
-        for path, url in _keys_in_clear(config):
-            yield Problem(
-                path,
-                f"got {mask_text(url)!r}, but cluster.tls is set and the key of `api_key_env` would"
-                " go there in clear: expected https://..., or leave cluster.tls out",
-            )
-
-
-def key_notes(config: Config) -> Iterator[Problem]:
-    """Name keys that go over plain HTTP to another machine."""
-    if config.cluster.tls is None:
-        for path, url in _keys_in_clear(config):
-            yield Problem(
-                path,
-                f"the key of `api_key_env` goes to {mask_text(url)} in clear: use https://..., or a"
-                " network of its own",
-            )
+            yield f"{one.key}.reward", one.reward
 
 
 def _keys_in_clear(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the configuration key and the URL of servers elsewhere that get a key without TLS."""
-    rewards = {"reward": config.reward}
-    rewards |= {f"{s.key}.reward": s.reward for s in evaluation_sets(config) if s.reward}
     asked = [
         (f"{path}.parts.{name}.{kind}.url", url, server.api_key_env)
-        for path, reward in rewards.items()
+        for path, reward in _rewards(config)
         for name, part in reward.parts.items()
         for kind, server in (("service", part.service), ("judge", part.judge))
         if server is not None
@@ -86,57 +86,49 @@ def reward_problems(
         path: the section's key.
     """
     if not reward.parts:
-        yield Problem(
-            f"{path}.parts", "empty: give one part or more, each with a `function` or a `model`"
-        )
+        message = "empty: give one part or more, each with a `function` or a `model`"
+        yield Problem(f"{path}.parts", message)
     for name, part in reward.parts.items():
         function = part.function
         if function in GRADERS:
-            args = f"{path}.parts.{name}.args"
-            wrong = [*_problems(GRADERS[function], part.args, args)]
-            yield from wrong or _overlong(function, part.args, max_new_tokens, args)
+            yield from _arguments(function, part.args, max_new_tokens, f"{path}.parts.{name}.args")
         elif function is not None and ":" not in function:
-            near = difflib.get_close_matches(function, GRADERS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = _meant(function, GRADERS)
             module, dot, attribute = function.rpartition(".")
             if dot:
                 hint = f"; did you mean '{module}:{attribute}', with a colon?"
-            yield Problem(
-                f"{path}.parts.{name}.function",
-                f"{function!r} is unknown{hint} (known: {', '.join(GRADERS)}, or"
-                " package.module:function)",
-            )
+            message = f"{function!r} is unknown{hint} (known: {', '.join(GRADERS)}, or"
+            yield Problem(f"{path}.parts.{name}.function", f"{message} package.module:function)")
 
 
-def _overlong(
+def _arguments(
     function: str, args: dict[str, Any], max_new_tokens: int | None, path: str
 ) -> Iterator[Problem]:
-    """The buffer of `overlong` is no longer than the response may be."""
-    if function != "overlong":
-        return
-    given = OverlongArgs.model_validate(args)
-    limit = given.max_tokens or max_new_tokens
-    if limit is None or given.buffer > limit:
-        yield Problem(
-            f"{path}.buffer",
-            f"got {given.buffer}, expected at most the limit of {limit} tokens (args.max_tokens,"
-            " or rollout.sampling.max_new_tokens)",
-        )
-
-
-def _problems(known: type[GraderArgs], args: dict[str, object], path: str) -> Iterator[Problem]:
+    """Yield arguments that a built-in grader does not take."""
+    known = GRADERS[function].model_fields
     try:
-        known.model_validate(args)
+        given = GRADERS[function].model_validate(args)
     except ValidationError as error:
         for details in error.errors(include_url=False):
             key = ".".join((path, *(str(part) for part in details["loc"])))
+            message = f"got {show(details['input'])}, expected {expected_by(details)}"
             if details["type"] == "extra_forbidden":
-                near = difflib.get_close_matches(str(details["loc"][-1]), known.model_fields, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                yield Problem(key, f"unknown{hint} (known: {', '.join(known.model_fields)})")
+                hint = _meant(str(details["loc"][-1]), known)
+                message = f"unknown{hint} (known: {', '.join(known)})"
             elif details["type"] == "missing":
-                yield Problem(key, f"missing: give it in a file or as {key}=VALUE")
+                message = f"missing: give it in a file or as {key}=VALUE"
             elif not details["loc"]:
-                yield Problem(key, expected_by(details))
-            else:
-                yield Problem(key, f"got {show(details['input'])}, expected {expected_by(details)}")
+                message = expected_by(details)
+            yield Problem(key, message)
+        return
+    if isinstance(given, OverlongArgs):
+        limit = given.max_tokens or max_new_tokens
+        if limit is None or given.buffer > limit:
+            message = f"got {given.buffer}, expected at most the limit of {limit} tokens"
+            where = "args.max_tokens, or rollout.sampling.max_new_tokens"
+            yield Problem(f"{path}.buffer", f"{message} ({where})")
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from rlcore.config.derived import generates, truncates
 from rlcore.config.engine_registry import KINDS
 from rlcore.config.evaluation_sets import EvaluationSet, evaluation_sets, set_of
-from rlcore.config.messages import Problem
+from rlcore.config.sections.base import Found
 from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardPartConfig
 from rlcore.config.sections.root import Config
@@ -18,80 +17,68 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_+-]*")
 _MAX_STALENESS = "rollout.max_staleness"
 
 
-def staleness(config: Config) -> Iterator[Problem]:
+def staleness(config: Config) -> Found:
     """Generation runs ahead of a trainer that trains."""
     if (steps := config.rollout.max_staleness) > 0 and config.training.debug == "rollout_only":
-        yield Problem(
-            _MAX_STALENESS,
-            f"got {steps}, but training.debug: rollout_only trains nothing to run ahead of: set it"
-            " to 0",
-        )
+        message = f"got {steps}, but training.debug: rollout_only trains nothing to run ahead of"
+        yield _MAX_STALENESS, f"{message}: set it to 0"
 
 
-def staleness_notes(config: Config) -> Iterator[Problem]:
+def staleness_notes(config: Config) -> Found:
     """Yield staleness that nothing corrects for."""
     steps = config.rollout.max_staleness
     algorithm = config.algorithm
     compares = algorithm.correction.name != "none" or algorithm.loss.name == "decoupled_ppo"
-    has_ratio = algorithm.loss.name != "reinforce"
     if steps <= 1 or not generates(config) or compares:
         return
-    if not has_ratio or algorithm.old_logprobs != "rollout":
-        other = (
-            ", or algorithm.old_logprobs: rollout"
-            if has_ratio
-            else " (loss 'reinforce' has no ratio, for which algorithm.old_logprobs would matter)"
-        )
-        yield Problem(
-            "algorithm.correction.name",
-            f"'none' with {_MAX_STALENESS} {steps}: tokens count as if the weights before their"
-            f" step had made them: consider tis{other}",
-        )
+    other = ", or algorithm.old_logprobs: rollout"
+    if algorithm.loss.name == "reinforce":
+        other = " (loss 'reinforce' has no ratio, for which algorithm.old_logprobs would matter)"
+    elif algorithm.old_logprobs == "rollout":
+        return
+    yield (
+        "algorithm.correction.name",
+        f"'none' with {_MAX_STALENESS} {steps}: tokens count as if the weights before their"
+        f" step had made them: consider tis{other}",
+    )
 
 
-def filter_notes(config: Config) -> Iterator[Problem]:
-    """Yield groups that are made in vain, and epochs that have more passes than they say."""
+def filter_notes(config: Config) -> Found:
+    """Yield groups that are made without need, and epochs that have more passes than they say."""
     rollout = config.rollout
     if not generates(config):
         return
     if rollout.oversample > 1 and not rollout.filters:
-        yield Problem(
+        yield (
             "rollout.oversample",
             f"{rollout.oversample:g} without rollout.filters, so nothing is dropped: groups beyond"
             " rollout.prompts_per_step are made in vain, and drawn again",
         )
     if rollout.filters and config.training.epochs is not None:
-        yield Problem(
+        yield (
             "training.epochs",
             "counts steps as if rollout.filters dropped nothing: dropped groups are replaced, so"
             " the run makes more passes over the prompts than that (`epoch` in the log has them)",
         )
 
 
-def curriculum(config: Config) -> Iterator[Problem]:
+def curriculum(config: Config) -> Found:
     """A curriculum chooses prompts by results, and is told which samples pass."""
     given = config.data.curriculum
     if given is None:
         return
-    path = "data.curriculum"
     if config.is_sft:
-        yield Problem(
-            path, "supervised fine-tuning trains on all rows in turn, without results: remove it"
-        )
+        message = "supervised fine-tuning trains on all rows in turn, without results: remove it"
+        yield "data.curriculum", message
         return
     if not config.data.shuffle:
-        yield Problem(
-            "data.shuffle", "false keeps the rows in order, and data.curriculum chooses them"
-        )
-    if given.passes_at is None and not any(_tells(part) for part in config.reward.parts.values()):
-        yield Problem(
-            f"{path}.passes_at",
-            "missing: no part of the reward says right or wrong, so set the reward from which a"
-            " sample passes",
-        )
+        yield "data.shuffle", "false keeps the rows in order, and data.curriculum chooses them"
+    if given.passes_at is None and not any(map(_judges, config.reward.parts.values())):
+        message = "missing: no part of the reward says right or wrong, so set the reward from which"
+        yield "data.curriculum.passes_at", f"{message} a sample passes"
 
 
-def _tells(part: RewardPartConfig) -> bool:
+def _judges(part: RewardPartConfig) -> bool:
     """Whether a part of the reward may say right or wrong; user's functions and workflows may."""
     if part.judge is not None:
         return part.judge.correct_from is not None
@@ -99,7 +86,7 @@ def _tells(part: RewardPartConfig) -> bool:
     return grader.verifies if grader else bool(part.function or part.source)
 
 
-def sampling_masks(config: Config) -> Iterator[Problem]:
+def sampling_masks(config: Config) -> Found:
     """Keep-sets are recorded by the engine that draws the tokens."""
     if not config.policy.logprobs.keep_sets:
         return
@@ -108,127 +95,103 @@ def sampling_masks(config: Config) -> Iterator[Problem]:
     kind = KINDS.get(config.rollout.engine.kind)
     bounded = kind is not None and kind.masks_need_top_k and generates(config)
     if config.is_sft:
-        yield Problem(
-            path, "supervised fine-tuning draws no tokens, its labels have no sets: turn it off"
-        )
+        message = "supervised fine-tuning draws no tokens, its labels have no sets: turn it off"
+        yield path, message
     elif bounded and truncates(config) and top_k < 2:
-        yield Problem(
-            path,
-            f"SGLang reports only sets that rollout.sampling.top_k bounds, got {top_k}: set it to 2"
-            " or more, or turn keep-sets off",
-        )
+        message = f"SGLang reports only sets that rollout.sampling.top_k bounds, got {top_k}"
+        yield path, f"{message}: set it to 2 or more, or turn keep-sets off"
 
 
-def sampling_notes(config: Config) -> Iterator[Problem]:
+def sampling_notes(config: Config) -> Found:
     """Yield samples that are alike, and sampling masks that are missing or change nothing."""
+    keeps = config.policy.logprobs.keep_sets
     if config.is_sft:
         return
     if config.rollout.sampling.temperature == 0:
-        yield Problem(
-            "rollout.sampling.temperature", "0 is greedy: the samples of a prompt are all alike"
+        yield "rollout.sampling.temperature", "0 is greedy: the samples of a prompt are all alike"
+    elif config.training.debug == "train_only" or keeps == truncates(config):
+        return
+    elif keeps:
+        yield (
+            "policy.logprobs.keep_sets",
+            "changes nothing: rollout.sampling has top_p 1 and no top_k, tokens are drawn from"
+            " the whole vocabulary",
         )
-    elif config.training.debug != "train_only" and config.policy.logprobs.keep_sets != truncates(
-        config
-    ):
-        if config.policy.logprobs.keep_sets:
-            message = (
-                "changes nothing: rollout.sampling has top_p 1 and no top_k, tokens are drawn from"
-                " the whole vocabulary"
-            )
-            yield Problem("policy.logprobs.keep_sets", message)
-        else:
-            yield Problem(
-                "rollout.sampling",
-                "tokens come from the truncated distribution and are trained on as if they came"
-                " from the whole one: consider policy.logprobs.keep_sets: true",
-            )
+    else:
+        yield (
+            "rollout.sampling",
+            "tokens come from the truncated distribution and are trained on as if they came"
+            " from the whole one: consider policy.logprobs.keep_sets: true",
+        )
 
 
-def evaluation(config: Config) -> Iterator[Problem]:
+def evaluation(config: Config) -> Found:
     """Evaluation sets have prompts, plain names, and as many samples as their k."""
     given = config.evaluation
     sets = evaluation_sets(config)
     if given.every and not sets:
-        yield Problem(
-            "evaluation.paths",
-            f"empty, but evaluation.every is {given.every}: name the files, or set evaluation=null",
-        )
+        message = f"empty, but evaluation.every is {given.every}: name the files"
+        yield "evaluation.paths", f"{message}, or set evaluation=null"
     for one in sets:
         if one.name and not _NAME.fullmatch(one.name):
-            message = (
-                f"got the name {one.name!r}, expected letters, digits, _, + and -: it is part of"
-                " metric names"
-            )
-            yield Problem(one.key, message)
+            message = f"got the name {one.name!r}, expected letters, digits, _, + and -"
+            yield one.key, f"{message}: it is part of metric names"
         if not one.paths:
-            yield Problem(f"{one.key}.paths", "got an empty list, expected one file or more")
+            yield f"{one.key}.paths", "got an empty list, expected one file or more"
         if one.k and one.k[-1] > one.samples_per_prompt:
             named = one.name and "k" in given.sets[one.name].model_fields_set
-            message = (
+            yield (
+                f"{one.key if named else 'evaluation'}.k",
                 f"got {one.k[-1]}, at most {one.key}.samples_per_prompt ({one.samples_per_prompt}):"
-                " pass@k is measured on subsets of the samples"
+                " pass@k is measured on subsets of the samples",
             )
-            yield Problem(f"{one.key if named else 'evaluation'}.k", message)
 
 
-def best_checkpoint(config: Config) -> Iterator[Problem]:
+def best_checkpoint(config: Config) -> Found:
     """The best checkpoint is chosen by a metric that an evaluation in between gives."""
-    best = config.checkpoint.best
-    if best is None:
+    if config.checkpoint.best is None:
         return
     path = "checkpoint.best.metric"
+    metric = config.checkpoint.best.metric
     if not generates(config):
-        yield Problem(path, f"got {best.metric}, but {_why_unscored(config)}: set best to null")
+        yield path, f"got {metric}, but {_why_unscored(config)}: set best to null"
         return
     sets = {one.name: one for one in evaluation_sets(config)}
-    chosen = sets.get(set_of(best.metric)) if best.metric.startswith("eval/") else None
+    chosen = sets.get(set_of(metric)) if metric.startswith("eval/") else None
     if chosen is None:
-        known = (
-            ", ".join(f"{one.prefix}score" for one in sets.values())
-            or "none: evaluation has no prompts"
-        )
-        yield Problem(
-            path, f"got {best.metric}, expected a metric of a set that is evaluated: {known}"
-        )
+        known = ", ".join(f"{one.prefix}score" for one in sets.values())
+        known = known or "none: evaluation has no prompts"
+        yield path, f"got {metric}, expected a metric of a set that is evaluated: {known}"
     elif not (chosen.every or chosen.at_end):
-        yield Problem(
-            path, f"{chosen.key} is never evaluated after a step: set its every or at_end"
-        )
-    elif "@" in best.metric and _BOUND.sub("", best.metric) not in _at(chosen):
-        yield Problem(path, f"got {best.metric}, but {chosen.key} gives {', '.join(_at(chosen))}")
+        yield path, f"{chosen.key} is never evaluated after a step: set its every or at_end"
+    elif "@" in metric and _BOUND.sub("", metric) not in _at(chosen):
+        yield path, f"got {metric}, but {chosen.key} gives {', '.join(_at(chosen))}"
 
 
 def _at(one: EvaluationSet) -> list[str]:
-    """The metrics with an @ that a set may give."""
+    """Return the metrics with an @ that a set may give."""
     own = [f"avg@{one.samples_per_prompt}"] if one.k else []
     own += [f"pass@{k}" for k in one.k]
     own += [f"maj@{k}" for k in one.k if k > 1]
     return [one.prefix + name for name in own]
 
 
-def evaluation_notes(config: Config) -> Iterator[Problem]:
+def evaluation_notes(config: Config) -> Found:
     """Yield evaluations that are not made, or whose samples are alike."""
     sets = evaluation_sets(config)
     for one in sets:
         if one.samples_per_prompt > 1 and one.temperature == 0:
-            yield Problem(
-                f"{one.key}.samples_per_prompt",
-                f"the samples are all alike: {one.key}.temperature is 0",
-            )
+            message = f"the samples are all alike: {one.key}.temperature is 0"
+            yield f"{one.key}.samples_per_prompt", message
         if not (one.every or one.at_start or one.at_end):
-            yield Problem(one.key, "is never evaluated: every is 0, at_start and at_end are false")
+            yield one.key, "is never evaluated: every is 0, at_start and at_end are false"
     given = config.evaluation.model_fields_set & {"every", "at_start", "at_end"}
     if sets and given == {"every"} and not config.evaluation.every:
-        yield Problem(
-            "evaluation.every",
-            "0: evaluated before the first step and after the last alone (at_start, at_end);"
-            " evaluation=null switches all of it off",
-        )
+        message = "0: evaluated before the first step and after the last alone (at_start, at_end)"
+        yield "evaluation.every", f"{message}; evaluation=null switches all of it off"
     if sets and not generates(config):
-        yield Problem(
-            "evaluation",
-            f"is ignored: {_why_unscored(config)}; score the result with `rlcore eval`",
-        )
+        message = f"is ignored: {_why_unscored(config)}; score the result with `rlcore eval`"
+        yield "evaluation", message
 
 
 def _why_unscored(config: Config) -> str:

@@ -1,78 +1,67 @@
-"""Checks of the length of a run, its batches and data, and of the policy's layout. Pure."""
+"""Checks of the length of a run, its batches and data, its layout and launcher. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from operator import attrgetter
 
 from rlcore.config.built_in import ESTIMATORS
 from rlcore.config.derived import (
     generates,
+    gpus_of_a_node,
     model_parallel_size,
     pack_multiple,
     updates_per_step,
 )
+from rlcore.config.engine_registry import is_import_path
 from rlcore.config.messages import Problem
-from rlcore.config.sections.algorithm import EstimatorConfig
-from rlcore.config.sections.policy import CriticConfig, ReferenceConfig, TeacherConfig
-from rlcore.config.sections.reward import RewardConfig
-from rlcore.config.sections.rollout import RolloutConfig
+from rlcore.config.sections.base import Found
 from rlcore.config.sections.root import Config
+from rlcore.config.sections.training import RayConfig
 
 _SIZES = ("tensor", "pipeline", "context", "expert")
+_LENGTHS = ("steps", "episodes", "epochs")
+_NOT_READ_BY_SFT = (
+    *("reward", "rollout", "critic", "reference", "teacher", "algorithm.estimator"),
+    *("algorithm.normalize_advantages", "algorithm.kl.monitor", "algorithm.old_logprobs"),
+)
+_SHARES = "but Ray gives a share of one GPU or a whole number"
 
 
-def length(config: Config) -> Iterator[Problem]:
+def length(config: Config) -> Found:
     """The run's length is given exactly once."""
-    kinds = ("steps", "epochs") if config.is_sft else ("steps", "episodes", "epochs")
-    given = [
-        kind
-        for kind in ("steps", "episodes", "epochs")
-        if getattr(config.training, kind) is not None
-    ]
+    kinds = [kind for kind in _LENGTHS if kind != "episodes" or not config.is_sft]
+    given = [kind for kind in _LENGTHS if getattr(config.training, kind) is not None]
     names = ", ".join(f"training.{kind}" for kind in kinds)
     if not given:
-        yield Problem("training", f"how long to train is missing: set one of {names}")
+        yield "training", f"how long to train is missing: set one of {names}"
     elif len(given) > 1:
-        yield Problem(
-            f"training.{given[1]}", f"{' and '.join(given)} are both given: keep one of {names}"
-        )
+        yield f"training.{given[1]}", f"{' and '.join(given)} are both given: keep one of {names}"
     elif given[0] not in kinds:
-        yield Problem(
-            f"training.{given[0]}", f"supervised fine-tuning counts no episodes: set one of {names}"
-        )
+        message = f"supervised fine-tuning counts no episodes: set one of {names}"
+        yield f"training.{given[0]}", message
 
 
-def early_stopping(config: Config) -> Iterator[Problem]:
+def early_stopping(config: Config) -> Found:
     """Early stopping has a KL to compare with its target."""
-    training = config.training
-    if not training.early_stopping:
-        return
-    if config.is_sft or training.debug == "rollout_only":
+    unmeasured = config.is_sft or config.training.debug == "rollout_only"
+    if config.training.early_stopping and unmeasured:
         why = "supervised fine-tuning" if config.is_sft else "training.debug: rollout_only"
-        yield Problem(
-            "training.early_stopping", f"{why} measures no KL against the reference: turn it off"
-        )
+        yield "training.early_stopping", f"{why} measures no KL against the reference: turn it off"
 
 
-def batch(config: Config) -> Iterator[Problem]:
+def batch(config: Config) -> Found:
     """Every optimizer step has samples, and groups are large enough for the estimator."""
-    rollout = config.rollout
     algorithm = config.algorithm
     if config.is_sft:
-        if algorithm.minibatches > config.training.batch_size:
-            yield Problem(
-                "algorithm.minibatches",
-                f"more than training.batch_size ({config.training.batch_size})",
-            )
+        if algorithm.minibatches > (size := config.training.batch_size):
+            yield "algorithm.minibatches", f"more than training.batch_size ({size})"
         return
-    if algorithm.minibatches > rollout.prompts_per_step:
-        yield Problem(
-            "algorithm.minibatches",
-            f"got {algorithm.minibatches}, at most rollout.prompts_per_step"
-            f" ({rollout.prompts_per_step}): a group is never split",
-        )
+    if algorithm.minibatches > (prompts := config.rollout.prompts_per_step):
+        message = f"got {algorithm.minibatches}, at most rollout.prompts_per_step ({prompts})"
+        yield "algorithm.minibatches", f"{message}: a group is never split"
     estimator = ESTIMATORS.get(algorithm.estimator.name)
-    if rollout.samples_per_prompt == 1:
+    if config.rollout.samples_per_prompt == 1:
         if estimator is not None and estimator.compares_group:
             yield one_sample(f"estimator {algorithm.estimator.name!r}")
         if algorithm.normalize_advantages == "group":
@@ -85,145 +74,164 @@ def one_sample(comparer: str) -> Problem:
     return Problem("rollout.samples_per_prompt", message)
 
 
-def data(config: Config) -> Iterator[Problem]:
+def data(config: Config) -> Found:
     """There are labels where they are trained on, and a folder where one is pushed."""
     if config.is_sft and config.data.label_key is None:
-        yield Problem("data.label_key", "missing: supervised fine-tuning trains on the labels")
+        yield "data.label_key", "missing: supervised fine-tuning trains on the labels"
     if config.tracking.hub.repo and not config.checkpoint.export_hf:
-        yield Problem(
-            "tracking.hub.repo",
-            "only an exported folder can be pushed: set checkpoint.export_hf to true",
-        )
+        message = "only an exported folder can be pushed: set checkpoint.export_hf to true"
+        yield "tracking.hub.repo", message
 
 
-def debugging(config: Config) -> Iterator[Problem]:
+def debugging(config: Config) -> Found:
     """training.debug is for runs with rollouts."""
     debug = config.training.debug
     if debug is not None and config.is_sft:
-        yield Problem("training.debug", f"{debug} is for runs with rollouts, not for the sft loss")
+        yield "training.debug", f"{debug} is for runs with rollouts, not for the sft loss"
 
 
-def training_notes(config: Config) -> Iterator[Problem]:
+def training_notes(config: Config) -> Found:
     """Yield limits that stop nothing, or too much."""
     training = config.training
     ahead = config.rollout.max_staleness if generates(config) else 0
     if training.early_stopping and ahead and config.algorithm.kl.reward_kind == "k1":
-        message = (
+        yield (
+            "training.early_stopping",
             f"with rollout.max_staleness {ahead} tokens come from older weights, and for these the"
             " k1 estimate falls below 0 as the policy moves away, so the run may go on far beyond"
-            " target_kl: set algorithm.kl.reward_kind to k2, which is never negative"
+            " target_kl: set algorithm.kl.reward_kind to k2, which is never negative",
         )
-        yield Problem("training.early_stopping", message)
-    if training.max_update_kl is not None and (message := _update_kl(config)):
-        yield Problem("training.max_update_kl", message)
-
-
-def _update_kl(config: Config) -> str:
-    """Return what `training.max_update_kl` does not do in this run; "" if it does what it says."""
-    if config.is_sft:
-        return "is ignored: the sft loss measures no policy/approxkl_avg"
-    if updates_per_step(config) == 1:
-        return (
-            "is ignored: a batch gets one optimizer step (algorithm.epochs x minibatches), nothing"
-            " is left to end"
-        )
-    if config.algorithm.old_logprobs == "rollout":
-        return (
-            "counts from the engine's log-probs (algorithm.old_logprobs: rollout): tokens of older"
-            " weights may exceed it before the policy has moved, which leaves one optimizer step"
-        )
-    return ""
-
-
-def sft_notes(config: Config) -> Iterator[Problem]:
-    """Yield keys that supervised fine-tuning does not read."""
-    if not config.is_sft:
+    path = "training.max_update_kl"
+    if training.max_update_kl is None:
         return
-    for path, differs in (
-        ("reward", config.reward != RewardConfig()),
-        ("rollout", config.rollout != RolloutConfig()),
-        ("critic", config.critic != CriticConfig()),
-        ("reference", config.reference != ReferenceConfig()),
-        ("teacher", config.teacher != TeacherConfig()),
-        ("algorithm.estimator", config.algorithm.estimator != EstimatorConfig()),
-        ("algorithm.normalize_advantages", config.algorithm.normalize_advantages is not None),
-        ("algorithm.kl.monitor", config.algorithm.kl.monitor),
-        ("algorithm.old_logprobs", config.algorithm.old_logprobs != "auto"),
-    ):
-        if differs:
-            yield Problem(path, "is ignored: supervised fine-tuning trains on the labels alone")
+    if config.is_sft:
+        yield path, "is ignored: the sft loss measures no policy/approxkl_avg"
+    elif updates_per_step(config) == 1:
+        message = "is ignored: a batch gets one optimizer step (algorithm.epochs x minibatches)"
+        yield path, f"{message}, nothing is left to end"
+    elif config.algorithm.old_logprobs == "rollout":
+        yield (
+            path,
+            "counts from the engine's log-probs (algorithm.old_logprobs: rollout): tokens of older"
+            " weights may exceed it before the policy has moved, which leaves one optimizer step",
+        )
 
 
-def layout(config: Config) -> Iterator[Problem]:
+def sft_notes(config: Config) -> Found:
+    """Yield keys that supervised fine-tuning does not read."""
+    for path in _NOT_READ_BY_SFT if config.is_sft else ():
+        parent, _, name = path.rpartition(".")
+        section = attrgetter(parent)(config) if parent else config
+        default = type(section).model_fields[name].get_default(call_default_factory=True)
+        if getattr(section, name) != default:
+            yield path, "is ignored: supervised fine-tuning trains on the labels alone"
+
+
+def layout(config: Config) -> Found:
     """The parallel layout is consistent and fits the launcher."""
     parallel = config.policy.parallel
     cluster = config.cluster
     model = model_parallel_size(config)
     processes = cluster.nodes * cluster.processes_per_node
     if cluster.launcher == "local" and cluster.nodes > 1:
-        yield Problem(
-            "cluster.nodes",
-            "the local launcher starts processes on this machine alone: use torchrun or ray",
-        )
+        message = "the local launcher starts processes on this machine alone: use torchrun or ray"
+        yield "cluster.nodes", message
     elif cluster.launcher != "torchrun" and processes < model:
         path = "policy.parallel." + next(axis for axis in _SIZES if getattr(parallel, axis) > 1)
         other = "cluster.launcher=torchrun" if cluster.launcher == "local" else "cluster.nodes"
-        # seen once the model is read, and so after this: better told now than as a second error
+        # seen once the model is read, and so after this: better said now than as a second error
         heads = "; the model's attention heads must divide by it" * path.endswith(".tensor")
-        yield Problem(
+        yield (
             path,
             f"the layout needs {model} processes and the {cluster.launcher} launcher starts"
             f" {processes}: set cluster.processes_per_node={model}, or {other}{heads}",
         )
     elif processes > 1 and processes % model:
-        yield Problem(
+        yield (
             "policy.parallel",
             f"{processes} processes do not divide into models of {model} (tensor x pipeline x"
             f" context, and experts): set cluster.processes_per_node to a multiple of {model}",
         )
 
 
-def fp8(config: Config) -> Iterator[Problem]:
+def fp8(config: Config) -> Found:
     """FP8 has the layers and the dtype that it needs."""
-    if config.policy.fp8 is not None:
-        if config.policy.transformer_engine == "off":
-            yield Problem(
-                "policy.fp8",
-                "needs Transformer Engine's layers: set policy.transformer_engine to auto",
-            )
-        if config.model.dtype != "bf16":
-            yield Problem("policy.fp8", f"needs model.dtype: bf16, got {config.model.dtype}")
+    if config.policy.fp8 is None:
+        return
+    if config.policy.transformer_engine == "off":
+        message = "needs Transformer Engine's layers: set policy.transformer_engine to auto"
+        yield "policy.fp8", message
+    if config.model.dtype != "bf16":
+        yield "policy.fp8", f"needs model.dtype: bf16, got {config.model.dtype}"
 
 
-def lengths(config: Config) -> Iterator[Problem]:
+def lengths(config: Config) -> Found:
     """The longest sample fits into a micro-batch, with the pads that the layout needs."""
     limit = config.policy.max_tokens_per_microbatch
-    prompt = config.data.max_prompt_tokens or 1
+    prompt = config.data.max_prompt_tokens
     response = 0 if config.is_sft else config.rollout.sampling.max_new_tokens
     multiple = pack_multiple(config)
-    needed = -(-(prompt + response) // multiple) * multiple
+    needed = -(-((prompt or 1) + response) // multiple) * multiple
     if needed > limit:
-        parts = (
-            [] if config.data.max_prompt_tokens is None else [f"data.max_prompt_tokens ({prompt})"]
-        )
+        parts = [] if prompt is None else [f"data.max_prompt_tokens ({prompt})"]
         parts += [f"rollout.sampling.max_new_tokens ({response})"] if response else []
         padded = f", padded to a multiple of {multiple} by the layout" if multiple > 1 else ""
-        message = (
-            f"got {limit}, less than one sample can have: {' + '.join(parts)}{padded}; set it to"
-            f" {needed} or more"
-        )
-        yield Problem("policy.max_tokens_per_microbatch", message)
+        message = f"got {limit}, less than one sample can have: {' + '.join(parts)}{padded}"
+        yield "policy.max_tokens_per_microbatch", f"{message}; set it to {needed} or more"
 
 
-def routing(config: Config) -> Iterator[Problem]:
+def routing(config: Config) -> Found:
     """Routing replay has a source of routed experts."""
-    replay = config.policy.routing_replay
-    if replay == "engine" and config.is_sft:
-        yield Problem(
-            "policy.routing_replay", "supervised fine-tuning has no engine to replay: use 'none'"
+    sources = {"engine": "engine", "logprobs": "log-prob pass"}
+    source = sources.get(config.policy.routing_replay)
+    if source is not None and config.is_sft:
+        message = f"supervised fine-tuning has no {source} to replay: use 'none'"
+        yield "policy.routing_replay", message
+
+
+def ray_launcher(config: Config) -> Found:
+    """What Ray places is left to Ray."""
+    engine = config.rollout.engine
+    if config.cluster.launcher != "ray":
+        return
+    address = config.cluster.ray.address
+    if address is not None and "://" in address:
+        message = f"got {address!r}, expected HOST:PORT of the cluster's head node"
+        yield "cluster.ray.address", f"{message}: start `rlcore train` on one of its nodes"
+    if engine.colocated and is_import_path(engine.kind):
+        yield (
+            "rollout.engine.colocated",
+            "under Ray an engine of another package runs in the rollout service's process, which"
+            " has no GPU: turn it off, or use another cluster.launcher",
         )
-    elif replay == "logprobs" and config.is_sft:
-        yield Problem(
-            "policy.routing_replay",
-            "supervised fine-tuning has no log-prob pass to replay: use 'none'",
+    if engine.gpus:
+        yield "rollout.engine.gpus", f"got {engine.gpus}, but Ray chooses GPUs: leave it out"
+    yield from _gpu_shares(config)
+
+
+def _gpu_shares(config: Config) -> Found:
+    """Refuse shares that Ray does not give: it gives a share of one GPU, or whole GPUs."""
+    ray = config.cluster.ray
+    engine = config.rollout.engine
+    if not (ray.rank_gpus < 1 or ray.rank_gpus.is_integer()):
+        yield "cluster.ray.rank_gpus", f"got {ray.rank_gpus:g}, {_SHARES}"
+    if engine.device == "cpu" or engine.is_external or not generates(config):
+        return
+    width = engine.tensor_parallel
+    needed = engine.count * width
+    shared = not ray.engine_gpus.is_integer() and (ray.engine_gpus > 1 or width > 1)
+    if engine.colocated and needed > (there := math.ceil(gpus_of_a_node(config))) > 0:
+        yield (
+            "rollout.engine.count",
+            f"{engine.count} x rollout.engine.tensor_parallel {width} need {needed} GPUs, but the"
+            f" ranks, whose GPUs they share, have {there}: use fewer or smaller engines",
         )
+    elif not engine.colocated and shared:
+        message = f"got {ray.engine_gpus:g}, {_SHARES}, and an engine needs one GPU for each of its"
+        yield "cluster.ray.engine_gpus", f"{message} {width} tensor-parallel ranks: set it to 1"
+
+
+def ray_notes(config: Config) -> Found:
+    """Yield `cluster.ray` where another launcher ignores it."""
+    if config.cluster.launcher != "ray" and config.cluster.ray != RayConfig():
+        yield "cluster.ray", f"is ignored: cluster.launcher is {config.cluster.launcher}"

@@ -46,38 +46,26 @@ def test_what_does_not_go_together_is_refused(
 def test_generation_and_training_at_once_is_no_taking_turns(load: Callable[..., Loaded]) -> None:
     config = load(*COLOCATED).config
     config.rollout.max_staleness = 2
-    (problem,) = colocated(config)
-    assert problem.path == "rollout.max_staleness"
-    assert "got 2" in problem.message
+    ((path, message),) = colocated(config)
+    assert path == "rollout.max_staleness"
+    assert "got 2" in message
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        [
-            *COLOCATED,
-            "rollout.engine.gpus=[1,0]",
-            "rollout.engine.count=2",
-            "rollout.engine.transport=tensor",
-        ],
+        [*COLOCATED, "rollout.engine.gpus=[1,0]", "rollout.engine.count=2",
+         "rollout.engine.transport=tensor"],
         # the embedded engine takes turns too
         ["rollout.engine.colocated=true"],
         # no engine
-        [
-            *COLOCATED,
-            "rollout.engine.urls=[http://x:1]",
-            "algorithm.loss.name=sft",
-            "data.label_key=label",
-        ],
+        [*COLOCATED, "rollout.engine.urls=[http://x:1]", "algorithm.loss.name=sft",
+         "data.label_key=label"],
         # neither here
-        [
-            *COLOCATED,
-            "rollout.engine.urls=[http://x:1]",
-            "training.debug=train_only",
-            "training.replay=x",
-        ],
+        [*COLOCATED, "rollout.engine.urls=[http://x:1]", "training.debug=train_only",
+         "training.replay=x"],
     ],
-)
+)  # fmt: skip
 def test_what_goes_together(load: Callable[..., Loaded], overrides: list[str]) -> None:
     load(*overrides)
 

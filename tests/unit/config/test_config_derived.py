@@ -21,7 +21,10 @@ from rlcore.config import derived
     ],
 )
 def test_reference(load, overrides, needs, expected):
-    assert derived.needs_reference(load(*overrides).config, needs) is expected
+    passes = derived.passes(
+        load(*overrides).config, estimator_needs=needs, loss_needs=(), whole_step_loss=False
+    )
+    assert passes.reference is expected
 
 
 @pytest.mark.parametrize(

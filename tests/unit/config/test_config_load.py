@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config.key_suggestions import suggest
 from rlcore.config.load import load_config, split_arguments
+from rlcore.config.messages import suggest
 from rlcore.errors import ConfigError
 
 BASE = """\
@@ -282,27 +282,21 @@ def test_several_errors_are_one_a_line(write, refusal):
     ("override", "message"),
     [
         ("policy.optimizer.lr=null", "policy.optimizer.lr (override): got null, expected a number"),
-        (
-            "policy.optimizer.lr=.nan",
-            "policy.optimizer.lr (override): got nan, expected a finite number",
-        ),
+        ("policy.optimizer.lr=.nan",
+         "policy.optimizer.lr (override): got nan, expected a finite number"),
         ("policy.optimizer=3", "policy.optimizer (override): got 3, expected a map of keys"),
         ("training.steps=1.5", "training.steps (override): got 1.5, expected a whole number"),
         ("model.path=null", "model.path (override): got null, expected text"),
         ("model.path=yes", "model.path (override): got true, expected text (put it in quotes)"),
         ("rollout.sampling.stop=x", "rollout.sampling.stop (override): got 'x', expected a list"),
-        (
-            "reward.parts.a.weight=1",
-            (
-                "reward.parts.a (override): a reward part is one of `function: NAME`, `model:"
-                " {path: FOLDER}`, `service: {url: URL}`, `judge: {url: URL, model: NAME}` or"
-                " `source: workflow`"
-            ),
-        ),
+        ("reward.parts.a.weight=1",
+         ("reward.parts.a (override): a reward part is one of `function: NAME`, `model:"
+         " {path: FOLDER}`, `service: {url: URL}`, `judge: {url: URL, model: NAME}` or"
+         " `source: workflow`")),
         ("run.name=", "override 'run.name=': no value after '='; `run.name=null` unsets a key"),
         ("run..name=1", "override 'run..name=1': expected a.b.c=value"),
     ],
-)
+)  # fmt: skip
 def test_wrong_value(refusal, override, message):
     assert refusal(override) == [message]
 
@@ -320,23 +314,19 @@ def test_what_is_missing_is_named():
 @pytest.mark.parametrize(
     ("text", "where"),
     [
-        (
-            "run: {name: x}\nmodel:\n  path: a\n  path: b\n",
-            ":4: key 'path' is given twice, first at",
-        ),
+        ("run: {name: x}\nmodel:\n  path: a\n  path: b\n",
+         ":4: key 'path' is given twice, first at"),
         ("rollout:\n  filters:\n  - {a: 1, a: 2}\n", ":3: key 'a' is given twice"),
         ("run: [1\n", ":2:1: not valid YAML: "),
         ("run:\n\tname: x\n", ":2:1: not valid YAML: "),
-        (
-            "run: !!python/object:os.system {}\n",
-            ":1: tag 'tag:yaml.org,2002:python/object:os.system' has",
-        ),
+        ("run: !!python/object:os.system {}\n",
+         ":1: tag 'tag:yaml.org,2002:python/object:os.system' has"),
         ("run: !env HOME\n", ":1:6: not valid YAML: "),
         ("- a\n", ":1: got ['a'], expected `key: value` lines"),
         ("a: &a {b: *a}\n", ":1: this part contains itself"),
         ("a: \x00\n", ": not valid YAML: "),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_not_ours_to_read(write, text, where):
     path = write("bad.yaml", text)
     with pytest.raises(ConfigError) as caught:

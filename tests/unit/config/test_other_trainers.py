@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config.key_suggestions import suggest, unknown_key
+from rlcore.config.messages import suggest, unknown_key
 from rlcore.config.other_trainers import keys_like, rows
 from rlcore.config.schema import known_keys, sections
 
