@@ -185,73 +185,35 @@ def test_validate_does_not_load_torch(there):
 @pytest.mark.parametrize(
     ("overrides", "starts"),
     [
-        (
-            ["algorithm.estimator={name: ppo, lamda: 0.9}"],
-            [
-                "algorithm.estimator.lamda (override): unknown keyword; did you mean"
-                " algorithm.estimator.lam?"
-            ],
-        ),
-        (
-            ["algorithm.loss.clip_hihg=0.3"],
-            [
-                "algorithm.loss.clip_hihg (override): unknown keyword; did you mean"
-                " algorithm.loss.clip_high?"
-            ],
-        ),
-        (
-            ["algorithm.loss.agregation=token-mean"],
-            [
-                "algorithm.loss.agregation (override): unknown keyword; did you mean"
-                " algorithm.loss.aggregation?"
-            ],
-        ),
-        (
-            ["algorithm.estimator={name: ppo, lam: high}"],
-            [
-                "algorithm.estimator.lam (override): 'ppo': keyword 'lam' expected float, got"
-                " 'high' (str)"
-            ],
-        ),
-        (
-            ["algorithm.estimator.name=gropo"],
-            ["algorithm.estimator.name (override): unknown estimator 'gropo'"],
-        ),
-        (
-            ["algorithm.loss.name=ppo_clap"],
-            ["algorithm.loss.name (override): unknown policy loss 'ppo_clap'"],
-        ),
-        (
-            ["algorithm.estimator.name=no_such_package:Own"],
-            [
-                "algorithm.estimator.name (override): estimator 'no_such_package:Own': no module"
-                " 'no_such_package'"
-            ],
-        ),
-        (
-            [
-                "reward.parts.a.function=no_such_package:f",
-                "rollout.workflow=json:__name__",
-                "rollout.filters=[x:y]",
-            ],
-            [
-                "reward.parts.a.function (override): function 'no_such_package:f': no module",
-                (
-                    "rollout.workflow (override): json:__name__ is 'json', expected something that"
-                    " can be called"
-                ),
-                "rollout.filters.0 (override): function 'x:y': no module 'x'",
-            ],
-        ),
-        (
-            ["algorithm.estimator={name: ppo, a: 1}", "algorithm.loss.b=1"],
-            [
-                "algorithm.loss.b (override): unknown keyword",
-                "algorithm.estimator.a (override): unknown keyword",
-            ],
-        ),
+        (["algorithm.estimator={name: ppo, lamda: 0.9}"],
+         ["algorithm.estimator.lamda (override): unknown keyword; did you mean"
+         " algorithm.estimator.lam?"]),
+        (["algorithm.loss.clip_hihg=0.3"],
+         ["algorithm.loss.clip_hihg (override): unknown keyword; did you mean"
+         " algorithm.loss.clip_high?"]),
+        (["algorithm.loss.agregation=token-mean"],
+         ["algorithm.loss.agregation (override): unknown keyword; did you mean"
+         " algorithm.loss.aggregation?"]),
+        (["algorithm.estimator={name: ppo, lam: high}"],
+         ["algorithm.estimator.lam (override): 'ppo': keyword 'lam' expected float, got"
+         " 'high' (str)"]),
+        (["algorithm.estimator.name=gropo"],
+         ["algorithm.estimator.name (override): unknown estimator 'gropo'"]),
+        (["algorithm.loss.name=ppo_clap"],
+         ["algorithm.loss.name (override): unknown policy loss 'ppo_clap'"]),
+        (["algorithm.estimator.name=no_such_package:Own"],
+         ["algorithm.estimator.name (override): estimator 'no_such_package:Own': no module"
+         " 'no_such_package'"]),
+        (["reward.parts.a.function=no_such_package:f", "rollout.workflow=json:__name__",
+         "rollout.filters=[x:y]"],
+         ["reward.parts.a.function (override): function 'no_such_package:f': no module",
+         ("rollout.workflow (override): json:__name__ is 'json', expected something that"
+         " can be called"), "rollout.filters.0 (override): function 'x:y': no module 'x'"]),
+        (["algorithm.estimator={name: ppo, a: 1}", "algorithm.loss.b=1"],
+         ["algorithm.loss.b (override): unknown keyword",
+         "algorithm.estimator.a (override): unknown keyword"]),
     ],
-)
+)  # fmt: skip
 def test_validate_builds_what_is_named(capsys, overrides, starts):
     assert cli.main(["validate", "--elsewhere", *GIVEN, *overrides]) == 2
     captured = capsys.readouterr()
@@ -293,23 +255,14 @@ def plugins(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "override", "said"),
     [
-        (
-            "TakesNone",
-            "algorithm.kl.reward_coef=0.1",
-            "algorithm.kl.reward_coef (override): got 0.1, but estimator",
-        ),
-        (
-            "NeedsTeacher",
-            "run.seed=1",
-            "algorithm.estimator (override): estimator 'cli_plugins:NeedsTeacher'",
-        ),
-        (
-            "Picky",
-            "algorithm.estimator.share=2",
-            "algorithm.estimator (override): share: got 2, expected at most 1",
-        ),
+        ("TakesNone", "algorithm.kl.reward_coef=0.1",
+         "algorithm.kl.reward_coef (override): got 0.1, but estimator"),
+        ("NeedsTeacher", "run.seed=1",
+         "algorithm.estimator (override): estimator 'cli_plugins:NeedsTeacher'"),
+        ("Picky", "algorithm.estimator.share=2",
+         "algorithm.estimator (override): share: got 2, expected at most 1"),
     ],
-)
+)  # fmt: skip
 def test_plugins_are_asked_what_they_take(capsys, plugins, name, override, said):
     assert cli.main(["validate", "--elsewhere", *GIVEN, plugins + name, override]) == 2
     assert capsys.readouterr().err.startswith(f"rlcore: {said}")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from typing import get_args
 
 import pytest
@@ -28,32 +27,6 @@ def test_by_hand(mode: AggregationMode, expected: list[float]) -> None:
     # three sequences and an empty one
     weights = loss_weights(mode, torch.tensor([0, 2, 2, 3, 6]), norm_length=10)
     torch.testing.assert_close(weights, torch.tensor(expected))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_is_the_loop_over_sequences(mode: AggregationMode) -> None:
-    loss = torch.randn(sum(LENGTHS), dtype=torch.float64)
-    parts = [part for part in loss.split(list(LENGTHS)) if part.numel()]
-    expected = {
-        "token-mean": loss.mean(),
-        "seq-mean-token-mean": torch.stack([p.mean() for p in parts]).mean(),
-        "seq-mean-token-sum": torch.stack([p.sum() for p in parts]).mean(),
-        "seq-mean-token-sum-norm": torch.stack([p.sum() / 128 for p in parts]).mean(),
-    }[mode]
-    weights = loss_weights(mode, cu(LENGTHS), norm_length=128)
-    torch.testing.assert_close((weights * loss).sum(), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_no_split_changes_the_loss(mode: AggregationMode) -> None:
-    loss = torch.randn(sum(LENGTHS)).double()
-    weights = loss_weights(mode, cu(LENGTHS), norm_length=64).double()
-    whole = (weights * loss).sum()
-    borders = cu(LENGTHS).tolist()
-    for cuts in itertools.combinations(borders[1:-1], 3):
-        edges = [0, *cuts, borders[-1]]
-        pieces = [(weights[a:b] * loss[a:b]).sum() for a, b in itertools.pairwise(edges)]
-        torch.testing.assert_close(torch.stack(pieces).sum(), whole)
 
 
 @pytest.mark.parametrize("mode", MODES[:2])
@@ -137,16 +110,6 @@ def test_a_rollout_in_pieces_weighs_what_one_rollout_does() -> None:
     assert shared[of_seven].unique().numel() == 1, (
         "each token of a rollout weighs the same, whichever piece it is in"
     )
-
-
-def test_weights_taken_after_the_split_are_others() -> None:
-    """Weights come from the whole optimizer step: a mean of micro-batch means is another number."""
-    whole = loss_weights("token-mean", cu((1, 9)))
-    split = (
-        torch.cat([loss_weights("token-mean", cu((1,))), loss_weights("token-mean", cu((9,)))]) / 2
-    )
-    assert whole[0].item() == pytest.approx(0.1)
-    assert split[0].item() == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("mode", MODES)

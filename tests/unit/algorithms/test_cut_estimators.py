@@ -113,30 +113,6 @@ def test_a_segment_is_a_sequence_that_ends_in_the_outcome_and_all_that_follows(
 
 @pytest.mark.parametrize("name", ["ppo", "vapo"])
 @settings(deadline=None, max_examples=20)
-@given(layout=LAYOUTS, seed=st.integers(0, 2**31))
-def test_without_a_discount_a_cut_changes_nothing_whatever_the_values(
-    name: str, layout: Layout, seed: int
-) -> None:
-    """A_t = R + all that tokens from t on earn - V_t, and the critic learns A_t + V_t."""
-    made = cut(layout, seed)
-    options: dict[str, Any] = {"lam": 1.0} if name == "ppo" else {"actor_lam": 1.0}
-    estimator = build_estimator(name, **options, **SHAPED)
-    whole, segments = estimator(made.whole), estimator(made.segments)
-    assert whole.returns is not None
-    assert segments.returns is not None
-    by_hand = []
-    for episode in episodes(made.whole):
-        terms = episode.token_terms(**SHAPED)
-        by_hand += [episode.reward + math.fsum(terms[t:]) for t in range(len(terms))]
-    assert whole.returns.tolist() == pytest.approx(by_hand, abs=1e-11)
-    torch.testing.assert_close(segments.returns, whole.returns[made.tokens], atol=1e-11, rtol=0)
-    torch.testing.assert_close(
-        segments.advantages, whole.advantages[made.tokens], atol=1e-11, rtol=0
-    )
-
-
-@pytest.mark.parametrize("name", ["ppo", "vapo"])
-@settings(deadline=None, max_examples=20)
 @given(
     layout=LAYOUTS,
     seed=st.integers(0, 2**31),

@@ -262,24 +262,15 @@ def test_batch_stats_come_from_the_whole_step() -> None:
 @pytest.mark.parametrize(
     ("run", "error", "message"),
     [
-        (
-            lambda i: PolicyLoss(i.logprobs.mean()),
-            OutputError,
-            r"per_token: expected shape \[M\] = \[3\], got \[\]",
-        ),
-        (
-            lambda i: PolicyLoss(-i.logprobs, {"x": i.logprobs.mean()}),
-            OutputError,
-            "metrics\\['x'\\].*not reduced",
-        ),
+        (lambda i: PolicyLoss(i.logprobs.mean()), OutputError,
+         r"per_token: expected shape \[M\] = \[3\], got \[\]"),
+        (lambda i: PolicyLoss(-i.logprobs, {"x": i.logprobs.mean()}), OutputError,
+         "metrics\\['x'\\].*not reduced"),
         (lambda i: i.logprobs, OutputError, "expected PolicyLoss, got Tensor"),
-        (
-            lambda i: PolicyLoss(i.advantages.neg_()),
-            EstimatorMutationError,
-            "wrote into its input 'advantages'",
-        ),
+        (lambda i: PolicyLoss(i.advantages.neg_()), EstimatorMutationError,
+         "wrote into its input 'advantages'"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_policy_loss_is_refused(
     run: Callable, error: type[Exception], message: str
 ) -> None:

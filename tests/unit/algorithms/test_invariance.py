@@ -174,28 +174,3 @@ def test_every_estimator_with_every_loss_and_aggregation(estimator: str) -> None
             assert whole.any(), loss
             torch.testing.assert_close(split, whole, rtol=1e-11, atol=1e-13)
             torch.testing.assert_close(summed, value, rtol=1e-11, atol=1e-13)
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_this_file_would_see_a_mean_of_micro_batch_means(mode: AggregationMode) -> None:
-    """The defect of most peers: weights taken in each micro-batch, which are then averaged."""
-    straight, one = as_it_is(len(LENGTHS))
-    whole, _ = gradient("ppo_clip", step(), weights_of(mode, straight, None), straight, one)
-    defective = torch.zeros(sum(LENGTHS), dtype=torch.float64)
-    for part in torch.tensor(ORDER).split(list(PIECES)):
-        weights = loss_weights(mode, cu([LENGTHS[b] for b in part])) / len(PIECES)
-        defective[tokens_of(part.tolist())] = weights.double()
-    split, _ = gradient("ppo_clip", step(), defective, ORDER, PIECES)
-    assert not torch.allclose(split, whole, rtol=1e-2)
-
-
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_this_file_would_see_statistics_of_a_micro_batch(name: str) -> None:
-    """The defect of the first implementation: covariance and threshold of each micro-batch."""
-    straight, one = as_it_is(len(LENGTHS))
-    weights = weights_of("token-mean", straight, None)
-    whole, _ = gradient(name, step(), weights, straight, one)
-    split = torch.zeros_like(whole)
-    for part in torch.tensor(ORDER).split(list(PIECES)):
-        split += gradient(name, step(), weights, part.tolist(), (len(part),))[0]
-    assert not torch.allclose(split, whole, rtol=1e-2)

@@ -22,10 +22,8 @@ def fields(**changes: object) -> dict[str, object]:
     [
         ({"cu_seqlens": [0, 2, 3]}, "cu_seqlens: expected an integer tensor.*got list"),
         ({"cu_seqlens": torch.tensor([1, 2, 3])}, "cu_seqlens: expected to start at 0, got 1"),
-        (
-            {"cu_seqlens": torch.tensor([0, 3, 2])},
-            "cu_seqlens: expected never to fall, got 3 -> 2 at sequence 1",
-        ),
+        ({"cu_seqlens": torch.tensor([0, 3, 2])},
+         "cu_seqlens: expected never to fall, got 3 -> 2 at sequence 1"),
         ({"cu_seqlens": torch.tensor([0.0, 2.0, 3.0])}, "cu_seqlens: expected dtype int64"),
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int64)}, r"cu_seqlens: expected shape \[B\+1\]"),
         ({"rewards": torch.zeros(3)}, r"rewards: expected shape \[B\] = \[2\].*got \[3\]"),
@@ -35,15 +33,13 @@ def fields(**changes: object) -> dict[str, object]:
         ({"group_ids": torch.zeros(2)}, "group_ids: expected an integer dtype, got torch.float32"),
         ({"values": torch.zeros(4)}, r"values: expected shape \[M\] = \[3\].*got \[4\]"),
         ({"versions": torch.zeros(3)}, "versions: expected an integer dtype"),
-        (
-            {"reward_parts": torch.zeros(2)},
-            r"reward_parts: expected shape \[B, P\] = \[2, P\].*got \[2\]",
-        ),
+        ({"reward_parts": torch.zeros(2)},
+         r"reward_parts: expected shape \[B, P\] = \[2, P\].*got \[2\]"),
         ({"reward_parts": torch.zeros(3, 2)}, r"reward_parts: expected shape .*got \[3, 2\]"),
         ({"kl": 0.0}, "kl: expected a tensor.*got float"),
         ({"kl": torch.zeros(3, device="meta")}, "kl: expected device cpu"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_field_is_named(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=f"EstimatorInputs.{message}"):
         EstimatorInputs(**fields(**changes))  # type: ignore[arg-type]

@@ -37,20 +37,15 @@ def paths(lines: list[str]) -> list[str]:
         (["training.early_stopping=true", "training.target_kl=0"], ["training.target_kl"]),
         (["training.target_kl=-1"], ["training.target_kl"]),
         ([SFT, "training.early_stopping=on", "training.target_kl=1"], ["training.early_stopping"]),
-        (
-            ["training.early_stopping=on", "training.target_kl=1", "training.debug=rollout_only"],
-            ["training.early_stopping"],
-        ),
+        (["training.early_stopping=on", "training.target_kl=1", "training.debug=rollout_only"],
+         ["training.early_stopping"]),
         # coefficients that nothing would read
         ([PPO, "algorithm.estimator.kl_coef=0.1"], ["algorithm.estimator.kl_coef"]),
         (["algorithm.loss.kl_coef=0.1"], ["algorithm.loss.kl_coef"]),
         # the sum of the reward, which nothing would read
         ([GDPO, "reward.non_stop_penalty=0"], ["reward.non_stop_penalty"]),
         ([GDPO, "reward.on_error=-1"], ["reward.on_error"]),
-        (
-            [GDPO, "algorithm.estimator.reward_weights=[1]"],
-            ["algorithm.estimator.reward_weights"],
-        ),
+        ([GDPO, "algorithm.estimator.reward_weights=[1]"], ["algorithm.estimator.reward_weights"]),
         ([GDPO, "rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt"]),
         # a curriculum without results, an order, or verdicts
         ([SFT, CURRICULUM], ["data.curriculum"]),
@@ -60,10 +55,8 @@ def paths(lines: list[str]) -> list[str]:
         ([CURRICULUM, f"reward.parts={{a: {JUDGE}}}"], ["data.curriculum.passes_at"]),
         (["data.curriculum.memory=1.5"], ["data.curriculum.memory"]),
         (["algorithm.kl.reward_coef=0.1"], ["algorithm.kl.reward_coef"]),
-        (
-            ["algorithm.kl.reward_coef=0.1", "algorithm.estimator.name=opo"],
-            ["algorithm.kl.reward_coef"],
-        ),
+        (["algorithm.kl.reward_coef=0.1", "algorithm.estimator.name=opo"],
+         ["algorithm.kl.reward_coef"]),
         ([PPO, "algorithm.estimator.distill_coef=0.1"], ["algorithm.estimator.distill_coef"]),
         ([PPO, "algorithm.distillation.coef=0.1"], ["teacher.path"]),
         (["algorithm.distillation.coef=0.1", "teacher.path=x"], ["algorithm.distillation.coef"]),
@@ -76,17 +69,13 @@ def paths(lines: list[str]) -> list[str]:
         (["algorithm.loss.per_rollout=true"], ["algorithm.loss.per_rollout"]),
         ([SFT, "algorithm.loss.per_rollout=true"], ["algorithm.loss.per_rollout"]),
         (["algorithm.kl.loss_unbiased=true"], ["algorithm.kl.loss_unbiased"]),
-        (
-            ["algorithm.loss.name=decoupled_ppo", "algorithm.old_logprobs=rollout"],
-            ["algorithm.old_logprobs"],
-        ),
+        (["algorithm.loss.name=decoupled_ppo", "algorithm.old_logprobs=rollout"],
+         ["algorithm.old_logprobs"]),
         (["algorithm.normalize_advantages=groups"], ["algorithm.normalize_advantages"]),
         # corrections
         (["algorithm.correction.level=sequence"], ["algorithm.correction.level"]),
-        (
-            ["algorithm.correction={lower: 0.5, upper: 2, veto: 1e-4}"],
-            [f"algorithm.correction.{key}" for key in ("lower", "upper", "veto")],
-        ),
+        (["algorithm.correction={lower: 0.5, upper: 2, veto: 1e-4}"],
+         [f"algorithm.correction.{key}" for key in ("lower", "upper", "veto")]),
         ([TIS, "algorithm.correction.lower=1.1"], ["algorithm.correction.lower"]),
         ([TIS, "algorithm.correction.upper=0.9"], ["algorithm.correction.upper"]),
         ([TIS, "algorithm.correction.veto=1"], ["algorithm.correction.veto"]),
@@ -99,10 +88,8 @@ def paths(lines: list[str]) -> list[str]:
         ([SFT, "algorithm.correction.max_staleness=1"], ["algorithm.correction.max_staleness"]),
         # batches
         (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt"]),
-        (
-            [PPO, "rollout.samples_per_prompt=1", "algorithm.normalize_advantages=group"],
-            ["rollout.samples_per_prompt"],
-        ),
+        ([PPO, "rollout.samples_per_prompt=1", "algorithm.normalize_advantages=group"],
+         ["rollout.samples_per_prompt"]),
         (["rollout.prompts_per_step=4", "algorithm.minibatches=5"], ["algorithm.minibatches"]),
         ([SFT, "training.batch_size=4", "algorithm.minibatches=5"], ["algorithm.minibatches"]),
         (["rollout.max_staleness=-1"], ["rollout.max_staleness"]),
@@ -118,36 +105,23 @@ def paths(lines: list[str]) -> list[str]:
         ([*TWO, "policy.parallel.tensor=4"], ["policy.parallel"]),
         # lengths
         (["policy.max_tokens_per_microbatch=1024"], ["policy.max_tokens_per_microbatch"]),
-        (
-            ["policy.max_tokens_per_microbatch=1100", "data.max_prompt_tokens=77"],
-            ["policy.max_tokens_per_microbatch"],
-        ),
-        (
-            [SFT, "policy.max_tokens_per_microbatch=10", "data.max_prompt_tokens=11"],
-            ["policy.max_tokens_per_microbatch"],
-        ),
+        (["policy.max_tokens_per_microbatch=1100", "data.max_prompt_tokens=77"],
+         ["policy.max_tokens_per_microbatch"]),
+        ([SFT, "policy.max_tokens_per_microbatch=10", "data.max_prompt_tokens=11"],
+         ["policy.max_tokens_per_microbatch"]),
         # routing
         ([SFT, "policy.routing_replay=engine"], ["policy.routing_replay"]),
         ([SFT, "policy.routing_replay=logprobs"], ["policy.routing_replay"]),
         # keep-sets
         ([SFT, "policy.logprobs.keep_sets=true"], ["policy.logprobs.keep_sets"]),
-        (
-            [SGLANG, "policy.logprobs.keep_sets=true", "rollout.sampling.top_p=0.9"],
-            ["policy.logprobs.keep_sets"],
-        ),
-        (
-            [SGLANG, "policy.logprobs.keep_sets=true", "rollout.sampling={top_p: 0.9, top_k: 1}"],
-            ["policy.logprobs.keep_sets"],
-        ),
+        ([SGLANG, "policy.logprobs.keep_sets=true", "rollout.sampling.top_p=0.9"],
+         ["policy.logprobs.keep_sets"]),
+        ([SGLANG, "policy.logprobs.keep_sets=true", "rollout.sampling={top_p: 0.9, top_k: 1}"],
+         ["policy.logprobs.keep_sets"]),
         # the engine
-        (
-            [
-                "rollout.engine.python=/x/python",
-                "rollout.engine.tensor_parallel=2",
-                "rollout.engine.transport=disk",
-            ],
-            [f"rollout.engine.{key}" for key in ("python", "tensor_parallel", "transport")],
-        ),
+        (["rollout.engine.python=/x/python", "rollout.engine.tensor_parallel=2",
+         "rollout.engine.transport=disk"], [f"rollout.engine.{key}" for key in ("python",
+         "tensor_parallel", "transport")]),
         (["rollout.engine.urls=[http://x:1]"], ["rollout.engine.urls"]),
         (["rollout.engine.urls_file=x.json"], ["rollout.engine.urls_file"]),
         ([*BY_URL, "rollout.engine.urls_file=x.json"], ["rollout.engine.urls_file"]),
@@ -158,55 +132,29 @@ def paths(lines: list[str]) -> list[str]:
         # data-parallel attention: parts of the server's ranks
         ([*TP_2, "rollout.engine.server={attn_dp_size: 3}"], [PARTS]),
         ([*TP_2, "rollout.engine.server={attn-dp-size: two}"], [PARTS]),
-        (
-            [SGLANG, "rollout.engine.max_batch=8"],
-            ["rollout.engine.max_batch"],
-        ),
-        (
-            [*BY_URL, "rollout.engine.count=2", "rollout.engine.threads=1"],
-            [f"rollout.engine.{key}" for key in ("count", "threads")],
-        ),
-        (
-            [
-                SGLANG,
-                "rollout.engine.server={tp-size: 2}",
-                "rollout.engine.host=0.0.0.0",
-                "rollout.engine.device=gpu",
-            ],
-            ["rollout.engine.server.tp-size", "rollout.engine.host", "rollout.engine.device"],
-        ),
+        ([SGLANG, "rollout.engine.max_batch=8"], ["rollout.engine.max_batch"]),
+        ([*BY_URL, "rollout.engine.count=2", "rollout.engine.threads=1"],
+         [f"rollout.engine.{key}" for key in ("count", "threads")]),
+        ([SGLANG, "rollout.engine.server={tp-size: 2}", "rollout.engine.host=0.0.0.0",
+         "rollout.engine.device=gpu"], ["rollout.engine.server.tp-size", "rollout.engine.host",
+         "rollout.engine.device"]),
         ([SGLANG, "rollout.engine.urls=[x:1]"], ["rollout.engine.urls"]),
         ([SGLANG, "rollout.engine.urls=[http://x:65536]"], ["rollout.engine.urls"]),
         ([SGLANG, "rollout.engine.urls=[http://x:1,http://x:1]"], ["rollout.engine.urls"]),
         ([SGLANG, "rollout.engine.urls=[http://x:1,http://x:1/]"], ["rollout.engine.urls"]),
         ([SGLANG, "rollout.engine.router_url=http://x:1"], ["rollout.engine.router_url"]),
         ([*BY_URL, "rollout.engine.router_url=x"], ["rollout.engine.router_url"]),
-        (
-            [
-                *BY_URL,
-                "rollout.engine.router_url=http://y:1",
-                "rollout.sampling.stop=[x]",
-                "policy.routing_replay=engine",
-            ],
-            ["rollout.sampling.stop", "policy.routing_replay"],
-        ),
+        ([*BY_URL, "rollout.engine.router_url=http://y:1", "rollout.sampling.stop=[x]",
+         "policy.routing_replay=engine"], ["rollout.sampling.stop", "policy.routing_replay"]),
         ([SGLANG, "rollout.engine.weights_dir=/x"], ["rollout.engine.weights_dir"]),
         ([*BY_URL, "rollout.engine.transport=delta"], ["rollout.engine.weights_dir"]),
-        (
-            [SGLANG, "rollout.engine.transport=disk", "rollout.engine.senders=2"],
-            ["rollout.engine.senders"],
-        ),
+        ([SGLANG, "rollout.engine.transport=disk", "rollout.engine.senders=2"],
+         ["rollout.engine.senders"]),
         (["rollout.engine.max_logprob_diff=0"], ["rollout.engine.max_logprob_diff"]),
         # optimizers
         (["policy.optimizer.min_lr=1"], ["policy.optimizer.min_lr"]),
-        (
-            [
-                "critic.optimizer.decay_steps=5",
-                "critic.optimizer.warmup_steps=5",
-                "critic.optimizer.schedule=linear",
-            ],
-            ["critic.optimizer.decay_steps"],
-        ),
+        (["critic.optimizer.decay_steps=5", "critic.optimizer.warmup_steps=5",
+         "critic.optimizer.schedule=linear"], ["critic.optimizer.decay_steps"]),
         # debugging
         (["training.debug=train_only"], ["training.debug"]),
         (["training.replay=x"], ["training.replay"]),
@@ -214,20 +162,16 @@ def paths(lines: list[str]) -> list[str]:
         # data
         (["data.paths=[]"], ["data.paths"]),
         (["data.sources={a: {paths: x}}"], ["data.sources"]),
-        (
-            ["data.paths=[]", "data.sources={a: {paths: x, weight: 1}, b: {paths: []}}"],
-            ["data.sources.b.paths", "data.sources.b.weight"],
-        ),
-        (
-            ["data.chat_template_kwargs={tools: [], thinking: false}"],
-            ["data.chat_template_kwargs.tools"],
-        ),
+        (["data.paths=[]", "data.sources={a: {paths: x, weight: 1}, b: {paths: []}}"],
+         ["data.sources.b.paths", "data.sources.b.weight"]),
+        (["data.chat_template_kwargs={tools: [], thinking: false}"],
+         ["data.chat_template_kwargs.tools"]),
         ([SFT, "data.label_key=null"], ["data.label_key"]),
         (["reward.parts={}"], ["reward.parts"]),
         (["evaluation.every=3"], ["evaluation.paths"]),
         (["tracking.hub.repo=a/b", "checkpoint.export_hf=no"], ["tracking.hub.repo"]),
     ],
-)
+)  # fmt: skip
 def test_refused(refusal, overrides, refused):
     assert paths(refusal(*overrides)) == refused
 
@@ -248,16 +192,12 @@ def test_refused(refusal, overrides, refused):
         ["algorithm.kl.loss_coef=0.1"],
         ["algorithm.estimator.name=mine:Own", "algorithm.kl.reward_coef=0.1"],
         ["algorithm.loss.aggregation=seq-mean-token-sum-norm", "algorithm.loss.norm_length=8"],
-        [
-            "algorithm.loss={per_rollout: true, aggregation: seq-mean-token-mean}",
-            "rollout.workflow=mine:Turns",
-        ],
+        ["algorithm.loss={per_rollout: true, aggregation: seq-mean-token-mean}",
+         "rollout.workflow=mine:Turns"],
         ["algorithm.kl={loss_unbiased: true, loss_coef: 0.1}"],
         ["algorithm.loss.name=decoupled_ppo"],
-        [
-            "algorithm.correction={name: mis, level: geometric, lower: 0.999, upper: 1.001, veto:"
-            " 1e-4}"
-        ],
+        ["algorithm.correction={name: mis, level: geometric, lower: 0.999, upper: 1.001, veto:"
+         " 1e-4}"],
         [*TWO, "policy.parallel.tensor=2", "policy.parallel.sequence=true"],
         [*TWO, "policy.parallel.pipeline=2", "policy.parallel.virtual_pipeline=2"],
         # the world's size is torchrun's to say
@@ -266,12 +206,8 @@ def test_refused(refusal, overrides, refused):
         ["policy.max_tokens_per_microbatch=1100", "data.max_prompt_tokens=76"],
         ["policy.max_tokens_per_microbatch=1025"],
         ["training.debug=train_only", "training.replay=x"],
-        [
-            SGLANG,
-            "rollout.engine.count=2",
-            "rollout.engine.gpus=[0,1]",
-            "rollout.engine.server={context_length: 4096}",
-        ],
+        [SGLANG, "rollout.engine.count=2", "rollout.engine.gpus=[0,1]",
+         "rollout.engine.server={context_length: 4096}"],
         [*TP_2, "rollout.engine.server={attn_dp_size: 2}"],
         [*BY_URL, "rollout.engine.tensor_parallel=2", "rollout.engine.router_url=http://y:1"],
         # they are connected anew as often
@@ -280,7 +216,7 @@ def test_refused(refusal, overrides, refused):
         [SGLANG, "policy.routing_replay=engine"],
         [SGLANG, "policy.logprobs.keep_sets=true", "rollout.sampling={top_p: 0.9, top_k: 50}"],
     ],
-)
+)  # fmt: skip
 def test_accepted(load, overrides):
     assert load(*overrides).notes == ()
 
@@ -297,51 +233,31 @@ def test_a_problem_names_origin_reason_and_remedy(refusal, write):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (
-            [PPO, "algorithm.distillation.coef=0.1"],
-            "algorithm.distillation.coef is not 0, so name the model to learn from",
-        ),
+        ([PPO, "algorithm.distillation.coef=0.1"],
+         "algorithm.distillation.coef is not 0, so name the model to learn from"),
         ([PPO, "algorithm.estimator.distill_coef=1"], "set algorithm.distillation.coef instead"),
-        (
-            ["algorithm.distillation.coef=0.1", "teacher.path=x"],
-            (
-                "got 0.1, but estimator 'grpo' takes no distillation into its reward and would"
-                " ignore it: choose one with rewards a token"
-            ),
-        ),
-        (
-            ["algorithm.correction.upper=3"],
-            "got 3.0, but algorithm.correction.name is none: name one (tis, mis, icepop)",
-        ),
-        (
-            [TIS, "algorithm.old_logprobs=rollout"],
-            "takes the engine's for both: set recompute or auto there",
-        ),
+        (["algorithm.distillation.coef=0.1", "teacher.path=x"],
+         ("got 0.1, but estimator 'grpo' takes no distillation into its reward and would"
+         " ignore it: choose one with rewards a token")),
+        (["algorithm.correction.upper=3"],
+         "got 3.0, but algorithm.correction.name is none: name one (tis, mis, icepop)"),
+        ([TIS, "algorithm.old_logprobs=rollout"],
+         "takes the engine's for both: set recompute or auto there"),
         ([TIS, "algorithm.loss.name=decoupled_ppo"], "has this ratio as a weight of its own"),
         ([TIS, "algorithm.correction.upper=0.9"], "got 0.9, expected at least 1"),
-        (
-            ["algorithm.correction.name=is"],
-            "got 'is', expected one of 'none', 'tis', 'mis' or 'icepop'",
-        ),
-        (
-            ["algorithm.loss.name=decoupled_ppo", "algorithm.old_logprobs=rollout"],
-            "apart from the engine's: set recompute",
-        ),
-        (
-            ["algorithm.kl.loss_unbiased=on"],
-            "no KL in the loss to weigh: set algorithm.kl.loss_coef",
-        ),
+        (["algorithm.correction.name=is"],
+         "got 'is', expected one of 'none', 'tis', 'mis' or 'icepop'"),
+        (["algorithm.loss.name=decoupled_ppo", "algorithm.old_logprobs=rollout"],
+         "apart from the engine's: set recompute"),
+        (["algorithm.kl.loss_unbiased=on"],
+         "no KL in the loss to weigh: set algorithm.kl.loss_coef"),
         (["algorithm.loss.per_rollout=on"], "aggregation token-mean counts tokens alone"),
-        (
-            [SFT, "policy.routing_replay=engine"],
-            "supervised fine-tuning has no engine to replay: use 'none'",
-        ),
-        (
-            ["algorithm.normalize_advantages=groups"],
-            "got 'groups', expected one of 'batch', 'group' or 'none'",
-        ),
+        ([SFT, "policy.routing_replay=engine"],
+         "supervised fine-tuning has no engine to replay: use 'none'"),
+        (["algorithm.normalize_advantages=groups"],
+         "got 'groups', expected one of 'batch', 'group' or 'none'"),
     ],
-)
+)  # fmt: skip
 def test_a_refusal_says_why_and_what_to_do(refusal, overrides, said):
     (line,) = refusal(*overrides)
     assert "(override): " in line or line.startswith("teacher.path: ")

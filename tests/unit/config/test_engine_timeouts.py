@@ -44,17 +44,11 @@ def test_the_other_ranks_wait_for_every_answer_of_a_publication(
     ("overrides", "seconds"),
     [
         ([*LONG], 600 + 32768),
-        (
-            [
-                "rollout.sampling.max_new_tokens=100",
-                "evaluation.paths=e.jsonl",
-                "evaluation.max_new_tokens=400",
-            ],
-            1000,
-        ),
+        (["rollout.sampling.max_new_tokens=100", "evaluation.paths=e.jsonl",
+         "evaluation.max_new_tokens=400"], 1000),
         ([*LONG, "rollout.engine.request_timeout_s=7"], 7),
     ],
-)
+)  # fmt: skip
 def test_a_request_has_a_second_for_each_token(
     load: Callable[..., Loaded], overrides: list[str], seconds: float
 ) -> None:

@@ -121,31 +121,20 @@ BEST = "checkpoint.best.metric=eval/aime24/pass@1"
         (["evaluation.sets.a.paths=[]"], "evaluation.sets.a.paths: got an empty list"),
         (["evaluation.sets={a/b: {paths: x}}"], "evaluation.sets.a/b: got the name 'a/b'"),
         ([AIME, "evaluation.sets.aime24.k=[64]"], "evaluation.sets.aime24.k: got 64, at most"),
-        (
-            [AIME, "evaluation.k=[64]"],
-            "evaluation.k: got 64, at most evaluation.sets.aime24.samples",
-        ),
+        ([AIME, "evaluation.k=[64]"],
+         "evaluation.k: got 64, at most evaluation.sets.aime24.samples"),
         (["evaluation.paths=[x]", "evaluation.k=[2]"], "evaluation.k: got 2, at most"),
         ([BEST], "checkpoint.best.metric: got eval/aime24/pass@1, expected a metric of a set"),
         ([AIME, BEST.replace("aime24", "aime25")], "that is evaluated: eval/aime24/score"),
-        (
-            [AIME, BEST.replace("@1", "@2")],
-            "gives eval/aime24/avg@32, eval/aime24/pass@1",
-        ),
-        (
-            [AIME, BEST, "evaluation.sets.aime24.every=0", "evaluation.sets.aime24.at_end=off"],
-            "checkpoint.best.metric: evaluation.sets.aime24 is never evaluated after a step",
-        ),
-        (
-            [AIME, BEST, "algorithm.loss.name=sft"],
-            "got eval/aime24/pass@1, but supervised fine-tuning has no engine to generate with:",
-        ),
-        (
-            [AIME, BEST, "training.debug=train_only", "training.replay=x"],
-            "got eval/aime24/pass@1, but train_only has no engine to generate with:",
-        ),
+        ([AIME, BEST.replace("@1", "@2")], "gives eval/aime24/avg@32, eval/aime24/pass@1"),
+        ([AIME, BEST, "evaluation.sets.aime24.every=0", "evaluation.sets.aime24.at_end=off"],
+         "checkpoint.best.metric: evaluation.sets.aime24 is never evaluated after a step"),
+        ([AIME, BEST, "algorithm.loss.name=sft"],
+         "got eval/aime24/pass@1, but supervised fine-tuning has no engine to generate with:"),
+        ([AIME, BEST, "training.debug=train_only", "training.replay=x"],
+         "got eval/aime24/pass@1, but train_only has no engine to generate with:"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused(refusal, overrides, line):
     (said,) = refusal(*overrides)
     assert line in said.replace(" (override)", "")

@@ -12,42 +12,25 @@ def part(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            "{function: math, args: {answer: bxed}}",
-            "reward.parts.m.args.answer (override): got 'bxed', expected",
-        ),
-        (
-            "{function: math, args: {strct: true}}",
-            "reward.parts.m.args.strct (override): unknown; did you mean 'strict'? (known: answer,",
-        ),
-        (
-            "{function: math, args: {strict: true}}",
-            "reward.parts.m.args (override): strict needs a place",
-        ),
+        ("{function: math, args: {answer: bxed}}",
+         "reward.parts.m.args.answer (override): got 'bxed', expected"),
+        ("{function: math, args: {strct: true}}",
+         "reward.parts.m.args.strct (override): unknown; did you mean 'strict'? (known: answer,"),
+        ("{function: math, args: {strict: true}}",
+         "reward.parts.m.args (override): strict needs a place"),
         ("{function: overlong}", "reward.parts.m.args.buffer: missing: give it in a file or as"),
-        (
-            "{function: overlong, args: {buffer: 0}}",
-            "reward.parts.m.args.buffer (override): got 0, expected more than 0",
-        ),
-        (
-            "{function: overlong, args: {buffer: 5000}}",
-            "reward.parts.m.args.buffer (override): got 5000, expected at most the limit of",
-        ),
-        (
-            "{function: overlong, args: {buffer: '5000'}}",
-            "reward.parts.m.args.buffer (override): got 5000, expected at most the limit of",
-        ),
-        (
-            "{function: choice, args: {choices: abc}}",
-            "got 'abc', expected different capital letters",
-        ),
-        (
-            "{function: maths}",
-            "'maths' is unknown; did you mean 'math'? (known: exact_match,",
-        ),
+        ("{function: overlong, args: {buffer: 0}}",
+         "reward.parts.m.args.buffer (override): got 0, expected more than 0"),
+        ("{function: overlong, args: {buffer: 5000}}",
+         "reward.parts.m.args.buffer (override): got 5000, expected at most the limit of"),
+        ("{function: overlong, args: {buffer: '5000'}}",
+         "reward.parts.m.args.buffer (override): got 5000, expected at most the limit of"),
+        ("{function: choice, args: {choices: abc}}",
+         "got 'abc', expected different capital letters"),
+        ("{function: maths}", "'maths' is unknown; did you mean 'math'? (known: exact_match,"),
         ("{function: rew.score}", "did you mean 'rew:score', with a colon?"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_grader_is_refused_with_the_key(refusal, given, said):
     (line,) = refusal(*part(given))
     assert said in line
