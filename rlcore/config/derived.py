@@ -207,8 +207,11 @@ def all_engines_timeout_s(config: Config) -> float:
     alone waits for six answers: to load (twice the limit), to close, to compare, to set, to resume.
     """
     engine = config.rollout.engine
-    restart_s = comeback_s(engine, engine_place_s(config))
-    return restart_s + longest_request_s(config) + engine.update_timeout_s * 6
+    return (
+        comeback_s(engine, engine_place_s(config))
+        + longest_request_s(config)
+        + engine.update_timeout_s * 6
+    )
 
 
 def gpus_of_a_node(config: Config) -> float:

@@ -16,8 +16,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from rlcore.config.sections.run import RunConfig
-from rlcore.config.sections.training import ClusterConfig
+from rlcore.config.sections.training import ClusterConfig, RunConfig
 from rlcore.deadlines import LEAVE_S, NOTICE_S, SIGNALLED_S, STALL_S
 from rlcore.errors import RunFailed
 from rlcore.launch.environment import here_key, orphaned

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rlcore.config.secrets import mask_text
-from rlcore.config.sections.run import RunConfig
+from rlcore.config.sections.training import RunConfig
 from rlcore.errors import RlcoreError
 from rlcore.runs.checkpoints import committed_steps
 from rlcore.terminal import printable

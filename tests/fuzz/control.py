@@ -10,8 +10,7 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from rlcore.config.sections.run import RunConfig
-from rlcore.config.sections.training import ClusterConfig
+from rlcore.config.sections.training import ClusterConfig, RunConfig
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.launch.heartbeat import HeartbeatMonitor, beat_key, raise_if_stuck, read_stuck
 from rlcore.stores import FolderStore

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from rlcore.config.sections.algorithm import AlgorithmConfig
-from rlcore.config.sections.base import Section
+from rlcore.config.sections.base import ModelPath, PositiveInt, Section, TokenizerPath
 from rlcore.config.sections.data import DataConfig
 from rlcore.config.sections.evaluation import EvaluationConfig
-from rlcore.config.sections.model import ModelConfig
 from rlcore.config.sections.policy import CriticConfig, PolicyConfig, ReferenceConfig, TeacherConfig
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.rollout import RolloutConfig
-from rlcore.config.sections.run import RunConfig
 from rlcore.config.sections.training import (
     CheckpointConfig,
     ClusterConfig,
+    RunConfig,
     TrackingConfig,
     TrainingConfig,
 )
+
+
+class ModelConfig(Section):
+    """The policy's architecture, tokenizer and initial weights: a Hugging Face folder."""
+
+    path: ModelPath
+    """Hugging Face folder of the policy."""
+    tokenizer: TokenizerPath | None = None
+    """Folder of the tokenizer; default: `path`."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Precision of the trained weights and activations."""
+    vocab_divisible_by: PositiveInt = 1
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
 
 
 class Config(Section):

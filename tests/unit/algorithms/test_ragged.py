@@ -53,14 +53,6 @@ def test_suffix_sum_is_the_recursion(
         torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance * 10)
 
 
-def test_suffix_sum_with_decay_one_telescopes() -> None:
-    x = torch.randn(2000, dtype=torch.float64)
-    borders = cu((1200, 800))
-    y = discounted_suffix_sum(x, borders, 1.0)
-    torch.testing.assert_close(y[[0, 1200]], segment_sum(x, borders))
-    torch.testing.assert_close(y[:-1][:1199] - y[1:][:1199], x[:1199])
-
-
 @pytest.mark.parametrize("poison", [float("inf"), float("nan"), 1e300])
 @pytest.mark.parametrize("lengths", [(40, 70, 35), (3, 2, 3), (400, 300, 500)])
 def test_suffix_sum_keeps_a_bad_sequence_to_itself(lengths: tuple[int, ...], poison: float) -> None:

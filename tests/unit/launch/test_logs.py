@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.secrets import MASK
-from rlcore.config.sections.run import RunConfig
+from rlcore.config.sections.training import RunConfig
 from rlcore.launch.logs import Terminal, describe_failure, log_folder, open_log, rank_log_path
 from rlcore.trainer.rank_sync import Failure
 
