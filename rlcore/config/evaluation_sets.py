@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlcore.config.sections.base import PositiveInt
+from pydantic import PositiveInt
+
 from rlcore.config.sections.evaluation import EvaluationSetConfig, EvaluationSettings
 from rlcore.config.sections.root import Config
 

@@ -18,7 +18,7 @@ from rlcore.boundary import process_tree
 from rlcore.boundary.child_environment import allowed_environment
 from rlcore.config.messages import expected_by
 from rlcore.config.secrets import mask_text
-from rlcore.config.sections.base import PositiveFloat, Section, as_list
+from rlcore.config.sections.base import Section, as_list
 from rlcore.deadlines import CANCEL_S, MCP_CLOSE_S
 from rlcore.errors import ConfigError, RolloutFailed
 from rollout.asyncio_utils import gather_or_cancel
@@ -47,7 +47,7 @@ class McpServerConfig(Section):
     """Names of variables that the program gets beside PATH, HOME, USER and the like."""
     api_key_env: str | None = None
     """The variable with the bearer token of the `url`."""
-    start_timeout_s: PositiveFloat = 60.0
+    start_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time until it has listed its tools."""
 
     _one = field_validator("command", "environment", mode="before")(as_list)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator
-
-from rlcore.config.sections.base import (
-    Found,
+from pydantic import (
+    ConfigDict,
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
-    Plugin,
     PositiveInt,
-    Probability,
-    Section,
+    field_validator,
 )
+
+from rlcore.config.sections.base import Found, Plugin, Probability, Section
 
 KLKind = Literal["k1", "k2", "k3"]
 Aggregation = Literal[

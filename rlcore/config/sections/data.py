@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from rlcore.config.sections.base import (
     Found,
     Plugin,
-    PositiveFloat,
-    PositiveInt,
     Probability,
     RowsPath,
     Section,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator, model_validator
-
-from rlcore.config.sections.base import (
+from pydantic import (
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    RowsPath,
-    Section,
-    a_text_is_a_name,
-    as_list,
-    inherit,
+    field_validator,
+    model_validator,
 )
+
+from rlcore.config.sections.base import RowsPath, Section, a_text_is_a_name, as_list, inherit
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.rollout import WorkflowConfig
 

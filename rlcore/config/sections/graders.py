@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from rlcore.config.sections.base import PositiveFloat, PositiveInt, Section
+from rlcore.config.sections.base import Section
 
 LabelKind = Literal["text", "mathematics", "letter", "tests", "constraints", "entry", "none"]
 Place = Literal["last", "boxed", "hash", "tagged", "line"]

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
-
-from rlcore.config.sections.base import (
-    CheckpointPath,
-    Found,
-    ModelPath,
+from pydantic import (
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Probability,
-    Section,
+    field_validator,
 )
+
+from rlcore.config.sections.base import CheckpointPath, Found, ModelPath, Probability, Section
 
 
 class ParallelConfig(Section):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
-
-from rlcore.config.sections.base import (
-    ModelPath,
+from pydantic import (
+    Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Probability,
-    Section,
+    field_validator,
+    model_validator,
 )
+
+from rlcore.config.sections.base import ModelPath, Probability, Section
 from rlcore.config.sections.reward_services import JudgeConfig, RewardServiceConfig
 from rlcore.config.sections.sandbox import SandboxConfig
 

@@ -6,17 +6,16 @@ import re
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
-
-from rlcore.config.sections.base import (
-    CertificatePath,
+from pydantic import (
+    Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Section,
-    TokenizerPath,
-    as_list,
+    field_validator,
+    model_validator,
 )
+
+from rlcore.config.sections.base import CertificatePath, Section, TokenizerPath, as_list
 
 PLACEHOLDER = re.compile(r"\{(prompt|response|label)\}")
 TEMPLATE = """Rate the answer to the question on a scale from 0 to 10.

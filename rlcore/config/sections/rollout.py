@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 
 from rlcore.config.engine_registry import check_name
 from rlcore.config.sections.base import (
-    NonNegativeFloat,
-    NonNegativeInt,
     OutputPath,
     Plugin,
-    PositiveFloat,
-    PositiveInt,
     Probability,
     ProgramPath,
     Section,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from rlcore.config.sections.algorithm import AlgorithmConfig
-from rlcore.config.sections.base import ModelPath, PositiveInt, Section, TokenizerPath
+from rlcore.config.sections.base import ModelPath, Section, TokenizerPath
 from rlcore.config.sections.data import DataConfig
 from rlcore.config.sections.evaluation import EvaluationConfig
 from rlcore.config.sections.policy import CriticConfig, PolicyConfig, ReferenceConfig, TeacherConfig

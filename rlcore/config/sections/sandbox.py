@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from rlcore.config.sections.base import (
-    FolderPath,
-    NonNegativeInt,
-    PositiveInt,
-    ProgramPath,
-    Section,
-)
+from rlcore.config.sections.base import FolderPath, ProgramPath, Section
 
 SandboxKind = Literal["namespaces", "bubblewrap", "unshare", "fusion", "rlimits"]
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlcore.config.sections.base import (
     CertificatePath,
     CheckpointPath,
     Found,
-    NonNegativeFloat,
-    NonNegativeInt,
     OutputPath,
-    PositiveFloat,
-    PositiveInt,
     RecordingPath,
     Section,
 )
