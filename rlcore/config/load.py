@@ -51,9 +51,9 @@ class Loaded:
         """Return where the value at `path` came from; for a section, its first value."""
         if path in self.origins:
             return self.origins[path]
-        below = (place for key, place in self.origins.items() if key.startswith(path + "."))
-        above = (place for key, place in self.origins.items() if path.startswith(key + "."))
-        return next((place for place in (*above, *below) if place != DEFAULT), DEFAULT)
+        below = (origin for key, origin in self.origins.items() if key.startswith(path + "."))
+        above = (origin for key, origin in self.origins.items() if path.startswith(key + "."))
+        return next((origin for origin in (*above, *below) if origin != DEFAULT), DEFAULT)
 
     def to_json(self) -> str:
         """Return all of it as text, secrets included."""

@@ -50,9 +50,9 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         return f"{self.path}: {self.message}"
 
-    def at(self, place: str) -> str:
+    def at(self, where: str) -> str:
         """Return the line to print, with the origin of the key unless that is the default."""
-        return str(self) if place == DEFAULT else f"{self.path} ({place}): {self.message}"
+        return str(self) if where == DEFAULT else f"{self.path} ({where}): {self.message}"
 
 
 def config_error(problems: Iterable[Problem], tree: Tree) -> ConfigError:
@@ -136,10 +136,10 @@ def suggest(path: KeyPath) -> str | None:
     A key of the same section comes first, then what does the same in other trainers.
     """
     section = section_at(path[:-1])
-    beside = list(section.model_fields) if section is not None else []
+    siblings = list(section.model_fields) if section is not None else []
     inside = [key for key in known_keys() if _ends(key) == (path[0], path[-1])]
     for cutoff in (0.9, 0.75):
-        if near := difflib.get_close_matches(path[-1], beside, n=1, cutoff=cutoff):
+        if near := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=cutoff):
             return ".".join((*path[:-1], near[0]))
         if len(inside) == 1:
             return inside[0]
