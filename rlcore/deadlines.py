@@ -95,11 +95,14 @@ SPEAKER_S = 10.0  # the rank that tells the user to do so before another one lea
 OWNER_BEAT_S = 10.0  # from one sign of life in an owner file to the next, where there are no locks
 OWNER_LOST_S = 45.0  # more than four beats: without one the owner of a folder counts as gone
 
+# --- the rollout service, a child of rank 0 -------------------------------------------------------
+
+SERVICE_GRACE_S = 60.0  # the service keeps its own limits; rank 0's come later
+SERVICE_ANSWER_S = 60.0  # an answer of the service that needs no work
+CLOSE_SERVICE_S = 20.0  # the service to close, at the end of a run
+
 # --- Ray ------------------------------------------------------------------------------------------
 
-SERVICE_GRACE_S = 60.0  # the service actor keeps its own limits; rank 0's come later
-SERVICE_ANSWER_S = 60.0  # an answer of the service that needs no work
-CLOSE_SERVICE_S = 20.0  # the service actor to close, at the end of a run
 END_SERVER_S = 15.0  # TERMINATE_S and REAP_S: an engine's actor to end its server
 ACTOR_END_S = 10.0  # the names of ended actors to be free again
 ACTOR_LOST_S = 30.0  # Ray to say that a killed actor is gone
