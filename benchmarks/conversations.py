@@ -134,7 +134,7 @@ class Task:
         self.completion = Completion(made, logprobs, "stop", (VersionSpan(1, 0, len(made)),))
         # as long as what a conversation appends, but for the digits of the result
         told = [tool_message(0, 0)]
-        suffix = self.context.rules.template.suffix(told, TOOLS, last_token=stop)
+        suffix = self.context.template.suffix(told, TOOLS, last_token=stop)
         self.suffix: list[int] = suffix.tolist()
 
     def _ids(self, text: str) -> list[int]:

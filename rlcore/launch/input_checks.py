@@ -58,7 +58,7 @@ from rlcore.tls import check_files
 from rollout.collection.filters import FILTERS
 from rollout.plugins import unknown
 from rollout.rewards.worker import signature_problem
-from rollout.workflows.registry import WORKFLOWS
+from rollout.workflows.registry import WORKFLOWS, check_options
 
 # there where a GPU can be used
 GPU_DRIVER = Path("/dev/nvidiactl")
@@ -328,11 +328,10 @@ def _function_problems(loaded: Loaded) -> list[Problem]:
 def _workflow_problems(config: Config) -> list[Problem]:
     """What is wrong with the user's parts of a workflow of ours: the class of an environment."""
     section = config.rollout.workflow
-    check = getattr(WORKFLOWS.get(section.name), "check", None)
-    if check is None or not generates(config):
+    if section.name not in WORKFLOWS or not generates(config):
         return []
     try:
-        check(section.options)
+        check_options(section.name, section.options)
     except ConfigError as error:
         # it begins with the key, as a problem does
         path, _, message = str(error).partition(": ")

@@ -5,67 +5,102 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.generation import Completion, Generate, GenerateRequest, SamplingParams
 from rlcore.data.messages import Message, check_messages
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import FinishReason, Sample
 from rlcore.errors import ConfigError, RolloutFailed, RunFailed
 from rollout.conversation.chat_template import ChatTemplate, Kind
+from rollout.conversation.parsing import ReplyParser
 from rollout.conversation.reply import Reply
 from rollout.conversation.samples import samples_of
 from rollout.conversation.tree import Node, Tree
 
-Parse = Callable[[str, str, Sequence[dict[str, Any]]], Reply]
-"""Turns the head of a turn, its text (`raw`) and the tools into a `Reply` but for its ending."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-History = Literal["keep", "branch"]
+NO_LIMIT = 1 << 30  # tokens of an engine that knows its own limit
 FROM_ZERO = ("engine_s", "tool_s", "tool_calls", "tool_errors")  # measured in every conversation
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What all conversations of a workflow have in common.
+class WorkflowContext:
+    """Tells a workflow, at its construction, how to sample and which random numbers to use.
+
+    A run constructs several workflows: for training, for evaluation, and for the greedy baseline of
+    an estimator that needs it. Their requests differ by `seed` alone.
 
     Attributes:
         context: tokens that the engine can hold, prompt and answers together.
-        served: what the engines say to that, which may have room for fewer; None: nothing.
-        reads_sent: whether `parse` needs the end of what the model was sent.
-        max_tokens: the model's tokens in a rollout, all its branches together; of turns that run
-            side by side, each may write what was left when it began.
-        max_turns: turns of the model in a rollout, all its branches together.
-        history: what to do where the template would change earlier turns: `keep` them as they were
-            written, or `branch`, and render all messages anew; None refuses.
+        served: what the running engines say to that, which may have room for fewer; None: nothing.
+        chat_kwargs: further variables of the chat template.
     """
 
     sampling: SamplingParams
+    samples_per_prompt: int
     seed: int
-    template: ChatTemplate
-    parse: Parse
-    decode: Callable[[NDArray[np.int32]], str]
-    context: int
-    reads_sent: bool = True
-    max_tokens: int | None = None
-    max_turns: int | None = None
-    history: History | None = None
+    tokenizer: PreTrainedTokenizerBase
+    settings: WorkflowConfig = field(default_factory=WorkflowConfig)
+    context: int = NO_LIMIT
     served: Callable[[], int | None] = lambda: None
+    chat_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_parser: str = "auto"
+
+    def conversation(
+        self,
+        prompt: Prompt,
+        draw: int,
+        index: int,
+        generate: Generate,
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> Conversation:
+        """Begin a conversation with the prompt of a row; a text is continued by tokens alone.
+
+        Args:
+            draw, index: address of the rollout.
+            tools: in addition to those of the row.
+        """
+        return Conversation(self, prompt, draw, index, generate, tools=tools)
 
     @property
-    def most_tokens(self) -> int:
-        """Prompt and answers together may have so many tokens."""
+    def max_total_tokens(self) -> int:
+        """The tokens that prompt and answers together may have."""
         served = self.served()
         return self.context if served is None else min(self.context, served)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Renders the messages of all conversations."""
+        return ChatTemplate(
+            self.tokenizer, self.sampling.stop_token_ids, chat_kwargs=self.chat_kwargs
+        )
+
+    @cached_property
+    def parse(self) -> ReplyParser:
+        """Reads what the model wrote."""
+        return ReplyParser(self.tokenizer, self.tool_parser, head=self.template.head)
+
+    def decode(self, tokens: NDArray[np.int32]) -> str:
+        """Return the text of tokens, special ones included."""
+        if self.tokenizer.is_fast:  # what lies before it costs more than the decoding
+            backend = self.tokenizer.backend_tokenizer
+            return str(backend.decode(tokens.tolist(), skip_special_tokens=False))
+        return str(self.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False))
 
 
 @dataclass
 class _Shared:
     """What the branches of a rollout share."""
 
-    rules: Rules
+    context: WorkflowContext
     prompt: Prompt
     draw: int
     index: int
@@ -87,12 +122,12 @@ class Conversation:
         prompt: one that is a text can be continued by tokens alone.
         draw, index: address of the rollout: with the number of a turn it fixes every random number.
         generate: whole completions of a request.
-        tools: beside those of the prompt, as JSON schemas.
+        tools: in addition to those of the prompt, as JSON schemas.
     """
 
     def __init__(
         self,
-        rules: Rules,
+        context: WorkflowContext,
         prompt: Prompt,
         draw: int,
         index: int,
@@ -100,7 +135,7 @@ class Conversation:
         *,
         tools: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self._shared = _Shared(rules, prompt, draw, index, generate)
+        self._shared = _Shared(context, prompt, draw, index, generate)
         if tools and prompt.messages is None:
             raise _no_chat("tools")
         self._messages = [dict(message) for message in prompt.messages or ()]
@@ -108,10 +143,8 @@ class Conversation:
         self._tokens = prompt.tokens  # of the whole path
         self._sent = prompt.tokens[:0]  # the last request and its answer
         self.tools: tuple[dict[str, Any], ...] = (*prompt.tools, *tools)
-        # the tokens do not hold all messages and tools: they are to be rendered anew
+        # the tokens do not hold all messages and tools: they are to be rendered again
         self._stale = bool(tools)
-
-    # --- what there is ----------------------------------------------------------------------------
 
     @property
     def messages(self) -> list[Message]:
@@ -125,7 +158,7 @@ class Conversation:
 
     @property
     def branches(self) -> int:
-        """Branches of this rollout beside the first, of those that hold a turn of their own."""
+        """Branches of this rollout, without the first, that hold a turn of their own."""
         return self._shared.tree.branches
 
     @property
@@ -136,7 +169,7 @@ class Conversation:
     @property
     def sampling(self) -> SamplingParams:
         """How each turn is sampled."""
-        return self._shared.rules.sampling
+        return self._shared.context.sampling
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -148,8 +181,6 @@ class Conversation:
         """What the engine gave for the turn just made; None if the model has not just answered."""
         return None if self._node is None else self._node.completion
 
-    # --- going on ---------------------------------------------------------------------------------
-
     async def generate(
         self, max_new_tokens: int | None = None, *, stop: Sequence[str] = ()
     ) -> Reply:
@@ -157,7 +188,7 @@ class Conversation:
 
         Args:
             max_new_tokens: the turn's own limit, where it is less than the run's.
-            stop: texts that end the turn, beside those of the run.
+            stop: texts that end the turn, in addition to those of the run.
 
         Where a budget leaves no token, nothing is asked: the reply is empty, and its
         `finish_reason` names the budget ("context", "length" or "turns").
@@ -175,11 +206,12 @@ class Conversation:
             )
         self._begin()
         left, limit = self._budget()
-        sampling = shared.rules.sampling
+        sampling = shared.context.sampling
         asked = sampling.max_new_tokens
         size = min(asked if max_new_tokens is None else min(asked, max_new_tokens), left)
         if size < 1:
-            return self._ended(limit)
+            self.end(limit)
+            return Reply("", "", (), limit, 0)
         if size != asked or stop:
             sampling = replace(sampling, max_new_tokens=size, stop=(*sampling.stop, *stop))
         request = GenerateRequest(
@@ -188,7 +220,7 @@ class Conversation:
             shared.draw,
             first_sample=shared.index,
             turn=shared.tree.take_turn(),
-            seed=shared.rules.seed,
+            seed=shared.context.seed,
         )
         self._check_append_only()
         parent = self._node
@@ -234,9 +266,9 @@ class Conversation:
                 " renders neighbours together"
             )
         if self._changes_the_past(new):
-            self._render_anew()
+            self._render_again()
             return
-        tokens = self._shared.rules.template.suffix(
+        tokens = self._shared.context.template.suffix(
             new, self.tools, last_token=int(self._tokens[-1]) if len(self._tokens) else None
         )
         self._node = self._shared.tree.context(self._node, tokens, new)
@@ -276,7 +308,7 @@ class Conversation:
         """Begin a branch that shares all turns so far; it counts as one once both have gone on.
 
         Args:
-            messages: go on with these instead, rendered anew: for a compacted history. Turns that
+            messages: go on with these instead, rendered again: for a compacted history. Turns that
                 they quote are context there.
             tools: of the rendering of `messages`, as JSON schemas; default: those of this branch.
         """
@@ -286,7 +318,7 @@ class Conversation:
         if messages is not None:
             branch._messages = check_messages("conversation", "messages", messages)
             branch.tools = self.tools if tools is None else tuple(tools)
-            branch._render_anew()
+            branch._render_again()
         return branch
 
     def samples(self, outcome: float | Mapping[str, float] | None = None) -> list[Sample]:
@@ -325,8 +357,6 @@ class Conversation:
             if last is not None and last.turn is not None:
                 self._shared.finish_reasons[last] = reason
 
-    # --- inside -----------------------------------------------------------------------------------
-
     def _answered(self) -> bool:
         return self._node is not None and self._node.turn is not None
 
@@ -342,8 +372,8 @@ class Conversation:
         if turns:
             why = f"all {len(turns)} were discarded"
         elif tree.nodes and not self._budget()[0]:
-            context = self._shared.rules.most_tokens
-            why = f"{len(self._tokens)} tokens of messages and tools leave no room in {context}"
+            room = self._shared.context.max_total_tokens
+            why = f"{len(self._tokens)} tokens of messages and tools leave no room in {room}"
         else:
             why = "it was never asked"
         return f"there is no turn of the model to train on: {why}"
@@ -351,13 +381,13 @@ class Conversation:
     def _begin(self) -> None:
         """Make the root of this branch, where it has none.
 
-        What was rendered anew may begin as the model has seen and written it: then that is gone on
+        A new rendering may begin as the model has seen and written it: then that is gone on
         from, and trained on, instead.
         """
         if self._node is not None:
             return
         if self._stale:
-            self._tokens = self._shared.rules.template.prompt(self._messages, self.tools)
+            self._tokens = self._shared.context.template.prompt(self._messages, self.tools)
             self._stale = False
         tree = self._shared.tree
         parent = tree.last_turn_in(self._tokens, len(self._messages))
@@ -366,7 +396,7 @@ class Conversation:
         said = sum(len(node.messages) for node in known)
         self._node = tree.context(parent, rest, self._messages[said:])
 
-    def _render_anew(self) -> None:
+    def _render_again(self) -> None:
         """Go on from a rendering of all messages."""
         self._node = None
         self._stale = True
@@ -374,43 +404,39 @@ class Conversation:
 
     def _changes_the_past(self, new: Sequence[Message]) -> bool:
         """Whether the messages call for a branch. Raises ConfigError where nobody has chosen."""
-        rules = self._shared.rules
+        context = self._shared.context
+        history = context.settings.history
         kind: Kind = "tool" if all(m["role"] == "tool" for m in new) else "user"
-        if rules.history == "keep" or rules.template.keeps_the_past(kind, self.tools):
+        if history == "keep" or context.template.keeps_the_past(kind, self.tools):
             return False
-        if rules.history == "branch":
+        if history == "branch":
             return True
         raise ConfigError(
-            f"rollout.workflow.history: the chat template of"
-            f" {rules.template.tokenizer.name_or_path!r} changes earlier turns of the model where a"
-            f" {kind} message follows (it drops their thoughts, say). Choose keep, to go on from"
-            " what the model saw and wrote, or branch, to render all messages anew, which begins a"
-            " new sample"
+            f"rollout.workflow.history: the chat template of {context.tokenizer.name_or_path!r}"
+            f" changes earlier turns of the model where a {kind} message follows (it drops their"
+            " thoughts, say). Choose keep, to go on from what the model saw and wrote, or branch,"
+            " to render all messages again, which begins a new sample"
         )
 
     def _budget(self) -> tuple[int, FinishReason]:
         """Return the tokens that are left for the next turn, and the budget that says so."""
         shared = self._shared
-        rules = shared.rules
-        if rules.max_turns is not None and shared.tree.turns >= rules.max_turns:
+        limits = shared.context.settings
+        if limits.max_turns is not None and shared.tree.turns >= limits.max_turns:
             return 0, "turns"
-        room = max(0, rules.most_tokens - len(self._tokens))
-        if rules.max_tokens is not None:
-            left = max(0, rules.max_tokens - shared.made)
+        room = max(0, shared.context.max_total_tokens - len(self._tokens))
+        if limits.max_tokens is not None:
+            left = max(0, limits.max_tokens - shared.made)
             if left < room:
                 return left, "length"
         return room, "context"
 
-    def _ended(self, reason: FinishReason) -> Reply:
-        self.end(reason)
-        return Reply("", "", (), reason, 0)
-
     def _read(self, tokens: NDArray[np.int32]) -> Reply:
-        rules = self._shared.rules
-        ended = bool(len(tokens)) and int(tokens[-1]) in rules.sampling.stop_token_ids
-        text = rules.decode(tokens[:-1] if ended else tokens)
-        head = rules.decode(self._tokens[-64:]) if rules.reads_sent else ""
-        return rules.parse(head, text, self.tools)
+        context = self._shared.context
+        ended = bool(len(tokens)) and int(tokens[-1]) in context.sampling.stop_token_ids
+        text = context.decode(tokens[:-1] if ended else tokens)
+        head = context.decode(self._tokens[-64:]) if context.parse.reads_sent else ""
+        return context.parse(head, text, self.tools)
 
     def _check_append_only(self) -> None:
         """The prompt is all that was sent and answered, and a suffix."""

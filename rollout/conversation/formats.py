@@ -31,11 +31,16 @@ class CallForm:
     margin: str = ""
 
     @property
+    def is_json(self) -> bool:
+        """Whether the arguments are JSON, and not texts between marks."""
+        return self.arguments in ("map", "call", "calls")
+
+    @property
     def shape(self) -> str:
         """The message to the model about a call that cannot be read."""
         if self.arguments == "map":
             return 'a call must be JSON: its arguments as {"name": value}'
-        if self.arguments in ("call", "calls"):
+        if self.is_json:
             return 'a call must be JSON: {"name": text, "arguments": {...}}'
         return "a call must have each argument between marks of its own, and no text between them"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -15,9 +16,8 @@ import orjson
 from rlcore.data.messages import Message
 from rlcore.errors import ConfigError
 from rollout.conversation.formats import FORMATS, THINK
-from rollout.conversation.own_template import OwnTemplate
-from rollout.conversation.reading import Turn, TurnReader, WrittenCall
-from rollout.conversation.reply import Reply, ToolCall
+from rollout.conversation.reading import TemplateReader, TurnReader
+from rollout.conversation.reply import Reply, ToolCall, Turn
 from rollout.conversation.tool_schemas import problem_of, typed
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class ReplyParser:
     """Reads the turns of one model.
 
     Args:
-        tokenizer: its own response template counts first, then its chat template tells the format.
+        tokenizer: its own response template counts first, then the format of its chat template.
         name: a format of `FORMATS` instead.
         head: what the chat template writes at the head of a turn; it may open the reasoning.
 
@@ -46,8 +46,8 @@ class ReplyParser:
             known = ", ".join(["auto", *FORMATS])
             raise ConfigError(f"{KEY}: {name!r} is unknown (known: {known})")
         own = getattr(tokenizer, "response_template", None) if name == "auto" else None
-        self._own = OwnTemplate(own) if own else None
-        self.format = name if name != "auto" else told_by(tokenizer)
+        self._own = TemplateReader(own) if own else None
+        self.format = name if name != "auto" else format_of(tokenizer)
         self._reader = TurnReader(FORMATS[self.format])
         _, opening, rest = head.partition(THINK[0])
         self._head = opening + rest
@@ -97,7 +97,7 @@ def _reply(text: str, turn: Turn, tools: Sequence[dict[str, Any]]) -> Reply:
     return Reply(content, reasoning, calls, "stop", 0, raw=text, message=message)
 
 
-def told_by(tokenizer: PreTrainedTokenizerBase) -> str:
+def format_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the name of the format that the chat template shows."""
     template = str(tokenizer.chat_template or "")
     found = (name for name, form in FORMATS.items() if all(m in template for m in form.marks))
@@ -122,21 +122,18 @@ def as_json(value: Any) -> str:
     return text
 
 
-def _checked(number: int, call: WrittenCall, tools: Sequence[dict[str, Any]]) -> ToolCall:
-    """Return a call; ids count the calls of the reply."""
-    arguments = call.arguments
-    problem = call.problem
-    name = call.name
-    if arguments is not None:
+def _checked(number: int, call: ToolCall, tools: Sequence[dict[str, Any]]) -> ToolCall:
+    """Return a call with its id and typed arguments, or with the problem that it has."""
+    call = replace(call, id=f"call{number:05d}")
+    if (arguments := call.arguments) is not None:
         try:
             if call.as_texts:
-                arguments = typed(name, arguments, tools)
-            as_json([name, arguments])
-            problem = problem_of(name, arguments, tools)
+                arguments = typed(call.name, arguments, tools)
+            as_json([call.name, arguments])
+            problem = problem_of(call.name, arguments, tools)
+            return replace(call, arguments=arguments, problem=problem)
         except ValueError as error:
-            arguments = None
             problem = f"a call must be JSON that can be written again: {error}"
-    if arguments is None:
-        # half of a surrogate pair, which nothing can write
-        name = name.encode(errors="replace").decode()
-    return ToolCall(f"call{number:05d}", name, arguments, problem, call.raw)
+            call = replace(call, arguments=None, problem=problem)
+    # half of a surrogate pair, which nothing can write
+    return replace(call, name=call.name.encode(errors="replace").decode())

@@ -1,44 +1,32 @@
-"""Splits a turn into what was said, thoughts, and calls of which every character is understood."""
+"""Splits a turn into what was said, thoughts, and calls of which every character is understood.
+
+The format is one of ours, or the response template that a tokenizer brings. Of the latter,
+transformers finds the calls and says what their fields mean; but its content parsers skip what they
+do not know, which here makes a call one that cannot be read.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from rlcore.data.messages import parse_json, read_json
 from rollout.conversation.formats import CallForm, Format
+from rollout.conversation.reply import ToolCall, Turn
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
 SIGNS = re.compile(r"[<\[{]")  # with which all parts begin, except at the head of a turn
 CALL_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
-
-
-@dataclass(frozen=True)
-class WrittenCall:
-    """A call as it stands in a turn.
-
-    Attributes:
-        raw: all of its text.
-        arguments: None if not every character of the call is understood.
-        problem: why not.
-        as_texts: the values are texts, and the tool's schema says of which type they are.
-    """
-
-    raw: str
-    name: str = ""
-    arguments: dict[str, Any] | None = None
-    problem: str = ""
-    as_texts: bool = False
-
-
-@dataclass
-class Turn:
-    """The parts of a turn."""
-
-    said: list[str] = field(default_factory=list)
-    thought: list[str] = field(default_factory=list)
-    calls: list[WrittenCall] = field(default_factory=list)
+# of the response templates of transformers
+CALLS = "tool_calls"
+BODY = "body of a call"
+SHAPE = "a call must be of the form that the chat template shows"
 
 
 class TurnReader:
@@ -53,15 +41,11 @@ class TurnReader:
         groups = [f"(?P<{name}>{pattern})" for name, pattern in parts.items()]
         self._next = _compiled("|".join(groups))
         self._next_without_calls = _compiled("|".join(groups[1:]))
-        self._forms = [_FormReader(one) for one in form.forms]
+        self._forms = form.forms
         self._until = _compiled(form.until)
 
     def __call__(self, text: str, *, calls: bool) -> Turn:
-        """Read a turn.
-
-        Args:
-            calls: else what looks like a call is text.
-        """
+        """Read a turn, in which what looks like a call is text unless `calls` is set."""
         turn = Turn()
         pattern = self._next if calls else self._next_without_calls
         at = 0
@@ -78,75 +62,57 @@ class TurnReader:
         turn.said.append(text[at:])
         return turn
 
-    def _call(self, text: str, begin: re.Match[str]) -> tuple[list[WrittenCall], int]:
+    def _call(self, text: str, begin: re.Match[str]) -> tuple[list[ToolCall], int]:
         """Return the calls that begin here, mostly one, and where they end."""
         name = ""
-        problem = self._forms[0].form.shape
+        problem = self._forms[0].shape
         for form in self._forms:
-            head = form.head.match(text, begin.end())
+            head = _compiled(form.head).match(text, begin.end())
             if head is None:
                 continue
             name = (head.groupdict().get("name") or "").strip()
-            problem = form.form.shape
+            problem = form.shape
             try:
-                found, at = form.arguments(text, head.end())
+                found, at = _arguments(form, text, head.end())
             except (ValueError, RecursionError) as error:
                 problem += f" ({error})"
                 continue
-            if end := form.end.match(text, at):
+            if end := _compiled(form.end).match(text, at):
                 raw = text[begin.start() : end.end()]
-                return list(form.calls(raw, name, found)), end.end()
+                return _calls(form, raw, name, found), end.end()
         # one that begins at its end would be found again
         stop = self._until.search(text, max(begin.end(), begin.start() + 1))
         last = stop.end() if stop else len(text)
-        return [WrittenCall(text[begin.start() : last], name, problem=problem)], last
+        return [ToolCall(text[begin.start() : last], name, problem=problem)], last
 
 
-class _FormReader:
-    def __init__(self, form: CallForm) -> None:
-        self.form = form
-        self.head = _compiled(form.head)
-        self.end = _compiled(form.end)
-        as_texts = form.arguments not in ("map", "call", "calls")
-        self._argument = _compiled(form.arguments) if as_texts else None
-
-    def arguments(self, text: str, at: int) -> tuple[Any, int]:
-        """Return the arguments that begin at a place, and where they end.
-
-        Raises:
-            ValueError: there are none that say one thing.
-            RecursionError: they are nested too deep.
-        """
-        if self._argument is None:
-            return read_json(text, at)
-        found: dict[str, str] = {}
-        margin = self.form.margin
-        while argument := self._argument.match(text, at):
-            key = argument["key"]
-            if key in found:
-                raise ValueError(f"it has the argument {key!r} twice")
-            found[key] = argument["value"].removeprefix(margin).removesuffix(margin)
-            at = argument.end()
-        return found, at
-
-    def calls(self, raw: str, name: str, found: Any) -> Iterator[WrittenCall]:
-        """Yield the calls of what was read."""
-        if self._argument is not None:
-            yield WrittenCall(raw, name, found, as_texts=True)
-        elif self.form.arguments == "map":
-            yield call_of(raw, {"name": name, "arguments": found}, self.form.shape)
-        elif self.form.arguments == "calls" and isinstance(found, list) and found:
-            yield from (call_of(raw, one, self.form.shape) for one in found)
-        else:
-            yield call_of(raw, found, self.form.shape)
+def _arguments(form: CallForm, text: str, at: int) -> tuple[Any, int]:
+    """Return the arguments that begin at a place, and where they end; raises as `read_json`."""
+    if form.is_json:
+        return read_json(text, at)
+    found: dict[str, str] = {}
+    pattern = _compiled(form.arguments)
+    while argument := pattern.match(text, at):
+        key = argument["key"]
+        if key in found:
+            raise ValueError(f"it has the argument {key!r} twice")
+        found[key] = argument["value"].removeprefix(form.margin).removesuffix(form.margin)
+        at = argument.end()
+    return found, at
 
 
-def call_of(raw: str, call: Any, shape: str) -> WrittenCall:
-    """Return the call that a map with its name says.
+def _calls(form: CallForm, raw: str, name: str, found: Any) -> list[ToolCall]:
+    """Return the calls of what was read."""
+    if not form.is_json:
+        return [ToolCall(raw, name, found, as_texts=True)]
+    if form.arguments == "map":
+        found = {"name": name, "arguments": found}
+    several = form.arguments == "calls" and isinstance(found, list) and found
+    return [_call_of(raw, call, form.shape) for call in (found if several else [found])]
 
-    Args:
-        shape: the message to the model about a map of another shape.
-    """
+
+def _call_of(raw: str, call: Any, shape: str) -> ToolCall:
+    """Return the call that a map says; `shape` is the message about a map of another shape."""
     given = call if isinstance(call, dict) else {}
     name = given.get("name")
     arguments = given.get("arguments", given.get("parameters"))
@@ -157,15 +123,15 @@ def call_of(raw: str, call: Any, shape: str) -> WrittenCall:
         except (ValueError, RecursionError) as error:
             problem += f" ({error})"
     if not isinstance(name, str):
-        return WrittenCall(raw, problem=problem)
+        return ToolCall(raw, problem=problem)
     understood = (
         given.keys() <= CALL_KEYS
         and not {"arguments", "parameters"} <= given.keys()
         and given.get("type", "function") == "function"
     )
     if not understood or not isinstance(arguments, dict):
-        return WrittenCall(raw, name.strip(), problem=problem)
-    return WrittenCall(raw, name.strip(), arguments)
+        return ToolCall(raw, name.strip(), problem=problem)
+    return ToolCall(raw, name.strip(), arguments)
 
 
 def _next(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
@@ -178,5 +144,112 @@ def _next(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
     return None
 
 
+@cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.DOTALL)
+
+
+class TemplateReader:
+    """Reads turns by a response template of transformers.
+
+    Args:
+        given: the template, as the tokenizer has it.
+    """
+
+    def __init__(self, given: Any) -> None:
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        # checked and compiled once, not turn by turn
+        template = load_response_template(given)
+        fields = dict(template.fields)
+        self._calls = fields.pop(CALLS, None)
+        self._without_calls = replace(template, fields=fields)
+        self._template = template
+        if self._calls is not None:
+            raw = {**fields, CALLS: _unparsed(self._calls)}
+            self._template = replace(template, fields=raw)
+
+    def __call__(self, sent: str, text: str, *, calls: bool) -> Turn:
+        """Read a turn; `sent` is the end of what the model was sent, which may begin a field."""
+        from transformers.utils.chat_parsing import ResponseParser
+
+        parser = ResponseParser(self._template if calls else self._without_calls, prefix=sent)
+        # `feed` would look for what later text may still change, and there is none
+        parser._buffer += text
+        try:
+            found, _ = parser.finalize()
+        except (ValueError, KeyError, RecursionError):  # a field is not what it says
+            return Turn(said=[text])
+        turn = Turn(
+            said=[str(found.get("content") or "")],
+            thought=[str(found.get("reasoning_content") or "")],
+        )
+        for captures in found.get(CALLS) or ():
+            turn.calls += self._read(captures, parser._buffer)
+        return turn
+
+    def _read(self, captures: dict[str, Any], text: str) -> list[ToolCall]:
+        from transformers.utils.chat_parsing.content_parsers import process_field
+
+        field = self._calls
+        assert field is not None
+        body = captures.pop(BODY)
+        name = str(captures.get("name") or "")
+        try:
+            if field.content != "json" and _is_open(body, text, field):
+                raise ValueError("its end is missing")
+            _check_whole(body, field)
+            found = process_field(body, field, captures)
+            json.dumps(found, allow_nan=False)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            return [ToolCall(body, name, problem=f"{SHAPE} ({error})")]
+        as_texts = field.content != "json"
+        return [
+            replace(_call_of(body, one, SHAPE), as_texts=as_texts)
+            for call in (found if isinstance(found, list) else [found])
+            for one in [call.get("function", call) if isinstance(call, Mapping) else call]
+        ]
+
+
+def _unparsed(field: ResponseTemplateField) -> ResponseTemplateField:
+    """Return a field of calls that keeps its captures and what it encloses as texts."""
+    return replace(
+        field,
+        content="text",
+        content_args={"strip": False},
+        repeats=True,
+        join=None,
+        transform={**{name: f"{{{name}}}" for name in field.open_re.groupindex}, BODY: "{content}"},
+        transform_each=False,
+    )
+
+
+def _is_open(body: str, text: str, field: ResponseTemplateField) -> bool:
+    """Whether the end of a field is missing."""
+    if field.close_re is None or field.close_re.search(text, len(text)):
+        return False
+    return any(text[begin.end() :] == body for begin in field.open_re.finditer(text))
+
+
+def _check_whole(body: str, field: ResponseTemplateField) -> None:
+    """Raise ValueError where the content parser of a field would skip or replace something."""
+    args = field.content_args
+    if field.content == "json":
+        if not args.keys() & {"unquoted_keys", "string_delims"}:
+            parse_json(body)
+        return
+    pairs: list[str] = []
+    left = ""
+    if field.content == "xml-inline":
+        pattern = re.compile(args["tag_pattern"], re.DOTALL)
+        pairs = [match["key"] for match in pattern.finditer(body)]
+        left = pattern.sub("", body)
+    elif field.content == "kv-lines":
+        separator = args.get("kv_sep", ":")
+        lines = [line for line in body.split(args.get("line_sep", "\n")) if line.strip()]
+        pairs = [line.split(separator, 1)[0].strip() for line in lines if separator in line]
+        left = "".join(line for line in lines if separator not in line)
+    if left.strip():
+        raise ValueError(f"{left.strip()[:80]!r} is none of its arguments")
+    if len({*pairs}) < len(pairs) and not args.get("merge_duplicates"):
+        raise ValueError("it has an argument twice")

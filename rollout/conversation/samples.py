@@ -23,7 +23,7 @@ from rollout.conversation.tree import Node, Tree
 
 
 def of_prompt(prompt: Prompt, draw: int, index: int) -> dict[str, Any]:
-    """Return the fields of a sample that tell its rollout, and what it has of its prompt."""
+    """Return the fields that identify the rollout of a sample, and those of its prompt."""
     return {
         "draw": draw,
         "index": index,
@@ -74,7 +74,7 @@ def samples_of(
         draw, index: address of the rollout; its samples share `rollout_id`.
         outcome: what the workflow itself says of the rollout, by name.
         finish_reasons: of the leaves, where they differ from those of their completions.
-        measured: of the rollout, by name; the first sample holds it, and what the tree tells.
+        measured: of the rollout, by name; the first sample holds it, with the counts of tokens.
     """
     trained: set[Node] = set()
     found = []
@@ -138,7 +138,10 @@ def _sample(path: list[Node], own: set[Node], prompt: Prompt, draw: int, index: 
             np.array([node in own for node in path], dtype=np.uint8),
             [len(node.tokens) for node in path],
         ),
-        rollout_logprobs=_joined([c.logprobs for c in completions]),
+        rollout_logprobs=np.concatenate(
+            [np.zeros(0, dtype=np.float32), *(made.logprobs for made in completions)],
+            dtype=np.float32,
+        ),
         versions=tuple(versions),
         finish_reason=last.finish_reason,
         turns=sum(node.turn is not None for node in path),
@@ -149,10 +152,6 @@ def _sample(path: list[Node], own: set[Node], prompt: Prompt, draw: int, index: 
         messages=messages,
         turn_spans=tuple(spans),
     )
-
-
-def _joined(parts: list[Any]) -> Any:
-    return np.concatenate([np.zeros(0, dtype=np.float32), *parts], dtype=np.float32)
 
 
 def _token_rewards(turns: list[Node], size: int) -> Any:

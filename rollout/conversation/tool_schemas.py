@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -17,11 +16,8 @@ if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 Tools = Sequence[Mapping[str, Any]]
-P = ParamSpec("P")
-T = TypeVar("T")
-MAX_BYTES = 16 << 10
-"""Arguments of one call that are kept; longer ones are computed each time."""
-
+# Requests choose the schemas, and their validators outlive them: a longer one is made each time.
+MAX_KEPT_BYTES = 16 << 10
 # Types of Python, which tools of public data sets have. Others that JSON schema does not know ask
 # for nothing.
 TYPES = {
@@ -32,7 +28,7 @@ TYPES = {
 }  # fmt: skip
 # Keywords whose values are no schemas.
 VALUES = frozenset({"const", "default", "enum", "example", "examples", "required"})
-# Keywords that may allow arguments beside `properties`.
+# Keywords that may allow further arguments than `properties`.
 OPEN = frozenset(
     {
         "$ref", "additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties",
@@ -44,30 +40,10 @@ WORDS = frozenset({"default", "deprecated", "description", "example", "examples"
 PYTHON = {"True": True, "False": False, "None": None}  # as chat templates write them
 
 
-def cache_short(entries: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Cache a function of texts and bytes as `lru_cache` does, long arguments aside.
-
-    Requests choose the texts, and the cache outlives them: without a bound of their size it would
-    keep `entries` times the largest body of a request.
-    """
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        cached = cast("Callable[P, T]", lru_cache(entries)(function))
-
-        @wraps(function)
-        def call(*texts: P.args, **named: P.kwargs) -> T:
-            short = sum(map(sys.getsizeof, (*texts, *named.values()))) <= MAX_BYTES
-            return cached(*texts, **named) if short else function(*texts, **named)
-
-        return call
-
-    return decorate
-
-
 def check_tools(tools: Tools) -> None:
     """Refuse a tool whose schema nothing can be checked against (DataError)."""
     for tool in tools:
-        _validator(*_schema(tool))
+        _validator(tool)
 
 
 def problem_of(name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
@@ -82,7 +58,7 @@ def problem_of(name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
     if tool is None:
         known = ", ".join(str(_function(tool).get("name")) for tool in tools)
         return f"there is no tool {name!r}; there is {known}"
-    validator = _validator(*_schema(tool))
+    validator = _validator(tool)
     if _fits(arguments, validator):
         return ""
     from jsonschema.exceptions import best_match
@@ -104,7 +80,7 @@ def typed(name: str, texts: Mapping[str, Any], tools: Tools) -> dict[str, Any]:
     tool = _named(name, tools)
     if tool is None:
         return dict(texts)
-    validator = _validator(*_schema(tool))
+    validator = _validator(tool)
     properties = validator.schema.get("properties", {})
     return {
         key: _typed(text, validator.evolve(schema=properties[key])) if key in properties else text
@@ -149,15 +125,17 @@ def _named(name: str, tools: Tools) -> Mapping[str, Any] | None:
     return next((tool for tool in tools if _function(tool).get("name") == name), None)
 
 
-def _schema(tool: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Return the name of a tool and its schema; without one it takes any arguments."""
+def _validator(tool: Mapping[str, Any]) -> Validator:
+    """Return what checks the arguments of a tool; without a schema it takes any."""
     function = _function(tool)
-    return str(function.get("name")), orjson.dumps(function.get("parameters") or {})
+    name = str(function.get("name"))
+    schema = orjson.dumps(function.get("parameters") or {})
+    kept = len(name) + len(schema) <= MAX_KEPT_BYTES
+    return _kept_validator(name, schema) if kept else _new_validator(name, schema)
 
 
-@cache_short(1024)
-def _validator(name: str, schema_json: bytes) -> Validator:
-    """Return what checks arguments. Raises DataError where the schema is none."""
+def _new_validator(name: str, schema_json: bytes) -> Validator:
+    """Return a validator. Raises DataError where the schema is none."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
@@ -180,6 +158,9 @@ def _validator(name: str, schema_json: bytes) -> Validator:
     # an empty registry: nothing is fetched from where a schema points to
     found: Validator = kind(schema, registry=Registry())
     return found
+
+
+_kept_validator = lru_cache(1024)(_new_validator)
 
 
 def _standard(schema: Any) -> Any:

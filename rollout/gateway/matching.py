@@ -23,7 +23,6 @@ import orjson
 from rlcore.data.messages import Message, check_messages
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.formats import THINK
-from rollout.conversation.tool_schemas import cache_short
 from rollout.gateway.wire import Refused
 
 REASONING = ("reasoning_content", "reasoning")  # keys of messages
@@ -48,15 +47,7 @@ class Point:
 
     def behind(self, message: Message, places: Mapping[str, int] | None = None) -> Point:
         """Return the point behind `message`, from this one; for `places` see `key_of`."""
-        key = key_of(message, places or {})
-        point = self.following.get(key)
-        if point is None:
-            point = self.following[key] = Point()
-        return point
-
-    def note(self, state: State) -> None:
-        """Note that a branch stood here."""
-        self.states += (state,)
+        return self.following.setdefault(key_of(message, places or {}), Point())
 
 
 class Matcher:
@@ -68,13 +59,13 @@ class Matcher:
 
     def __init__(self, conversation: Conversation) -> None:
         self._base = conversation
-        self._roots: dict[bytes, Point] = {}  # by the tools that the model was told of
+        self._roots: dict[bytes, Point] = {}  # by the tools of the request
         point = self._root(conversation.tools)
         places: dict[str, int] = {}
         for message in conversation.messages:
             point = point.behind(message, places)
             places = _places(message) or places
-        point.note(State(conversation))
+        point.states += (State(conversation),)
 
     async def branch(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
@@ -108,9 +99,16 @@ class Matcher:
                 conversation = state.conversation.fork()
                 await conversation.append(rest)
                 return State(conversation, ids=state.ids), point
-        # nothing was sent that begins so, or the program has rewritten what the model said
-        conversation = self._base.fork([_with_content(m) for m in messages], tools=tools)
-        point.note(State(conversation.fork()))
+        # nothing was sent that begins so, or the program has rewritten what the model said; an
+        # answer that was echoed without its empty content gets it back
+        whole = [
+            {**m, "content": ""}
+            if m["role"] == "assistant" and not m.get("content") and not m.get("tool_calls")
+            else m
+            for m in messages
+        ]
+        conversation = self._base.fork(whole, tools=tools)
+        point.states += (State(conversation.fork()),)
         return State(conversation), point
 
     def _root(self, tools: Sequence[dict[str, Any]]) -> Point:
@@ -125,7 +123,7 @@ def answered(point: Point, before: State, message: Message) -> None:
         before: the branch, as it began the turn.
     """
     ids = (*before.ids, *_places(message))
-    point.behind(message).note(State(before.conversation, _reasoning(message), ids))
+    point.behind(message).states += (State(before.conversation, _reasoning(message), ids),)
 
 
 def _fitting(states: Sequence[State], messages: Sequence[Message]) -> State:
@@ -147,13 +145,6 @@ def _places(message: Message) -> dict[str, int]:
     """Return the place of each call of a message, by its id."""
     calls = message.get("tool_calls") or ()
     return {str(call.get("id")): place for place, call in enumerate(calls)}
-
-
-def _with_content(message: Message) -> Message:
-    """Return an answer that was echoed without its empty content as it was."""
-    if message["role"] != "assistant" or message.get("content") or message.get("tool_calls"):
-        return message
-    return {**message, "content": ""}
 
 
 def _reasoning(message: Message) -> str | None:
@@ -209,7 +200,6 @@ def _call(call: Any) -> Hashable:
     return function["name"], _canonical(arguments)
 
 
-@cache_short(1024)
 def _canonical(arguments: str) -> str:
     """Return JSON with sorted keys and no other form of a number; other text stays as it is."""
     try:

@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
+import os
+import signal
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
-from numbers import Real
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import IO, Any
 
 import numpy as np
+import orjson
 
+from rlcore.boundary import process_tree
 from rlcore.boundary.child_environment import allowed_environment
 from rlcore.data.generation import Generate
 from rlcore.data.messages import Message
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
-from rlcore.deadlines import CANCEL_S
+from rlcore.deadlines import CANCEL_S, END_COMMAND_S, REAP_S
 from rlcore.errors import ConfigError, RolloutFailed
 from rlcore.import_paths import place_of
 from rollout.asyncio_utils import in_own_thread
-from rollout.conversation.conversation import Conversation
 from rollout.gateway.server import Endpoint, Gateway
 from rollout.gateway.sessions import Session
 from rollout.plugins import failure_of, load_object
-from rollout.workflows.agent_command import run_command
-from rollout.workflows.context import WorkflowContext, bound_options
+from rollout.workflows.context import WorkflowContext, checked_outcome
 
 KEY = "rollout.workflow"
 ENVIRONMENT = f"{KEY}.environment"
-Outcome = float | dict[str, float] | None
+Outcome = dict[str, float] | None
+SHOWN_BYTES = 2000  # of the end of a command's output, in errors
+OUTCOME_BYTES = 1 << 16  # of the end of its output, in which the last line lies
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class AgentWorkflow:
         run: import path of `run(task, endpoint)`, which returns the outcome: a number, numbers by
             name, or None. Async ones run in the event loop of the rollouts, others in a thread.
         command: a program of its own instead, with its arguments; see `run_command`.
-        environment: names of variables that a command gets beside PATH, HOME, USER and the like.
+        environment: names of variables that a command gets in addition to PATH, HOME, USER and
+            the like.
         options: further keyword arguments of `run`.
     """
 
@@ -70,21 +76,11 @@ class AgentWorkflow:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._context = context
+        self._row: dict[str, Any] = {}  # further columns of every row
         self._options = dict(options or {})
         self._run, self._command = load_program(run, command, self._options, environment)
         self._environment = allowed_environment(environment, key=ENVIRONMENT)
-        self._gateway = Gateway(self._token_text)
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        """Refuse keys of `rollout.workflow` that the constructor would refuse (ConfigError)."""
-        given = bound_options(cls, "agent", options)
-        load_program(
-            given.get("run"),
-            given.get("command"),
-            given.get("options") or {},
-            given.get("environment", ()),
-        )
+        self._gateway = Gateway(lambda token: context.decode(np.array([token], dtype=np.int32)))
 
     async def rollout(
         self, prompt: Prompt, draw: int, index: int, generate: Generate
@@ -102,7 +98,8 @@ class AgentWorkflow:
             )
         conversation = self._context.conversation(prompt, draw, index, generate)
         # the program may change what it is given, which other rollouts and tries are given too
-        task = deepcopy(self._task({"label": prompt.label} | prompt.row, conversation))
+        row = deepcopy({"label": prompt.label} | prompt.row | self._row)
+        task = Task(row, deepcopy(conversation.messages), deepcopy([*conversation.tools]))
         session, endpoint = await self._gateway.open(conversation)
         drain = False
         try:
@@ -115,9 +112,6 @@ class AgentWorkflow:
         conversation.measure("repeated_calls", session.repeated_calls)
         conversation.measure("abandoned_calls", session.abandoned_calls)
         return conversation.samples(outcome)
-
-    def _task(self, row: Mapping[str, Any], conversation: Conversation) -> Task:
-        return Task({**row}, conversation.messages, [*conversation.tools])
 
     async def _run_until_lost(self, session: Session, task: Task, endpoint: Endpoint) -> Outcome:
         """The program's outcome. It is ended as soon as the session has failed."""
@@ -153,7 +147,7 @@ class AgentWorkflow:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise failure_of(error) from error
-        return _checked_outcome(found, self._name())
+        return checked_outcome(found, self._name())
 
     async def _called(self, task: Task, endpoint: Endpoint) -> Any:
         assert self._run is not None
@@ -162,9 +156,6 @@ class AgentWorkflow:
             return await self._run(task, endpoint, **options)
         # not of a pool, whose threads may all wait for the rollouts that wait for a thread
         return await in_own_thread(self._run, task, endpoint, **options)
-
-    def _token_text(self, token: int) -> str:
-        return self._context.rules.decode(np.array([token], dtype=np.int32))
 
     def _name(self) -> str:
         if self._command is not None:
@@ -200,21 +191,16 @@ def load_program(
             f"{ENVIRONMENT}: a function runs in our process and has its variables: leave it out, or"
             " give a command"
         )
-    assert run is not None
-    return _loaded(run, options), None
-
-
-def _loaded(path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    found: Callable[..., Any] = load_object(path, {}, key=f"{KEY}.run")
+    found: Callable[..., Any] = load_object(str(run), {}, key=f"{KEY}.run")
     try:
         inspect.signature(found).bind("task", "endpoint", **options)
     except TypeError as error:
         given = "".join(f", {name}=" for name in options)
         raise ConfigError(
-            f"{KEY}.run: {path} is called as run(task, endpoint{given}), but: {error}"
+            f"{KEY}.run: {run} is called as run(task, endpoint{given}), but: {error}"
             f"{place_of(found)}"
         ) from error
-    return found
+    return found, None
 
 
 def _checked_command(command: Any, options: Mapping[str, Any]) -> list[str]:
@@ -235,14 +221,99 @@ def _checked_command(command: Any, options: Mapping[str, Any]) -> list[str]:
     return [*command]
 
 
-def _checked_outcome(found: Any, name: str) -> Outcome:
-    """Refuse what is neither a finite number, nor such numbers by name, nor None."""
-    numbers = found if isinstance(found, Mapping) else {} if found is None else {"reward": found}
-    for part, number in numbers.items():
-        if not isinstance(number, Real) or not math.isfinite(number):
+async def run_command(
+    command: Sequence[str],
+    task: Task,
+    endpoint: Endpoint,
+    environment: Mapping[str, str],
+) -> Any:
+    """Run a program, and return the JSON value that is the last line of its standard output.
+
+    It is given OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and as JSON on its standard input
+    {"row": ..., "messages": ..., "tools": ...}. At its end, or when this is cancelled, all that it
+    started is killed (on Linux; elsewhere its process group).
+
+    Args:
+        environment: its other variables.
+
+    Raises:
+        RolloutFailed: it cannot be started, its exit code is not 0 (with the end of what it
+            printed), or its last line is no JSON.
+    """
+    # files: a pipe that nobody empties would stop it, or its children hold it open
+    with (
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
+        given.write(orjson.dumps(asdict(task), option=orjson.OPT_SERIALIZE_NUMPY, default=str))
+        given.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", process_tree.__file__),
+            *command,
+            stdin=given,
+            stdout=out,
+            stderr=err,
+            env=_with_endpoint(environment, endpoint),
+            start_new_session=True,  # a process group of its own
+        )
+        try:
+            code = await process.wait()
+        finally:
+            await _end(process)
+        printed = _end_of(out, OUTCOME_BYTES)
+        if code != 0:
+            words = (_end_of(err, SHOWN_BYTES) or printed[-SHOWN_BYTES:]).strip()
             raise RolloutFailed(
-                "result",
-                f"{name} returned {str(found)[:200]!r}, of which {part!r} is no finite number;"
-                " expected a number, numbers by name, or None",
+                "error",
+                f"command {command[0]!r}: {_ending(code)}; the end of its output:\n{words}",
             )
-    return None if found is None else {str(part): float(n) for part, n in numbers.items()}
+    lines = printed.strip().splitlines()
+    try:
+        return orjson.loads(lines[-1]) if lines else None
+    except orjson.JSONDecodeError as error:
+        raise RolloutFailed(
+            "result",
+            f"command {command[0]!r}: the last line of its output must be its outcome as JSON (a"
+            f" number, numbers by name, or null), got {lines[-1][:200]!r}",
+        ) from error
+
+
+def _ending(code: int) -> str:
+    """Name an exit code, which is 128 and a signal's number where that has ended the program."""
+    with suppress(ValueError):
+        return f"killed by {signal.Signals(code - 128).name}"
+    return f"exit code {code}"
+
+
+def _with_endpoint(given: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
+    """Return variables with those of the endpoint, which no proxy stands before."""
+    host = "127.0.0.1"
+    direct = {
+        name: ",".join(filter(None, [given.get(name), host])) for name in ("NO_PROXY", "no_proxy")
+    }
+    return {
+        **given,
+        **direct,
+        "OPENAI_BASE_URL": endpoint.base_url,
+        "OPENAI_API_KEY": endpoint.api_key,
+        "OPENAI_MODEL": endpoint.model,
+    }
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End the program, with all that it started."""
+    ended = asyncio.ensure_future(process.wait())
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        await asyncio.wait({ended}, timeout=END_COMMAND_S)
+    with suppress(ProcessLookupError, PermissionError):  # none is left (macOS: only zombies)
+        os.killpg(process.pid, signal.SIGKILL)
+    await asyncio.wait({ended}, timeout=REAP_S)
+
+
+def _end_of(file: IO[bytes], size: int) -> str:
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - size))
+    return file.read().decode(errors="replace")

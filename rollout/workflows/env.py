@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from rlcore.data.generation import Generate
@@ -23,7 +22,7 @@ from rollout.asyncio_utils import gather_or_cancel, in_thread, within
 from rollout.conversation.conversation import Conversation
 from rollout.conversation.reply import ToolCall
 from rollout.plugins import failure_of, load_object
-from rollout.workflows.context import WorkflowContext, bound_options
+from rollout.workflows.context import WorkflowContext, checked_outcome
 from rollout.workflows.mcp_tools import McpSession, McpTools, ToolError
 
 KEY = "rollout.workflow.env"
@@ -51,8 +50,8 @@ class EnvironmentWorkflow:
     by name`, and `close()`.
 
     Args:
-        env: import path of the class; it may be left out beside `mcp`.
-        mcp: servers whose tools the policy calls beside those of the class.
+        env: import path of the class; it may be left out where `mcp` is given.
+        mcp: servers whose tools the policy calls in addition to those of the class.
         options: keyword arguments of its constructor.
         tool_timeout_s: longest time of one call of a method; the rollout fails then.
         max_tool_tokens: longest result of a tool; the rest is cut off.
@@ -77,13 +76,6 @@ class EnvironmentWorkflow:
         self._class, self._tools = load_environment(env, self._options, mcp=bool(self._mcp))
         self._closing: set[asyncio.Task[None]] = set()
         self._unclosed = 0
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        """Refuse keys of `rollout.workflow` that the constructor would refuse (ConfigError)."""
-        given = bound_options(cls, "env", options)
-        servers = McpTools(given.get("mcp") or ())
-        load_environment(given.get("env"), given.get("options") or {}, mcp=bool(servers))
 
     async def rollout(
         self, prompt: Prompt, draw: int, index: int, generate: Generate
@@ -114,9 +106,8 @@ class EnvironmentWorkflow:
             await self._converse(environment, conversation, remote)
             outcome = None
             if hasattr(environment, "reward"):
-                outcome = _numbers(
-                    await self._call(environment.reward, conversation), environment.reward
-                )
+                found = await self._call(environment.reward, conversation)
+                outcome = checked_outcome(found, "reward()", place_of(environment.reward))
             return conversation.samples(outcome)
         finally:
             if hasattr(environment, "close"):
@@ -282,31 +273,12 @@ def tools_of(environment: type) -> dict[str, dict[str, Any]]:
         if name.startswith("_") or name in _OWN:
             continue
         try:
-            found[name] = get_json_schema(_without_self(method) if method is own else method)
+            # as a bound method looks like, without an object
+            method = method.__get__(object()) if method is own else method
+            found[name] = get_json_schema(method)
         except (DocstringParsingException, TypeHintParsingException) as error:
             raise ConfigError(
                 f"{KEY}: {environment.__name__}.{name} is a public method, and so a tool, but:"
                 f" {error}. Give it types and a docstring with Args, or an underscore"
             ) from error
     return found
-
-
-def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method as a bound one looks like, without an object."""
-    return method.__get__(object())  # type: ignore[no-any-return, attr-defined]
-
-
-def _numbers(outcome: Any, method: Any) -> float | dict[str, float] | None:
-    """What an environment's `reward` returned. Raises RolloutFailed, with its place."""
-    if outcome is None:
-        return None
-    if isinstance(outcome, Real):
-        return float(outcome)
-    if isinstance(outcome, Mapping) and all(isinstance(one, Real) for one in outcome.values()):
-        return {str(name): float(one) for name, one in outcome.items()}
-    raise RolloutFailed(
-        "result",
-        f"reward() returned {type(outcome).__name__} {str(outcome)[:80]!r}, expected a number or"
-        " numbers by name",
-        place_of(method),
-    )

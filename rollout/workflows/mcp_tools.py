@@ -44,7 +44,7 @@ class McpServerConfig(Section):
     tools: list[str] | None = None
     """Only these of its tools; default: all."""
     environment: list[str] = Field(default_factory=list)
-    """Names of variables that the program gets beside PATH, HOME, USER and the like."""
+    """Names of variables that the program gets in addition to PATH, HOME, USER and the like."""
     api_key_env: str | None = None
     """The variable with the bearer token of the `url`."""
     start_timeout_s: float = Field(default=60.0, gt=0)
@@ -67,7 +67,7 @@ class McpServerConfig(Section):
 
 
 class ToolError(Exception):
-    """What a tool tells the model in place of a result; the rollout goes on."""
+    """The error that the model gets in place of a tool's result; the rollout goes on."""
 
 
 class McpFailed(RolloutFailed):
@@ -185,9 +185,7 @@ class McpSession:
         ready = asyncio.ensure_future(self._ready.wait())
         limit_s = self._server.start_timeout_s
         try:
-            await asyncio.wait(
-                {ready, self._task}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await self._or_the_end(ready, limit_s)
             if self._task.done():
                 raise McpFailed(f"{self} ended at its start: {self._why()}")
             if not self._ready.is_set():
@@ -218,12 +216,9 @@ class McpSession:
         return text
 
     async def _result(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-        assert self._task is not None
         call = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
         try:
-            await asyncio.wait(
-                {call, self._task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await self._or_the_end(call, timeout_s)
             if not call.done():
                 why = self._why() if self.ended else f"{timeout_s:g} s (tool_timeout_s) have passed"
                 raise McpFailed(f"{self} did not answer a call of {name!r}: {why}")
@@ -235,6 +230,12 @@ class McpSession:
             if getattr(error, "code", None) == INVALID_PARAMS:
                 raise ToolError(f"{name}: {error}") from error
             raise McpFailed(f"{self} gave no answer to a call of {name!r}: {error}") from error
+
+    async def _or_the_end(self, awaited: asyncio.Future[Any], timeout_s: float) -> None:
+        """Wait for something, the end of the connection, or the end of the time."""
+        assert self._task is not None
+        both: set[asyncio.Future[Any]] = {awaited, self._task}
+        await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def close(self) -> None:
         """Leave the server; of one that we started, no process is left."""
@@ -290,7 +291,13 @@ class McpSession:
         cursor = None
         while True:
             page = await client.list_tools(cursor=cursor)
-            found |= {tool.name: _schema(tool) for tool in page.tools}
+            for tool in page.tools:
+                function = {
+                    "name": tool.name,
+                    "description": tool.description or tool.title or "",
+                    "parameters": tool.input_schema,
+                }
+                found[tool.name] = {"type": "function", "function": function}
             cursor = page.next_cursor
             if cursor is None:
                 break
@@ -302,15 +309,13 @@ class McpSession:
 
     def _why(self) -> str:
         """Say why the task ended."""
-        if self._task is None or not self._task.done() or self._task.cancelled():
-            return "the connection was closed"
-        error: BaseException | None = self._task.exception()
+        error: BaseException | None = None
+        if self._task is not None and self._task.done() and not self._task.cancelled():
+            error = self._task.exception()
         # task groups of the package wrap what was raised in them
         while inner := getattr(error, "exceptions", None):
             error = inner[0]
-        if error is None:
-            return "the connection was closed"
-        return str(error) or type(error).__name__
+        return str(error or "the connection was closed") or type(error).__name__
 
 
 def _library() -> Any:
@@ -344,15 +349,6 @@ async def _bound_answer(response: Any) -> None:
             await given.aclose()
 
     response.stream = Bounded()
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description or tool.title or "",
-        "parameters": tool.input_schema,
-    }
-    return {"type": "function", "function": function}
 
 
 def _text(result: Any) -> str:

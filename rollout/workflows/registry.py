@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from typing import Any, cast
+
 from rlcore.errors import ConfigError
 from rlcore.import_paths import place_of
 from rlcore.interfaces import Workflow
@@ -12,12 +16,23 @@ from rollout.workflows.env import EnvironmentWorkflow
 from rollout.workflows.single_turn import SingleTurn
 from rollout.workflows.verifiers_env import VerifiersWorkflow
 
-WORKFLOWS = {
+WORKFLOWS: dict[str, Any] = {
     "single_turn": SingleTurn,
     "env": EnvironmentWorkflow,
     "agent": AgentWorkflow,
     "verifiers": VerifiersWorkflow,
 }
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse keys of `rollout.workflow` that a registered workflow would refuse (ConfigError)."""
+    workflow = WORKFLOWS[name]
+    try:
+        inspect.signature(workflow).bind(None, **options)
+        # none of them looks at its context before its first rollout
+        workflow(cast(WorkflowContext, None), **options)
+    except TypeError as error:
+        raise ConfigError(f"rollout.workflow: {name}: {error}") from error
 
 
 def build_workflow(context: WorkflowContext) -> Workflow:

@@ -14,10 +14,9 @@ from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.deadlines import INTERPRETER_S
 from rlcore.errors import ConfigError
-from rollout.conversation.conversation import Conversation
 from rollout.workflows import verifiers_runner
-from rollout.workflows.agent import KEY, AgentWorkflow, Task, load_program
-from rollout.workflows.context import WorkflowContext, bound_options
+from rollout.workflows.agent import KEY, AgentWorkflow
+from rollout.workflows.context import WorkflowContext
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PYTHON = CHECKOUT / ".venv-verifiers" / "bin" / "python"
@@ -41,19 +40,10 @@ class VerifiersWorkflow(AgentWorkflow):
         python: str | None = None,
         environment: Sequence[str] = (),
     ) -> None:
-        command, self._env = _command(env, python)
+        command, config = _command(env, python)
         super().__init__(context, command=command, environment=environment)
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        """Refuse keys of `rollout.workflow` that the constructor would refuse (ConfigError)."""
-        given = bound_options(cls, "verifiers", options)
-        command, _ = _command(given["env"], given.get("python"))
-        load_program(None, command, {}, given.get("environment", ()))
-
-    def _task(self, row: Mapping[str, Any], conversation: Conversation) -> Task:
         # on no command line, which every user of the machine can read
-        return super()._task({**row, verifiers_runner.ENV: self._env}, conversation)
+        self._row = {verifiers_runner.ENV: config}
 
     async def rollout(
         self, prompt: Prompt, draw: int, index: int, generate: Generate
@@ -75,12 +65,7 @@ def _command(env: str | Mapping[str, Any], python: str | None) -> tuple[list[str
             f"{KEY}.env: got {env!r}, expected the id of a taskset, or a map with"
             " taskset: {id: ...}"
         )
-    interpreter = _checked_interpreter(python or str(PYTHON))
-    return [interpreter, str(Path(verifiers_runner.__file__)), "run"], config
-
-
-def _checked_interpreter(python: str) -> str:
-    """Return the path of an interpreter that has the package."""
+    python = python or str(PYTHON)
     found = shutil.which(python)
     if found is None:
         raise ConfigError(f"{KEY}.python: there is no {python}; {INSTALL}")
@@ -100,4 +85,4 @@ def _checked_interpreter(python: str) -> str:
         raise ConfigError(
             f"{KEY}.python: {python} has verifiers {asked.stdout.strip()}, expected 0.4; {INSTALL}"
         )
-    return found
+    return [found, str(Path(verifiers_runner.__file__)), "run"], config

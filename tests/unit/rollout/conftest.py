@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,16 @@ def adds(request: GenerateRequest, sample: int) -> list[int]:
     a, b = text.rstrip("=").split("+")
     wrong = sample % 2 == 1 or text == "9+9="
     return [*TOKENIZER(str(int(a) + int(b) + wrong)).input_ids, EOS]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.function):
+        return None
+    names = inspect.signature(pyfuncitem.function).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(autouse=True)

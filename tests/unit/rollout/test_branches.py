@@ -220,8 +220,8 @@ def test_a_conversation_ends_where_a_server_takes_no_longer_prompt(
         runner = training_runner(
             config, TOKENIZER, service._dispatcher, scorer, greedy_baseline=False
         )
-        rules = runner.workflow.context.rules
+        context = runner.workflow.context
         member.engine.max_total_tokens = None
-        assert rules.most_tokens == most
+        assert context.max_total_tokens == most
         member.engine.max_total_tokens = 50
-        assert rules.most_tokens == of_pool
+        assert context.max_total_tokens == of_pool

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rlcore.data.generation import Completion, GenerateRequest, SamplingParams
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import VersionSpan
+from rollout.conversation.conversation import Conversation
 from rollout.workflows.context import WorkflowContext
 
 # ChatML, tools and all, in the fewest words.
@@ -119,3 +120,26 @@ def make_prompt(
     return Prompt(
         "rows:1", ids(tokenizer, rendered), rendered, row=dict(row or {}), messages=messages
     )
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def by_turn(*texts: str) -> Callable[[str, GenerateRequest], str]:
+    """The script of a model that writes these, turn by turn."""
+    return lambda _, request: texts[request.turn]
+
+
+async def converse(conversation: Conversation, *said: str) -> Conversation:
+    """Let the model take a turn, and one more behind each of the user's messages."""
+    await conversation.generate()
+    return await go_on(conversation, *said)
+
+
+async def go_on(conversation: Conversation, *said: str) -> Conversation:
+    """Let the model answer each of the user's messages."""
+    for text in said:
+        await conversation.append(user(text))
+        await conversation.generate()
+    return conversation

@@ -23,19 +23,18 @@ from .kit import (
     STOP,
     TEMPLATE,
     ScriptedModel,
+    by_turn,
+    converse,
+    go_on,
     ids,
     make_context,
     make_prompt,
     make_tokenizer,
+    user,
 )
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
-
-
-def answers(*texts: str) -> Any:
-    """Turn by turn."""
-    return lambda _, request: texts[request.turn]
 
 
 def begin(
@@ -51,22 +50,15 @@ def begin(
     return context.conversation(prompt, 3, 1, model, tools=tools)
 
 
-def test_tokens_are_those_of_full_rendering() -> None:
+async def test_tokens_are_those_of_full_rendering() -> None:
     """The last request holds what the template makes of all messages, as the model wrote them."""
     tokenizer = make_tokenizer()
-    model = ScriptedModel(tokenizer, answers(CALL, "It is 3."))
-
-    async def talk() -> Conversation:
-        conversation = begin(model, tools=TOOLS)
-        reply = await conversation.generate()
-        assert [(c.name, c.arguments) for c in reply.calls] == [("add", {"a": 1, "b": 2})]
-        await conversation.append(
-            [{"role": "tool", "tool_call_id": reply.calls[0].id, "content": "3"}]
-        )
-        assert (await conversation.generate()).text == "It is 3."
-        return conversation
-
-    conversation = asyncio.run(talk())
+    model = ScriptedModel(tokenizer, by_turn(CALL, "It is 3."))
+    conversation = begin(model, tools=TOOLS)
+    reply = await conversation.generate()
+    assert [(c.name, c.arguments) for c in reply.calls] == [("add", {"a": 1, "b": 2})]
+    await conversation.append([{"role": "tool", "tool_call_id": reply.calls[0].id, "content": "3"}])
+    assert (await conversation.generate()).text == "It is 3."
     assert [m["role"] for m in conversation.messages] == ["user", "assistant", "tool", "assistant"]
     rendered = tokenizer.apply_chat_template(conversation.messages, tools=TOOLS, tokenize=False)
     (sample,) = conversation.samples(1.0)
@@ -91,16 +83,8 @@ def test_tokens_are_those_of_full_rendering() -> None:
 
 def test_requests_grow_by_suffixes_and_have_addresses_of_their_own() -> None:
     tokenizer = make_tokenizer()
-    model = ScriptedModel(tokenizer, answers("a", "b", "c"))
-
-    async def talk() -> None:
-        conversation = begin(model)
-        for text in ("go on", "and on"):
-            await conversation.generate()
-            await conversation.append([{"role": "user", "content": text}])
-        await conversation.generate()
-
-    asyncio.run(talk())
+    model = ScriptedModel(tokenizer, by_turn("a", "b", "c"))
+    asyncio.run(converse(begin(model), "go on", "and on"))
     assert [r.rid for r in model.requests] == ["5-3-1-0", "5-3-1-1", "5-3-1-2"]
     first, second, third = (r.prompt for r in model.requests)
     assert np.array_equal(second[: len(first)], first)
@@ -112,16 +96,8 @@ def test_requests_grow_by_suffixes_and_have_addresses_of_their_own() -> None:
 
 def test_a_turn_that_was_cut_is_ended_in_the_context() -> None:
     tokenizer = make_tokenizer()
-    model = ScriptedModel(tokenizer, answers("abcdefgh", "x"))
-
-    async def talk() -> Conversation:
-        conversation = begin(model, max_new_tokens=4)
-        assert (await conversation.generate()).finish_reason == "length"
-        await conversation.append([{"role": "user", "content": "shorter"}])
-        await conversation.generate()
-        return conversation
-
-    (sample,) = asyncio.run(talk()).samples()
+    model = ScriptedModel(tokenizer, by_turn("abcdefgh", "x"))
+    (sample,) = asyncio.run(converse(begin(model, max_new_tokens=4), "shorter")).samples()
     assert tokenizer.decode(sample.tokens[sample.loss_mask == 1].tolist()) == f"abcdx{STOP}"
     assert f"abcd{STOP}\n<|im_start|>user" in tokenizer.decode(sample.tokens.tolist())
 
@@ -134,23 +110,21 @@ def test_a_turn_that_was_cut_is_ended_in_the_context() -> None:
         ({"max_turns": 2}, {}, "turns", 12),
     ],
 )
-def test_budgets(settings: dict[str, Any], given: dict[str, int], reason: str, made: int) -> None:
+async def test_budgets(
+    settings: dict[str, Any], given: dict[str, int], reason: str, made: int
+) -> None:
     """The engine's context, tokens of the rollout, and turns; no request goes beyond them."""
     model = ScriptedModel(make_tokenizer(), lambda *_: "hello")
-
-    async def talk() -> Conversation:
-        conversation = begin(model, settings, max_new_tokens=6, **given)
-        for _ in range(9):  # a budget that nobody counts would have no end
-            reply = await conversation.generate()
-            if reply.finish_reason != "stop":
-                break
-            assert reply.tokens_left == conversation.tokens_left
-            await conversation.append([{"role": "user", "content": "x"}])
-        assert reply.finish_reason == reason
-        assert reply.tokens_left == 0
-        return conversation
-
-    (sample,) = asyncio.run(talk()).samples()
+    conversation = begin(model, settings, max_new_tokens=6, **given)
+    for _ in range(9):  # a budget that nobody counts would have no end
+        reply = await conversation.generate()
+        if reply.finish_reason != "stop":
+            break
+        assert reply.tokens_left == conversation.tokens_left
+        await conversation.append(user("x"))
+    assert reply.finish_reason == reason
+    assert reply.tokens_left == 0
+    (sample,) = conversation.samples()
     assert sample.finish_reason == reason
     if reason == "context":
         assert len(sample.tokens) <= made
@@ -158,24 +132,21 @@ def test_budgets(settings: dict[str, Any], given: dict[str, int], reason: str, m
         assert sample.num_trainable == made
 
 
-def test_engines_may_have_room_for_less_than_the_models_context() -> None:
+async def test_engines_may_have_room_for_less_than_the_models_context() -> None:
     """Where their memory holds fewer tokens; it is known once they run."""
     model = ScriptedModel(make_tokenizer(), lambda *_: "hello")
     told: list[int | None] = [None]
 
-    async def talk() -> Conversation:
-        conversation = begin(model, context=60, served=lambda: told[0])
-        assert (await conversation.generate()).finish_reason == "stop"
-        left = conversation.tokens_left
-        told[0] = 80
-        assert conversation.tokens_left == left, "the model has no more"
-        told[0] = 60 - left + 4
-        assert conversation.tokens_left == 4
-        await conversation.append([{"role": "user", "content": "x" * 9}])
-        assert (await conversation.generate()).finish_reason == "context"
-        return conversation
-
-    (sample,) = asyncio.run(talk()).samples()
+    conversation = begin(model, context=60, served=lambda: told[0])
+    assert (await conversation.generate()).finish_reason == "stop"
+    left = conversation.tokens_left
+    told[0] = 80
+    assert conversation.tokens_left == left, "the model has no more"
+    told[0] = 60 - left + 4
+    assert conversation.tokens_left == 4
+    await conversation.append(user("x" * 9))
+    assert (await conversation.generate()).finish_reason == "context"
+    (sample,) = conversation.samples()
     assert sample.finish_reason == "context"
     assert len(model.requests) == 1
 
@@ -189,16 +160,12 @@ def test_engines_may_have_room_for_less_than_the_models_context() -> None:
 )
 def test_a_rollout_without_a_turn_says_why(context: int, asks: bool, why: str) -> None:
     model = ScriptedModel(make_tokenizer(), lambda *_: "hello")
-
-    async def talk() -> Conversation:
-        conversation = begin(model, context=context)
-        await conversation.append([{"role": "user", "content": "x" * 30}])
-        if asks:
-            assert (await conversation.generate()).finish_reason == "context"
-        return conversation
-
+    conversation = begin(model, context=context)
+    asyncio.run(conversation.append(user("x" * 30)))
+    if asks:
+        assert asyncio.run(conversation.generate()).finish_reason == "context"
     with pytest.raises(RolloutFailed, match=f"no turn of the model to train on: {why}"):
-        asyncio.run(talk()).samples()
+        conversation.samples()
 
 
 def test_a_turn_may_lower_its_limit_and_add_stops() -> None:
@@ -208,46 +175,36 @@ def test_a_turn_may_lower_its_limit_and_add_stops() -> None:
     context = replace(context, sampling=replace(context.sampling, stop=("END",)))
     conversation = context.conversation(make_prompt(tokenizer, "1+2?"), 3, 1, model)
 
-    async def talk() -> None:
-        for limit in (4, 900):
-            await conversation.generate(limit, stop=["!"])
-            await conversation.append([{"role": "user", "content": "x"}])
-
-    asyncio.run(talk())
+    for limit in (4, 900):
+        asyncio.run(conversation.generate(limit, stop=["!"]))
+        asyncio.run(conversation.append(user("x")))
     asked = [r.sampling for r in model.requests]
     assert [(s.max_new_tokens, s.stop) for s in asked] == [(4, ("END", "!")), (400, ("END", "!"))]
 
 
 def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
-    model = ScriptedModel(make_tokenizer(), answers("ab", "cd"))
-
-    async def talk() -> Conversation:
-        conversation = begin(model)
-        with pytest.raises(RunFailed, match="no turn to reward"):
-            conversation.reward(1.0)
-        await conversation.generate()
-        conversation.reward(0.25)
-        await conversation.append([{"role": "user", "content": "x"}])
-        await conversation.generate()
-        conversation.reward(0.5)
-        conversation.reward(0.5)
-        return conversation
-
-    (sample,) = asyncio.run(talk()).samples()
+    model = ScriptedModel(make_tokenizer(), by_turn("ab", "cd"))
+    conversation = begin(model)
+    with pytest.raises(RunFailed, match="no turn to reward"):
+        conversation.reward(1.0)
+    asyncio.run(converse(conversation))
+    conversation.reward(0.25)
+    asyncio.run(go_on(conversation, "x"))
+    conversation.reward(0.5)
+    conversation.reward(0.5)
+    (sample,) = conversation.samples()
     assert sample.token_rewards is not None
     assert sample.token_rewards.tolist() == [0, 0, 0.25, 0, 0, 1.0]
 
 
 def test_a_template_that_drops_thoughts_asks_for_a_choice() -> None:
     tokenizer = make_tokenizer(DROPS_THOUGHTS)
-    user = [{"role": "user", "content": "more"}]
 
     async def talk(history: str | None) -> tuple[Conversation, list[GenerateRequest]]:
-        model = ScriptedModel(tokenizer, answers("<think>hm</think>yes", "no"))
+        model = ScriptedModel(tokenizer, by_turn("<think>hm</think>yes", "no"))
         conversation = begin(model, {"history": history})
         assert (await conversation.generate()).reasoning == "hm"
-        await conversation.append(user)
-        await conversation.generate()
+        await go_on(conversation, "more")
         return conversation, model.requests
 
     with pytest.raises(ConfigError, match=r"rollout\.workflow\.history: .*changes earlier turns"):
@@ -265,20 +222,12 @@ def test_a_template_that_drops_thoughts_asks_for_a_choice() -> None:
 
 def test_branches_are_counted_however_they_begin() -> None:
     model = ScriptedModel(make_tokenizer(), lambda *_: "a")
-
-    async def talk() -> Conversation:
-        conversation = begin(model)
-        await conversation.generate()
-        shared = conversation.fork()
-        compacted = shared.fork([{"role": "user", "content": "in short"}])
-        await compacted.generate()
-        assert conversation.branches == 1  # one of which nothing came is none
-        for branch in (conversation, shared):
-            await branch.append([{"role": "user", "content": "on"}])
-            await branch.generate()
-        return conversation
-
-    conversation = asyncio.run(talk())
+    conversation = asyncio.run(converse(begin(model)))
+    shared = conversation.fork()
+    asyncio.run(converse(shared.fork(user("in short"))))
+    assert conversation.branches == 1  # one of which nothing came is none
+    for branch in (conversation, shared):
+        asyncio.run(go_on(branch, "on"))
     assert conversation.branches == 2
     first, *others = conversation.samples()
     assert len(others) == 2
@@ -286,51 +235,39 @@ def test_branches_are_counted_however_they_begin() -> None:
     assert [other.metadata for other in others] == [{}, {}]
 
 
-def test_a_fork_stays_where_it_began() -> None:
-    model = ScriptedModel(make_tokenizer(), answers("a", "b", "c"))
-
-    async def talk() -> Conversation:
-        conversation = begin(model)
-        await conversation.generate()
-        fork = conversation.fork()
-        said = fork.messages
-        await conversation.append([{"role": "user", "content": "x"}])
-        await conversation.generate()
-        assert fork.messages == said
-        await fork.append([{"role": "user", "content": "y"}])
-        await fork.generate()
-        assert [m["content"] for m in fork.messages] == ["1+2?", "a", "y", "c"]
-        return conversation
-
-    conversation = asyncio.run(talk())
+async def test_a_fork_stays_where_it_began() -> None:
+    model = ScriptedModel(make_tokenizer(), by_turn("a", "b", "c"))
+    conversation = await converse(begin(model))
+    fork = conversation.fork()
+    said = fork.messages
+    await go_on(conversation, "x")
+    assert fork.messages == said
+    await go_on(fork, "y")
+    assert [m["content"] for m in fork.messages] == ["1+2?", "a", "y", "c"]
     assert conversation.branches == 1
     assert [s.num_trainable for s in conversation.samples()] == [4, 2]
 
 
-def test_a_rollout_is_measured_once() -> None:
+async def test_a_rollout_is_measured_once() -> None:
     tokenizer = make_tokenizer()
-    scripted = ScriptedModel(tokenizer, answers("ab", "cd", "e"))
+    scripted = ScriptedModel(tokenizer, by_turn("ab", "cd", "e"))
 
     async def telling(request: GenerateRequest) -> list[Completion]:
         (made,) = await scripted(request)
         return [replace(made, cached_tokens=10 * request.turn)]
 
-    async def talk() -> Conversation:
-        conversation = make_context(tokenizer).conversation(
-            make_prompt(tokenizer, "1+2?"), 3, 1, telling
-        )
-        await conversation.generate()
-        branch = conversation.fork()
-        await conversation.fork().append([{"role": "user", "content": "never sent"}])
-        for one in (conversation, branch):
-            await one.append([{"role": "user", "content": "x"}])
-            await one.generate()
-        branch.discard("superseded")
-        conversation.measure("doors", 2)
-        conversation.measure("doors", 1)
-        return conversation
-
-    (sample,) = asyncio.run(talk()).samples()
+    conversation = make_context(tokenizer).conversation(
+        make_prompt(tokenizer, "1+2?"), 3, 1, telling
+    )
+    await conversation.generate()
+    branch = conversation.fork()
+    await conversation.fork().append(user("never sent"))
+    for one in (conversation, branch):
+        await go_on(one, "x")
+    branch.discard("superseded")
+    conversation.measure("doors", 2)
+    conversation.measure("doors", 1)
+    (sample,) = conversation.samples()
     prompts = [len(request.prompt) for request in scripted.requests]
     assert sample.measured.pop("engine_s") > 0
     assert sample.measured == {
@@ -353,17 +290,10 @@ def test_a_rollout_is_measured_once() -> None:
 
 def test_a_turn_that_is_left_out_in_the_middle_is_context() -> None:
     tokenizer = make_tokenizer()
-    model = ScriptedModel(tokenizer, answers("ab", "cd"))
-
-    async def talk() -> Conversation:
-        conversation = begin(model)
-        await conversation.generate()
-        conversation.discard("lost")
-        await conversation.append([{"role": "user", "content": "x"}])
-        await conversation.generate()
-        return conversation
-
-    (sample,) = asyncio.run(talk()).samples()
+    model = ScriptedModel(tokenizer, by_turn("ab", "cd"))
+    conversation = asyncio.run(converse(begin(model)))
+    conversation.discard("lost")
+    (sample,) = asyncio.run(go_on(conversation, "x")).samples()
     assert tokenizer.decode(sample.tokens[sample.loss_mask == 1].tolist()) == "cd" + STOP
     assert [span.turn for span in sample.turn_spans] == [1]
     assert sample.turns == 2
@@ -371,48 +301,33 @@ def test_a_turn_that_is_left_out_in_the_middle_is_context() -> None:
 
 def test_order_of_calls_is_held() -> None:
     model = ScriptedModel(make_tokenizer(), lambda *_: "a")
-
-    async def talk() -> None:
-        conversation = begin(model)
-        await conversation.generate()
-        with pytest.raises(RunFailed, match="has just answered"):
-            await conversation.generate()
-        await conversation.append([{"role": "user", "content": "x"}])
-        with pytest.raises(RunFailed, match="between two turns in one call"):
-            await conversation.append([{"role": "user", "content": "y"}])
-
-    asyncio.run(talk())
+    conversation = asyncio.run(converse(begin(model)))
+    with pytest.raises(RunFailed, match="has just answered"):
+        asyncio.run(conversation.generate())
+    asyncio.run(conversation.append(user("x")))
+    with pytest.raises(RunFailed, match="between two turns in one call"):
+        asyncio.run(conversation.append(user("y")))
 
 
 def test_a_request_begins_with_what_was_sent_and_answered() -> None:
     model = ScriptedModel(make_tokenizer(), lambda *_: "a")
-
-    async def talk() -> None:
-        conversation = begin(model)
-        await conversation.generate()
-        await conversation.append([{"role": "user", "content": "x"}])
-        conversation.tokens[0] += 1
-        with pytest.raises(RunFailed, match="does not begin with what the model was sent"):
-            await conversation.generate()
-
-    asyncio.run(talk())
+    conversation = asyncio.run(converse(begin(model)))
+    asyncio.run(conversation.append(user("x")))
+    conversation.tokens[0] += 1
+    with pytest.raises(RunFailed, match="does not begin with what the model was sent"):
+        asyncio.run(conversation.generate())
     assert len(model.requests) == 1
 
 
 def test_results_of_tools_are_rendered_together() -> None:
     tokenizer = make_tokenizer()
-    model = ScriptedModel(tokenizer, answers(CALL + CALL, "3 and 3"))
-
-    async def talk() -> None:
-        conversation = begin(model, tools=TOOLS)
-        reply = await conversation.generate()
-        assert [c.id for c in reply.calls] == ["call00000", "call00001"]
-        await conversation.append(
-            [{"role": "tool", "tool_call_id": c.id, "content": "3"} for c in reply.calls]
-        )
-        await conversation.generate()
-
-    asyncio.run(talk())
+    model = ScriptedModel(tokenizer, by_turn(CALL + CALL, "3 and 3"))
+    conversation = begin(model, tools=TOOLS)
+    reply = asyncio.run(conversation.generate())
+    assert [c.id for c in reply.calls] == ["call00000", "call00001"]
+    results = [{"role": "tool", "tool_call_id": c.id, "content": "3"} for c in reply.calls]
+    asyncio.run(conversation.append(results))
+    asyncio.run(conversation.generate())
     behind = tokenizer.decode(model.requests[1].prompt.tolist()).rpartition("</tool_call>")[2]
     assert behind == (
         f"{STOP}\n<|im_start|>user\n<tool_response>3</tool_response>"
@@ -439,18 +354,14 @@ def test_tools_are_rendered_again_where_the_template_writes_them_behind_a_turn(a
 
 def test_a_call_that_is_no_json_is_told_and_kept_as_it_was() -> None:
     tokenizer = make_tokenizer()
-    model = ScriptedModel(tokenizer, answers("<tool_call>{add 1 2}</tool_call>", "sorry"))
-
-    async def talk() -> Conversation:
-        conversation = begin(model, tools=TOOLS)
-        (call,) = (await conversation.generate()).calls
-        assert call.arguments is None
-        assert "must be JSON" in call.problem
-        await conversation.append([{"role": "tool", "tool_call_id": call.id, "content": "error"}])
-        await conversation.generate()
-        return conversation
-
-    (sample,) = asyncio.run(talk()).samples()
+    model = ScriptedModel(tokenizer, by_turn("<tool_call>{add 1 2}</tool_call>", "sorry"))
+    conversation = begin(model, tools=TOOLS)
+    (call,) = asyncio.run(conversation.generate()).calls
+    assert call.arguments is None
+    assert "must be JSON" in call.problem
+    result = {"role": "tool", "tool_call_id": call.id, "content": "error"}
+    asyncio.run(conversation.append([result]))
+    (sample,) = asyncio.run(converse(conversation)).samples()
     text = tokenizer.decode(sample.tokens.tolist())
     assert "<tool_call>{add 1 2}</tool_call>" + STOP in text
     assert len(ids(tokenizer, text)) == len(sample.tokens)
@@ -459,26 +370,22 @@ def test_a_call_that_is_no_json_is_told_and_kept_as_it_was() -> None:
 def test_a_text_prompt_goes_on_by_tokens_alone() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    model = ScriptedModel(tokenizer, answers("5", "6"))
+    model = ScriptedModel(tokenizer, by_turn("5", "6"))
     prompt = Prompt("rows:1", ids(tokenizer, "2+3="), "2+3=")
     conversation = make_context(tokenizer).conversation(prompt, 0, 0, model)
 
-    async def talk() -> None:
-        await conversation.generate()
-        conversation.append_tokens(ids(tokenizer, "sure?"))
-        await conversation.generate()
-
-    asyncio.run(talk())
-    (sample,) = conversation.samples()
+    asyncio.run(converse(conversation))
+    conversation.append_tokens(ids(tokenizer, "sure?"))
+    (sample,) = asyncio.run(converse(conversation)).samples()
     assert tokenizer.decode(sample.tokens.tolist()) == f"2+3=5{STOP}sure?6{STOP}"
     assert (sample.response_text, sample.num_trainable, sample.turns) == ("6", 4, 2)
     with pytest.raises(ConfigError, match=r"messages need a chat, .*data\.as_chat"):
-        asyncio.run(conversation.append([{"role": "user", "content": "x"}]))
+        asyncio.run(conversation.append(user("x")))
 
 
 def test_masks_and_experts_of_all_turns_are_joined_and_an_abort_aborts_all() -> None:
     tokenizer = make_tokenizer()
-    scripted = ScriptedModel(tokenizer, answers("ab", "c"))
+    scripted = ScriptedModel(tokenizer, by_turn("ab", "c"))
 
     async def recorded(request: GenerateRequest) -> list[Completion]:
         (made,) = await scripted(request)
@@ -493,16 +400,10 @@ def test_masks_and_experts_of_all_turns_are_joined_and_an_abort_aborts_all() -> 
             )
         ]
 
-    async def talk() -> Conversation:
-        context = make_context(tokenizer)
-        prompt = make_prompt(tokenizer, "1+2?")
-        conversation = context.conversation(prompt, 3, 1, recorded)
-        await conversation.generate()
-        await conversation.append([{"role": "user", "content": "x"}])
-        assert (await conversation.generate()).finish_reason == "abort"
-        return conversation
-
-    (sample,) = asyncio.run(talk()).samples()
+    conversation = make_context(tokenizer).conversation(
+        make_prompt(tokenizer, "1+2?"), 3, 1, recorded
+    )
+    (sample,) = asyncio.run(converse(conversation, "x")).samples()
     assert sample.finish_reason == "abort"
     assert sample.sampling_mask is not None
     assert sample.sampling_mask.tokens.tolist() == sample.tokens[sample.loss_mask == 1].tolist()

@@ -11,7 +11,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -43,97 +42,57 @@ TOOLS: list[dict[str, Any]] = [
 ]
 PARSERS = {name: ReplyParser(make_tokenizer(), name) for name in FORMATS}
 JSON = {"city": '"Bern; {1}"', "days": "3", "of": '["a", "b"]'}
-CALLS = [("weather", {"city": "Bern; {1}", "days": 3, "of": ["a", "b"]}), ("halt", {})]
+PLAIN = {**JSON, "city": "Bern; {1}"}
+IN_LINES = {key: f"\n{text}\n" for key, text in PLAIN.items()}
+MAP = '{"city": @city@, "days": @days@, "of": @of@}'
 
 
-@dataclass(frozen=True)
-class Piece:
-    text: str
-    key: str = ""  # of the value that this is
+def tagged(before: str, between: str, after: str) -> str:
+    return "".join(f"{before}{key}{between}@{key}@{after}" for key in JSON)
 
 
-def marks(*texts: str | Piece) -> list[Piece]:
-    return [text if isinstance(text, Piece) else Piece(text) for text in texts]
+# Of each format turns of two calls, the second of them without arguments: @key@ stands for a value.
+TURNS: list[tuple[str, dict[str, str], str]] = [
+    ("qwen3_coder", IN_LINES,
+     "I look.\n<tool_call>\n<function=weather>\n" + tagged("<parameter=", ">", "</parameter>\n")
+     + "</function>\n</tool_call>\n<tool_call>\n<function=halt>\n</function>\n</tool_call>"),
+    ("glm45", PLAIN,
+     "I look.\n<tool_call>weather\n"
+     + tagged("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+     + "</tool_call>\n<tool_call>halt</tool_call>"),
+    ("hermes", JSON,
+     'I look.\n<tool_call>\n{"name": "weather", "arguments": ' + MAP
+     + '}\n</tool_call>\n<tool_call>\n{"name": "halt", "arguments": {}}\n</tool_call>'),
+    ("deepseekv3", JSON,
+     f"I look.{BEGIN}{CALL}function{SEP}weather\n```json\n{MAP}"
+     f"\n```{END}\n{CALL}function{SEP}halt\n```json\n{{}}\n```{END}{ENDS}"),
+    ("deepseekv31", JSON,
+     f"I look.{BEGIN}{CALL}weather{SEP}{MAP}{END}{CALL}halt{SEP}{{}}{END}{ENDS}"),
+    ("gpt-oss", JSON,
+     "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>"
+     f"commentary to=functions.weather <|constrain|>json<|message|>{MAP}"
+     "<|call|><|start|>assistant to=functions.halt<|channel|>commentary json<|message|>{}<|call|>"),
+    ("mistral", JSON,
+     'I look.[TOOL_CALLS] [{"name": "weather", "arguments": ' + MAP
+     + '}, {"name": "halt", "arguments": {}}]'),
+    ("mistral", JSON,
+     f"I look.[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]{MAP}[TOOL_CALLS]halt[ARGS]{{}}"),
+    ("llama3", JSON,
+     'I look. {"name": "weather", "parameters": ' + MAP
+     + '}; and {"type": "function", "name": "halt", "parameters": {}} I think.'),
+    ("llama3", {**PLAIN, "of": "[]"},
+     '<|python_tag|>weather.call(city="@city@", days="@days@", of="@of@")'
+     "<|python_tag|>halt.call()"),
+]  # fmt: skip
+CASES = [pytest.param(*turn, id=f"{turn[0]}-{number}") for number, turn in enumerate(TURNS)]
 
 
-def as_map() -> list[Piece]:
-    city, days, of = (Piece(text, key) for key, text in JSON.items())
-    return marks('{"city": ', city, ', "days": ', days, ', "of": ', of, "}")
+def whole(values: dict[str, str], turn: str) -> str:
+    for key, text in values.items():
+        turn = turn.replace(f"@{key}@", text)
+    return turn
 
 
-def tagged(before: str, between: str, after: str, margin: str = "") -> list[Piece]:
-    found: list[Piece] = []
-    for key, text in {**JSON, "city": "Bern; {1}"}.items():
-        found += marks(before + key + between, Piece(margin + text + margin, key), after)
-    return found
-
-
-# Of each format a turn of two calls, the second of them without arguments.
-TURNS: dict[str, list[list[Piece]]] = {
-    "qwen3_coder": [
-        [
-            *marks("I look.\n<tool_call>\n<function=weather>\n"),
-            *tagged("<parameter=", ">", "</parameter>\n", "\n"),
-            *marks("</function>\n</tool_call>\n<tool_call>\n<function=halt>\n</function>\n"),
-            *marks("</tool_call>"),
-        ]
-    ],
-    "glm45": [
-        [
-            *marks("I look.\n<tool_call>weather\n"),
-            *tagged("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
-            *marks("</tool_call>\n<tool_call>halt</tool_call>"),
-        ]
-    ],
-    "hermes": [
-        [
-            *marks('I look.\n<tool_call>\n{"name": "weather", "arguments": ', *as_map()),
-            *marks('}\n</tool_call>\n<tool_call>\n{"name": "halt", "arguments": {}}\n'),
-            *marks("</tool_call>"),
-        ]
-    ],
-    "deepseekv3": [
-        [
-            *marks(f"I look.{BEGIN}{CALL}function{SEP}weather\n```json\n", *as_map()),
-            *marks(f"\n```{END}\n{CALL}function{SEP}halt\n```json\n{{}}\n```{END}{ENDS}"),
-        ]
-    ],
-    "deepseekv31": [
-        [
-            *marks(f"I look.{BEGIN}{CALL}weather{SEP}", *as_map()),
-            *marks(f"{END}{CALL}halt{SEP}{{}}{END}{ENDS}"),
-        ]
-    ],
-    "gpt-oss": [
-        [
-            *marks("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>"),
-            *marks("commentary to=functions.weather <|constrain|>json<|message|>", *as_map()),
-            *marks("<|call|><|start|>assistant to=functions.halt<|channel|>commentary json"),
-            *marks("<|message|>{}<|call|>"),
-        ]
-    ],
-    "mistral": [
-        [
-            *marks('I look.[TOOL_CALLS] [{"name": "weather", "arguments": ', *as_map()),
-            *marks('}, {"name": "halt", "arguments": {}}]'),
-        ],
-        [
-            *marks("I look.[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]", *as_map()),
-            *marks("[TOOL_CALLS]halt[ARGS]{}"),
-        ],
-    ],
-    "llama3": [
-        [
-            *marks('I look. {"name": "weather", "parameters": ', *as_map()),
-            *marks('}; and {"type": "function", "name": "halt", "parameters": {}} I think.'),
-        ],
-        [
-            *marks('<|python_tag|>weather.call(city="', Piece("Bern; {1}", "city"), '", days="'),
-            *marks(Piece("3", "days"), '", of="', Piece("[]", "of"), '")<|python_tag|>halt.call()'),
-        ],
-    ],
-}
-CASES = [(name, number) for name, turns in TURNS.items() for number in range(len(turns))]
 FEW = '\n,"\\}<>/=1'
 INSERTED = FEW + " ;:'{[]()|`_｜▁0-.eEnula"
 
@@ -171,21 +130,18 @@ def subsequence(found: list[Any], of: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("inserted", [FEW, pytest.param(INSERTED, marks=pytest.mark.rest)])
-@pytest.mark.parametrize(("name", "number"), CASES)
-def test_no_edit_of_a_call_becomes_another_call(name: str, number: int, inserted: str) -> None:
-    pieces = TURNS[name][number]
-    text = "".join(piece.text for piece in pieces)
+@pytest.mark.parametrize(("name", "values", "turn"), CASES)
+def test_no_edit_of_a_call_becomes_another_call(
+    name: str, values: dict[str, str], turn: str, inserted: str
+) -> None:
+    text = whole(values, turn)
     as_json = '"city": ' in text
     calls = runnable(name, text)
     assert [call[0] for call in calls] == ["weather", "halt"]
     assert as_json is (name not in ("qwen3_coder", "glm45") and "call(" not in text)
     (_, arguments), halt = calls
-    places: list[tuple[int, int, str]] = []
-    at = 0
-    for piece in pieces:
-        if piece.key:
-            places.append((at, at + len(piece.text), piece.key))
-        at += len(piece.text)
+    starts = {key: len(whole(values, turn.partition(f"@{key}@")[0])) for key in values}
+    places = [(start, start + len(values[key]), key) for key, start in starts.items()]
     counts: Counter[str] = Counter()
     for at, taken, put in edits(text, inserted):
         edited = text[:at] + put + text[at + taken :]
@@ -292,13 +248,13 @@ def test_what_runs_stands_whole_in_what_the_model_wrote(
     name: str, data: st.DataObject, head: str
 ) -> None:
     """Of marks in any order, and of pieces of turns."""
-    whole = ["".join(piece.text for piece in pieces) for pieces in TURNS[name]]
-    cuts = st.sampled_from(whole).flatmap(
+    turns = [whole(values, turn) for one, values, turn in TURNS if one == name]
+    cuts = st.sampled_from(turns).flatmap(
         lambda text: st.tuples(st.integers(0, len(text)), st.integers(0, len(text))).map(
             lambda ends: text[min(ends) : max(ends)]
         )
     )
-    parts = data.draw(st.lists(st.one_of(st.sampled_from([*PARTS, *whole]), cuts), max_size=8))
+    parts = data.draw(st.lists(st.one_of(st.sampled_from([*PARTS, *turns]), cuts), max_size=8))
     text = head + "".join(parts)
     for call in runnable(name, text):
         assert stands_in(name, text, call), (text, call)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.data.generation import Completion
 from rlcore.data.sample import VersionSpan
-from rollout.conversation.conversation import Conversation
 from rollout.conversation.tree import Node, Tree
 
 from .kit import ScriptedModel, make_context, make_prompt, make_tokenizer
@@ -54,20 +51,14 @@ def test_what_is_no_turn_or_nothing_new_is_not_gone_on_from() -> None:
     assert tree.last_turn_in(tokens(1, 2, 3, 9), 2) is None
 
 
-def test_its_sample_has_each_message_and_turn_once() -> None:
+async def test_its_sample_has_each_message_and_turn_once() -> None:
     tokenizer = make_tokenizer()
     model = ScriptedModel(tokenizer, lambda *_: "a")
 
-    async def talk() -> Conversation:
-        conversation = make_context(tokenizer).conversation(
-            make_prompt(tokenizer, "1+2?"), 0, 0, model
-        )
-        await conversation.generate()
-        quoted = conversation.fork([USER, SAID, {"role": "user", "content": "on"}])
-        await quoted.generate()
-        return conversation
-
-    conversation = asyncio.run(talk())
+    conversation = make_context(tokenizer).conversation(make_prompt(tokenizer, "1+2?"), 0, 0, model)
+    await conversation.generate()
+    quoted = conversation.fork([USER, SAID, {"role": "user", "content": "on"}])
+    await quoted.generate()
     (sample,) = conversation.samples()
     assert conversation.branches == 0
     assert [m["content"] for m in sample.messages or ()] == ["1+2?", "a", "on", "a"]

@@ -10,7 +10,7 @@ import pytest
 from rlcore.config.sections.rollout import ToolParser
 from rlcore.errors import ConfigError
 from rollout.conversation.formats import FORMATS
-from rollout.conversation.parsing import ReplyParser, told_by
+from rollout.conversation.parsing import ReplyParser, format_of
 
 from .kit import make_tokenizer
 from .test_public_templates import KNOWN, template_text
@@ -204,22 +204,23 @@ def test_a_call_that_was_cut_is_a_call_with_a_problem(name: str, text: str) -> N
 BIG = 123456789012345678901234567890
 
 
+# One call with one argument, in every form.
+CALLS = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>'),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>%s</parameter></function></tool_call>"),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>"),
+    ("deepseekv3", f'{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": %s}}\n```{END}{ENDS}'),
+    ("deepseekv31", f'{BEGIN}{CALL}f{SEP}{{"a": %s}}{END}{ENDS}'),
+    ("gpt-oss", '<|channel|>commentary to=functions.f<|message|>{"a": %s}'),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": %s}}]'),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": %s}'),
+    ("llama3", '{"name": "f", "parameters": {"a": %s}}'),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
-    [
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": %s}"}</tool_call>'),
-        (
-            "qwen3_coder",
-            "<tool_call><function=f><parameter=a>%s</parameter></function></tool_call>",
-        ),
-        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>"),
-        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": %s}}]'),
-        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": %s}'),
-        ("deepseekv31", f'{BEGIN}{CALL}f{SEP}{{"a": %s}}{END}{ENDS}'),
-        ("llama3", '{"name": "f", "parameters": {"a": %s}}'),
-        ("gpt-oss", '<|channel|>commentary to=functions.f<|message|>{"a": %s}'),
-    ],
+    [*CALLS, ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": %s}"}</tool_call>')],
 )
 def test_a_number_beyond_64_bits_is_read_and_deep_nesting_breaks_nothing(
     name: str, text: str
@@ -253,24 +254,7 @@ def test_what_json_does_not_know_is_a_problem_of_the_call(function: str) -> None
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000, "1e999e"])
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>'),
-        (
-            "qwen3_coder",
-            "<tool_call><function=f><parameter=a>%s</parameter></function></tool_call>",
-        ),
-        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>"),
-        ("deepseekv3", f'{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": %s}}\n```{END}{ENDS}'),
-        ("deepseekv31", f'{BEGIN}{CALL}f{SEP}{{"a": %s}}{END}{ENDS}'),
-        ("gpt-oss", '<|channel|>commentary to=functions.f<|message|>{"a": %s}'),
-        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": %s}}]'),
-        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": %s}'),
-        ("llama3", '{"name": "f", "parameters": {"a": %s}}'),
-        ("llama3", '<|python_tag|>f.call(a="%s")'),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [*CALLS, ("llama3", '<|python_tag|>f.call(a="%s")')])
 def test_what_is_no_number_is_a_problem_and_loses_no_turn(
     name: str, text: str, number: str
 ) -> None:
@@ -391,4 +375,4 @@ def test_every_format_can_be_named_and_no_other() -> None:
     assert {*get_args(ToolParser)} == {"auto", *FORMATS}
     with pytest.raises(ConfigError, match=r"rollout\.tool_parser: 'hermse' is unknown .*mistral"):
         ReplyParser(make_tokenizer(), "hermse")
-    assert told_by(make_tokenizer("{{ messages }}")) == "hermes"
+    assert format_of(make_tokenizer("{{ messages }}")) == "hermes"

@@ -18,9 +18,8 @@ from rlcore.data.messages import Message
 from rlcore.data.prompts import Prompt
 from rlcore.errors import ConfigError
 from rollout.conversation.chat_template import ChatTemplate
-from rollout.conversation.conversation import Conversation
 
-from .kit import ScriptedModel, ids, make_context, make_tokenizer
+from .kit import ScriptedModel, converse, ids, make_context, make_tokenizer
 
 TOOLS = [
     {
@@ -86,7 +85,7 @@ def test_what_appending_keeps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, user) in KNOWN.items() if user])
-def test_requests_are_those_of_full_rendering(name: str) -> None:
+async def test_requests_are_those_of_full_rendering(name: str) -> None:
     """Three turns, each prompt by suffixes: what the template makes of all messages at once."""
     tokenizer = tokenizer_of(name)
     stop = KNOWN[name][0].split()[0]
@@ -95,16 +94,12 @@ def test_requests_are_those_of_full_rendering(name: str) -> None:
     messages = [{"role": "user", "content": "question"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
-    async def talk() -> Conversation:
-        conversation = context.conversation(
-            context_prompt(tokenizer, text, messages), draw=0, index=0, generate=model
-        )
-        for number in range(3):
-            await conversation.generate()
-            await conversation.append([{"role": "user", "content": f"again{number}"}])
-        return conversation
-
-    conversation = asyncio.run(talk())
+    conversation = context.conversation(
+        context_prompt(tokenizer, text, messages), draw=0, index=0, generate=model
+    )
+    for number in range(3):
+        await conversation.generate()
+        await conversation.append([{"role": "user", "content": f"again{number}"}])
     for turn, request in enumerate(model.requests):
         asked = conversation.messages[: 1 + 2 * turn]
         full = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
@@ -125,9 +120,7 @@ def test_where_the_past_would_change_the_user_must_choose(name: str) -> None:
         conversation = context.conversation(
             context_prompt(tokenizer, text, messages), draw=0, index=0, generate=model
         )
-        await conversation.generate()
-        await conversation.append([{"role": "user", "content": "more"}])
-        await conversation.generate()
+        await converse(conversation, "more")
         return len(conversation.samples())
 
     said = "answer"

@@ -17,9 +17,17 @@ from rlcore.data.sample import Sample, SamplingMasks, VersionSpan
 from rlcore.runs.rollouts import write_rollouts
 from rlcore.trainer.sources import ReplaySource
 from rollout.collection.attempts import PartialRollouts
-from rollout.conversation.conversation import Conversation
 
-from .kit import STOP, ScriptedModel, ids, make_context, make_prompt, make_tokenizer
+from .kit import (
+    STOP,
+    ScriptedModel,
+    converse,
+    go_on,
+    ids,
+    make_context,
+    make_prompt,
+    make_tokenizer,
+)
 
 TEXTS = ("first", "second", "third")
 CUT_TURN, CUT_AT = 1, 3
@@ -65,16 +73,10 @@ def talk() -> tuple[Sample, PublishingEngine]:
     async def generate(request: GenerateRequest) -> list[Completion]:
         return await partial.whole(engine, request)
 
-    async def converse() -> Conversation:
-        context = make_context(tokenizer)
-        conversation = context.conversation(make_prompt(tokenizer, "1+2?"), 3, 1, generate)
-        for _ in range(2):
-            await conversation.generate()
-            await conversation.append([{"role": "user", "content": "x"}])
-        await conversation.generate()
-        return conversation
-
-    (sample,) = asyncio.run(converse()).samples(1.0)
+    conversation = make_context(tokenizer).conversation(
+        make_prompt(tokenizer, "1+2?"), 3, 1, generate
+    )
+    (sample,) = asyncio.run(converse(conversation, "x", "x")).samples(1.0)
     return sample, engine
 
 
@@ -121,21 +123,17 @@ def test_masks_stand_at_trained_tokens_and_experts_at_all_that_were_fed() -> Non
     assert batch.sampling_mask.offsets.tolist() == list(range(len(trained) + 1))
 
 
-def test_a_shared_turn_keeps_the_experts_that_it_was_made_with() -> None:
+async def test_a_shared_turn_keeps_the_experts_that_it_was_made_with() -> None:
     tokenizer = make_tokenizer()
     engine = PublishingEngine(ScriptedModel(tokenizer, lambda *_: "word"))
 
-    async def converse() -> Conversation:
-        context = make_context(tokenizer)
-        conversation = context.conversation(make_prompt(tokenizer, "1+2?"), 3, 1, engine)
-        await conversation.generate()
-        fork = conversation.fork()
-        for branch in (conversation, fork):
-            await branch.append([{"role": "user", "content": "x"}])
-            await branch.generate()
-        return conversation
-
-    _, second = asyncio.run(converse()).samples()
+    context = make_context(tokenizer)
+    conversation = context.conversation(make_prompt(tokenizer, "1+2?"), 3, 1, engine)
+    await converse(conversation)
+    fork = conversation.fork()
+    for branch in (conversation, fork):
+        await go_on(branch, "x")
+    _, second = conversation.samples()
     first_fed = len(engine.passes[0].prompt) + len("word")
     assert second.routed_experts is not None
     expected = [0] * first_fed + [2] * (len(second.tokens) - 1 - first_fed)

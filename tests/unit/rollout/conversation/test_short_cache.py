@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rollout.conversation.tool_schemas import MAX_BYTES, cache_short, check_tools
+from rollout.conversation.tool_schemas import check_tools
 from rollout.gateway.matching import key_of
 
 
@@ -45,20 +45,3 @@ def test_numbers_are_not_written_out_without_a_bound() -> None:
     call = {"id": "1", "function": {"name": "add", "arguments": arguments}}
     key = key_of({"role": "assistant", "tool_calls": [call]}, {})
     assert len(str(key)) < 3 * len(arguments)
-
-
-def test_short_texts_are_kept_and_long_ones_computed_again() -> None:
-    seen: list[str] = []
-
-    @cache_short(2)
-    def length(text: str, more: str = "") -> int:
-        seen.append(text[:1])
-        return len(text) + len(more)
-
-    long = "b" * MAX_BYTES
-    assert [length("a"), length("a"), length(long), length(long)] == [1, 1, MAX_BYTES, MAX_BYTES]
-    assert seen == ["a", "b", "b"]
-    # all arguments count, and the oldest of three goes
-    assert length("c", more=long) == length("c", more=long) == MAX_BYTES + 1
-    assert [length("d"), length("e"), length("a")] == [1, 1, 1]
-    assert seen == ["a", "b", "b", "c", "c", "d", "e", "a"]

@@ -16,11 +16,14 @@ from rlcore.data.sample import Sample
 from rollout.workflows.registry import build_workflow
 from tests.unit.rollout.conversation.kit import (
     ScriptedModel,
+    by_turn,
     make_context,
     make_prompt,
     make_tokenizer,
 )
 from tests.unit.rollout.patient_loop import run_steadily
+
+__all__ = ["by_turn"]
 
 TOOLS = [
     {
@@ -49,10 +52,6 @@ async def agent(task: Any, endpoint: Any) -> Any:
 def held_agent(task: Any, endpoint: Any) -> Any:
     """The same, of a test whose program is not async."""
     return program(task, endpoint)
-
-
-def by_turn(*texts: str) -> Callable[[str, GenerateRequest], str]:
-    return lambda _, request: texts[request.turn]
 
 
 def play(
@@ -144,6 +143,13 @@ async def post(endpoint: Any, data: bytes, *, attempt: int | None = None) -> tup
         session.post(url, data=data, headers=headers) as response,
     ):
         return response.status, await response.json()
+
+
+async def turn(endpoint: Any, messages: list[Any], **more: Any) -> Any:
+    """Ask for a turn of the model; returns the only choice of the answer."""
+    _, answer = await post(endpoint, body(messages, **more))
+    (choice,) = answer["choices"]
+    return choice
 
 
 def trained(samples: list[Sample], model: ScriptedModel) -> list[str]:

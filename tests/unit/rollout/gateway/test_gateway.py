@@ -12,7 +12,7 @@ from tests.unit.rollout.conversation.kit import (
     STOP,
 )
 
-from .agents import CALL, USER, body, by_turn, client, play, post, trained
+from .agents import CALL, USER, body, by_turn, client, play, post, trained, turn
 
 Edit = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -51,15 +51,13 @@ def without(*keys: str) -> Edit:
 def test_a_history_that_says_the_same_goes_on_token_by_token(echo: Edit) -> None:
     async def run(task: Any, endpoint: Any) -> None:
         messages = list(task.messages)
-        _, answer = await post(endpoint, body(messages))
-        (choice,) = answer["choices"]
+        choice = await turn(endpoint, messages)
         assert choice["finish_reason"] == "tool_calls"
         reply = choice["message"]
         assert (reply["content"], reply["reasoning_content"]) == (None, "hm")
         told = {**result(reply), "name": "add"}
         messages += [echo(dict(reply)), told]
-        _, answer = await post(endpoint, body(messages))
-        assert answer["choices"][0]["message"]["content"] == "It is 3."
+        assert (await turn(endpoint, messages))["message"]["content"] == "It is 3."
 
     samples, model = play(run, by_turn(f"<think>hm</think>{CALL}", "It is 3."))
     assert trained(samples, model) == [f"<think>hm</think>{CALL}{STOP}|It is 3.{STOP}"]
@@ -75,8 +73,7 @@ def test_a_history_that_says_the_same_goes_on_token_by_token(echo: Edit) -> None
 def test_rewritten_results_and_answers_are_branches() -> None:
     async def run(task: Any, endpoint: Any) -> dict[str, float]:
         messages = list(task.messages)
-        _, answer = await post(endpoint, body(messages))
-        reply = answer["choices"][0]["message"]
+        reply = (await turn(endpoint, messages))["message"]
         await post(endpoint, body([*messages, reply, result(reply)]))
         await post(endpoint, body([*messages, reply, result(reply, "4")]))  # another result
         mine = {"role": "assistant", "content": "Let me see."}
@@ -101,8 +98,7 @@ def test_a_number_beyond_64_bits_reaches_the_program_and_comes_back() -> None:
     big = 123456789012345678901234567890
 
     async def run(task: Any, endpoint: Any) -> None:
-        _, answer = await post(endpoint, body(task.messages))
-        reply = answer["choices"][0]["message"]
+        reply = (await turn(endpoint, task.messages))["message"]
         assert reply["tool_calls"][0]["function"]["arguments"] == f'{{"b":2,"a":{big}}}'
         await post(endpoint, body([*task.messages, reply, result(reply)]))
         await post(endpoint, body([USER, *task.messages, reply, result(reply)]))  # rendered anew
@@ -145,8 +141,7 @@ def test_turns_that_say_the_same_with_other_thoughts_are_told_apart() -> None:
 
 def test_a_program_without_tools_gets_all_that_the_model_wrote() -> None:
     async def run(task: Any, endpoint: Any) -> None:
-        _, answer = await post(endpoint, body(task.messages, tools=None))
-        (choice,) = answer["choices"]
+        choice = await turn(endpoint, task.messages, tools=None)
         assert (choice["message"]["content"], choice["finish_reason"]) == (f"So: {CALL}", "stop")
         assert "tool_calls" not in choice["message"]
 
@@ -163,8 +158,7 @@ def test_a_program_without_tools_gets_all_that_the_model_wrote() -> None:
 )
 def test_a_call_that_no_tool_takes_stays_in_the_text(refused: str) -> None:
     async def run(task: Any, endpoint: Any) -> None:
-        _, answer = await post(endpoint, body(list(task.messages)))
-        (choice,) = answer["choices"]
+        choice = await turn(endpoint, list(task.messages))
         assert (choice["message"]["content"], choice["finish_reason"]) == (refused, "stop")
         assert "tool_calls" not in choice["message"]
 
@@ -176,11 +170,9 @@ def test_a_call_that_no_tool_takes_stays_in_the_text(refused: str) -> None:
 def test_without_tool_choice_what_looks_like_a_call_is_text() -> None:
     async def run(task: Any, endpoint: Any) -> None:
         messages = list(task.messages)
-        _, answer = await post(endpoint, body(messages, tool_choice="none"))
-        reply = answer["choices"][0]["message"]
+        reply = (await turn(endpoint, messages, tool_choice="none"))["message"]
         assert reply == {"role": "assistant", "content": CALL, "refusal": None}
-        _, answer = await post(endpoint, body([*messages, reply, USER]))
-        spoiled = answer["choices"][0]["message"]
+        spoiled = (await turn(endpoint, [*messages, reply, USER]))["message"]
         assert spoiled["content"] == "<tool_call>{add 1}</tool_call>"
 
     (sample,), _ = play(run, by_turn(CALL, "<tool_call>{add 1}</tool_call>"))

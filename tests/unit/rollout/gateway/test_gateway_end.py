@@ -108,23 +108,20 @@ def test_a_turn_that_an_engine_gave_up_is_made_again_with_its_draw() -> None:
     assert [s.finish_reason for s in samples] == ["abort"]
 
 
-def test_a_call_that_comes_in_while_the_rollout_ends_is_refused() -> None:
+async def test_a_call_that_comes_in_while_the_rollout_ends_is_refused() -> None:
     tokenizer = make_tokenizer()
     model = ScriptedModel(tokenizer, by_turn("3"))
 
-    async def late() -> None:
-        gateway = Gateway(str)
-        conversation = make_context(tokenizer).conversation(make_task(tokenizer), 0, 0, model)
-        session, _ = await gateway.open(conversation)
-        await gateway.close(session, drain=True)
-        assert not gateway._sessions
-        data = body([USER])
-        asked = read_request(data, model="policy", held=session.held)
-        with pytest.raises(Refused, match="is over") as refused:
-            await session.answer(data, asked, 0)
-        assert refused.value.status == 410
-
-    asyncio.run(late())
+    gateway = Gateway(str)
+    conversation = make_context(tokenizer).conversation(make_task(tokenizer), 0, 0, model)
+    session, _ = await gateway.open(conversation)
+    await gateway.close(session, drain=True)
+    assert not gateway._sessions
+    data = body([USER])
+    asked = read_request(data, model="policy", held=session.held)
+    with pytest.raises(Refused, match="is over") as refused:
+        await session.answer(data, asked, 0)
+    assert refused.value.status == 410
     assert model.requests == []
 
 

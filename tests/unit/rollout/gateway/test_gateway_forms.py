@@ -18,7 +18,7 @@ from tests.unit.rollout.conversation.kit import (
     make_tokenizer,
 )
 
-from .agents import CALL, TOOLS, USER, body, by_turn, client, play, post
+from .agents import CALL, TOOLS, USER, body, by_turn, client, play, post, turn
 
 
 def test_where_a_budget_leaves_nothing_the_answer_is_empty() -> None:
@@ -38,16 +38,12 @@ def test_where_a_budget_leaves_nothing_the_answer_is_empty() -> None:
 def test_stops_and_limits_of_a_call() -> None:
     async def run(task: Any, endpoint: Any) -> None:
         messages = list(task.messages)
-        _, answer = await post(
-            endpoint, body(messages, stop=["END"], max_tokens=4, reasoning_effort=None)
-        )
-        (choice,) = answer["choices"]
+        choice = await turn(endpoint, messages, stop=["END"], max_tokens=4, reasoning_effort=None)
         assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "abcd")
         messages += [choice["message"], USER]
-        _, answer = await post(
-            endpoint, body(messages, stop="END", max_tokens=300, max_completion_tokens=350)
+        choice = await turn(
+            endpoint, messages, stop="END", max_tokens=300, max_completion_tokens=350
         )
-        (choice,) = answer["choices"]
         assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "It is ")
         messages += [choice["message"], USER]
         await post(endpoint, body(messages))

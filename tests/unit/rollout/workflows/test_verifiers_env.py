@@ -12,8 +12,7 @@ import pytest
 from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.errors import ConfigError
 from rollout.workflows import verifiers_runner
-from rollout.workflows.registry import build_workflow
-from rollout.workflows.verifiers_env import VerifiersWorkflow
+from rollout.workflows.registry import build_workflow, check_options
 from tests.unit.rollout.conversation.kit import make_context, make_prompt, make_tokenizer
 
 
@@ -40,11 +39,11 @@ def test_what_cannot_work_is_refused_at_the_start(python: str) -> None:
         build(tokenizer, env="words", python=sys.executable)
     with pytest.raises(ConfigError, match=r"got \{'agent': \{\}\}, expected the id of a taskset"):
         build(tokenizer, env={"agent": {}}, python=python)
-    VerifiersWorkflow.check({"env": "words", "python": python})
+    check_options("verifiers", {"env": "words", "python": python})
     with pytest.raises(ConfigError, match=r"verifiers: got an unexpected keyword argument 'enf'"):
-        VerifiersWorkflow.check({"env": "words", "enf": 1})
+        check_options("verifiers", {"env": "words", "enf": 1})
     with pytest.raises(ConfigError, match="expected the id of a taskset"):
-        VerifiersWorkflow.check({"env": {}, "python": python})
+        check_options("verifiers", {"env": {}, "python": python})
     Path(python).write_text("#!/bin/sh\necho 0.1.14\n")
     with pytest.raises(ConfigError, match=r"has verifiers 0\.1\.14, expected 0\.4"):
         build(tokenizer, env="words", python=python)
@@ -57,8 +56,7 @@ def test_the_configuration_is_on_no_command_line(python: str) -> None:
     workflow = build(tokenizer, env=env, python=python)
     assert "hidden" not in str(workflow._command)
     prompt = make_prompt(tokenizer, "1+2?", {"verifiers": {"word": "a"}})
-    conversation = make_context(tokenizer).conversation(prompt, 0, 0, None)
-    assert workflow._task(prompt.row, conversation).row[verifiers_runner.ENV] == env
+    assert workflow._row == {verifiers_runner.ENV: env}, "of every task"
     assert verifiers_runner.ENV not in prompt.row, "nothing of it is recorded"
 
 
