@@ -110,9 +110,14 @@ class Gateway:
         path = request.path
         if path == "/v1/chat/completions":
             _check_method(request, "POST")
-            body = await _body(request)
+            try:
+                body = await read_body(request, BODY_BYTES)
+            except BodyRefused as refused:
+                raise Refused(refused.status, str(refused)) from refused
             asked = read_request(body, model=MODEL, held=session.held)
-            answer = await session.answer(body, asked, _attempt(request.headers))
+            said = request.headers.get("x-stainless-retry-count", "")
+            attempt = int(said) if said.isdecimal() and len(said) <= ATTEMPT_DIGITS else 0
+            answer = await session.answer(body, asked, attempt)
             if asked.stream:
                 return streamed(answer, asked, self._decode), "text/event-stream"
             return whole(answer, asked, self._decode), JSON
@@ -143,15 +148,3 @@ class Gateway:
 def _check_method(request: web.BaseRequest, method: str) -> None:
     if request.method != method:
         raise Refused(405, f"{request.path} takes {method}, got {request.method}")
-
-
-async def _body(request: web.BaseRequest) -> bytes:
-    try:
-        return await read_body(request, BODY_BYTES)
-    except BodyRefused as refused:
-        raise Refused(refused.status, str(refused)) from refused
-
-
-def _attempt(headers: Mapping[str, str]) -> int:
-    said = headers.get("x-stainless-retry-count", "")
-    return int(said) if said.isdecimal() and len(said) <= ATTEMPT_DIGITS else 0

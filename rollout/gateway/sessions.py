@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from rlcore.data.messages import Message
@@ -52,7 +53,7 @@ class Session:
     repeated_calls: int = 0
     closed: bool = False
     _calls: dict[bytes, list[Call]] = field(default_factory=dict)  # by body
-    _tool_calls: int = 0
+    _numbers: Iterator[int] = field(default_factory=count)  # of calls of tools
 
     def __post_init__(self) -> None:
         self._matcher = Matcher(self.conversation)
@@ -81,7 +82,8 @@ class Session:
         call = _first_of(same, attempt)
         if call is None:
             call = Call(asyncio.ensure_future(self._turn(request)), attempt)
-            call.task.add_done_callback(_retrieved)  # nobody may wait for it
+            # its exception is taken: nobody may wait for it
+            call.task.add_done_callback(lambda task: task.cancelled() or task.exception())
             same.append(call)
         else:
             call.attempt = max(call.attempt, attempt)
@@ -119,41 +121,37 @@ class Session:
         if left:
             await asyncio.wait(left, timeout=CANCEL_S)
 
-    # --- inside -----------------------------------------------------------------------------------
-
     async def _turn(self, request: ChatRequest) -> Answer:
         """Find the branch that the request continues, and let the model take its turn."""
         try:
             state, point = await self._matcher.branch(request.messages, request.tools)
             conversation = state.conversation
-            reply = await conversation.generate(request.max_tokens, stop=request.stop)
+            reply = await conversation.generate(request.limit, stop=request.stop)
         except DataError as error:  # messages that the chat template refuses, say
             raise Refused(400, str(error), param="messages") from error
         except Refused:
             raise
-        except (ConfigError, ModelError) as error:
-            raise self._failed_by(error) from error
-        except UserError as error:  # what no engine takes, as too many stop strings
-            raise Refused(400, str(error)) from error
-        except Exception as error:  # the rollout raises it
-            raise self._failed_by(error) from error
+        except Exception as error:
+            if isinstance(error, UserError) and not isinstance(error, ConfigError | ModelError):
+                # what no engine takes, as too many stop strings
+                raise Refused(400, str(error)) from error
+            raise self._failed_by(error) from error  # the rollout raises it
         if reply.finish_reason == "abort":
-            self._fail(None)
+            if not self.failed.done():
+                self.failed.set_result(None)
             raise Refused(500, "an engine has given the turn up, and the rollout with it")
         self.model_calls += 1
-        calls = reply.calls if request.may_call else ()
+        calls = reply.calls if request.tool_choice == "auto" else ()
         conversation.measure("tool_calls", len(calls))
         conversation.measure("tool_errors", sum(bool(call.problem) for call in calls))
         message = self._message(reply, request)
-        size = 0
-        if reply.message:
-            completion = conversation.completion
-            size = 0 if completion is None else len(completion.tokens)
+        completion = conversation.completion if reply.message else None
+        size = 0 if completion is None else len(completion.tokens)
+        if completion is not None:
             answered(point, state, message)
         tokens = conversation.tokens
-        reason = "stop" if reply.finish_reason == "stop" else "length"
-        if reason == "stop" and "tool_calls" in message:
-            reason = "tool_calls"
+        ended = "tool_calls" if "tool_calls" in message else "stop"
+        reason = ended if reply.finish_reason == "stop" else "length"
         return Answer(
             id=f"chatcmpl-{self.key[-8:]}-{self.model_calls}",
             created=int(time.time()),
@@ -161,22 +159,15 @@ class Session:
             message=message,
             finish_reason=reason,
             prompt=tokens[: len(tokens) - size],
-            completion=conversation.completion if reply.message else None,
+            completion=completion,
         )
 
     def _failed_by(self, error: Exception) -> Refused:
-        """End the rollout by this error; returns what its program is told."""
-        self._fail(error)
-        return Refused(500, f"the rollout has failed: {error}")
-
-    def _fail(self, error: Exception | None) -> None:
-        if self.failed.done():
-            return
-        if error is None:
-            self.failed.set_result(None)
-        else:
+        """End the rollout by this error; returns the answer to its program."""
+        if not self.failed.done():
             self.failed.set_exception(error)
             self.failed.exception()  # retrieved, in case that the rollout is given up
+        return Refused(500, f"the rollout has failed: {error}")
 
     def _message(self, reply: Reply, request: ChatRequest) -> Message:
         """Return the turn as the program sees it.
@@ -184,10 +175,12 @@ class Session:
         Where a call has a problem all calls stay in the text, as they were written, and so they do
         where the request wants none.
         """
-        calls = reply.calls if request.may_call else ()
+        calls = reply.calls if request.tool_choice == "auto" else ()
         runnable = not any(call.problem for call in calls)
-        plain = not runnable or (reply.calls and not request.may_call)
-        text = _before(reply.raw if plain else reply.text, (*self.stops, *request.stop))
+        plain = not runnable or len(calls) < len(reply.calls)
+        text = reply.raw if plain else reply.text
+        for stop in (*self.stops, *request.stop):  # what lies before the first, as OpenAI does
+            text = text.partition(stop)[0]
         message: Message = {"role": "assistant", "content": text, "refusal": None}
         if reply.reasoning and not plain:
             message["reasoning_content"] = reply.reasoning
@@ -195,26 +188,14 @@ class Session:
             message["content"] = text or None
             message["tool_calls"] = [
                 {
-                    "id": self._call_id(),
+                    # unique in the rollout: nine letters and digits, as Mistral wants
+                    "id": f"call{next(self._numbers):05d}",
                     "type": "function",
-                    "function": {
-                        "name": call.name,
-                        "arguments": as_json(call.arguments),
-                    },
+                    "function": {"name": call.name, "arguments": as_json(call.arguments)},
                 }
                 for call in calls
             ]
         return message
-
-    def _call_id(self) -> str:
-        """Return an id that is unique in the rollout: nine letters and digits, as Mistral wants."""
-        self._tool_calls += 1
-        return f"call{self._tool_calls - 1:05d}"
-
-
-def _retrieved(task: asyncio.Task[Answer]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 def _first_of(same: list[Call], attempt: int) -> Call | None:
@@ -229,9 +210,3 @@ def _first_of(same: list[Call], attempt: int) -> Call | None:
         earlier = [call for call in reversed(same) if call.attempt < attempt]
         return min(earlier, key=lambda call: (call.delivered, call.waiting), default=None)
     return next((call for call in same if not call.delivered and not call.waiting), None)
-
-
-def _before(text: str, stops: tuple[str, ...]) -> str:
-    """Return the text before the first of the stop strings, as OpenAI does."""
-    ends = [text.index(stop) for stop in stops if stop in text]
-    return text[: min(ends)] if ends else text

@@ -4,28 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
 
+from rlcore.config.sections.base import as_list
 from rlcore.data.generation import Completion, SamplingParams
 from rlcore.data.messages import Message
 from rlcore.errors import DataError
 from rollout.conversation.tool_schemas import check_tools
 
-# What a request may have and what changes nothing.
-_HARMLESS = (
-    "metadata prompt_cache_key prompt_cache_retention safety_identifier service_tier store"
-    " stream_options user"
-)
-HARMLESS = frozenset(_HARMLESS.split())
-_READ_KEYS = (
-    "logprobs max_completion_tokens max_tokens messages model return_token_ids stop stream"
-    " tool_choice tools"
-)
-_READ = frozenset(_READ_KEYS.split())
+# what a request may have and what changes nothing
+HARMLESS = frozenset(
+    {
+        "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+        "service_tier", "store", "user",
+    }
+)  # fmt: skip
+EXPECTED = {
+    "messages": "a list of at least one message",
+    "tools": 'a list of tools, each {"type": "function", "function": {"name": text}}',
+    "tool_choice": '"auto" or "none": a model is not forced to call',
+    "stop": "a text, or a list of texts",
+    "max_tokens": "a number of tokens, at least 1",
+    "max_completion_tokens": "a number of tokens, at least 1",
+    "stream": "true or false",
+    "stream_options": "an object",
+    "logprobs": "true or false",
+    "return_token_ids": "true or false",
+}
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Refused(Exception):
@@ -56,19 +75,36 @@ class Refused(Exception):
         return orjson.dumps({"error": error})
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """What a request asks for."""
+class ChatRequest(BaseModel):
+    """What a request asks for, under OpenAI's keys."""
 
-    messages: list[Message]
-    tools: list[dict[str, Any]]
-    may_call: bool  # tool_choice: auto, else none
-    stop: tuple[str, ...]
-    max_tokens: int | None
-    stream: bool
-    include_usage: bool
-    logprobs: bool
-    token_ids: bool
+    model_config = ConfigDict(strict=True)
+
+    messages: list[Any] = Field(min_length=1)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"
+    stop: Annotated[list[Text], BeforeValidator(as_list)] = Field(default_factory=list)
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] = Field(default_factory=dict)
+    logprobs: bool = False
+    return_token_ids: bool = False
+
+    @field_validator("tools")
+    @classmethod
+    def _functions(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for tool in tools:
+            function = tool.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ValueError("it is no function")
+        return tools
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of the turn."""
+        given = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
+        return min(given, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +156,10 @@ def read_request(body: bytes, *, model: str, held: Mapping[str, Any]) -> ChatReq
         raise Refused(400, f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise Refused(400, f"the body must be an object, got {_short(given)}")
-    for key, value in given.items():
-        if value is not None and key not in _READ and key not in HARMLESS:
-            _check_held(key, value, held)
-    asked = given.get("model")
+    given = {key: value for key, value in given.items() if value is not None}
+    asked = given.pop("model", None)
+    for key in [key for key in given if key not in EXPECTED and key not in HARMLESS]:
+        _check_held(key, given.pop(key), held)
     if asked != model:
         raise Refused(
             404,
@@ -131,23 +167,16 @@ def read_request(body: bytes, *, model: str, held: Mapping[str, Any]) -> ChatReq
             param="model",
             code="model_not_found",
         )
-    messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", messages, "a list of at least one message")
-    options = given.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise _wrong("stream_options", options, "an object")
-    return ChatRequest(
-        messages=messages,
-        tools=_tools(given.get("tools")),
-        may_call=_may_call(given.get("tool_choice")),
-        stop=_stop(given.get("stop")),
-        max_tokens=_max_tokens(given),
-        stream=_flag(given, "stream"),
-        include_usage=bool(options and options.get("include_usage")),
-        logprobs=_flag(given, "logprobs"),
-        token_ids=_flag(given, "return_token_ids"),
-    )
+    try:
+        request = ChatRequest.model_validate(given)
+        check_tools(request.tools)
+    except ValidationError as error:
+        key = str(error.errors()[0]["loc"][0])
+        message = f"{key}: got {_short(given.get(key))}, expected {EXPECTED[key]}"
+        raise Refused(400, message, param=key) from error
+    except DataError as error:
+        raise Refused(400, str(error), param="tools") from error
+    return request
 
 
 def _check_held(key: str, value: Any, held: Mapping[str, Any]) -> None:
@@ -168,62 +197,9 @@ def _check_held(key: str, value: Any, held: Mapping[str, Any]) -> None:
         )
 
 
-def _wrong(key: str, value: Any, expected: str) -> Refused:
-    return Refused(400, f"{key}: got {_short(value)}, expected {expected}", param=key)
-
-
 def _short(value: Any) -> str:
     text = orjson.dumps(value).decode()
     return text if len(text) <= 100 else text[:100] + " ..."
-
-
-def _flag(given: Mapping[str, Any], key: str) -> bool:
-    value = given.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise _wrong(key, value, "true or false")
-    return bool(value)
-
-
-def _tools(tools: Any) -> list[dict[str, Any]]:
-    for tool in tools if isinstance(tools, list) else ():
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _wrong("tools", tool, 'each {"type": "function", "function": {"name": text}}')
-    if tools is not None and not isinstance(tools, list):
-        raise _wrong("tools", tools, "a list of tools")
-    try:
-        check_tools(tools or ())
-    except DataError as error:
-        raise Refused(400, str(error), param="tools") from error
-    return tools or []
-
-
-def _may_call(choice: Any) -> bool:
-    if choice not in (None, "auto", "none"):
-        raise _wrong("tool_choice", choice, '"auto" or "none": a model is not forced to call')
-    return bool(choice != "none")
-
-
-def _stop(stop: Any) -> tuple[str, ...]:
-    given = [stop] if isinstance(stop, str) else stop or []
-    if not isinstance(given, list) or not all(isinstance(s, str) and s for s in given):
-        raise _wrong("stop", stop, "a text, or a list of texts")
-    return tuple(given)
-
-
-def _max_tokens(given: Mapping[str, Any]) -> int | None:
-    found = None
-    for key in ("max_tokens", "max_completion_tokens"):
-        value = given.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise _wrong(key, value, "a number of tokens, at least 1")
-        found = value if found is None else min(found, value)
-    return found
-
-
-# --- answers --------------------------------------------------------------------------------------
 
 
 def whole(answer: Answer, request: ChatRequest, token_text: Callable[[int], str]) -> bytes:
@@ -254,7 +230,7 @@ def streamed(answer: Answer, request: ChatRequest, token_text: Callable[[int], s
     head = _head(answer, "chat.completion.chunk")
     chunks = [head | {"choices": [first]}, head | {"choices": [last]}]
     _add_token_ids(answer, request, chunks[0], first)
-    if request.include_usage:
+    if request.stream_options.get("include_usage"):
         chunks = [chunk | {"usage": None} for chunk in chunks]
         chunks.append(head | {"choices": [], "usage": _usage(answer)})
     events = [orjson.dumps(chunk, option=orjson.OPT_SERIALIZE_NUMPY) for chunk in chunks]
@@ -300,7 +276,7 @@ def _logprobs(answer: Answer, token_text: Callable[[int], str]) -> dict[str, Any
 def _add_token_ids(
     answer: Answer, request: ChatRequest, body: dict[str, Any], choice: dict[str, Any]
 ) -> None:
-    if request.token_ids:
+    if request.return_token_ids:
         body["prompt_token_ids"] = answer.prompt
         made = None if answer.completion is None else answer.completion.tokens
         choice["token_ids"] = [] if made is None else made
