@@ -38,7 +38,7 @@ from rollout.collection.buffer import (
 from rollout.collection.collector import Collector
 from rollout.collection.evaluation import Evaluator
 from rollout.collection.filters import FilterChain
-from rollout.collection.group_runner import training_runner
+from rollout.collection.runners import training_runner
 from rollout.engines.checks import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.engine_list import EngineList, keep_shown
@@ -221,7 +221,7 @@ class RolloutService:
             lambda: self._collector.collect(step),
             f"the rollouts of step {step}",
             f"step {step} has no rollouts",
-            self._collector.stuck,
+            self._collector.describe_wait,
         )
         if found is None:
             return None
@@ -361,13 +361,13 @@ class RolloutService:
 
         None when an engine waits for the weights; the next call goes on waiting, as in `next_step`.
         """
-        if not self._evaluator.has(sets):
+        if not self._evaluator.chosen(sets):
             return {}, []
         found = self._wait_for(
             lambda: self._evaluator.run(sets),
             "the evaluation",
             "the evaluation has not ended",
-            self._evaluator.stuck,
+            self._evaluator.describe_wait,
         )
         if found is None:
             return None

@@ -8,7 +8,7 @@ themselves, so a workflow sees whole completions.
     the rest          d e       made by version 5 from prompt a b c, with max_new_tokens - 3
     whole       a b c d e       versions 4 4 4 5 5; each token has the log-prob of its drawing
 
-Each try of a rollout has a deadline. A try calls the workflow anew, under the same address (seed,
+Each try of a rollout has a deadline. A try calls the workflow again, under the same address (seed,
 draw, index): so it makes the same tokens. What engines answered in a try is kept for the next one,
 which gets the same answers to the same requests; in lock-step no batch of an engine looks any
 different for a failure.
@@ -24,7 +24,7 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +51,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+logger = logging.getLogger(__name__)
+
 # how often in a row a request may be aborted before any of its responses got a token
 MAX_WITHOUT_TOKENS = 8
+MAX_WARNINGS = 20  # places whose first failure is logged; all are counted
+CLOCK_S = 0.05  # between two looks at a clock that has nearly run out and stands
 
 
 class PartialRollouts:
@@ -134,40 +138,34 @@ def join(head: Completion, tail: Completion) -> Completion:
     A token whose experts are known twice keeps those with which its successor was drawn first.
     """
     size = len(head.tokens)
+    spans = list(head.versions)
+    for span in tail.versions:
+        start = span.start + size
+        if spans and spans[-1].version == span.version:
+            start = spans.pop().start
+        spans.append(VersionSpan(span.version, start, span.end + size))
     sets = [part.sampling_mask for part in (head, tail) if part.sampling_mask is not None]
     routed = [part.routed_experts for part in (head, tail) if part.routed_experts is not None]
     return Completion(
         tokens=np.concatenate([head.tokens, tail.tokens]),
         logprobs=np.concatenate([head.logprobs, tail.logprobs]),
         finish_reason=tail.finish_reason,
-        versions=merged(
-            [
-                *head.versions,
-                *(VersionSpan(s.version, s.start + size, s.end + size) for s in tail.versions),
-            ]
-        ),
+        versions=tuple(spans),
         sampling_mask=SamplingMasks.joined(sets) if sets else None,
         routed_experts=join_experts(routed) if routed else None,
         cached_tokens=head.cached_tokens,
     )
 
 
-def merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """The spans with neighbours of the same version merged into one."""
-    result: list[VersionSpan] = []
-    for span in spans:
-        if result and result[-1].version == span.version:
-            span = VersionSpan(span.version, result.pop().start, span.end)
-        result.append(span)
-    return tuple(result)
-
-
 def shorten(whole: Completion, length: int, *, prompt: int) -> Completion:
     """The first `length` tokens, which a stop string ended. `prompt`: tokens of the prompt."""
     sets = whole.sampling_mask
+    if sets is not None:
+        counts = sets.counts[:length]
+        sets = SamplingMasks(sets.tokens[: counts.sum()], counts)
     routed = whole.routed_experts
-    counts = None if sets is None else sets.counts[:length]
-    return Completion(
+    return replace(
+        whole,
         tokens=whole.tokens[:length],
         logprobs=whole.logprobs[:length],
         finish_reason="stop",
@@ -176,20 +174,10 @@ def shorten(whole: Completion, length: int, *, prompt: int) -> Completion:
             for s in whole.versions
             if s.start < length
         ),
-        sampling_mask=(
-            None
-            if sets is None or counts is None
-            else SamplingMasks(sets.tokens[: counts.sum()], counts)
-        ),
+        sampling_mask=sets,
         routed_experts=None if routed is None else routed[: prompt + length - 1],
-        cached_tokens=whole.cached_tokens,
     )
 
-
-logger = logging.getLogger(__name__)
-
-MAX_WARNINGS = 20  # places whose first failure is logged; all are counted
-CLOCK_S = 0.05  # between two looks at a clock that has nearly run out and stands
 
 Make = Callable[[Generate], Awaitable[Any]]
 """Calls the workflow, which asks for completions by the given function."""
@@ -255,7 +243,10 @@ class Attempts:
             if attempt.engine_error is not None:  # whatever the workflow made of it
                 raise attempt.engine_error
             if isinstance(found, list):
-                return _aborted(found) if attempt.aborted else found
+                # the draw is made again, though the workflow took the turn that was cut for whole
+                for sample in found if attempt.aborted else ():
+                    sample.finish_reason = "abort"
+                return found
             place = found.place or place_of(of)
             failure = Failure(found.kind, f"workflow {self._name}", where, found.message, place)
             if attempt.aborted:
@@ -271,7 +262,7 @@ class Attempts:
         """Return the workflow's result. Its errors become RolloutFailed; others propagate."""
         task = asyncio.ensure_future(_call(make, attempt.generate))
         try:
-            while not task.done() and (left := self._timeout_s - attempt.clock.seconds()) > 0:
+            while not task.done() and (left := self._timeout_s - attempt.seconds()) > 0:
                 await asyncio.wait({task}, timeout=max(left, CLOCK_S))
         except asyncio.CancelledError:  # the group is given up
             await _end(task, attempt)
@@ -308,21 +299,31 @@ class _Attempt:
     def __init__(
         self, generate: Generate, answers: dict[Hashable, list[Completion]] | None
     ) -> None:
-        self.clock = _Clock()
+        self._loop = asyncio.get_running_loop()
+        self._since = self._loop.time()
+        self._seconds = 0.0  # in which no engine was waited for, up to `_since`
+        self._waiting = 0  # requests that are being answered
         self.ended = False
         self.aborted = False  # by an engine, a turn at least
         self.engine_error: RlcoreError | None = None
         self._generate = generate
         self._answers = answers  # of this try and those before; None keeps none
 
+    def seconds(self) -> float:
+        """Return the seconds so far in which no engine was waited for."""
+        return self._seconds + (0.0 if self._waiting else self._loop.time() - self._since)
+
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Return the completions of a request. Time spent here is not the workflow's."""
         if self.ended:
             raise RolloutFailed("timeout", "this try of the rollout has ended")
-        key = None if self._answers is None else _address(request)
+        # what the answer to a request depends on
+        prompt = hashlib.blake2b(request.prompt.tobytes(), digest_size=16).digest()
+        key = (request.rid, request.n, request.sampling, prompt)
         if self._answers is not None and key in self._answers:
             return self._answers[key]
-        self.clock.stop()
+        self._seconds = self.seconds()
+        self._waiting += 1
         try:
             found = await self._generate(request)
         except UserError:  # the request is wrong, and no engine has failed
@@ -332,34 +333,13 @@ class _Attempt:
                 self.engine_error = self.engine_error or error
             raise
         finally:
-            self.clock.go_on()
+            self._waiting -= 1
+            self._since = self._loop.time()
         if any(completion.finish_reason == "abort" for completion in found):
             self.aborted = True
         elif self._answers is not None:
             self._answers[key] = found
         return found
-
-
-class _Clock:
-    """Counts the seconds in which no engine was waited for."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._since = self._loop.time()
-        self._counted = 0.0
-        self._stops = 0  # requests that are being answered
-
-    def stop(self) -> None:
-        self._counted = self.seconds()
-        self._stops += 1
-
-    def go_on(self) -> None:
-        self._stops -= 1
-        self._since = self._loop.time()
-
-    def seconds(self) -> float:
-        """Return the seconds so far."""
-        return self._counted + (0.0 if self._stops else self._loop.time() - self._since)
 
 
 async def _call(make: Make, generate: Generate) -> Any:
@@ -377,28 +357,10 @@ async def _call(make: Make, generate: Generate) -> Any:
         raise failure_of(error) from error
 
 
-def _address(request: GenerateRequest) -> Hashable:
-    """Return what the answer to a request depends on."""
-    prompt = hashlib.blake2b(request.prompt.tobytes(), digest_size=16).digest()
-    return request.rid, request.n, request.sampling, prompt
-
-
-def _aborted(samples: list[Sample]) -> list[Sample]:
-    """Have the draw made again, though the workflow took the turn that was cut for whole."""
-    for sample in samples:
-        sample.finish_reason = "abort"
-    return samples
-
-
 async def _end(task: asyncio.Task[Any], attempt: _Attempt) -> None:
     """Cancel a try. One that goes on all the same gets no answer any more."""
     attempt.ended = True
-    task.add_done_callback(_forget)
+    # its exception is taken, which asyncio would log
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     task.cancel()
     await asyncio.wait({task}, timeout=CANCEL_S)
-
-
-def _forget(task: asyncio.Task[Any]) -> None:
-    """Take the exception of a task that was given up, which asyncio would log."""
-    if not task.cancelled():
-        task.exception()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,8 +22,6 @@ from rollout.collection.filters import ROLLED_BACK, STALE
 from rollout.collection.group_runner import Group
 from rollout.failures import Failure, commonest
 from rollout.rewards.scorer import FailureCounts
-
-# --- how old a group is ---------------------------------------------------------------------------
 
 
 class PublishedVersions:
@@ -89,51 +87,12 @@ class BufferedGroup:
         }
 
 
-# --- the buffer ----------------------------------------------------------------------------------
-
-
-class GroupBuffer:
-    """The finished groups, by draw."""
-
-    def __init__(self) -> None:
-        self._groups: dict[int, BufferedGroup] = {}
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __contains__(self, draw: int) -> bool:
-        return draw in self._groups
-
-    def __iter__(self) -> Iterator[BufferedGroup]:
-        """The groups in the order of their draws."""
-        return (self._groups[draw] for draw in sorted(self._groups))
-
-    def put(self, buffered: BufferedGroup) -> None:
-        """Add a group. Raises ValueError for a draw that is there already."""
-        draw = buffered.group.draw
-        if draw in self._groups:
-            raise ValueError(f"draw {draw} is in the buffer already")
-        self._groups[draw] = buffered
-
-    def take(self, draw: int) -> BufferedGroup:
-        """Take a group out of the buffer. Raises ValueError for a draw that is not there."""
-        if draw not in self._groups:
-            raise ValueError(f"draw {draw} is not in the buffer")
-        return self._groups.pop(draw)
-
-    def clear(self) -> None:
-        """Forget all groups."""
-        self._groups.clear()
-
-    def ages(self) -> list[list[Any]]:
-        """[policy step of the oldest token, its draws], the oldest first.
-
-        `Scheduler.restore` takes this as `finished`.
-        """
-        ages: dict[int, list[int]] = {}
-        for buffered in self:
-            ages.setdefault(buffered.oldest, []).append(buffered.group.draw)
-        return [[oldest, draws] for oldest, draws in sorted(ages.items())]
+def ages(groups: Iterable[BufferedGroup]) -> list[list[Any]]:
+    """[policy step of the oldest token, its sorted draws], for `Scheduler.restore`."""
+    found: dict[int, list[int]] = {}
+    for buffered in groups:
+        found.setdefault(buffered.oldest, []).append(buffered.group.draw)
+    return [[oldest, sorted(draws)] for oldest, draws in sorted(found.items())]
 
 
 def decode(states: Sequence[Mapping[str, Any]]) -> list[BufferedGroup]:
@@ -155,7 +114,11 @@ def decode(states: Sequence[Mapping[str, Any]]) -> list[BufferedGroup]:
 
 
 def settle(
-    queue: PromptQueue, buffer: GroupBuffer, saved: Sequence[BufferedGroup], *, step: int
+    queue: PromptQueue,
+    buffer: dict[int, BufferedGroup],
+    saved: Sequence[BufferedGroup],
+    *,
+    step: int,
 ) -> list[int]:
     """Decide which finished groups count after `queue` went back to the snapshot of `step`.
 
@@ -166,7 +129,7 @@ def settle(
     Returns:
         The draws of the groups that do not count.
     """
-    groups = {buffered.group.draw: buffered for buffered in (*buffer, *saved)}
+    groups = buffer | {buffered.group.draw: buffered for buffered in saved}
     buffer.clear()
     rolled_back = []
     for draw, buffered in sorted(groups.items()):
@@ -174,7 +137,7 @@ def settle(
         if buffered.newest > step:
             rolled_back.append(draw)
         else:
-            buffer.put(buffered)
+            buffer[draw] = buffered
     queue.follow()
     for draw in queue.ledger.unsettled():
         if draw not in buffer:
@@ -208,9 +171,6 @@ class Snapshot:
         ]
         groups = [buffered.encoded for buffered in self.finished]
         return {**self.queue, "ahead": {"groups": groups, "versions": needed}}
-
-
-# --- a hand-over ----------------------------------------------------------------------------------
 
 
 @dataclass

@@ -30,10 +30,10 @@ from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.buffer import (
     BufferedGroup,
     DropCounts,
-    GroupBuffer,
     PublishedVersions,
     Snapshot,
     StepGroups,
+    ages,
     settle,
 )
 from rollout.collection.filters import STALE, FilterChain
@@ -78,7 +78,7 @@ class Collector:
         self._busy_s = busy_s
         self._rules = Rules(rollout.prompts_per_step, rollout.max_staleness, rollout.oversample)
         self._scheduler = Scheduler(self._rules)
-        self._buffer = GroupBuffer()
+        self._buffer: dict[int, BufferedGroup] = {}  # the finished groups, by draw
         # the task that makes each draw in flight; draws of a whole batch share it
         self._tasks: dict[int, asyncio.Task[None]] = {}
         # tasks that were cancelled and have not ended, and why
@@ -131,15 +131,15 @@ class Collector:
         if not self._lockstep:
             self._generate_with(step)
 
-    def stuck(self) -> str:
+    def describe_wait(self) -> str:
         """Whom the collector waits for, for error messages."""
         scheduler = self._scheduler
         if self._lockstep:
-            return self._runner.stuck()
+            return self._runner.describe_wait()
         if self._halted:
             return "weights to be published"
         if waits_for := scheduler.must_wait_for():
-            return self._runner.stuck(set(waits_for))
+            return self._runner.describe_wait(set(waits_for))
         there = (
             f"{scheduler.num_finished} groups are finished and {scheduler.num_in_flight} in flight"
         )
@@ -275,7 +275,7 @@ class Collector:
             self._counts.requeued += 1
         else:
             buffered = self._aged(group, scheduler.policy_step)
-            self._buffer.put(buffered)
+            self._buffer[draw] = buffered
             scheduler.finished(draw, buffered.oldest)
             self._give_up_stale()
         self._check_yield()
@@ -308,7 +308,7 @@ class Collector:
         """Draw again what no step may train on any more; draws in flight once they have ended."""
         for draw in self._scheduler.expired():
             if draw in self._buffer:
-                self._buffer.take(draw)
+                del self._buffer[draw]
                 self._scheduler.dropped(draw)
                 self._queue.give_back(draw, STALE)
                 self._counts.dropped[STALE] += 1
@@ -358,7 +358,7 @@ class Collector:
     # --- a step -----------------------------------------------------------------------------------
 
     def _hand_over(self, chosen: Sequence[int]) -> StepGroups:
-        groups = [self._buffer.take(draw).group for draw in chosen]
+        groups = [self._buffer.pop(draw).group for draw in chosen]
         self._scheduler.hand_over(chosen)
         self._give_up_stale()
         self._queue.hand_over(chosen, self._scheduler.steps_done)
@@ -410,7 +410,8 @@ class Collector:
 
     def snapshot(self) -> Snapshot:
         """A snapshot of this moment."""
-        return Snapshot(self._queue.snapshot(), tuple(self._buffer), self._versions.known)
+        finished = tuple(self._buffer[draw] for draw in sorted(self._buffer))
+        return Snapshot(self._queue.snapshot(), finished, self._versions.known)
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[BufferedGroup]) -> None:
         """Continue from a snapshot with its finished `groups`, once `halt` has returned.
@@ -427,7 +428,7 @@ class Collector:
         self._give_up_stale()
 
     def _begin_behind(self, step: int) -> None:
-        self._scheduler = Scheduler.restore(self._rules, step, self._buffer.ages())
+        self._scheduler = Scheduler.restore(self._rules, step, ages(self._buffer.values()))
         self._counts = DropCounts()
         self._failure = None
 

@@ -19,7 +19,8 @@ from rlcore.data.sample import Sample
 from rlcore.errors import RunFailed, TooManyFailed
 from rollout.asyncio_utils import gather_or_cancel
 from rollout.collection.evaluation_metrics import quoted_metrics, rollouts_of, verdict_of
-from rollout.collection.group_runner import Group, GroupRunner, evaluation_runner
+from rollout.collection.group_runner import Group, GroupRunner
+from rollout.collection.runners import evaluation_runner
 from rollout.conversation.samples import of_prompt
 from rollout.failures import commonest
 from rollout.fleet.dispatcher import Dispatcher
@@ -136,10 +137,10 @@ class HeldOutSet:
             sample.metadata["reward_error"] = str(failure)
         return standing
 
-    def stuck(self) -> str:
+    def describe_wait(self) -> str:
         """Whom its prompts wait for."""
         name = f"set {self.given.name}: " if self.given.name else ""
-        return name + self.runner.stuck()
+        return name + self.runner.describe_wait()
 
 
 class Evaluator:
@@ -204,16 +205,13 @@ class Evaluator:
                     now.changes(before),
                 )
 
-    def has(self, names: Sequence[str] | None) -> bool:
-        """Whether there is anything to score among the sets `names`; None: among all."""
-        return bool(self._chosen(names))
-
-    def _chosen(self, names: Sequence[str] | None) -> list[HeldOutSet]:
+    def chosen(self, names: Sequence[str] | None) -> list[HeldOutSet]:
+        """Return the sets `names`; None: all."""
         return [one for one in self.sets if names is None or one.given.name in names]
 
     async def run(self, names: Sequence[str] | None) -> Scored:
         """Metrics and samples of the sets `names`, of all if None."""
-        found = await gather_or_cancel(*(one.run() for one in self._chosen(names)))
+        found = await gather_or_cancel(*(one.run() for one in self.chosen(names)))
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
         for measured, made in found:
@@ -221,9 +219,9 @@ class Evaluator:
             samples += made
         return metrics, samples
 
-    def stuck(self) -> str:
+    def describe_wait(self) -> str:
         """Whom the prompts wait for, for error messages."""
-        return "; ".join(one.stuck() for one in self.sets if one.is_running)
+        return "; ".join(one.describe_wait() for one in self.sets if one.is_running)
 
 
 def means(rollouts: Sequence[Sequence[Sample]]) -> dict[str, float]:

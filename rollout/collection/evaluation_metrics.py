@@ -102,7 +102,7 @@ def judged_answers(samples: Sequence[Sample]) -> list[Answer]:
 
 
 def voted_text(sample: Sample) -> str | None:
-    """The `answer` that a grader tells (None: it found none), else the response's words."""
+    """The `answer` that a grader reports (None: it found none), else the response's words."""
     for info in sample.metadata.get("reward_info", {}).values():
         if "answer" in info:
             answer = info["answer"]

@@ -2,45 +2,62 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Awaitable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-from rlcore.algorithms import estimator_plugin
 from rlcore.config import Config
-from rlcore.config.derived import recorded_fields
-from rlcore.config.evaluation_sets import EvaluationSet
-from rlcore.data.generation import Completion, Generate, GenerateRequest, SamplingParams
-from rlcore.data.loading import context_of
+from rlcore.data.generation import Completion, Generate, GenerateRequest
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample
 from rlcore.data.sample_checks import check_sample
-from rlcore.data.tokenizer import decode, stop_token_ids
+from rlcore.data.tokenizer import decode
 from rlcore.errors import RolloutFailed
 from rlcore.timeline.recorder import GROUP, group_key
 from rollout.asyncio_utils import gather_or_cancel
-from rollout.collection.attempts import Aborted, Attempts, GivenUp, PartialRollouts
-from rollout.collection.stages import Stages, WorkflowKey
+from rollout.collection.attempts import Aborted, Attempts, GivenUp, Make, PartialRollouts
 from rollout.engines.checks import folder_vocab_size
 from rollout.engines.factories import kind_of
 from rollout.failures import Failure
 from rollout.fleet.dispatcher import Dispatcher, LockstepBatcher
-from rollout.fleet.fleet import Fleet
 from rollout.rewards.scorer import FailureCounts, Scorer
-from rollout.workflows.context import NO_LIMIT, WorkflowContext
+from rollout.workflows.context import WorkflowContext
 from rollout.workflows.registry import build_workflow
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-EVALUATION_SEED = 0x6576616C  # keeps evaluation's random numbers apart from training's
-# keeps the addresses of greedy requests apart from those of the samples beside them
-BASELINE_SEED = 0x67726565
-
 WHOLE = -1
+WorkflowKey = tuple[int, bool, int]
+"""What runs: its draw, whether it makes the greedy baseline, and the rollout, or WHOLE group."""
+Stage = Literal["start", "generation", "workflow", "reward"]
+
+
+class Stages:
+    """The stage and the prompt of each unfinished workflow."""
+
+    def __init__(self) -> None:
+        self._found: dict[WorkflowKey, tuple[Stage, Prompt]] = {}
+        # counted as it changes: it is asked for with thousands of workflows, at every turn
+        self.starting = 0
+
+    def enter(self, key: WorkflowKey, stage: Stage, prompt: Prompt) -> None:
+        """Note that a workflow of this prompt has come to a stage."""
+        before, _ = self._found.get(key, (None, None))
+        self._found[key] = (stage, prompt)
+        self.starting += (stage == "start") - (before == "start")
+
+    def leave(self, key: WorkflowKey) -> None:
+        """Forget a workflow, if it is known."""
+        stage, _ = self._found.pop(key, (None, None))
+        self.starting -= stage == "start"
+
+    def waiting(self, stages: Container[str], of: Container[int] | None = None) -> dict[int, str]:
+        """Return the draws (among `of`) in one of the stages, with the ids of their prompts."""
+        return {
+            draw: prompt.prompt_id
+            for (draw, _, _), (stage, prompt) in self._found.items()
+            if stage in stages and (of is None or draw in of)
+        }
 
 
 @dataclass
@@ -109,8 +126,8 @@ class GroupRunner:
         self._seed = context.seed
         # one that runs its rollouts one by one: each waits for itself alone
         self._rollouts = {
-            False: self._rollouts_of(self.workflow, context),
-            True: self._rollouts_of(self.greedy, greedy) if greedy is not None else (),
+            False: _rollouts_of(self.workflow, context),
+            True: _rollouts_of(self.greedy, greedy) if greedy is not None else (),
         }
         self.dispatcher = dispatcher
         self.scorer = scorer
@@ -200,11 +217,11 @@ class GroupRunner:
         workflow: Any = self.greedy if greedy and self.greedy else self.workflow
         made: set[int] = set()  # versions that made a token
 
-        def make(generate: Generate) -> Awaitable[Any]:
-            if rollout == WHOLE:
-                return workflow(prompt, draw, generate)  # type: ignore[no-any-return]
-            return workflow.rollout(prompt, draw, rollout, generate)  # type: ignore[no-any-return]
-
+        make: Make
+        if rollout == WHOLE:
+            make = partial(workflow, prompt, draw)
+        else:
+            make = partial(workflow.rollout, prompt, draw, rollout)
         try:
             samples: list[Sample] | Failure = await self.attempts.run(
                 make,
@@ -221,7 +238,10 @@ class GroupRunner:
         if batcher:
             batcher.leave(key)
         if not isinstance(samples, Failure):
-            self._fill_text(samples)
+            bare = [s for s in samples if not s.response_text and not s.turn_spans]
+            texts = decode(self.tokenizer, [one.tokens[one.loss_mask == 1] for one in bare])
+            for sample, text in zip(bare, texts, strict=True):
+                sample.response_text = text
         self._stages.enter(key, "reward", prompt)
         return samples
 
@@ -246,13 +266,6 @@ class GroupRunner:
         for sample in scored if baselines else ():
             sample.baseline_reward = sum(baselines) / len(baselines)
         return replace(group, samples=scored, unscored=unscored, rewards=counts)
-
-    @staticmethod
-    def _rollouts_of(workflow: object, context: WorkflowContext) -> Sequence[int]:
-        """The rollouts that the runner runs one by one; only WHOLE if the workflow does."""
-        if callable(getattr(workflow, "rollout", None)):
-            return range(context.samples_per_prompt)
-        return (WHOLE,)
 
     def _staged(
         self, key: WorkflowKey, prompt: Prompt, generate: Generate, versions: set[int]
@@ -311,12 +324,6 @@ class GroupRunner:
             raise RolloutFailed("result", str(error)) from error
         return samples
 
-    def _fill_text(self, samples: Sequence[Sample]) -> None:
-        bare = [s for s in samples if not s.response_text and not s.turn_spans]
-        texts = decode(self.tokenizer, [sample.tokens[sample.loss_mask == 1] for sample in bare])
-        for sample, text in zip(bare, texts, strict=True):
-            sample.response_text = text
-
     def room(self, samples: int) -> int:
         """How many groups engines would begin at once.
 
@@ -336,18 +343,16 @@ class GroupRunner:
         free = 0 if starting else self.dispatcher.free_sequences
         return max(1, free // (samples + kinds - 1)) if free else 0
 
-    def stuck(self, of: Container[int] | None = None) -> str:
+    def describe_wait(self, of: Container[int] | None = None) -> str:
         """Whom the draws wait for, for error messages. `of`: look at these draws alone."""
+        gate = "the gate (other workflows have not asked for generation)"
+        parties = {
+            ("start", "workflow"): f"workflow {self.workflow_name}",
+            ("generation",): self.dispatcher.fleet.waiting_for() or gate,
+            ("reward",): "the reward",
+        }
         parts = []
-        for stages, party in (
-            (("start", "workflow"), f"workflow {self.workflow_name}"),
-            (
-                ("generation",),
-                self.dispatcher.fleet.waiting_for()
-                or "the gate (other workflows have not asked for generation)",
-            ),
-            (("reward",), "the reward"),
-        ):
+        for stages, party in parties.items():
             waiting = self._stages.waiting(stages, of)
             if waiting:
                 first = next(iter(waiting.values()))
@@ -357,117 +362,14 @@ class GroupRunner:
         return "; ".join(parts) or "no prompt is unfinished"
 
 
+def _rollouts_of(workflow: object, context: WorkflowContext) -> Sequence[int]:
+    """Return the rollouts that the runner runs one by one; WHOLE if the workflow makes groups."""
+    by_rollout = callable(getattr(workflow, "rollout", None))
+    return range(context.samples_per_prompt) if by_rollout else (WHOLE,)
+
+
 def _number(samples: Sequence[Sample]) -> None:
     """Number the samples of a draw where a rollout made several."""
     if len({sample.index for sample in samples}) < len(samples):
         for place, sample in enumerate(samples):
             sample.index = place
-
-
-# --- the runners of a service ---------------------------------------------------------------------
-
-
-def training_runner(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    dispatcher: Dispatcher,
-    scorer: Scorer,
-    *,
-    greedy_baseline: bool,
-) -> GroupRunner:
-    """The runner of the groups that are trained on."""
-    rollout = config.rollout
-    seed = config.run.seed
-    greedy = _greedy(config, tokenizer)
-    sampling = replace(
-        greedy,
-        temperature=rollout.sampling.temperature,
-        top_p=rollout.sampling.top_p,
-        top_k=rollout.sampling.top_k,
-        sampling_mask=config.policy.logprobs.keep_sets,
-        routed_experts=config.policy.routing_replay == "engine",
-    )
-    fleet = dispatcher.fleet
-    context = _context(config, sampling, rollout.samples_per_prompt, seed, tokenizer, fleet)
-    baseline = _context(config, greedy, 1, seed + BASELINE_SEED, tokenizer, fleet)
-    return GroupRunner(
-        config,
-        dispatcher,
-        scorer,
-        context,
-        greedy=baseline if greedy_baseline else None,
-        recorded=recorded_fields(config),
-        least_scored=_least_scored(config),
-    )
-
-
-def _least_scored(config: Config) -> int:
-    """The scored rollouts that a group needs: two where the estimator compares them.
-
-    An estimator at an import path may, too: only registered ones say whether they do.
-    """
-    name = config.algorithm.estimator.name
-    compares = ":" in name or estimator_plugin(name).compares_group
-    return 2 if compares and config.rollout.samples_per_prompt > 1 else 1
-
-
-def evaluation_runner(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    dispatcher: Dispatcher,
-    scorer: Scorer,
-    given: EvaluationSet,
-) -> GroupRunner:
-    """The runner of a set of held-out prompts."""
-    config = given.config(config)
-    sampling = replace(
-        _greedy(config, tokenizer, given.max_new_tokens),
-        temperature=given.temperature,
-        top_p=given.top_p,
-    )
-    # by the name: the samples of a set do not depend on which other sets there are
-    seed = config.run.seed + EVALUATION_SEED + zlib.crc32(given.name.encode())
-    samples = given.samples_per_prompt
-    context = _context(config, sampling, samples, seed, tokenizer, dispatcher.fleet)
-    return GroupRunner(config, dispatcher, scorer, context, part_of_a_group=True)
-
-
-def _context(
-    config: Config,
-    sampling: SamplingParams,
-    samples_per_prompt: int,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    fleet: Fleet,
-) -> WorkflowContext:
-    limit = context_of(config)
-    reserve = kind_of(config.rollout.engine.kind).answer_reserve
-
-    def served() -> int | None:
-        tokens = fleet.max_total_tokens
-        return None if tokens is None else tokens - reserve
-
-    return WorkflowContext(
-        sampling,
-        samples_per_prompt,
-        seed,
-        tokenizer,
-        settings=config.rollout.workflow,
-        context=NO_LIMIT if limit is None else limit[0] - reserve,
-        served=served,
-        chat_kwargs=config.data.chat_template_kwargs,
-        tool_parser=config.rollout.tool_parser,
-    )
-
-
-def _greedy(
-    config: Config, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int | None = None
-) -> SamplingParams:
-    """Temperature 0, with the stops and, by default, the length of training."""
-    given = config.rollout.sampling
-    return SamplingParams(
-        max_new_tokens=max_new_tokens or given.max_new_tokens,
-        temperature=0.0,
-        stop_token_ids=stop_token_ids(tokenizer, given.stop_token_ids),
-        stop=tuple(given.stop),
-    )

@@ -22,7 +22,7 @@ from rlcore.runs.checkpoints import Checkpoint
 from rollout.accounting.audit import PromptsOfRows, check_checkpoint, check_rows
 from rollout.accounting.journal_reader import read_journal
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.collection.buffer import GroupBuffer, settle
+from rollout.collection.buffer import settle
 
 SIZE = 40
 
@@ -135,7 +135,6 @@ def test_what_a_service_keeps_when_its_trainer_goes_back_keeps_rows_and_results(
     path = tmp_path / "ledger.jsonl"
     queue = PromptQueue((), curriculum_stream(SIZE))
     queue.keep_journal(path)
-    buffer = GroupBuffer()
     for draw in queue.take(6)[:4]:
         queue.finish(draw, samples_of(draw))
     queue.hand_over([0, 1], 1)
@@ -145,8 +144,7 @@ def test_what_a_service_keeps_when_its_trainer_goes_back_keeps_rows_and_results(
     queue.hand_over([2, 6, 7], 2)
     rows = {draw: queue.stream.row(draw) for draw in range(10)}
     groups = [buffered(3, 0, 0), buffered(8, 1, 1), buffered(9, 1, 2)]
-    for group in groups:
-        buffer.put(group)
+    buffer = {one.group.draw: one for one in groups}
     queue.restore(saved)
     assert settle(queue, buffer, [buffered(2, 0, 0)], step=1) == [9]
     queue.keep_journal(path)

@@ -13,7 +13,7 @@ from rlcore.data.sample import Sample, VersionSpan
 from rlcore.runs.rollouts import decode_samples
 from rollout.accounting.journal_reader import read_journal
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.collection.buffer import BufferedGroup, GroupBuffer, decode, settle
+from rollout.collection.buffer import BufferedGroup, ages, decode, settle
 from rollout.collection.group_runner import Group
 
 
@@ -55,24 +55,16 @@ def new() -> PromptQueue:
     return PromptQueue((), PromptStream(50, seed=1, fingerprint="fifty"))
 
 
-def at_step(queue: PromptQueue, step: int, buffer: GroupBuffer) -> dict[str, object]:
-    """Step `step` has two groups, two more are finished, two in flight. The state of its
-    checkpoint.
-    """
+def at_step(queue: PromptQueue, step: int, buffer: dict[int, BufferedGroup]) -> dict[str, object]:
+    """The state of a checkpoint: two groups for `step`, two more finished, two in flight."""
     taken = queue.take(6)
     for draw in taken[:4]:
         queue.ledger.finish(draw)
     for draw in taken[2:4]:
-        buffer.put(buffered(draw, step - 1, step - 1))
+        buffer[draw] = buffered(draw, step - 1, step - 1)
     queue.hand_over(taken[:2], step)
-    return json.loads(
-        json.dumps(
-            {
-                **queue.snapshot(),
-                "ahead": {"steps_done": step, "groups": [one.encoded for one in buffer]},
-            }
-        )
-    )
+    ahead = {"steps_done": step, "groups": [one.encoded for one in buffer.values()]}
+    return json.loads(json.dumps({**queue.snapshot(), "ahead": ahead}))
 
 
 def states(queue: PromptQueue) -> dict[int, str]:
@@ -95,33 +87,20 @@ def test_what_is_no_group_is_refused():
 
 
 def test_ages_are_what_the_scheduler_restores():
-    buffer = GroupBuffer()
-    for draw, oldest in ((7, 2), (3, 2), (5, 1)):
-        buffer.put(buffered(draw, oldest, 2))
-    assert buffer.ages() == [[1, [5]], [2, [3, 7]]]
-    assert [one.group.draw for one in buffer] == [3, 5, 7]
+    groups = [buffered(draw, oldest, 2) for draw, oldest in ((7, 2), (3, 2), (5, 1))]
+    assert ages(groups) == [[1, [5]], [2, [3, 7]]]
 
 
-def test_a_group_is_in_the_buffer_once():
-    buffer = GroupBuffer()
-    buffer.put(buffered(1, 0, 0))
-    with pytest.raises(ValueError, match="draw 1 is in the buffer already"):
-        buffer.put(buffered(1, 0, 0))
-    assert buffer.take(1).group.draw == 1
-    with pytest.raises(ValueError, match="draw 1 is not in the buffer"):
-        buffer.take(1)
-
-
-def test_everything_starts_again(tmp_path: Path):
+def test_everything_starts_again():
     """In flight: drawn again. Finished: there."""
     queue = new()
-    buffer = GroupBuffer()
+    buffer: dict[int, BufferedGroup] = {}
     state = at_step(queue, 1, buffer)
     again = new()
-    back = GroupBuffer()
+    back: dict[int, BufferedGroup] = {}
     again.restore(state)
     assert settle(again, back, decode(state["ahead"]["groups"]), step=1) == []
-    assert [one.group.draw for one in back] == [2, 3]
+    assert list(back) == [2, 3]
     assert [states(again)[draw] for draw in range(6)] == ["consumed by step 1"] * 2 + [
         "finished"
     ] * 2 + ["requeued"] * 2
@@ -133,30 +112,30 @@ def test_the_trainer_goes_back_and_the_service_stays(tmp_path: Path):
     drawn again.
     """
     queue = new()
-    buffer = GroupBuffer()
+    buffer: dict[int, BufferedGroup] = {}
     queue.keep_journal(tmp_path / "ledger.jsonl")
     # 0, 1 trained on; 2, 3 kept; 4, 5 in flight
     state = at_step(queue, 1, buffer)
     for draw in (4, 5):
         queue.ledger.finish(draw)
-    buffer.take(2)
+    del buffer[2]
     # forgotten with the trainer's step 2
     queue.hand_over([2, 4], 2)
-    buffer.put(buffered(5, 1, 1))  # by weights that survive
+    buffer[5] = buffered(5, 1, 1)  # by weights that survive
     taken = queue.take(5)
     assert taken == [6, 7, 8, 9, 10]
     for draw in (7, 8, 9):
         queue.ledger.finish(draw)
     # a token of it by weights that are gone
-    buffer.put(buffered(7, 1, 2))
-    buffer.put(buffered(9, 0, 1))
+    buffer[7] = buffered(7, 1, 2)
+    buffer[9] = buffered(9, 0, 1)
     queue.ledger.drop(8, "zero_variance")
 
     queue.restore(state)
     assert settle(queue, buffer, decode(state["ahead"]["groups"]), step=1) == [7]
     queue.keep_journal(tmp_path / "ledger.jsonl")
     queue.close()
-    assert [one.group.draw for one in buffer] == [2, 3, 5, 9]
+    assert list(buffer) == [2, 3, 5, 9]
     assert states(queue) == {
         0: "consumed by step 1",
         1: "consumed by step 1",
@@ -204,7 +183,7 @@ def test_a_group_is_adopted_whatever_the_ledger_says_of_its_draw():
 
 def test_the_beginning_is_as_if_nothing_had_been_drawn():
     queue = new()
-    buffer = GroupBuffer()
+    buffer: dict[int, BufferedGroup] = {}
     at_step(queue, 1, buffer)
     queue.give_back(3)
     assert queue.beginning() == new().snapshot()
@@ -212,7 +191,7 @@ def test_the_beginning_is_as_if_nothing_had_been_drawn():
 
 def test_a_group_of_a_consumed_draw_is_a_contradiction():
     queue = new()
-    buffer = GroupBuffer()
+    buffer: dict[int, BufferedGroup] = {}
     state = at_step(queue, 1, buffer)
     queue.restore(state)
     with pytest.raises(ValueError, match="draw 0 is consumed by step 1, expected in flight"):
@@ -230,6 +209,6 @@ def test_the_ledger_is_read_as_often_for_many_groups_as_for_one(
     times = []
     read = queue.ledger._array
     monkeypatch.setattr(queue.ledger, "_array", lambda *start: times.append(start) or read(*start))
-    settle(queue, GroupBuffer(), [buffered(draw, 0, 0) for draw in range(count)], step=0)
+    settle(queue, {}, [buffered(draw, 0, 0) for draw in range(count)], step=0)
     assert len(times) == 2, "where the stream is, and what is unsettled"
     assert queue.take(1) == [count]

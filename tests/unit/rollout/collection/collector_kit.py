@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlcore.data.sample import Sample, VersionSpan
+from rollout.accounting.prompt_queue import PromptQueue
 from rollout.collection.group_runner import Group
 
 PROMPTS = 20
@@ -59,6 +60,11 @@ class Runner:
 
     def room(self, samples: int) -> int:
         return self.free
+
+
+def counts(queue: PromptQueue) -> dict[str, int]:
+    """How many draws are in each state, of those with any."""
+    return {state: count for state, count in queue.ledger.balance().items() if count}
 
 
 async def until(true: Callable[[], bool]) -> None:

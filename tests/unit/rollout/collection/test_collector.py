@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
-from collector_kit import PROMPTS, Runner, at_once, made_by, sample, until
+from collector_kit import PROMPTS, Runner, at_once, counts, made_by, sample, until
 
 from rlcore.data.sample import Sample
 from rlcore.errors import RunFailed
@@ -22,7 +22,7 @@ from rollout.collection.group_runner import Group
 # --- lock-step ------------------------------------------------------------------------------------
 
 
-def test_in_lock_step_a_step_is_refilled_in_whole_batches(make):
+async def test_in_lock_step_a_step_is_refilled_in_whole_batches(make):
     batches = []
 
     class Batches(Runner):
@@ -30,85 +30,71 @@ def test_in_lock_step_a_step_is_refilled_in_whole_batches(make):
             batches.append(list(draws))
             return await super().run(draws)
 
-    async def main() -> None:
-        given = {"max_staleness": 0, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
-        collector, _, _ = make(Batches(), **given)
-        collector.published(0)
-        await asyncio.sleep(0.01)
-        assert batches == [], "no step is asked for yet"
-        found = await collector.collect(1)
-        assert batches == [[0, 1, 2, 3], [4, 5], [6]]
-        assert [group.draw for group in found.groups] == [0, 2, 4, 6]
-        assert found.metrics.keys() == {"time/engine"}
-        await asyncio.sleep(0.01)
-        assert len(batches) == 3, "nothing is made between two steps"
-        assert [group.draw for group in (await collector.collect(2)).groups] == [8, 10, 12, 14]
-
-    asyncio.run(main())
+    given = {"max_staleness": 0, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
+    collector, _, _ = make(Batches(), **given)
+    collector.published(0)
+    await asyncio.sleep(0.01)
+    assert batches == [], "no step is asked for yet"
+    found = await collector.collect(1)
+    assert batches == [[0, 1, 2, 3], [4, 5], [6]]
+    assert [group.draw for group in found.groups] == [0, 2, 4, 6]
+    assert found.metrics.keys() == {"time/engine"}
+    await asyncio.sleep(0.01)
+    assert len(batches) == 3, "nothing is made between two steps"
+    assert [group.draw for group in (await collector.collect(2)).groups] == [8, 10, 12, 14]
 
 
-def test_in_lock_step_an_interrupted_step_is_made_again_whole(make):
-    async def main() -> None:
-        async def stuck(draw: int) -> Group:
-            if draw == 5:
-                await asyncio.sleep(600)
-            return await at_once(draw)
+async def test_in_lock_step_an_interrupted_step_is_made_again_whole(make):
+    async def stuck(draw: int) -> Group:
+        if draw == 5:
+            await asyncio.sleep(600)
+        return await at_once(draw)
 
-        given = {"max_staleness": 0, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
-        collector, queue, runner = make(Runner(stuck), **given)
-        step = asyncio.create_task(collector.collect(1))
-        await until(lambda: runner.started == [0, 1, 2, 3, 4, 5])
-        step.cancel()
-        with suppress(asyncio.CancelledError):
-            await step
-        assert queue.ledger.requeued() == [0, 2, 4, 5]
-        runner.reply = at_once
-        assert [group.draw for group in (await collector.collect(1)).groups] == [0, 2, 4, 6]
-
-    asyncio.run(main())
+    given = {"max_staleness": 0, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
+    collector, queue, runner = make(Runner(stuck), **given)
+    step = asyncio.create_task(collector.collect(1))
+    await until(lambda: runner.started == [0, 1, 2, 3, 4, 5])
+    step.cancel()
+    with suppress(asyncio.CancelledError):
+        await step
+    assert queue.ledger.requeued() == [0, 2, 4, 5]
+    runner.reply = at_once
+    assert [group.draw for group in (await collector.collect(1)).groups] == [0, 2, 4, 6]
 
 
 # --- what is given up -----------------------------------------------------------------------------
 
 
-def test_a_draw_that_is_given_up_before_it_has_begun_is_requeued(make):
+async def test_a_draw_that_is_given_up_before_it_has_begun_is_requeued(make):
     """In one iteration of the loop one group is started, another ends, and the last step that could
     take either takes the latter.
     """
 
-    async def main() -> None:
-        ends = asyncio.Event()
+    ends = asyncio.Event()
 
-        async def reply(draw: int) -> Group:
-            if draw == 1:
-                await ends.wait()
-            return await at_once(draw)
+    async def reply(draw: int) -> Group:
+        if draw == 1:
+            await ends.wait()
+        return await at_once(draw)
 
-        collector, queue, runner = make(Runner(reply, free=2), oversample=2.0)
-        collector.published(0)
-        await until(lambda: runner.started == [0, 1])
-        runner.free = 0
-        await collector.collect(1)
-        runner.free = 1
-        collector.wake()  # begins draw 2 in the next iteration,
-        ends.set()  # in which draw 1 ends,
-        collected = await asyncio.create_task(collector.collect(2))  # and is taken
-        assert [group.draw for group in collected.groups] == [1]
-        assert runner.started == [0, 1]
-        await until(lambda: queue.ledger.state(2) == "requeued")
-        assert queue.ledger.balance() == {
-            "in flight": 0,
-            "finished": 0,
-            "requeued": 1,
-            "consumed": 2,
-        }
-        collector.published(1)
-        runner.reply = made_by(2)
-        collected = await collector.collect(3)
-        assert [group.draw for group in collected.groups] == [2]
-        assert collected.metrics["rollout/dropped_stale"] == 1.0
-
-    asyncio.run(main())
+    collector, queue, runner = make(Runner(reply, free=2), oversample=2.0)
+    collector.published(0)
+    await until(lambda: runner.started == [0, 1])
+    runner.free = 0
+    await collector.collect(1)
+    runner.free = 1
+    collector.wake()  # begins draw 2 in the next iteration,
+    ends.set()  # in which draw 1 ends,
+    collected = await asyncio.create_task(collector.collect(2))  # and is taken
+    assert [group.draw for group in collected.groups] == [1]
+    assert runner.started == [0, 1]
+    await until(lambda: queue.ledger.state(2) == "requeued")
+    assert counts(queue) == {"requeued": 1, "consumed": 2}
+    collector.published(1)
+    runner.reply = made_by(2)
+    collected = await collector.collect(3)
+    assert [group.draw for group in collected.groups] == [2]
+    assert collected.metrics["rollout/dropped_stale"] == 1.0
 
 
 async def fails_to_close(draw: int) -> Group:
@@ -144,140 +130,120 @@ def test_the_error_of_a_stale_group_is_only_logged(make, caplog):
     )
 
 
-def test_a_task_that_outlives_a_halt_does_not_fail_the_next_start(make, monkeypatch):
-    async def main() -> None:
-        may_end = asyncio.Event()
-
-        async def lingers(draw: int) -> Group:
-            try:
-                await asyncio.sleep(600)
-            except asyncio.CancelledError:
-                await may_end.wait()
-                raise RunFailed("the sandbox took its time, and failed") from None
-            raise AssertionError
-
-        collector, queue, runner = make(Runner(lingers), oversample=2.0)
-        collector.published(0)
-        await until(lambda: len(runner.started) == 4)
-        beginning = queue.beginning()
-        await collector.halt()
-        collector.restore(beginning, ())
-        runner.reply = at_once
-        may_end.set()
-        await asyncio.sleep(0.01)
-        assert queue.ledger.balance() == {
-            "in flight": 0,
-            "finished": 0,
-            "requeued": 0,
-            "consumed": 0,
-        }
-        collector.published(0)
-        assert [group.draw for group in (await collector.collect(1)).groups] == [0]
-
+async def test_a_task_that_outlives_a_halt_does_not_fail_the_next_start(make, monkeypatch):
     monkeypatch.setattr(collector_module, "CANCEL_S", 0.01)
-    asyncio.run(main())
+    may_end = asyncio.Event()
+
+    async def lingers(draw: int) -> Group:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            await may_end.wait()
+            raise RunFailed("the sandbox took its time, and failed") from None
+        raise AssertionError
+
+    collector, queue, runner = make(Runner(lingers), oversample=2.0)
+    collector.published(0)
+    await until(lambda: len(runner.started) == 4)
+    beginning = queue.beginning()
+    await collector.halt()
+    collector.restore(beginning, ())
+    runner.reply = at_once
+    may_end.set()
+    await asyncio.sleep(0.01)
+    assert counts(queue) == {}
+    collector.published(0)
+    assert [group.draw for group in (await collector.collect(1)).groups] == [0]
 
 
-def test_a_group_that_outlives_a_halt_is_ignored_after_the_next_start(make, monkeypatch):
+async def test_a_group_that_outlives_a_halt_is_ignored_after_the_next_start(make, monkeypatch):
     """A workflow ignores its cancellation, and its draw is made anew meanwhile."""
 
-    async def main() -> None:
-        may_end = asyncio.Event()
-
-        async def heeds_nobody(draw: int) -> Group:
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(600)
-            await may_end.wait()
-            return await at_once(draw)
-
-        async def made_anew(draw: int) -> Group:
-            await again.wait()
-            return await at_once(draw)
-
-        again = asyncio.Event()
-        collector, queue, runner = make(Runner(heeds_nobody))
-        collector.published(0)
-        await until(lambda: runner.started == [0, 1])
-        beginning = queue.beginning()
-        await collector.halt()
-        collector.restore(beginning, ())
-        runner.reply = made_anew
-        collector.published(0)
-        await until(lambda: runner.started == [0, 1, 0, 1])
-        may_end.set()
-        await asyncio.sleep(0.01)
-        assert queue.ledger.balance()["finished"] == 0
-        again.set()
-        assert [group.draw for group in (await collector.collect(1)).groups] == [0]
-        assert [group.draw for group in (await collector.collect(2)).groups] == [1]
-
     monkeypatch.setattr(collector_module, "CANCEL_S", 0.01)
-    asyncio.run(main())
+    may_end = asyncio.Event()
+
+    async def heeds_nobody(draw: int) -> Group:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+        await may_end.wait()
+        return await at_once(draw)
+
+    async def made_anew(draw: int) -> Group:
+        await again.wait()
+        return await at_once(draw)
+
+    again = asyncio.Event()
+    collector, queue, runner = make(Runner(heeds_nobody))
+    collector.published(0)
+    await until(lambda: runner.started == [0, 1])
+    beginning = queue.beginning()
+    await collector.halt()
+    collector.restore(beginning, ())
+    runner.reply = made_anew
+    collector.published(0)
+    await until(lambda: runner.started == [0, 1, 0, 1])
+    may_end.set()
+    await asyncio.sleep(0.01)
+    assert queue.ledger.balance()["finished"] == 0
+    again.set()
+    assert [group.draw for group in (await collector.collect(1)).groups] == [0]
+    assert [group.draw for group in (await collector.collect(2)).groups] == [1]
 
 
 @pytest.mark.parametrize(("version", "kept"), [(1, 2), (2, 0), (9, 0)])
-def test_a_restart_keeps_no_group_of_weights_that_it_forgets(make, version, kept):
+async def test_a_restart_keeps_no_group_of_weights_that_it_forgets(make, version, kept):
     """Nor of those that no publication has announced yet: an engine has them a moment before."""
 
-    async def main() -> None:
-        collector, queue, _ = make(Runner(made_by(version)))
-        collector.published(0)
-        await until(lambda: queue.ledger.balance()["finished"] == 2)
-        await collector.halt()
-        collector.restore(queue.beginning(), ())
-        balance = queue.ledger.balance()
-        assert (balance["finished"], balance["requeued"]) == (kept, 2 - kept)
-
-    asyncio.run(main())
+    collector, queue, _ = make(Runner(made_by(version)))
+    collector.published(0)
+    await until(lambda: queue.ledger.balance()["finished"] == 2)
+    await collector.halt()
+    collector.restore(queue.beginning(), ())
+    balance = queue.ledger.balance()
+    assert (balance["finished"], balance["requeued"]) == (kept, 2 - kept)
 
 
-def test_a_snapshot_tells_a_new_process_when_its_groups_were_made(make):
+async def test_a_snapshot_tells_a_new_process_when_its_groups_were_made(make):
     """A process that is started anew knows of no publication but those of the snapshot."""
 
-    async def main() -> None:
-        collector, queue, _ = make(Runner(made_by(1)))
-        collector.published(0)
-        await until(lambda: queue.ledger.balance()["finished"] == 2)
-        await collector.halt()
-        state = collector.snapshot().encoded()
-        again, queue, _ = make(Runner(), publications=0)
-        again.restore(state, decode(state["ahead"]["groups"]))
-        assert queue.ledger.balance()["finished"] == 2
-        assert [group["draw"] for group in state["ahead"]["groups"]] == [0, 1]
-        assert state["ahead"]["versions"]
-        assert again.snapshot().encoded()["ahead"] == state["ahead"]
-
-    asyncio.run(main())
+    collector, queue, _ = make(Runner(made_by(1)))
+    collector.published(0)
+    await until(lambda: queue.ledger.balance()["finished"] == 2)
+    await collector.halt()
+    state = collector.snapshot().encoded()
+    again, queue, _ = make(Runner(), publications=0)
+    again.restore(state, decode(state["ahead"]["groups"]))
+    assert queue.ledger.balance()["finished"] == 2
+    assert [group["draw"] for group in state["ahead"]["groups"]] == [0, 1]
+    assert state["ahead"]["versions"]
+    assert again.snapshot().encoded()["ahead"] == state["ahead"]
 
 
 # --- state ----------------------------------------------------------------------------------------
 
 
-def test_a_group_is_encoded_once_however_long_it_waits(make, monkeypatch):
+async def test_a_group_is_encoded_once_however_long_it_waits(make, monkeypatch):
     encoded = []
 
     def encode(samples: Sequence[Sample]) -> bytes:
         encoded.extend(sample.draw for sample in samples)
         return encode_samples(samples)
 
-    async def main() -> None:
-        collector, queue, _ = make(Runner(), max_staleness=3)
-        collector.published(0)
-        await until(lambda: queue.ledger.balance()["finished"] == 4)
-        for step, left in ((1, [1, 2, 3]), (2, [2, 3])):
-            state = (await collector.collect(step)).snapshot.encoded()
-            assert [group["draw"] for group in state["ahead"]["groups"]] == left
-            assert [buffered.group.draw for buffered in decode(state["ahead"]["groups"])] == left
-        assert encoded == [1, 2, 3]
-
     monkeypatch.setattr(buffer, "encode_samples", encode)
-    asyncio.run(main())
+    collector, queue, _ = make(Runner(), max_staleness=3)
+    collector.published(0)
+    await until(lambda: queue.ledger.balance()["finished"] == 4)
+    for step, left in ((1, [1, 2, 3]), (2, [2, 3])):
+        state = (await collector.collect(step)).snapshot.encoded()
+        assert [group["draw"] for group in state["ahead"]["groups"]] == left
+        assert [buffered.group.draw for buffered in decode(state["ahead"]["groups"])] == left
+    assert encoded == [1, 2, 3]
 
 
 # --- what is counted ------------------------------------------------------------------------------
 
 
-def test_an_epoch_is_of_prompts_that_are_settled(make):
+async def test_an_epoch_is_of_prompts_that_are_settled(make):
     """Groups that are in flight or finished have been in no step yet, so they do not count."""
 
     async def stuck_from_10(draw: int) -> Group:
@@ -285,28 +251,19 @@ def test_an_epoch_is_of_prompts_that_are_settled(make):
             await asyncio.sleep(600)
         return await at_once(draw)
 
-    async def main() -> list[float]:
-        given = {"max_staleness": 2, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
-        collector, queue, _ = make(Runner(stuck_from_10), **given)
-        collector.published(0)
-        # of the places of three steps
-        await until(lambda: queue.ledger.balance()["in flight"] == 7)
-        found = await collector.collect(1)
-        expected = {
-            "in flight": 7,
-            "finished": 1,
-            "requeued": 0,
-            "consumed": 4,
-            "dropped by even_draws": 5,
-        }
-        assert queue.ledger.balance() == expected
-        await collector.halt()
-        return [found.epoch]
-
-    assert asyncio.run(main()) == [pytest.approx(9 / PROMPTS)]
+    given = {"max_staleness": 2, "prompts_per_step": 4, "filters": ["user_parts:even_draws"]}
+    collector, queue, _ = make(Runner(stuck_from_10), **given)
+    collector.published(0)
+    # of the places of three steps
+    await until(lambda: queue.ledger.balance()["in flight"] == 7)
+    found = await collector.collect(1)
+    expected = {"in flight": 7, "finished": 1, "consumed": 4, "dropped by even_draws": 5}
+    assert counts(queue) == expected
+    await collector.halt()
+    assert found.epoch == pytest.approx(9 / PROMPTS)
 
 
-def test_a_greedy_response_of_forgotten_weights_is_given_up_with_its_group(make):
+async def test_a_greedy_response_of_forgotten_weights_is_given_up_with_its_group(make):
     versions: dict[int, list[int]] = defaultdict(lambda: [1, 1])
     # of the sample, and of its greedy baseline
     versions[1] = [1, 2]
@@ -316,18 +273,10 @@ def test_a_greedy_response_of_forgotten_weights_is_given_up_with_its_group(make)
         made, greedy = versions[draw]
         return Group(draw, [sample(draw, made)], [sample(draw, greedy, index=1)])
 
-    async def main() -> None:
-        collector, queue, _ = make(Runner(reply), max_staleness=3)
-        collector.published(0)
-        await until(lambda: queue.ledger.balance()["finished"] == 4)
-        await collector.halt()
-        collector.restore(queue.beginning(), ())
-        assert queue.ledger.balance() == {
-            "in flight": 0,
-            "finished": 2,
-            "requeued": 2,
-            "consumed": 0,
-        }
-        assert [queue.ledger.state(draw) for draw in (1, 2)] == ["requeued", "requeued"]
-
-    asyncio.run(main())
+    collector, queue, _ = make(Runner(reply), max_staleness=3)
+    collector.published(0)
+    await until(lambda: queue.ledger.balance()["finished"] == 4)
+    await collector.halt()
+    collector.restore(queue.beginning(), ())
+    assert counts(queue) == {"finished": 2, "requeued": 2}
+    assert [queue.ledger.state(draw) for draw in (1, 2)] == ["requeued", "requeued"]

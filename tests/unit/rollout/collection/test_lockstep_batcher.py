@@ -53,78 +53,61 @@ async def run(flush, jobs):
 
 
 @pytest.mark.parametrize("delays", [(0.0, 0.0, 0.0), (0.03, 0.0, 0.01), (0.0, 0.02, 0.04)])
-def test_batches_do_not_depend_on_arrival(delays):
+async def test_batches_do_not_depend_on_arrival(delays):
     flush = Recorder()
-    asyncio.run(run(flush, [(5, 2, delays[0]), (3, 1, delays[1]), (4, 3, delays[2])]))
+    await run(flush, [(5, 2, delays[0]), (3, 1, delays[1]), (4, 3, delays[2])])
     assert flush.batches == [[(3, 0, 0), (4, 0, 0), (5, 0, 0)], [(4, 1, 0), (5, 1, 0)], [(4, 2, 0)]]
 
 
-def test_parallel_calls_of_one_workflow_are_one_batch():
-    async def scenario():
-        flush = Recorder()
-        batcher = LockstepBatcher(flush)
-        one = batcher.enter(1)
-        two = batcher.enter(2)
-        answers = await asyncio.wait_for(
-            asyncio.gather(
-                two(request(2)), one(request(1, first_sample=1)), one(request(1, first_sample=0))
-            ),
-            10,
-        )
-        return flush.batches, answers
-
-    batches, answers = asyncio.run(scenario())
-    assert batches == [[(1, 0, 0), (1, 0, 1), (2, 0, 0)]]
+async def test_parallel_calls_of_one_workflow_are_one_batch():
+    flush = Recorder()
+    batcher = LockstepBatcher(flush)
+    one = batcher.enter(1)
+    two = batcher.enter(2)
+    calls = two(request(2)), one(request(1, first_sample=1)), one(request(1, first_sample=0))
+    answers = await asyncio.wait_for(asyncio.gather(*calls), 10)
+    assert flush.batches == [[(1, 0, 0), (1, 0, 1), (2, 0, 0)]]
     assert answers == [[(2, 0, 0)], [(1, 0, 1)], [(1, 0, 0)]]
 
 
-def test_a_workflow_that_leaves_without_a_call_delays_no_batch():
-    async def scenario():
-        flush = Recorder()
-        batcher = LockstepBatcher(flush)
-        one = batcher.enter(1)
-        _ = batcher.enter(2)
-        call = asyncio.ensure_future(one(request(1)))
-        await asyncio.sleep(0.01)
-        assert batcher.busy() == [2]
-        assert flush.batches == []
-        batcher.leave(2)
-        return await asyncio.wait_for(call, 10)
-
-    assert asyncio.run(scenario()) == [(1, 0, 0)]
+async def test_a_workflow_that_leaves_without_a_call_delays_no_batch():
+    flush = Recorder()
+    batcher = LockstepBatcher(flush)
+    one = batcher.enter(1)
+    _ = batcher.enter(2)
+    call = asyncio.ensure_future(one(request(1)))
+    await asyncio.sleep(0.01)
+    assert batcher.busy() == [2]
+    assert flush.batches == []
+    batcher.leave(2)
+    assert await asyncio.wait_for(call, 10) == [(1, 0, 0)]
 
 
-def test_calls_that_are_taken_back_are_in_no_batch():
+async def test_calls_that_are_taken_back_are_in_no_batch():
     """A try that failed has left some behind; the next one of the same workflow is waited for."""
-
-    async def scenario():
-        flush = Recorder()
-        batcher = LockstepBatcher(flush)
-        one = batcher.enter(1)
-        two = batcher.enter(2)
-        left_behind = asyncio.ensure_future(one(request(1, first_sample=7)))
-        await asyncio.sleep(0)
-        batcher.withdraw(1)
-        other = asyncio.ensure_future(two(request(2)))
-        await asyncio.sleep(0.01)
-        assert left_behind.cancelled()
-        assert (batcher.busy(), flush.batches) == ([1], [])
-        assert await asyncio.wait_for(one(request(1)), 10) == [(1, 0, 0)]
-        await other
-        batcher.leave(1)
-        batcher.leave(1)
-        return flush.batches
-
-    assert asyncio.run(scenario()) == [[(1, 0, 0), (2, 0, 0)]]
+    flush = Recorder()
+    batcher = LockstepBatcher(flush)
+    one = batcher.enter(1)
+    two = batcher.enter(2)
+    left_behind = asyncio.ensure_future(one(request(1, first_sample=7)))
+    await asyncio.sleep(0)
+    batcher.withdraw(1)
+    other = asyncio.ensure_future(two(request(2)))
+    await asyncio.sleep(0.01)
+    assert left_behind.cancelled()
+    assert (batcher.busy(), flush.batches) == ([1], [])
+    assert await asyncio.wait_for(one(request(1)), 10) == [(1, 0, 0)]
+    await other
+    batcher.leave(1)
+    batcher.leave(1)
+    assert flush.batches == [[(1, 0, 0), (2, 0, 0)]]
 
 
-def test_a_failing_engine_fails_all_waiting_calls():
+async def test_a_failing_engine_fails_all_waiting_calls():
     async def flush(requests):
         raise RuntimeError("engine is gone")
 
-    async def scenario():
-        batcher = LockstepBatcher(flush)
-        calls = [batcher.enter(draw)(request(draw)) for draw in (1, 2)]
-        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
-
-    assert [str(error) for error in asyncio.run(scenario())] == ["engine is gone"] * 2
+    batcher = LockstepBatcher(flush)
+    calls = [batcher.enter(draw)(request(draw)) for draw in (1, 2)]
+    found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+    assert [str(error) for error in found] == ["engine is gone"] * 2

@@ -100,13 +100,16 @@ class AbortingEngine:
         return tokens[:room], "length"
 
 
+def ask(n: int = 1, *, first_sample: int = 0, **sampling: Any) -> GenerateRequest:
+    settings = SamplingParams(**{"max_new_tokens": LONGEST, **sampling})
+    return GenerateRequest(np.array(PROMPT, np.int32), settings, 5, n, first_sample=first_sample)
+
+
 def whole(
-    engine: AbortingEngine, n: int = 1, **sampling: Any
+    engine: Any, n: int = 1, *, first_sample: int = 0, **sampling: Any
 ) -> tuple[list[Completion], PartialRollouts]:
     partial: PartialRollouts = PartialRollouts(Letters())  # type: ignore[arg-type]
-    request = GenerateRequest(
-        np.array(PROMPT, np.int32), SamplingParams(**{"max_new_tokens": LONGEST, **sampling}), 5, n
-    )
+    request = ask(n, first_sample=first_sample, **sampling)
     return asyncio.run(partial.whole(engine, request)), partial
 
 
@@ -219,10 +222,7 @@ def test_only_aborted_samples_are_requested_again():
 
 def test_samples_keep_their_numbers_where_the_first_is_not_0():
     engine = AbortingEngine(replies, [{4: 3}])
-    request = GenerateRequest(
-        np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=LONGEST), 5, 2, first_sample=3
-    )
-    found = asyncio.run(PartialRollouts(Letters()).whole(engine, request))
+    found, _ = whole(engine, 2, first_sample=3)
     assert [one.tokens.tolist() for one in found] == [replies(3), replies(4)]
     assert list(engine.asked[1].samples) == [4]
 
@@ -241,14 +241,10 @@ def test_an_engine_s_own_end_is_the_end():
         ]
 
     for room in (3, 9):
-        request = GenerateRequest(
-            np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=room), 5
-        )
-        (found,) = asyncio.run(PartialRollouts(Letters()).whole(generate, request))
+        [found], _ = whole(generate, max_new_tokens=room)
         assert (found.tokens.tolist(), found.finish_reason) == (spelled("abc"), "stop")
     answers[0] = ("abc", "stop")
-    request = GenerateRequest(np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=3), 5)
-    (found,) = asyncio.run(PartialRollouts(Letters()).whole(generate, request))
+    [found], _ = whole(generate, max_new_tokens=3)
     assert found.finish_reason == "stop"
 
 
@@ -308,26 +304,22 @@ def test_without_records_there_are_none_afterwards():
     assert found.tokens.tolist() == spelled("xabcd")
 
 
-def test_a_cancelled_call_makes_no_more_requests():
-    async def main() -> int:
-        engine = AbortingEngine(lambda _: spelled(WORDS), [3])
-        waits = asyncio.Event()
+async def test_a_cancelled_call_makes_no_more_requests():
+    engine = AbortingEngine(lambda _: spelled(WORDS), [3])
+    waits = asyncio.Event()
 
-        async def generate(request: GenerateRequest) -> list[Completion]:
-            if request.prefixes:
-                waits.set()
-                await asyncio.sleep(600)
-            return await engine(request)
+    async def generate(request: GenerateRequest) -> list[Completion]:
+        if request.prefixes:
+            waits.set()
+            await asyncio.sleep(600)
+        return await engine(request)
 
-        request = GenerateRequest(np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=8), 5)
-        call = asyncio.ensure_future(PartialRollouts(Letters()).whole(generate, request))
-        await asyncio.wait_for(waits.wait(), 10)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        return len(engine.asked)
-
-    assert asyncio.run(main()) == 1
+    call = asyncio.ensure_future(PartialRollouts(Letters()).whole(generate, ask()))
+    await asyncio.wait_for(waits.wait(), 10)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert len(engine.asked) == 1
 
 
 def test_errors_of_the_second_pass_are_the_callers():
@@ -336,13 +328,11 @@ def test_errors_of_the_second_pass_are_the_callers():
             raise RuntimeError("the engine is closed")
         return await AbortingEngine(lambda _: spelled(WORDS), [3])(request)
 
-    request = GenerateRequest(np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=8), 5)
     with pytest.raises(RuntimeError, match="the engine is closed"):
-        asyncio.run(PartialRollouts(Letters()).whole(generate, request))
+        whole(generate)
 
 
 def test_a_workflow_gives_no_prefixes_of_its_own():
-    request = GenerateRequest(np.array(PROMPT, np.int32), SamplingParams(max_new_tokens=8), 5)
-    begun = request.going_on([Prefix(0, np.array([4], np.int32))])
+    begun = ask().going_on([Prefix(0, np.array([4], np.int32))])
     with pytest.raises(ValueError, match=r"leave GenerateRequest\.prefixes alone"):
         asyncio.run(PartialRollouts(Letters()).whole(AbortingEngine(replies, []), begun))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.data.prompts import Prompt
-from rollout.collection.stages import Stages
+from rollout.collection.group_runner import Stages
 
 PROMPT = Prompt("rows:1", np.zeros(1, dtype=np.int32), "")
 KEYS = [(draw, False, rollout) for draw in (1, 2) for rollout in (0, 1)]
