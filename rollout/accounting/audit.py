@@ -74,11 +74,11 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
     found.draws = len(ledger)
     found.states = ledger.balance()
     found.steps = ledger.last_step
-    found.given_up, found.failed = _lost(history)
+    found.given_up = _counted(history, "requeued", "because")
+    found.failed = _counted(history, "failed", "kind")
     found.restarts = len(history.starts[1:])
     found.rewound = history.rewound_transitions
-    found.contradictions += check_steps(history)
-    found.contradictions += check_rows(history)
+    found.contradictions += [*check_steps(history), *check_rows(history)]
     if checkpoint is not None:
         found.checkpoint = checkpoint.step
         found.contradictions += check_checkpoint(checkpoint, history)
@@ -92,16 +92,13 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
     return found
 
 
-def _lost(history: History) -> tuple[dict[str, int], dict[str, int]]:
-    """Count requeued draws by reason, and failed ones by kind."""
-    reasons: Counter[str] = Counter()
-    kinds: Counter[str] = Counter()
+def _counted(history: History, transition: str, detail: str) -> dict[str, int]:
+    """Return the number of draws of a transition by its detail, those without one left out."""
+    counts: Counter[str] = Counter()
     for _, entry in history.entries():
-        if "because" in entry:
-            reasons[entry["because"]] += len(entry["requeued"])
-        if "failed" in entry:
-            kinds[entry["kind"]] += len(entry["failed"])
-    return dict(reasons), dict(kinds)
+        if transition in entry and detail in entry:
+            counts[entry[detail]] += len(entry[transition])
+    return dict(counts)
 
 
 # --- the ledger with itself and with the checkpoint -----------------------------------------------
@@ -133,8 +130,8 @@ def check_rows(history: History) -> Iterator[str]:
     """A draw that is made again has the row that the curriculum chose for it at first."""
     chosen: dict[int, int] = {}
     for number, draw, row in _choices(history):
-        if chosen.setdefault(draw, row) != row:
-            before = chosen[draw]
+        before = chosen.setdefault(draw, row)
+        if before != row:
             yield f"line {number}: draw {draw} is of row {row}, and was of row {before} before"
 
 
@@ -143,9 +140,8 @@ def _choices(
 ) -> Iterator[tuple[int, int, int]]:
     """(line, draw, row) wherever a curriculum chose a row; none without one."""
     for number, entry in history.entries(until):
-        if "rows" in entry:
-            for draw, row in zip(entry["drawn"], entry["rows"]):
-                yield number, draw, row
+        for draw, row in zip(entry.get("drawn", ()), entry.get("rows", ())):
+            yield number, draw, row
 
 
 def _check_curriculum(
@@ -161,11 +157,8 @@ def _check_curriculum(
     if any("ledger" in entry for entry in entries):  # the journal has lost the results before
         return
     results = sum(len(entry.get("passed", ())) for entry in entries)
-    if num_results(saved["results"]) != results:
-        yield (
-            f"{name} has the results of {num_results(saved['results'])} groups, the journal of"
-            f" {results}"
-        )
+    if (kept := num_results(saved["results"])) != results:
+        yield f"{name} has the results of {kept} groups, the journal of {results}"
 
 
 def check_checkpoint(checkpoint: Checkpoint, history: History) -> Iterator[str]:
@@ -179,12 +172,8 @@ def check_checkpoint(checkpoint: Checkpoint, history: History) -> Iterator[str]:
     saved = Ledger.of(source["ledger"])
     if len(saved) != len(at_cut):
         yield f"{name} knows {len(saved)} draws, the journal {len(at_cut)} at its cut"
-    differ = [
-        draw
-        for draw in range(min(len(saved), len(at_cut)))
-        if saved.state(draw) != at_cut.state(draw)
-    ]
-    if differ:
+    common = range(min(len(saved), len(at_cut)))
+    if differ := [draw for draw in common if saved.state(draw) != at_cut.state(draw)]:
         first = differ[0]
         yield (
             f"draw {first} is {saved.state(first)} in {name} and {at_cut.state(first)} in the"
@@ -265,13 +254,9 @@ def check_recording(
             f"step {step} was trained on draws {_some(unknown)}, which the ledger does not say it"
             " consumed"
         )
-    twice = [
-        sample
-        for sample, count in Counter((r["draw"], r["index"]) for r in records).items()
-        if count > 1
-    ]
-    if twice:
-        yield f"step {step} was trained twice on sample {twice[0][1]} of draw {twice[0][0]}"
+    for (draw, index), count in Counter((r["draw"], r["index"]) for r in records).most_common(1):
+        if count > 1:
+            yield f"step {step} was trained twice on sample {index} of draw {draw}"
 
 
 # --- the recordings with the versions ------------------------------------------------------------
@@ -314,41 +299,28 @@ class Lineage:
         if trained not in self._index:
             yield f"step {step} has trained version {trained}, which was never published"
             return
-        if self._versions[self._index[trained]].step != step - 1:
-            yield (
-                f"step {step} has trained version {trained}, which is of step"
-                f" {self._versions[self._index[trained]].step}"
-            )
+        of = self._versions[self._index[trained]].step
+        if of != step - 1:
+            yield f"step {step} has trained version {trained}, which is of step {of}"
         if self._forgotten(trained, len(self._versions), done=step):
             yield f"step {step} is recorded of a trainer that was started again from before it"
         for version in sorted({span[0] for record in records for span in record["versions"]}):
-            yield from self._check_token(step, trained, version, max_staleness)
+            if wrong := self._wrong(step, trained, version, max_staleness):
+                yield f"step {step} was trained on tokens of version {version}, {wrong}"
 
-    def _check_token(
-        self, step: int, trained: int, version: int, max_staleness: int | None
-    ) -> Iterator[str]:
+    def _wrong(self, step: int, trained: int, version: int, max_staleness: int | None) -> str:
+        """Say why no token of this version belongs into the step; "" if it may be there."""
         if version not in self._index:
-            yield (
-                f"step {step} was trained on tokens of version {version}, which was never published"
-            )
-            return
-        made = self._versions[self._index[version]]
-        if self._forgotten(version, self._index[trained] + 1, done=made.step):
-            gone = f"of step {made.step} of a trainer that was rolled back behind it"
-            yield f"step {step} was trained on tokens of version {version}, {gone}"
-        elif not 0 <= step - 1 - made.step <= (step if max_staleness is None else max_staleness):
-            bound = f"rollout.max_staleness was {max_staleness}"
-            yield (
-                f"step {step} was trained on tokens of version {version}, of policy step"
-                f" {made.step}: {bound}"
-            )
+            return "which was never published"
+        made = self._versions[self._index[version]].step
+        if self._forgotten(version, self._index[trained] + 1, done=made):
+            return f"of step {made} of a trainer that was rolled back behind it"
+        if 0 <= step - 1 - made <= (step if max_staleness is None else max_staleness):
+            return ""
+        return f"of policy step {made}: rollout.max_staleness was {max_staleness}"
 
     def _forgotten(self, version: int, until: int, *, done: int) -> bool:
-        """Whether an incarnation after `version` began with fewer than `done` steps.
-
-        Args:
-            until: index of the version before which incarnations count.
-        """
+        """Whether an incarnation after `version`, before the index `until`, has done less."""
         since = self._versions[self._index[version] : until]
         return any(
             after.step < done

@@ -25,12 +25,7 @@ DETAILS: dict[Transition, str] = {
     "failed": "kind",
     "requeued": "because",
 }
-DETAIL_TYPES: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "by": (str,),
-    "kind": (str,),
-    "because": (str, type(None)),
-}
+DETAIL_TYPES = {"step": (int,), "by": (str,), "kind": (str,), "because": (str, type(None))}
 # what a curriculum adds to each draw of an entry, in the same order
 OF_EACH: dict[Transition, str] = {"drawn": "rows", "finished": "passed"}
 OF_EACH_TYPES: dict[Transition, type] = {"drawn": int, "finished": str}
@@ -129,18 +124,15 @@ class History:
                 self._end = line_end
 
     def _rewind(self, entry: Entry, line_end: JournalPosition) -> JournalPosition:
-        """Go back to the cut that a start names; returns the position behind the start.
-
-        Where the start holds the ledger itself, nothing before it counts.
-        """
+        """Go back to the cut that a start names, or to nothing where it holds the ledger itself."""
         start = self._end
         step = entry["start"]
-        anew = "ledger" in entry
-        if not anew and step not in self.cuts:
+        has_ledger = "ledger" in entry
+        if not has_ledger and step not in self.cuts:
             raise DataError(
                 f"{self.path}:{start.line}: a start from step {step}, of which there is no cut"
             )
-        cut = BEGINNING if anew else self.cuts[step]
+        cut = BEGINNING if has_ledger else self.cuts[step]
         counted = self.counted
         self.rewound += [
             LineRange(max(begin, cut), end, rewound_by=start.line)
@@ -153,9 +145,9 @@ class History:
         self.rewound_transitions += start.transitions - cut.transitions
         line_end = line_end._replace(transitions=cut.transitions)
         self.cuts = {at: position for at, position in self.cuts.items() if at <= step}
-        if anew:
+        if has_ledger:
             self.cuts = {step: line_end}
-        self._begin = start._replace(transitions=cut.transitions) if anew else line_end
+        self._begin = start._replace(transitions=cut.transitions) if has_ledger else line_end
         self.bounds = {at: bound for at, bound in self.bounds.items() if at <= step}
         self.starts.append((start.line, step))
         self._step = step
@@ -174,9 +166,7 @@ class History:
         return [*self._counted, LineRange(self._begin, self._end)]
 
     def entries(self, until: JournalPosition | None = None) -> Iterator[tuple[int, Entry]]:
-        """The entries that count, with their line numbers.
-
-        These are transitions, cuts, and starts that hold a ledger.
+        """The transitions, cuts and starts with a ledger that count, with their line numbers.
 
         Raises:
             DataError: a line is no entry of a journal; names it.
@@ -197,14 +187,11 @@ class History:
 
     def _parsed(self, number: int, line: bytes) -> Entry:
         try:
-            entry = orjson.loads(line)
-            _check_entry(entry)
+            return _checked(orjson.loads(line))
         except ValueError as error:
             raise DataError(
                 f"{self.path}:{number}: not an entry of a ledger's journal: {error}"
             ) from None
-        found: Entry = entry
-        return found
 
     def at(self, step: int | None = None) -> Ledger | None:
         """The ledger at the cut of `step`, or at the end; None where there is no such cut.
@@ -240,52 +227,49 @@ def read_journal(path: Path) -> History:
     return history
 
 
-def _check_entry(entry: Any) -> None:
-    """Raises ValueError unless `entry` has the shape of an entry."""
+def _checked(entry: Any) -> Entry:
+    """Return an entry. Raises ValueError unless it has the shape of one."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
-    shown = str(entry)[:80]
+    names = [name for name in TRANSITIONS if name in entry]
+    expected = ""
     if "start" in entry:
-        prompts = entry.get("prompts")
-        fits = isinstance(prompts, list) and [type(one) for one in prompts] == [int, str]
-        if not fits or not _is_list([entry["start"], entry.get("max_staleness")], int):
-            raise ValueError(
-                "expected 'start' with a step, max_staleness, prompts (a number and a word), got"
-                f" {shown}"
-            )
-        if "ledger" in entry and not _is_snapshot(entry["ledger"]):
-            raise ValueError(f"expected a ledger with codes, lengths and filters, got {shown}")
-        return
-    if "cut" in entry:
+        numbers = [entry["start"], entry.get("max_staleness")]
+        ledger = entry.get("ledger", {"codes": [], "lengths": [], "filters": []})
+        if not _is_list(numbers, int) or not _is_list(entry.get("prompts"), int, str):
+            expected = "'start' with a step, max_staleness, prompts (a number and a word)"
+        elif not (
+            isinstance(ledger, dict)
+            and all(_is_list(ledger.get(key), of) for key, of in SNAPSHOT_TYPES.items())
+            and _is_list(ledger.get("settled", []), str)  # older ones have none
+        ):
+            expected = "a ledger with codes, lengths and filters"
+    elif "cut" in entry:
         if type(entry["cut"]) is not int:
-            raise ValueError(f"expected 'cut' with a step, got {shown}")
-        return
-    found = [name for name in TRANSITIONS if name in entry]
-    if len(found) != 1 or not _is_list(entry[found[0]], int):
-        raise ValueError(
-            f"expected one of {', '.join(TRANSITIONS)} with a list of draws, got {shown}"
-        )
-    what = found[0]
-    each = OF_EACH.get(what, "")
-    if each in entry and not (
-        _is_list(entry[each], OF_EACH_TYPES[what]) and len(entry[each]) == len(entry[what])
-    ):
-        raise ValueError(f"expected one of {each!r} for each draw, got {shown}")
-    detail = DETAILS.get(what)
-    if detail is not None and type(entry.get(detail)) not in DETAIL_TYPES[detail]:
-        raise ValueError(f"expected {detail!r} with {what!r}, got {shown}")
+            expected = "'cut' with a step"
+    elif len(names) != 1 or not _is_list(entry[names[0]], int):
+        expected = f"one of {', '.join(TRANSITIONS)} with a list of draws"
+    else:
+        (what,) = names
+        each = OF_EACH.get(what, "")
+        detail = DETAILS.get(what)
+        if each in entry and not (
+            _is_list(entry[each], OF_EACH_TYPES[what]) and len(entry[each]) == len(entry[what])
+        ):
+            expected = f"one of {each!r} for each draw"
+        elif detail is not None and type(entry.get(detail)) not in DETAIL_TYPES[detail]:
+            expected = f"{detail!r} with {what!r}"
+    if expected:
+        raise ValueError(f"expected {expected}, got {str(entry)[:80]}")
+    return entry
 
 
-def _is_snapshot(ledger: Any) -> bool:
-    return (
-        isinstance(ledger, dict)
-        and all(_is_list(ledger.get(key), of) for key, of in SNAPSHOT_TYPES.items())
-        and _is_list(ledger.get("settled", []), str)  # older ones have none
-    )
-
-
-def _is_list(found: Any, of: type) -> bool:
-    return isinstance(found, list) and all(type(one) is of for one in found)
+def _is_list(found: Any, *of: type) -> bool:
+    """Whether this is a list of such elements: of one type, or of as many as there are."""
+    if not isinstance(found, list):
+        return False
+    types = [type(one) for one in found]
+    return types == [*of] if len(of) > 1 else set(types) <= {*of}
 
 
 def transitions_of(

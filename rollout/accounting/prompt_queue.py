@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +23,8 @@ logger = logging.getLogger(__name__)
 class LedgerJournal:
     """Appends every transition of every draw to ledger.jsonl as it happens, and deletes none.
 
-        {"start": 0, "prompts": [20, "d41d8c…"], "max_staleness": 0}
-        {"drawn": [0, 1, 2, 3]}
-        {"finished": [0, 2]}
-        {"dropped": [2], "by": "zero_variance"}
-        {"requeued": [3], "because": "stale"}
-        {"failed": [1], "kind": "timeout"}
-        {"consumed": [0], "step": 1}
-        {"cut": 1}
-
-    Where a curriculum chooses prompts (`data.curriculum`), the choices and what they follow from
-    are here too: the row of each draw, and how many samples of its group pass, of those that tell.
-
-        {"drawn": [4, 5], "rows": [17, 3]}
-        {"finished": [4], "passed": ["3/8"]}
-
-    A start says from the cut of which step the run goes on; 0 is the beginning. A draw is requeued
-    without a reason where a workflow, an engine or the run ended before the draw did. The cut of a
-    step is the moment at which its batch is handed over; the step's checkpoint holds the state of
-    that moment.
-
-    A start from the checkpoint of step s is a rewind: the lines between the cut of step s and the
-    start were done for weights that are gone, and do not count any more. Where the journal has no
-    such cut, the start holds the ledger itself.
-
-    Every line is with the operating system when the next kind of transition is recorded, and on the
-    disk at each cut. So a kill loses only what a rewind to the newest cut would give up too.
-
-    A run has one writer. Transitions that are recorded before `start` are written behind its line.
+    docs/ledger.md has the format, and what a kill loses. A run has one writer. Transitions that are
+    recorded before `start` are written behind its line.
     """
 
     def __init__(self) -> None:
@@ -63,19 +38,16 @@ class LedgerJournal:
     def record(self, transition: Transition, draw: int, detail: int | str | None) -> None:
         """Record the transition of a draw: see `rollout.accounting.ledger.Record`."""
         last = self._unwritten[-1] if self._unwritten else {}
-        each = OF_EACH.get(transition)
-        if each is not None and detail is not None:
-            if each in last:
-                last[transition].append(draw)
-                last[each].append(detail)
-                return
-            entry: dict[str, Any] = {transition: [draw], each: [detail]}
-        else:
-            key = DETAILS.get(transition) or each or ""
-            if transition in last and last.get(key) == detail:
-                last[transition].append(draw)
-                return
-            entry = {transition: [draw]} | ({} if detail is None else {key: detail})
+        key = DETAILS.get(transition) or OF_EACH.get(transition, "")
+        each = key in OF_EACH.values() and detail is not None  # every draw has a detail of its own
+        if transition in last and (key in last if each else last.get(key) == detail):
+            last[transition].append(draw)
+            if each:
+                last[key].append(detail)
+            return
+        entry: dict[str, Any] = {transition: [draw]}
+        if detail is not None:
+            entry[key] = [detail] if each else detail
         self._unwritten.append(entry)
         self._flush(len(self._unwritten) - 1)
 
@@ -83,10 +55,10 @@ class LedgerJournal:
         """Write everything that was recorded, so that it outlives this process."""
         self._flush(len(self._unwritten))
 
-    def _flush(self, count: int) -> None:
-        if self._file is not None and count > 0:
-            self._write(*self._unwritten[:count])
-            del self._unwritten[:count]
+    def _flush(self, number: int) -> None:
+        if self._file is not None and number > 0:
+            self._write(*self._unwritten[:number])
+            del self._unwritten[:number]
 
     def cut(self, step: int) -> None:
         """Record that the batch of `step` is handed over now, and bring everything to the disk."""
@@ -122,11 +94,7 @@ class LedgerJournal:
         """
         if self._file is not None:
             return
-        entry: dict[str, Any] = {
-            "start": step,
-            "prompts": list(prompts),
-            "max_staleness": max_staleness,
-        }
+        entry = {"start": step, "prompts": list(prompts), "max_staleness": max_staleness}
         known = _ledger_at(step, path)
         if known is None or not known.same_as(Ledger.of(ledger)):
             logger.warning(
@@ -159,10 +127,7 @@ class LedgerJournal:
             self._file = None
 
     def _write(self, *entries: Mapping[str, Any]) -> None:
-        """Append entries. Raises RunFailed where another service has written since.
-
-        So a service that was lost does not write into the journal of its successor.
-        """
+        """Append entries. Raises RunFailed where the successor of a lost service has written."""
         assert self._file is not None
         content = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
         written = 0
@@ -189,11 +154,8 @@ def _ledger_at(step: int, path: Path) -> Ledger | None:
     try:
         return read_journal(path).at(step)
     except DataError as error:  # recovery: the checkpoint has the ledger
-        aside = path.with_name(f"{path.name}.damaged")
-        number = 1
-        while aside.exists():  # of an earlier start
-            number += 1
-            aside = path.with_name(f"{path.name}.damaged.{number}")
+        names = (f"{path.name}.damaged{f'.{n}' if n > 1 else ''}" for n in count(1))
+        aside = next(a for a in map(path.with_name, names) if not a.exists())
         logger.warning(
             "%s; it is set aside as %s, and the ledger starts anew from the checkpoint",
             error,
@@ -214,9 +176,9 @@ class PromptQueue:
         # step and ledger that the run goes on from
         self._restored: tuple[int, dict[str, Any]] = (0, self.ledger.snapshot())
 
-    def take(self, count: int) -> list[int]:
-        """Take the next `count` draws, which are in flight from now on."""
-        draws = self.stream.take(count)
+    def take(self, number: int) -> list[int]:
+        """Take the next draws, which are in flight from now on."""
+        draws = self.stream.take(number)
         rows = [self.stream.chosen(draw) for draw in draws]
         self.ledger.draw(draws, rows)
         if any(row is not None for row in rows):  # a choice is written down before it is used
@@ -288,18 +250,13 @@ class PromptQueue:
         """Bring the stream to where the ledger is."""
         self.stream.move(len(self.ledger), self.ledger.requeued())
 
-    # --- state ------------------------------------------------------------------------------------
-
     def snapshot(self) -> dict[str, Any]:
         """The state of stream and ledger as JSON."""
         return {"stream": self.stream.snapshot(), "ledger": self.ledger.snapshot()}
 
     def beginning(self) -> dict[str, Any]:
         """The snapshot before the first draw."""
-        return {
-            "stream": self.stream.beginning(),
-            "ledger": Ledger().snapshot(),
-        }
+        return {"stream": self.stream.beginning(), "ledger": Ledger().snapshot()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go back to a snapshot. Raises DataError for the snapshot of other prompts."""

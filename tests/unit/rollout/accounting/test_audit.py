@@ -44,23 +44,35 @@ WHOLE: list[dict[str, Any]] = [
 
 
 def written(folder: Path, entries: list[dict[str, Any]]) -> Path:
+    """The journal of these entries, in the folder of a run."""
+    (folder / "config.yaml").write_text(CONFIG)
     path = folder / "ledger.jsonl"
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return path
+
+
+def steps_of(folder: Path, entries: list[dict[str, Any]]) -> list[str]:
+    """What contradicts the order of the steps."""
+    return list(check_steps(read_journal(written(folder, entries))))
+
+
+@pytest.fixture
+def checkpoint_of_step_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Checkpoint(step=2, folder=tmp_path, state={})
+    monkeypatch.setattr("rollout.accounting.audit.latest_checkpoint", lambda _: found)
+    monkeypatch.setattr("rollout.accounting.audit.check_checkpoint", lambda *_: [])
 
 
 # --- steps ----------------------------------------------------------------------------------------
 
 
 def test_steps_in_order_contradict_nothing(tmp_path: Path) -> None:
-    assert list(check_steps(read_journal(written(tmp_path, WHOLE)))) == []
-    rewound = [*WHOLE, {**START, "start": 1}, *WHOLE[6:]]
-    assert list(check_steps(read_journal(written(tmp_path, rewound)))) == []
-    history = read_journal(written(tmp_path, WHOLE))
-    saved = history.at(1)
+    assert steps_of(tmp_path, WHOLE) == []
+    assert steps_of(tmp_path, [*WHOLE, {**START, "start": 1}, *WHOLE[6:]]) == []
+    saved = read_journal(written(tmp_path, WHOLE)).at(1)
     assert saved is not None
     anew = [{**START, "start": 1, "ledger": saved.snapshot()}, *WHOLE[6:]]
-    assert list(check_steps(read_journal(written(tmp_path, anew)))) == []
+    assert steps_of(tmp_path, anew) == []
 
 
 @pytest.mark.parametrize(
@@ -88,7 +100,7 @@ def test_steps_in_order_contradict_nothing(tmp_path: Path) -> None:
 def test_steps_out_of_order_are_named(
     tmp_path: Path, entries: list[dict[str, Any]], said: list[str]
 ) -> None:
-    assert list(check_steps(read_journal(written(tmp_path, entries)))) == said
+    assert steps_of(tmp_path, entries) == said
 
 
 # --- the checkpoint -------------------------------------------------------------------------------
@@ -132,84 +144,54 @@ def test_a_checkpoint_of_its_cut_contradicts_nothing(
     assert said_of(path, checkpoint(path)) == []
 
 
-def other_ledger(source: dict[str, Any]) -> None:
-    source["ledger"]["codes"][0] = -3
-    source["stream"]["requeued"] = [0]
-
-
-def other_last_draw(source: dict[str, Any]) -> None:
-    source["ledger"]["codes"][-1] = -3
-    source["stream"]["requeued"] = [3]
-
-
-def shorter(source: dict[str, Any]) -> None:
-    source["ledger"] = {"codes": [1, -2], "lengths": [1, 1], "filters": []}
-    source["stream"] = {"cursor": 2, "requeued": []}
-    source["ahead"]["groups"] = [{"draw": 1}]
-
-
-def other_cursor(source: dict[str, Any]) -> None:
-    source["stream"]["cursor"] = 5
-
-
-def other_requeued(source: dict[str, Any]) -> None:
-    source["stream"]["requeued"] = [2]
-
-
-def lost_group(source: dict[str, Any]) -> None:
-    source["ahead"]["groups"].pop()
-
-
-def group_of_a_consumed_draw(source: dict[str, Any]) -> None:
-    source["ahead"]["groups"].append({"draw": 0})
+CHECKPOINT = "the checkpoint of step 1"
+SHORTER = {
+    "ledger": {"codes": [1, -2], "lengths": [1, 1], "filters": []},
+    "stream": {"cursor": 2, "requeued": []},
+    "ahead": {"groups": [{"draw": 1}]},
+}
 
 
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
         (
-            other_ledger,
-            [
-                "draw 0 is requeued in the checkpoint of step 1 and consumed by step 1 in the"
-                " journal; so 1 draws"
-            ],
+            {"ledger": {"codes": [-3, -2, -1], "lengths": [1, 2, 1]}, "stream": {"requeued": [0]}},
+            f"draw 0 is requeued in {CHECKPOINT} and consumed by step 1 in the journal; so 1 draws",
         ),
         (
-            other_last_draw,
-            [
-                "draw 3 is requeued in the checkpoint of step 1 and in flight in the journal;"
-                " so 1 draws"
-            ],
+            {"ledger": {"codes": [1, -2, -3], "lengths": [1, 2, 1]}, "stream": {"requeued": [3]}},
+            f"draw 3 is requeued in {CHECKPOINT} and in flight in the journal; so 1 draws",
         ),
-        (shorter, ["the checkpoint of step 1 knows 2 draws, the journal 4 at its cut"]),
+        (SHORTER, f"{CHECKPOINT} knows 2 draws, the journal 4 at its cut"),
         (
-            other_cursor,
-            [
-                "the stream of the checkpoint of step 1 is at draw 5, with none to come again;"
-                " its ledger has 4 draws, requeued none"
-            ],
+            {"stream": {"cursor": 5}},
+            f"the stream of {CHECKPOINT} is at draw 5, with none to come again;"
+            " its ledger has 4 draws, requeued none",
         ),
         (
-            other_requeued,
-            [
-                "the stream of the checkpoint of step 1 is at draw 4, with 2 to come again;"
-                " its ledger has 4 draws, requeued none"
-            ],
+            {"stream": {"requeued": [2]}},
+            f"the stream of {CHECKPOINT} is at draw 4, with 2 to come again;"
+            " its ledger has 4 draws, requeued none",
         ),
-        (lost_group, ["the checkpoint of step 1 keeps the groups of draws 2, finished are 1, 2"]),
         (
-            group_of_a_consumed_draw,
-            ["the checkpoint of step 1 keeps the groups of draws 0, 1, 2, finished are 1, 2"],
+            {"ahead": {"groups": [{"draw": 2}]}},
+            f"{CHECKPOINT} keeps the groups of draws 2, finished are 1, 2",
+        ),
+        (
+            {"ahead": {"groups": [{"draw": 2}, {"draw": 1}, {"draw": 0}]}},
+            f"{CHECKPOINT} keeps the groups of draws 0, 1, 2, finished are 1, 2",
         ),
     ],
 )
 def test_a_checkpoint_that_contradicts_its_cut_is_named(
-    tmp_path: Path, harm: Callable[[dict[str, Any]], None], said: list[str]
+    tmp_path: Path, harm: dict[str, dict[str, Any]], said: str
 ) -> None:
     path = written(tmp_path, LEFT_OVER)
     source = checkpoint(path)
-    harm(source)
-    assert said_of(path, source) == said
+    for part, changes in harm.items():
+        source[part] |= changes
+    assert said_of(path, source) == [said]
 
 
 def test_a_checkpoint_without_its_cut_is_named(tmp_path: Path) -> None:
@@ -226,14 +208,11 @@ def samples(*addresses: tuple[int, int]) -> list[dict[str, Any]]:
     return [{"draw": draw, "index": index} for draw, index in addresses]
 
 
+@pytest.mark.usefixtures("checkpoint_of_step_2")
 def test_a_recording_is_held_against_the_step_that_it_is_of(
-    tmp_path: Path, make_sample: Callable[..., Sample], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_sample: Callable[..., Sample]
 ) -> None:
-    (tmp_path / "config.yaml").write_text(CONFIG)
     written(tmp_path, WHOLE)
-    checkpoint = Checkpoint(step=2, folder=tmp_path, state={})
-    monkeypatch.setattr("rollout.accounting.audit.latest_checkpoint", lambda _: checkpoint)
-    monkeypatch.setattr("rollout.accounting.audit.check_checkpoint", lambda *_: [])
     run = RunDirectory(tmp_path)
     run.rollouts.mkdir(exist_ok=True)
     write_rollouts(run.rollouts_path(2), 2, [make_sample(99)])
@@ -263,7 +242,6 @@ def test_a_step_was_trained_on_what_it_consumed(
 
 
 def test_a_run_before_its_first_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(CONFIG)
     written(
         tmp_path, [*WHOLE, {**START, "start": 1}, {"drawn": [1]}, {"requeued": [1]}, {"drawn": [1]}]
     )
@@ -279,7 +257,6 @@ def test_a_run_before_its_first_checkpoint(tmp_path: Path) -> None:
 
 
 def test_given_up_groups_are_counted_one_by_one(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(CONFIG)
     written(
         tmp_path,
         [
@@ -295,7 +272,6 @@ def test_given_up_groups_are_counted_one_by_one(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_contradicts_itself_is_all_there_is_to_say(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(CONFIG)
     written(tmp_path, [START, {"drawn": [0]}, {"consumed": [0], "step": 1}])
     found = audit(RunDirectory(tmp_path))
     assert found.contradictions == [
@@ -395,7 +371,6 @@ def test_nothing_is_compared_for_the_life_of_a_draw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A step has no cut, which `rlcore ledger` alone says."""
-    (tmp_path / "config.yaml").write_text(CONFIG)
     written(tmp_path, WHOLE[:5] + WHOLE[6:])
     assert show_ledger(tmp_path, draw=0, as_json=False, recordings=True) == 0
     assert capsys.readouterr().out.startswith("draw 0: consumed by step 1\n")
@@ -403,15 +378,10 @@ def test_nothing_is_compared_for_the_life_of_a_draw(
     assert "NOT balanced" in capsys.readouterr().out
 
 
-def test_recordings_that_retention_has_deleted_are_not_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("checkpoint_of_step_2")
+def test_recordings_that_retention_has_deleted_are_not_missing(tmp_path: Path) -> None:
     """Only those up to the step that `rollouts/pruned` names."""
-    (tmp_path / "config.yaml").write_text(CONFIG)
     written(tmp_path, WHOLE)
-    checkpoint = Checkpoint(step=2, folder=tmp_path, state={})
-    monkeypatch.setattr("rollout.accounting.audit.latest_checkpoint", lambda _: checkpoint)
-    monkeypatch.setattr("rollout.accounting.audit.check_checkpoint", lambda *_: [])
     missing = "is missing, tracking.save_rollouts is on"
     run = RunDirectory(tmp_path)
     run.rollouts.mkdir(exist_ok=True)

@@ -211,6 +211,9 @@ def test_what_is_asked_of_a_history(path: Path) -> None:
         read_journal(path.with_name("none.jsonl"))
 
 
+NO_START = "expected 'start' with a step, max_staleness, prompts"
+
+
 def start_with(ledger: str) -> str:
     return f'{{"start": 0, "prompts": [7, "seven"], "max_staleness": 0, "ledger": {ledger}}}'
 
@@ -230,46 +233,24 @@ def start_with(ledger: str) -> str:
         ('{"consumed": [0], "step": "1"}', "expected 'step' with 'consumed'"),
         ('{"dropped": [0]}', "expected 'by' with 'dropped'"),
         ('{"requeued": [0], "because": 1}', "expected 'because' with 'requeued'"),
-        ('{"start": 0}', "expected 'start' with a step, max_staleness, prompts"),
-        (
-            '{"start": 0, "prompts": [7, "seven"], "max_staleness": 0, "ledger": {"codes": []}}',
-            "expected a ledger with codes",
-        ),
-        (
-            '{"start": 0, "prompts": 5, "max_staleness": 0}',
-            "expected 'start' with a step, max_staleness, prompts",
-        ),
-        (
-            '{"start": 0, "prompts": [7], "max_staleness": 0}',
-            "expected 'start' with a step, max_staleness, prompts",
-        ),
-        (
-            '{"start": 0, "prompts": ["seven", 7], "max_staleness": 0}',
-            "expected 'start' with a step, max_staleness, prompts",
-        ),
-        (
-            '{"start": 0, "prompts": [7, "seven"], "max_staleness": "0"}',
-            "expected 'start' with a step, max_staleness, prompts",
-        ),
-        (start_with("5"), "expected a ledger with codes"),
-        (start_with("null"), "expected a ledger with codes"),
-        (start_with('["codes", "lengths", "filters"]'), "expected a ledger with codes"),
-        (
-            start_with('{"codes": [1], "lengths": [0.5], "filters": []}'),
-            "expected a ledger with codes",
-        ),
-        (
-            start_with('{"codes": [null], "lengths": [1], "filters": []}'),
-            "expected a ledger with codes",
-        ),
-        (
-            start_with('{"codes": [1], "lengths": [1], "filters": 5}'),
-            "expected a ledger with codes",
-        ),
-        (
-            start_with('{"codes": [1], "lengths": [1], "filters": [], "settled": [5]}'),
-            "expected a ledger with codes",
-        ),
+        ('{"start": 0}', NO_START),
+        ('{"start": 0, "prompts": 5, "max_staleness": 0}', NO_START),
+        ('{"start": 0, "prompts": [7], "max_staleness": 0}', NO_START),
+        ('{"start": 0, "prompts": ["seven", 7], "max_staleness": 0}', NO_START),
+        ('{"start": 0, "prompts": [7, "seven"], "max_staleness": "0"}', NO_START),
+        *[
+            (start_with(ledger), "expected a ledger with codes")
+            for ledger in (
+                "5",
+                "null",
+                '["codes", "lengths", "filters"]',
+                '{"codes": []}',
+                '{"codes": [1], "lengths": [0.5], "filters": []}',
+                '{"codes": [null], "lengths": [1], "filters": []}',
+                '{"codes": [1], "lengths": [1], "filters": 5}',
+                '{"codes": [1], "lengths": [1], "filters": [], "settled": [5]}',
+            )
+        ],
         (
             '{"start": 3, "prompts": [7, "seven"], "max_staleness": 0}',
             "2: a start from step 3, of which there is no cut",
