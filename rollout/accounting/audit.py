@@ -74,8 +74,7 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
     found.draws = len(ledger)
     found.states = ledger.balance()
     found.steps = ledger.last_step
-    found.given_up = _counted(history, "requeued", "because")
-    found.failed = _counted(history, "failed", "kind")
+    found.given_up, found.failed = _lost(history)
     found.restarts = len(history.starts[1:])
     found.rewound = history.rewound_transitions
     found.contradictions += [*check_steps(history), *check_rows(history)]
@@ -92,13 +91,16 @@ def audit(run: RunDirectory, *, recordings: bool = True) -> Audit:
     return found
 
 
-def _counted(history: History, transition: str, detail: str) -> dict[str, int]:
-    """Return the number of draws of a transition by its detail, those without one left out."""
-    counts: Counter[str] = Counter()
+def _lost(history: History) -> tuple[dict[str, int], dict[str, int]]:
+    """Count requeued draws by reason, and failed ones by kind."""
+    reasons: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
     for _, entry in history.entries():
-        if transition in entry and detail in entry:
-            counts[entry[detail]] += len(entry[transition])
-    return dict(counts)
+        if "because" in entry:
+            reasons[entry["because"]] += len(entry["requeued"])
+        if "failed" in entry:
+            kinds[entry["kind"]] += len(entry["failed"])
+    return dict(reasons), dict(kinds)
 
 
 # --- the ledger with itself and with the checkpoint -----------------------------------------------
