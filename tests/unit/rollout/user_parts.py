@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlcore.data.generation import Generate, GenerateRequest
+from rlcore.data.generation import Completion, Generate, GenerateRequest
 from rlcore.data.prompts import Prompt
 from rlcore.data.sample import Sample, VersionSpan
 from rollout.conversation.samples import make_sample
@@ -17,21 +17,22 @@ from rollout.workflows.single_turn import SingleTurn
 
 
 class TwoTries:
-    """Asks again, under turn 1, and answers with the second try; prompts that start with 1 dawdle
-    first.
-    """
+    """Answers with the second try, under turn 1; prompts that start with 1 dawdle first."""
 
     def __init__(self, context: WorkflowContext) -> None:
         self.context = context
+
+    async def ask(self, prompt: Prompt, draw: int, generate: Generate, **given: int) -> Completion:
+        seed = self.context.seed
+        request = GenerateRequest(prompt.tokens, self.context.sampling, draw, seed=seed, **given)
+        (completion,) = await generate(request)
+        return completion
 
     async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
         for turn in (0, 1):
             if prompt.text.startswith("1"):
                 await asyncio.sleep(0.01)
-            request = GenerateRequest(
-                prompt.tokens, self.context.sampling, draw, turn=turn, seed=self.context.seed
-            )
-            (completion,) = await generate(request)
+            completion = await self.ask(prompt, draw, generate, turn=turn)
         return [make_sample(prompt, draw, 0, completion)]
 
 
@@ -39,18 +40,10 @@ class BothTries(TwoTries):
     """Both tries as samples of one group; the second one is another sample."""
 
     async def __call__(self, prompt: Prompt, draw: int, generate: Generate) -> list[Sample]:
-        samples = []
-        for index in (0, 1):
-            request = GenerateRequest(
-                prompt.tokens,
-                self.context.sampling,
-                draw,
-                first_sample=index,
-                seed=self.context.seed,
-            )
-            (completion,) = await generate(request)
-            samples.append(make_sample(prompt, draw, index, completion))
-        return samples
+        return [
+            make_sample(prompt, draw, i, await self.ask(prompt, draw, generate, first_sample=i))
+            for i in (0, 1)
+        ]
 
 
 class Processed(SingleTurn):

@@ -75,32 +75,29 @@ def test_steps_in_order_contradict_nothing(tmp_path: Path) -> None:
     assert steps_of(tmp_path, anew) == []
 
 
+BEFORE = "while the last step that consumed draws is"
+
+
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
         (
             [*WHOLE[:9], {"consumed": [1], "step": 3}],
-            ["line 10: step 3 consumed draws 1, step 2 was the next"],
+            "line 10: step 3 consumed draws 1, step 2 was the next",
         ),
-        (WHOLE[:5] + WHOLE[6:], ["line 9: step 2 consumed draws 1, step 1 was the next"]),
-        (
-            WHOLE[:4] + WHOLE[5:6],
-            ["line 5: the cut of step 1, while the last step that consumed draws is 0"],
-        ),
-        (
-            WHOLE[:9] + WHOLE[10:],
-            ["line 10: the cut of step 2, while the last step that consumed draws is 1"],
-        ),
+        (WHOLE[:5] + WHOLE[6:], "line 9: step 2 consumed draws 1, step 1 was the next"),
+        (WHOLE[:4] + WHOLE[5:6], f"line 5: the cut of step 1, {BEFORE} 0"),
+        (WHOLE[:9] + WHOLE[10:], f"line 10: the cut of step 2, {BEFORE} 1"),
         (
             [*WHOLE[:8], {"consumed": [3], "step": 1}, *WHOLE[9:]],  # behind the cut of its step
-            ["line 9: step 1 consumed draws 3, step 2 was the next"],
+            "line 9: step 1 consumed draws 3, step 2 was the next",
         ),
     ],
 )
 def test_steps_out_of_order_are_named(
-    tmp_path: Path, entries: list[dict[str, Any]], said: list[str]
+    tmp_path: Path, entries: list[dict[str, Any]], said: str
 ) -> None:
-    assert steps_of(tmp_path, entries) == said
+    assert steps_of(tmp_path, entries) == [said]
 
 
 # --- the checkpoint -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from openai import APIStatusError
@@ -44,19 +45,14 @@ def test_a_rollout_that_lost_a_call_ends_with_the_engines_error() -> None:
         went_on.append(1)
         return 1.0
 
-    def broken(model: ScriptedModel) -> Any:
-        async def generate(request: GenerateRequest) -> list[Completion]:
-            raise EngineFailed("engine-0 died")
-
-        return generate
-
     async def after() -> None:
         failed = await asyncio.wait_for(asked[0], 30)
         assert ended, "it was cancelled, not waited for"
         assert (failed.status_code, failed.response.headers["x-should-retry"]) == (500, "false")
 
+    broken = AsyncMock(side_effect=EngineFailed("engine-0 died"))
     with pytest.raises(EngineFailed, match="engine-0 died"):
-        play(run, by_turn("3"), model=broken, after=after)
+        play(run, by_turn("3"), model=lambda _: broken, after=after)
     assert not went_on
 
 

@@ -20,6 +20,15 @@ OTHER = {"role": "assistant", "content": "b"}
 SYSTEM = {"role": "system", "content": "Be short."}
 
 
+def called(ident: str, arguments: Any = '{"a": 1, "b": 2}') -> dict[str, Any]:
+    call = {"id": ident, "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def result(ident: str, content: Any = "3") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": ident, "content": content}
+
+
 def grow(*requests: tuple[list[Any], list[Any]]) -> Conversation:
     """The conversation of a model that always says `a`, after requests of messages and tools."""
     tokenizer = make_tokenizer()
@@ -63,40 +72,16 @@ def test_only_what_does_not_go_on_is_a_branch(
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
-        ({"role": "user", "content": "a"}, {"content": "a", "role": "user", "x": None}, True),
-        ({"role": "user", "content": "a"}, {"role": "system", "content": "a"}, False),
-        ({"role": "user", "content": "a"}, {"role": "user", "content": "a", "name": "b"}, False),
-        (
-            {"role": "tool", "content": "3", "tool_call_id": "1"},
-            {"role": "tool", "content": "3", "tool_call_id": "1", "name": "add"},
-            True,
-        ),
-        (
-            {"role": "tool", "content": "3", "tool_call_id": "1"},
-            {"role": "tool", "content": "3", "tool_call_id": "2"},
-            False,
-        ),
-        (
-            {"role": "tool", "content": "3", "tool_call_id": "1"},
-            {"role": "tool", "content": "4", "tool_call_id": "1"},
-            False,
-        ),
-        (
-            {"role": "assistant", "content": "a", "reasoning_content": "hm"},
-            {"role": "assistant", "content": "a"},
-            True,
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
-            True,
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[}"}}]},
-            False,
-        ),
-        ({"role": "tool", "content": ""}, {"role": "tool", "content": 0}, False),
+        (USER, {**USER, "x": None}, True),
+        (USER, {**USER, "role": "system"}, False),
+        (USER, {**USER, "name": "b"}, False),
+        (result("1"), {**result("1"), "name": "add"}, True),
+        (result("1"), result("2"), False),
+        (result("1"), result("1", "4"), False),
+        ({**SAID, "reasoning_content": "hm"}, SAID, True),
+        (called("1", "{}"), called("1", {}), True),
+        (called("1", "{"), called("1", "[}"), False),
+        (result("1", ""), result("1", 0), False),
         ({"role": "assistant", "content": None}, {"role": "assistant", "tool_calls": []}, True),
     ],
 )
@@ -118,19 +103,6 @@ def test_messages_that_say_the_same(one: Any, other: Any, same: bool) -> None:
 def test_what_is_no_message_is_refused(message: Any) -> None:
     with pytest.raises((Refused, DataError)):
         key_of(message, {})
-
-
-def called(ident: str, arguments: str = '{"a": 1, "b": 2}') -> dict[str, Any]:
-    function = {"name": "add", "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": ident, "function": function}],
-    }
-
-
-def result(ident: str, content: str = "3") -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": ident, "content": content}
 
 
 BIG = "123456789012345678901234567890"
