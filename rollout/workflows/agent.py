@@ -8,10 +8,11 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import IO, Any
 
 import numpy as np
@@ -54,6 +55,9 @@ class Task:
     tools: list[dict[str, Any]]
 
 
+Program = Callable[[Task, Endpoint], Awaitable[Any]]
+
+
 class AgentWorkflow:
     """Runs one program for each rollout, and trains on what it made the model write.
 
@@ -77,9 +81,7 @@ class AgentWorkflow:
     ) -> None:
         self._context = context
         self._row: dict[str, Any] = {}  # further columns of every row
-        self._options = dict(options or {})
-        self._run, self._command = load_program(run, command, self._options, environment)
-        self._environment = allowed_environment(environment, key=ENVIRONMENT)
+        self._name, self._program = load_program(run, command, options or {}, environment)
         self._gateway = Gateway(lambda token: context.decode(np.array([token], dtype=np.int32)))
 
     async def rollout(
@@ -123,7 +125,7 @@ class AgentWorkflow:
                 session.failed.result()  # raises, unless the draw is to be made again
                 return None
             if program.cancelled():
-                raise RolloutFailed("error", f"{self._name()} was cancelled from within")
+                raise RolloutFailed("error", f"{self._name} was cancelled from within")
             return program.result()
         finally:
             if not program.done():
@@ -139,37 +141,21 @@ class AgentWorkflow:
             RolloutFailed: whatever it raised. SystemExit would end the event loop.
         """
         try:
-            if self._command is not None:
-                found = await run_command(self._command, task, endpoint, self._environment)
-            else:
-                found = await self._called(task, endpoint)
+            found = await self._program(task, endpoint)
         except RolloutFailed:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise failure_of(error) from error
-        return checked_outcome(found, self._name())
-
-    async def _called(self, task: Task, endpoint: Endpoint) -> Any:
-        assert self._run is not None
-        options = deepcopy(self._options)
-        if inspect.iscoroutinefunction(self._run):
-            return await self._run(task, endpoint, **options)
-        # not of a pool, whose threads may all wait for the rollouts that wait for a thread
-        return await in_own_thread(self._run, task, endpoint, **options)
-
-    def _name(self) -> str:
-        if self._command is not None:
-            return f"command {self._command[0]!r}"
-        return f"{getattr(self._run, '__module__', '')}:{getattr(self._run, '__name__', self._run)}"
+        return checked_outcome(found, self._name)
 
 
 def load_program(
     run: str | None,
     command: Sequence[str] | None,
     options: Mapping[str, Any],
-    environment: Sequence[str] = (),
-) -> tuple[Callable[..., Any] | None, list[str] | None]:
-    """Return the function, or else the command, of an agent.
+    environment: Sequence[str],
+) -> tuple[str, Program]:
+    """Return the name of an agent's function or command, and what runs it.
 
     Raises:
         ConfigError: both or neither are given, it cannot be called, or `environment` is not for it.
@@ -184,8 +170,9 @@ def load_program(
             f"{ENVIRONMENT}: got {environment!r}, expected a list of names of variables"
         )
     if command is not None:
-        allowed_environment(environment, key=ENVIRONMENT)
-        return None, _checked_command(command, options)
+        checked = _checked_command(command, options)
+        given = allowed_environment(environment, key=ENVIRONMENT)
+        return f"command {checked[0]!r}", partial(run_command, checked, environment=given)
     if environment:
         raise ConfigError(
             f"{ENVIRONMENT}: a function runs in our process and has its variables: leave it out, or"
@@ -195,12 +182,23 @@ def load_program(
     try:
         inspect.signature(found).bind("task", "endpoint", **options)
     except TypeError as error:
-        given = "".join(f", {name}=" for name in options)
+        keywords = "".join(f", {name}=" for name in options)
         raise ConfigError(
-            f"{KEY}.run: {run} is called as run(task, endpoint{given}), but: {error}"
+            f"{KEY}.run: {run} is called as run(task, endpoint{keywords}), but: {error}"
             f"{place_of(found)}"
         ) from error
-    return found, None
+    name = f"{getattr(found, '__module__', '')}:{getattr(found, '__name__', found)}"
+    return name, partial(_call, found, options)
+
+
+async def _call(
+    function: Callable[..., Any], options: Mapping[str, Any], task: Task, endpoint: Endpoint
+) -> Any:
+    own = deepcopy(options)
+    if inspect.iscoroutinefunction(function):
+        return await function(task, endpoint, **own)
+    # not of a pool, whose threads may all wait for the rollouts that wait for a thread
+    return await in_own_thread(function, task, endpoint, **own)
 
 
 def _checked_command(command: Any, options: Mapping[str, Any]) -> list[str]:

@@ -54,7 +54,7 @@ def test_the_configuration_is_on_no_command_line(python: str) -> None:
     env = {"taskset": {"id": "words"}, "judge": {"api_key": "hidden"}}
     tokenizer = make_tokenizer()
     workflow = build(tokenizer, env=env, python=python)
-    assert "hidden" not in str(workflow._command)
+    assert "hidden" not in str(workflow._program)
     prompt = make_prompt(tokenizer, "1+2?", {"verifiers": {"word": "a"}})
     assert workflow._row == {verifiers_runner.ENV: env}, "of every task"
     assert verifiers_runner.ENV not in prompt.row, "nothing of it is recorded"
