@@ -6,6 +6,7 @@ They are read from the package `trl`, which holds them as they are; it is not im
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,10 @@ import pytest
 
 from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.messages import Message
-from rlcore.data.prompts import Prompt
 from rlcore.errors import ConfigError
 from rollout.conversation.chat_template import ChatTemplate
 
-from .kit import ScriptedModel, converse, ids, make_context, make_tokenizer
+from .kit import ScriptedModel, converse, ids, make_context, make_prompt, make_tokenizer
 
 TOOLS = [
     {
@@ -84,53 +84,41 @@ def test_what_appending_keeps(name: str) -> None:
         assert template.keeps_the_past("tool", TOOLS) is tool
 
 
+def begin(name: str, script: Callable[..., str], history: str | None = None) -> Any:
+    """A conversation under a template, and the model that it is with."""
+    tokenizer = tokenizer_of(name)
+    stops = KNOWN[name][0].split()
+    model = ScriptedModel(tokenizer, script, stop=stops[0])
+    settings = WorkflowConfig.model_validate({"history": history})
+    context = make_context(tokenizer, stops=stops, settings=settings)
+    return context.conversation(make_prompt(tokenizer, "question"), 0, 0, model), model
+
+
 @pytest.mark.parametrize("name", [name for name, (*_, user) in KNOWN.items() if user])
 async def test_requests_are_those_of_full_rendering(name: str) -> None:
     """Three turns, each prompt by suffixes: what the template makes of all messages at once."""
-    tokenizer = tokenizer_of(name)
-    stop = KNOWN[name][0].split()[0]
-    model = ScriptedModel(tokenizer, lambda _, request: f"answer{request.turn}", stop=stop)
-    context = make_context(tokenizer, stops=KNOWN[name][0].split())
-    messages = [{"role": "user", "content": "question"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-    conversation = context.conversation(
-        context_prompt(tokenizer, text, messages), draw=0, index=0, generate=model
-    )
-    for number in range(3):
-        await conversation.generate()
-        await conversation.append([{"role": "user", "content": f"again{number}"}])
+    conversation, model = begin(name, lambda _, request: f"answer{request.turn}")
+    await converse(conversation, "again0", "again1")
+    tokenizer = model.tokenizer
     for turn, request in enumerate(model.requests):
         asked = conversation.messages[: 1 + 2 * turn]
         full = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         assert np.array_equal(request.prompt, ids(tokenizer, full))
+    assert len(model.requests) == 3
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, user) in KNOWN.items() if not user])
 def test_where_the_past_would_change_the_user_must_choose(name: str) -> None:
-    tokenizer = tokenizer_of(name)
-    stops = KNOWN[name][0].split()
-    model = ScriptedModel(tokenizer, lambda *_: said, stop=stops[0])
-    messages = [{"role": "user", "content": "question"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    def samples(history: str | None, said: str) -> int:
+        conversation, _ = begin(name, lambda *_: said, history)
+        return len(asyncio.run(converse(conversation, "more")).samples())
 
-    async def talk(history: str | None) -> int:
-        settings = WorkflowConfig.model_validate({"history": history})
-        context = make_context(tokenizer, stops=stops, settings=settings)
-        conversation = context.conversation(
-            context_prompt(tokenizer, text, messages), draw=0, index=0, generate=model
-        )
-        await converse(conversation, "more")
-        return len(conversation.samples())
-
-    said = "answer"
     with pytest.raises(ConfigError, match=r"rollout\.workflow\.history: the chat template of"):
-        asyncio.run(talk(None))
-    said = "<think>hm</think>answer"
-    assert asyncio.run(talk("keep")) == 1
-    assert asyncio.run(talk("branch")) == 2
-    said = "answer"  # where nothing of it is dropped, the branch goes on
-    assert asyncio.run(talk("branch")) == (1 if name == "qwen3" else 2)
+        samples(None, "answer")
+    assert samples("keep", "<think>hm</think>answer") == 1
+    assert samples("branch", "<think>hm</think>answer") == 2
+    # where nothing of it is dropped, the branch goes on
+    assert samples("branch", "answer") == (1 if name == "qwen3" else 2)
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
@@ -141,10 +129,6 @@ def test_results_of_two_calls_follow_where_the_template_writes_one_call_a_turn(n
     first, both = (template.tokenizer.decode(tokens.tolist()) for tokens in (one, two))
     head = template.head
     assert both == first.removesuffix(head) + first.removeprefix("<|eot_id|>").replace("0", "1")
-
-
-def context_prompt(tokenizer: Any, text: str, messages: list[dict[str, Any]]) -> Prompt:
-    return Prompt("rows:1", ids(tokenizer, text), text, messages=messages)
 
 
 CONTENTS = [
