@@ -1,18 +1,21 @@
-"""What agent programs get from the gateway, and what is trained of what they do."""
+"""What agent programs get from the gateway, in which form, and what is trained of it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from openai import APIStatusError
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.unit.rollout.conversation.kit import (
-    STOP,
-)
+from rlcore.data.generation import GenerateRequest
+from rlcore.errors import ConfigError, UserError
+from tests.unit.rollout.conversation.kit import KEEPS_THOUGHTS, STOP, ScriptedModel, make_tokenizer
 
-from .agents import CALL, USER, body, by_turn, client, play, post, trained, turn
+from .agents import CALL, TOOLS, USER, body, by_turn, client, play, post, trained, turn
 
 Edit = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -177,3 +180,170 @@ def test_without_tool_choice_what_looks_like_a_call_is_text() -> None:
 
     (sample,), _ = play(run, by_turn(CALL, "<tool_call>{add 1}</tool_call>"))
     assert (sample.measured["tool_calls"], sample.measured["tool_errors"]) == (1, 1)
+
+
+def test_where_a_budget_leaves_nothing_the_answer_is_empty() -> None:
+    async def run(task: Any, endpoint: Any) -> None:
+        messages = list(task.messages)
+        for expected in (("stop", "3"), ("length", "")):
+            _, answer = await post(endpoint, body(messages))
+            (choice,) = answer["choices"]
+            assert (choice["finish_reason"], choice["message"]["content"]) == expected
+            messages += [choice["message"], USER]
+        assert answer["usage"]["completion_tokens"] == 0
+
+    samples, _ = play(run, by_turn("3"), workflow={"max_turns": 1})
+    assert [s.finish_reason for s in samples] == ["turns"]
+
+
+def test_stops_and_limits_of_a_call() -> None:
+    async def run(task: Any, endpoint: Any) -> None:
+        messages = list(task.messages)
+        choice = await turn(endpoint, messages, stop=["END"], max_tokens=4, reasoning_effort=None)
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "abcd")
+        messages += [choice["message"], USER]
+        choice = await turn(
+            endpoint, messages, stop="END", max_tokens=300, max_completion_tokens=350
+        )
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "It is ")
+        messages += [choice["message"], USER]
+        await post(endpoint, body(messages))
+
+    samples, model = play(run, by_turn("abcdefgh", "It is END of it", "ok"))
+    assert len(samples) == 1, "cut answers are known again"
+    assert [r.sampling.stop for r in model.requests] == [("END",), ("END",), ()]
+    assert [r.sampling.max_new_tokens for r in model.requests] == [4, 300, 400]
+
+
+@pytest.mark.parametrize("usage", [True, False])
+def test_answers_are_whole_objects_of_openai(usage: bool) -> None:
+    async def run(task: Any, endpoint: Any) -> None:
+        asked = body(task.messages, logprobs=True, return_token_ids=True)
+        _, answer = await post(endpoint, asked)
+        whole = ChatCompletion.model_validate(answer)
+        made = model_of[0].tokenizer(f"{CALL}{STOP}", add_special_tokens=False)["input_ids"]
+        assert answer["choices"][0]["token_ids"] == made
+        assert answer["prompt_token_ids"] == model_of[0].requests[0].prompt.tolist()
+        assert whole.usage.prompt_tokens == len(answer["prompt_token_ids"])
+        told = whole.choices[0].logprobs.content
+        assert "".join(token.token for token in told) == f"{CALL}{STOP}"
+        assert [-token.logprob for token in told] == list(range(len(made)))
+        async with client(endpoint) as openai:
+            models = [model.id async for model in await openai.models.list()]
+            assert models == [endpoint.model]
+            assert (await openai.models.retrieve("policy")).id == "policy"
+            more = {"stream_options": {"include_usage": True}} if usage else {}
+            stream = await openai.chat.completions.create(
+                model="policy", messages=task.messages, tools=TOOLS, stream=True, **more
+            )
+            chunks = [chunk async for chunk in stream]
+            for chunk in chunks:
+                ChatCompletionChunk.model_validate(chunk.model_dump(exclude_unset=True))
+        assert [c.choices[0].finish_reason for c in chunks[:2]] == [None, "tool_calls"]
+        call = chunks[0].choices[0].delta.tool_calls[0]
+        assert (call.index, call.function.name) == (0, "add")
+        assert len(chunks) == 2 + usage
+        if usage:
+            assert chunks[2].usage.completion_tokens == len(made)
+
+    model_of: list[ScriptedModel] = []
+
+    def remember(model: ScriptedModel) -> ScriptedModel:
+        model_of.append(model)
+        return model
+
+    play(run, by_turn(CALL, CALL), model=remember)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"temperature": 0.2}, "temperature", "got 0.2, but the run has 1.0"),
+        ({"top_p": 0.9}, "top_p", "the run has 1.0"),
+        ({"seed": 3}, "seed", "the run sets its own"),
+        ({"n": 2}, "n", "the run has 1"),
+        ({"tool_choice": "required"}, "tool_choice", '"auto" or "none"'),
+        ({"response_format": {"type": "json_object"}}, "response_format", "text"),
+        ({"min_tokens": 4}, "min_tokens", "does not know the key"),
+        ({"model": "gpt-7"}, "model", "only 'policy'"),
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": [{"content": "a"}]}, "messages", "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "image"),
+        ({"messages": [USER, {"role": "assistant", "content": "a"}]}, "messages", "assistant's"),
+        ({"tools": [{"name": "f"}]}, "tools", "function"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"stop": [3]}, "stop", "a text"),
+        ({"stream": 1}, "stream", "true or false"),
+    ],
+)
+def test_what_the_run_does_not_do_is_refused_by_its_key(
+    change: dict[str, Any], param: str, said: str
+) -> None:
+    async def run(task: Any, endpoint: Any) -> None:
+        given = {"model": "policy", "messages": task.messages, **change}
+        status, answer = await post(endpoint, json.dumps(given).encode())
+        assert status == (404 if param == "model" else 400)
+        error = answer["error"]
+        assert (error["param"], error["type"]) == (param, "invalid_request_error")
+        assert said in error["message"]
+        held = {"temperature": 1.0, "top_p": 1, "n": 1, "user": "me", "seed": None, "store": False}
+        status, _ = await post(endpoint, body(task.messages, **held))
+        assert status == 200
+
+    samples, _ = play(run, by_turn("3"))
+    assert len(samples) == 1
+
+
+def test_other_paths_and_bodies_are_refused() -> None:
+    async def run(task: Any, endpoint: Any) -> None:
+        status, answer = await post(endpoint, b"{")
+        assert (status, "not JSON" in answer["error"]["message"]) == (400, True)
+        async with client(endpoint) as openai:
+            with pytest.raises(APIStatusError, match="no /v1/responses here") as refused:
+                await openai.responses.create(model="policy", input="hi")
+            assert refused.value.status_code == 404
+        await post(endpoint, body(task.messages))
+
+    play(run, by_turn("3"))
+
+
+def test_a_request_that_no_engine_takes_is_the_programs_fault_and_its_rollout_goes_on() -> None:
+    async def run(task: Any, endpoint: Any) -> None:
+        status, answer = await post(endpoint, body(task.messages, stop=["no engine takes this"]))
+        assert status == 400
+        assert answer["error"]["message"] == "draw 3: it takes no such stop string"
+        await post(endpoint, body(task.messages))
+
+    def text(_: str, request: GenerateRequest) -> str:
+        if "no engine takes this" in request.sampling.stop:
+            raise UserError("draw 3: it takes no such stop string")
+        return "3"
+
+    samples, _ = play(run, text)
+    assert len(samples) == 1
+
+
+def test_a_wrong_configuration_is_not_the_programs_fault_and_ends_the_run() -> None:
+    async def run(task: Any, endpoint: Any) -> None:
+        status, answer = await post(endpoint, body(task.messages))
+        assert status == 500
+        assert "rollout.workflow.history: choose" in answer["error"]["message"]
+
+    def text(_: str, request: GenerateRequest) -> str:
+        raise ConfigError("rollout.workflow.history: choose")
+
+    with pytest.raises(ConfigError, match="choose"):
+        play(run, text)
+
+
+def test_messages_that_the_template_refuses_are_the_programs_fault() -> None:
+    template = "{%- if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}"
+
+    async def run(task: Any, endpoint: Any) -> None:
+        status, answer = await post(endpoint, body([{"role": "user", "content": "bad"}]))
+        assert status == 400
+        assert "the chat template refuses the messages: no" in answer["error"]["message"]
+        await post(endpoint, body(task.messages))
+
+    samples, _ = play(run, by_turn("3"), tokenizer=make_tokenizer(template + KEEPS_THOUGHTS))
+    assert len(samples) == 1
