@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from rollout.rewards.graders.label_text import literal_of
+from rollout.rewards.graders.places import literal_of
 
 # What solutions in the style of LeetCode take for granted; last what `math` hides, `pow`.
 PRELUDE = (

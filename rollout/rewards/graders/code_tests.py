@@ -36,8 +36,7 @@ from rollout.rewards.graders.code_assertions import (
     statement_of,
     statements_of,
 )
-from rollout.rewards.graders.label_text import literal_of
-from rollout.rewards.graders.places import after_thinking
+from rollout.rewards.graders.places import after_thinking, literal_of
 from rollout.sandbox import Program
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)

@@ -1,14 +1,22 @@
-"""How labels give the parameters of constraints: their types, and the strict reading of them.
+"""The constraints of IFEval and of open-instruct: a function of a text, and its parameters' types.
 
-A constraint is a function of a text and of parameters. What these may be follows from the
-function's annotations alone, so every constraint has its check.
+IFEval's are those of the data set google/IFEval (Zhou et al., arXiv 2311.07911), `strict`. Where
+IFEval asks NLTK, this counts by regular expressions: sentences (by `.!?`) and words in capitals may
+differ in rare cases. `english_capital` and `english_lowercase` do not ask which language it is.
+
+open-instruct's are those of its `if_functions`, for allenai/RLVR-IFeval and the mixed sets of Tulu
+3 (arXiv 2411.15124): the same 25 ideas with other rules (exact counts, "around", words separated by
+spaces). Both are written again here, since no package on PyPI is maintained.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, get_type_hints
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
@@ -17,11 +25,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     create_model,
 )
 
-from rollout.rewards.graders.label_text import literal_of
+from rollout.rewards.graders.places import literal_of
 
 
 def _whole(value: Any) -> Any:
@@ -38,7 +45,7 @@ def _one_letter(value: str) -> str:
     return value
 
 
-# What parameters are, for the annotations of constraints.
+# What parameters are.
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Ordinal = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Phrase = Annotated[str, Field(min_length=1)]
@@ -50,51 +57,340 @@ Relation = Literal["less than", "at least"]
 Quantifier = Literal["at least", "around", "at most"]
 
 
-def parameters_of(constraint: Callable[..., bool]) -> type[BaseModel]:
-    """Return what a constraint takes beside the text.
+@dataclass(frozen=True)
+class Constraint:
+    """Whether a text and parameters of these types fulfil a constraint."""
 
-    Raises:
-        KeyError: a parameter has no type.
-    """
-    code = constraint.__code__
-    hints = get_type_hints(constraint, include_extras=True)
-    names = code.co_varnames[1 : code.co_argcount]
-    fields: dict[str, Any] = {name: (hints[name], ...) for name in names}
-    config = ConfigDict(strict=True, extra="forbid")
-    return create_model(constraint.__name__, __config__=config, **fields)
+    holds: Callable[..., bool]
+    types: Mapping[str, Any]
+
+    @cached_property
+    def parameters(self) -> type[BaseModel]:
+        """The parameters, checked strictly."""
+        fields: dict[str, Any] = {name: (kind, ...) for name, kind in self.types.items()}
+        config = ConfigDict(strict=True, extra="forbid")
+        return create_model("Parameters", __config__=config, **fields)
 
 
-def read_parameters(name: str, model: type[BaseModel], given: Any) -> dict[str, Any]:
-    """Return the parameters of constraint `name`. Nulls are none: parquet fills them in.
+def _constraint(holds: Callable[..., bool], **types: Any) -> Constraint:
+    return Constraint(holds, types)
 
-    Raises:
-        ValueError: one is missing, unknown, or of another type.
-    """
-    given = literal_of(given)
-    given = {} if given is None else given
-    if not isinstance(given, Mapping):
-        raise ValueError(f"the constraint {name}: its kwargs are no map but {str(given)[:80]!r}")
-    given = {key: value for key, value in given.items() if not _is_null(value)}
+
+# --- what both count ------------------------------------------------------------------------------
+
+
+def _language(text: str) -> str | None:
+    """Return the language of a text; None where there is none in it."""
+    import langdetect
+
+    langdetect.DetectorFactory.seed = 0  # it guesses at random otherwise
     try:
-        return dict(model.model_validate(given))
-    except ValidationError as error:
-        raise ValueError(f"the constraint {name}: {_said(model, error.errors()[0])}") from error
+        return str(langdetect.detect(text))
+    except langdetect.LangDetectException:
+        return None
 
 
-def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
-def _said(model: type[BaseModel], problem: Mapping[str, Any]) -> str:
-    """Say what is wrong with a parameter."""
-    places: Sequence[Any] = problem["loc"]
-    key = ".".join(map(str, places))
-    if problem["type"] == "missing":
-        return f"missing a required argument: {key!r}"
-    if problem["type"] == "extra_forbidden":
-        known = ", ".join(model.model_fields) or "no arguments"
-        return f"it has no argument {key!r}; it takes {known}"
-    if problem["type"] == "literal_error":
-        return f"{key} {problem['input']!r} is not in {problem['ctx']['expected']}"
-    kind = type(problem["input"]).__name__
-    return f"{key} is {str(problem['input'])[:80]!r} ({kind}): {problem['msg']}"
+def _placeholders(text: str) -> int:
+    return len(re.findall(r"\[.*?\]", text))
+
+
+# --- IFEval ---------------------------------------------------------------------------------------
+
+
+def _compare(count: int, relation: Relation, wanted: int) -> bool:
+    return count < wanted if relation == "less than" else count >= wanted
+
+
+def _occurrences(text: str, word: str) -> int:
+    return len(re.findall(re.escape(word), text, re.IGNORECASE))
+
+
+def _sentences(text: str) -> int:
+    ends = re.findall(r"[.!?。！？]+[\"')\]]*(?=\s|$)|\S\s*$", text.strip())
+    open_end = [end for end in ends if not re.match(r"[.!?。！？]", end)]
+    return len(ends) - len(open_end) + bool(open_end)
+
+
+def _parts(text: str, mark: str) -> list[str] | None:
+    """Return what a mark separates, the ends aside where they are empty; None: an inner one is."""
+    first, *inner = re.split(mark, text)
+    last = inner.pop() if inner else ""
+    if not all(part.strip() for part in inner):
+        return None
+    return [part.strip() for part in (first, *inner, last) if part.strip()]
+
+
+def _two_parts(text: str) -> bool:
+    parts = _parts(text, r"\*{6}")
+    return parts is not None and len(parts) == 2 and parts[0] != parts[1]
+
+
+def _nth_paragraph_begins(
+    text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
+    parts = text.split("\n\n")
+    count = sum(bool(part.strip()) for part in parts)
+    if count != num_paragraphs or nth_paragraph > count or not parts[nth_paragraph - 1].strip():
+        return False
+    word = parts[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
+    return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
+
+
+def _has_postscript(text: str, postscript_marker: str) -> bool:
+    patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    pattern = patterns.get(postscript_marker.strip()) or re.escape(postscript_marker.lower())
+    return re.search(pattern, text.lower()) is not None
+
+
+def _bullets(text: str) -> int:
+    stars = re.findall(r"^\s*\*[^\*].*$", text, re.MULTILINE)
+    return len(stars) + len(re.findall(r"^\s*-.*$", text, re.MULTILINE))
+
+
+def _highlights(text: str) -> int:
+    single = [one for one in re.findall(r"\*[^\n\*]*\*", text) if one.strip("*").strip()]
+    double = [one for one in re.findall(r"\*\*[^\n\*]*\*\*", text) if one[2:-2].strip()]
+    return len(single) + len(double)
+
+
+IFEVAL: dict[str, Constraint] = {
+    "keywords:existence": _constraint(
+        lambda text, keywords: all(_occurrences(text, one) for one in keywords), keywords=Phrases
+    ),
+    "keywords:frequency": _constraint(
+        lambda text, keyword, frequency, relation: _compare(
+            _occurrences(text, keyword.strip()), relation, frequency
+        ),
+        keyword=Phrase,
+        frequency=Count,
+        relation=Relation,
+    ),
+    "keywords:forbidden_words": _constraint(
+        lambda text, forbidden_words: (
+            not any(
+                re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE)
+                for word in forbidden_words
+            )
+        ),
+        forbidden_words=Phrases,
+    ),
+    "keywords:letter_frequency": _constraint(
+        lambda text, letter, let_frequency, let_relation: _compare(
+            text.lower().count(letter.strip().lower()), let_relation, let_frequency
+        ),
+        letter=Letter,
+        let_frequency=Count,
+        let_relation=Relation,
+    ),
+    # text without a language passes
+    "language:response_language": _constraint(
+        lambda text, language: _language(text) in (language, None), language=Language
+    ),
+    "length_constraints:number_sentences": _constraint(
+        lambda text, num_sentences, relation: _compare(_sentences(text), relation, num_sentences),
+        num_sentences=Count,
+        relation=Relation,
+    ),
+    "length_constraints:number_paragraphs": _constraint(
+        lambda text, num_paragraphs: (
+            (parts := _parts(text, r"\s?\*\*\*\s?")) is not None and len(parts) == num_paragraphs
+        ),
+        num_paragraphs=Count,
+    ),
+    "length_constraints:number_words": _constraint(
+        lambda text, num_words, relation: _compare(
+            len(re.findall(r"\w+", text)), relation, num_words
+        ),
+        num_words=Count,
+        relation=Relation,
+    ),
+    "length_constraints:nth_paragraph_first_word": _constraint(
+        _nth_paragraph_begins, num_paragraphs=Count, nth_paragraph=Ordinal, first_word=Phrase
+    ),
+    "detectable_content:number_placeholders": _constraint(
+        lambda text, num_placeholders: _placeholders(text) >= num_placeholders,
+        num_placeholders=Count,
+    ),
+    "detectable_content:postscript": _constraint(_has_postscript, postscript_marker=Phrase),
+    "detectable_format:number_bullet_lists": _constraint(
+        lambda text, num_bullets: _bullets(text) == num_bullets, num_bullets=Count
+    ),
+    "detectable_format:constrained_response": _constraint(
+        lambda text: any(f"My answer is {word}." in text for word in ("yes", "no", "maybe"))
+    ),
+    "detectable_format:number_highlighted_sections": _constraint(
+        lambda text, num_highlights: _highlights(text) >= num_highlights, num_highlights=Count
+    ),
+    "detectable_format:multiple_sections": _constraint(
+        lambda text, section_spliter, num_sections: (
+            len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text))
+            >= num_sections
+        ),
+        section_spliter=Phrase,
+        num_sections=Count,
+    ),
+    # fenced or not
+    "detectable_format:json_format": _constraint(
+        lambda text: _is_json(
+            re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip()
+        )
+    ),
+    "detectable_format:title": _constraint(
+        lambda text: any(one.strip("<>").strip() for one in re.findall(r"<<[^\n]+>>", text))
+    ),
+    "combination:two_responses": _constraint(_two_parts),
+    "combination:repeat_prompt": _constraint(
+        lambda text, prompt_to_repeat: (
+            text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+        ),
+        prompt_to_repeat=Phrase,
+    ),
+    "startend:end_checker": _constraint(
+        lambda text, end_phrase: (
+            text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+        ),
+        end_phrase=Phrase,
+    ),
+    "startend:quotation": _constraint(
+        lambda text: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"'
+    ),
+    "change_case:capital_word_frequency": _constraint(
+        lambda text, capital_frequency, capital_relation: _compare(
+            sum(word.isupper() for word in re.findall(r"\w+(?:-\w+)*", text)),
+            capital_relation,
+            capital_frequency,
+        ),
+        capital_frequency=Count,
+        capital_relation=Relation,
+    ),
+    "change_case:english_capital": _constraint(lambda text: text.isupper()),
+    "change_case:english_lowercase": _constraint(lambda text: text.islower()),
+    "punctuation:no_comma": _constraint(lambda text: "," not in text),
+}
+
+
+# --- open-instruct --------------------------------------------------------------------------------
+
+
+def _meets(count: int, wanted: int, quantifier: Quantifier, slack: int) -> bool:
+    if quantifier == "around":
+        return abs(count - wanted) <= slack
+    return count >= wanted if quantifier == "at least" else count <= wanted
+
+
+def _tenth(number: int) -> int:
+    return max(round(number * 0.1), 1)
+
+
+def _filled_paragraphs(text: str, N: int) -> bool:
+    parts = "\n".join(line.strip() for line in text.splitlines()).split("* * *")
+    return len(parts) == N and all(part.strip() for part in parts)
+
+
+def _ended_sentences(text: str) -> int:
+    """Count sentences; "e.g." and "Dr." end none."""
+    ends = (match.start() for match in re.finditer(r"(?<=[.?!])\s", text))
+    ended = [at for at in ends if not re.search(r"(\w\.\w.|[A-Z][a-z]\.)\Z", text[:at][-4:])]
+    return len(ended) + 1
+
+
+def _ith_paragraph_begins(text: str, N: int, first_word: str, i: int) -> bool:
+    parts = text.split("\n\n")
+    return len(parts) == N and 0 < i <= N and parts[i - 1].strip().startswith(first_word)
+
+
+def _followed_postscript(text: str, postscript_marker: str) -> bool:
+    _, marker, rest = text.partition(postscript_marker)
+    return bool(marker and rest.strip())
+
+
+def _two_texts(text: str) -> bool:
+    parts = text.split("******")
+    return len(parts) == 2 and parts[0].strip() != parts[1].strip()
+
+
+OPEN_INSTRUCT: dict[str, Constraint] = {
+    "verify_keywords": _constraint(
+        lambda text, keyword_list: all(one.lower() in text.lower() for one in keyword_list),
+        keyword_list=Phrases,
+    ),
+    "verify_keyword_frequency": _constraint(
+        lambda text, word, N: re.findall(r"\b\w+\b", text.lower()).count(word.lower()) == N,
+        word=Phrase,
+        N=Count,
+    ),
+    # not even inside of another word
+    "validate_forbidden_words": _constraint(
+        lambda text, forbidden_words: (
+            not any(word.lower() in text.lower() for word in forbidden_words)
+        ),
+        forbidden_words=Phrases,
+    ),
+    "verify_letter_frequency": _constraint(
+        lambda text, letter, N: text.count(letter) == N, letter=Letter, N=Count
+    ),
+    "validate_response_language": _constraint(
+        lambda text, language: _language(text) == language, language=Language
+    ),
+    "verify_paragraph_count": _constraint(_filled_paragraphs, N=Count),
+    "validate_word_constraint": _constraint(
+        lambda text, N, quantifier: _meets(len(text.split()), N, quantifier, _tenth(N)),
+        N=Count,
+        quantifier=Quantifier,
+    ),
+    "verify_sentence_constraint": _constraint(
+        lambda text, N, quantifier: _meets(_ended_sentences(text), N, quantifier, 1),
+        N=Count,
+        quantifier=Quantifier,
+    ),
+    "validate_paragraphs": _constraint(
+        _ith_paragraph_begins, N=Count, first_word=Phrase, i=Ordinal
+    ),
+    "verify_postscript": _constraint(_followed_postscript, postscript_marker=Phrase),
+    "validate_placeholders": _constraint(lambda text, N: _placeholders(text) >= N, N=Count),
+    "verify_bullet_points": _constraint(
+        lambda text, N: sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N,
+        N=Count,
+    ),
+    "validate_title": _constraint(lambda text: re.search(r"<<.*?>>", text) is not None),
+    "validate_choice": _constraint(
+        lambda text, options: any(option in text for option in options), options=Phrases
+    ),
+    "validate_highlighted_sections": _constraint(
+        lambda text, N: len(re.findall(r"\*.*?\*", text)) >= N, N=Count
+    ),
+    "validate_sections": _constraint(
+        lambda text, N, section_splitter: (
+            len(re.findall(rf"{re.escape(section_splitter)}\s?\d+", text, re.IGNORECASE)) >= N
+        ),
+        N=Count,
+        section_splitter=Phrase,
+    ),
+    "validate_json_format": _constraint(_is_json),
+    "validate_repeat_prompt": _constraint(
+        lambda text, original_prompt: text.startswith(original_prompt), original_prompt=Phrase
+    ),
+    "validate_two_responses": _constraint(_two_texts),
+    "validate_uppercase": _constraint(lambda text: text == text.upper()),
+    "validate_lowercase": _constraint(lambda text: text == text.lower()),
+    "validate_frequency_capital_words": _constraint(
+        lambda text, N, quantifier: _meets(
+            len(re.findall(r"\b[A-Z]+\b", text)), N, quantifier, _tenth(N)
+        ),
+        N=Count,
+        quantifier=Quantifier,
+    ),
+    "validate_end": _constraint(
+        lambda text, end_phrase: text.endswith(end_phrase), end_phrase=Phrase
+    ),
+    "validate_quotation": _constraint(lambda text: text.startswith('"') and text.endswith('"')),
+    "validate_no_commas": _constraint(lambda text: "," not in text),
+}

@@ -1,11 +1,15 @@
-"""Finds the answer in a response, and the texts that a label accepts."""
+"""Finds the answer in a response, and reads labels: texts that they accept, or literals."""
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 import re
 from typing import Any
 from unicodedata import normalize
+
+import numpy as np
 
 from rlcore.data.sample import Sample
 from rollout.rewards.base import LabelError
@@ -215,3 +219,25 @@ def accepted(label: Any) -> list[str]:
             f" {type(label).__name__} {str(label)[:80]!r}"
         )
     return [str(one) for one in labels]
+
+
+def literal_of(value: Any) -> Any:
+    """Return what a text writes, as JSON or as Python (`{'N': None}`); all else as it is.
+
+    Arrays and tuples become lists, as columns of data sets come in either form.
+    """
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, tuple):
+        return list(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(value.strip())
+    # what it raises for texts that are no literal, or one nested too deep
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return value

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from rollout.rewards.graders.constraints import parameters_of
-from rollout.rewards.graders.ifeval import CHECKERS, PARAMETERS, constraints_of, ifeval
-from rollout.rewards.graders.open_instruct import FUNCTIONS
+from rollout.rewards.graders import constraints
+from rollout.rewards.graders.constraints import IFEVAL, OPEN_INSTRUCT
+from rollout.rewards.graders.ifeval import CONSTRAINTS, constraints_of, ifeval
 
 # constraint, keywords, a response that follows it, one that does not
 CASES = [
@@ -90,10 +90,6 @@ def test_each_constraint(sample, name, keywords, follows, breaks):
     label = {"instruction_id": [name], "kwargs": [keywords]}
     assert ifeval(sample(follows, label))["correct"], follows
     assert not ifeval(sample(breaks, label))["correct"], breaks
-
-
-def test_every_constraint_has_a_case():
-    assert set(CHECKERS) - {name for name, *_ in CASES} == {"language:response_language"}
 
 
 def test_all_or_a_share_of_the_constraints(sample):
@@ -173,15 +169,26 @@ SAME: dict[str, Any] = {
 
 def test_every_parameter_of_every_constraint_has_a_type_and_is_checked():
     """A value of another type, a missing, an unknown and a null one, for all constraints."""
-    cases = {name: keywords for name, keywords, *_ in (*CASES, *OPEN_INSTRUCT)}
+    cases = {name: keywords for name, keywords, *_ in (*CASES, *OPEN_INSTRUCT_CASES)}
+    languages = {"language:response_language", "validate_response_language"}
+    assert CONSTRAINTS.keys() - cases.keys() == languages
+    assert set(IFEVAL).isdisjoint(OPEN_INSTRUCT)
+    names = {id(getattr(constraints, name)): name for name in WRONG}
     checked = Counter()
-    for name in PARAMETERS.keys() & cases.keys():
-        good = cases[name]
-        kinds = inspect.get_annotations({**CHECKERS, **FUNCTIONS}[name])
+    for name, constraint in CONSTRAINTS.items():
+        assert [*inspect.signature(constraint.holds).parameters] == ["text", *constraint.types]
+        good = cases.get(name, {"language": "zh-cn"})
+        kinds = {key: names[id(kind)] for key, kind in constraint.types.items()}
 
         def read(given, name=name):
             return constraints_of({"instruction_id": [name], "kwargs": [given]}, {})
 
+        if name in languages:
+            for one in WRONG["Language"]:
+                with pytest.raises(ValidationError):
+                    constraint.parameters(language=one)
+            assert constraint.parameters(**good)
+            continue
         assert read({**good, "seed": None, "x": math.nan}) == [(name, good)]
         with pytest.raises(ValueError, match=rf"{name}: it has no argument 'typo'; it takes "):
             read({**good, "typo": 1})
@@ -196,19 +203,6 @@ def test_every_parameter_of_every_constraint_has_a_type_and_is_checked():
                 assert read({**good, key: write(value)}) == [(name, good)]
             checked[kinds[key]] += 1
     assert checked.keys() == WRONG.keys() - {"Language"}
-    for name in ("language:response_language", "validate_response_language"):
-        for one in WRONG["Language"]:
-            with pytest.raises(ValidationError):
-                PARAMETERS[name](language=one)
-        assert PARAMETERS[name](language="zh-cn")
-
-
-def test_a_constraint_without_a_type_cannot_be_added():
-    def starts(text: str, words) -> bool:
-        return text.startswith(words)
-
-    with pytest.raises(KeyError, match="words"):
-        parameters_of(starts)
 
 
 @pytest.mark.parametrize("write", [repr, json.dumps, lambda value: f" {value!r}\n"])
@@ -254,7 +248,7 @@ def test_other_labels_of_constraints_are_refused_and_never_raise_anything_else(l
 
 
 # open-instruct's function, its keywords, a response that follows it, one that does not
-OPEN_INSTRUCT = [
+OPEN_INSTRUCT_CASES = [
     ("verify_keywords", {"keyword_list": ["cat", "dog"]}, "A Cat and dogs", "A cat"),
     ("verify_keyword_frequency", {"word": "a", "N": 2}, "A b a", "a a, a"),
     ("validate_forbidden_words", {"forbidden_words": ["cat"]}, "dog", "concatenate"),
@@ -286,14 +280,10 @@ OPEN_INSTRUCT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "keywords", "follows", "breaks"), OPEN_INSTRUCT)
+@pytest.mark.parametrize(("name", "keywords", "follows", "breaks"), OPEN_INSTRUCT_CASES)
 def test_each_constraint_of_open_instruct(sample, name, keywords, follows, breaks):
     nulls = {"N": None, "quantifier": None, "language": None, "original_prompt": None}
     label = json.dumps({**nulls, "func_name": name, **keywords})  # a text with every keyword
     assert ifeval(sample(follows, label))["correct"], follows
     assert not ifeval(sample(breaks, [label]))["correct"], breaks
     assert not ifeval(sample(" ", label))["correct"]
-
-
-def test_every_constraint_of_open_instruct_has_a_case():
-    assert set(FUNCTIONS) - {name for name, *_ in OPEN_INSTRUCT} == {"validate_response_language"}
