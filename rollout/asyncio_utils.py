@@ -1,4 +1,4 @@
-"""Waits with a limit, and runs an asyncio loop in a thread of its own."""
+"""Waits with a limit, calls in threads that may hang, and a loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import contextvars
 import functools
 import logging
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
-from rlcore.deadlines import CANCEL_S, LOOP_GRACE_S
+from rlcore.deadlines import CANCEL_S, IDLE_THREAD_S, LOOP_GRACE_S
 from rlcore.errors import DeadlineExceeded, RunFailed
-from rollout.daemon_threads import DaemonExecutor
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-MOST_CALLS = 256  # of users' functions that are not async, side by side
-MOST_HANGING = 1024  # of these that were given up and have not returned
-MOST_OWN = 32  # threads of a loop itself
-_threads = DaemonExecutor(MOST_CALLS, "call")
-_own_threads = DaemonExecutor(1 << 20, "program")
+MAX_CALLS = 256  # of users' functions that are not async, side by side
+MAX_HANGING = 1024  # of these that were given up and have not returned
+MAX_OWN = 32  # threads of a loop itself
+
+
+# --- waits ----------------------------------------------------------------------------------------
 
 
 async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]) -> T:
@@ -63,6 +65,119 @@ async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
             await asyncio.wait(left, timeout=CANCEL_S)
 
 
+# --- threads --------------------------------------------------------------------------------------
+
+
+class _Call(Future[Any]):
+    """A call of a function, in a thread of a `DaemonExecutor`."""
+
+    def __init__(self, executor: DaemonExecutor, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self._executor = executor
+        self._function = function
+
+    def cancel(self) -> bool:
+        """Give the call up; one that runs already goes on unheeded, and frees its place."""
+        if super().cancel():
+            return True
+        self._executor.give_up(self)
+        return False
+
+    def run(self) -> None:
+        if not self.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._function()
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the call
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+
+class DaemonExecutor(ThreadPoolExecutor):
+    """Runs calls in daemon threads, which do not keep the process from ending.
+
+    A running call that is cancelled no longer counts towards `most`.
+
+    Args:
+        most: calls that run side by side; others wait.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        super().__init__(1, name)  # asyncio asks for this class; no thread of its own is started
+        self._most = most
+        self._name = name
+        self._changed = threading.Condition()
+        self._waiting: deque[_Call] = deque()
+        self._running: set[_Call] = set()  # without those that were given up
+        self._serving = 0  # threads whose call was not given up
+        self._idle = 0  # of these, without a call
+        self._closed = False
+        self.given_up = 0  # calls that go on unheeded
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """See `concurrent.futures.Executor.submit`."""
+        call = _Call(self, functools.partial(function, *args, **kwargs))
+        with self._changed:
+            if self._closed:
+                raise RuntimeError(f"the threads {self._name!r} are closed")
+            self._waiting.append(call)
+            self._serve_more()
+        return call
+
+    def _serve_more(self) -> None:
+        if len(self._waiting) <= self._idle:
+            self._changed.notify()
+        elif self._serving < self._most:
+            self._serving += 1
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while (call := self._next()) is not None:
+            call.run()
+            with self._changed:
+                if call not in self._running:
+                    self.given_up -= 1
+                    return
+                self._running.discard(call)
+                if self._closed:
+                    self._changed.notify_all()
+
+    def _next(self) -> _Call | None:
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._waiting or self._closed, IDLE_THREAD_S)
+            self._idle -= 1
+            if not self._waiting:
+                self._serving -= 1
+                return None
+            call = self._waiting.popleft()
+            self._running.add(call)
+            return call
+
+    def give_up(self, call: _Call) -> None:
+        """Let another thread take the place of the one that runs `call`."""
+        with self._changed:
+            if call in self._running and not call.done():
+                self._running.discard(call)
+                self._serving -= 1
+                self.given_up += 1
+                if self._waiting:
+                    self._serve_more()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for the calls, but not for long: what hangs ends with the process."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            if wait:
+                self._changed.wait_for(lambda: not self._waiting and not self._running, CANCEL_S)
+
+
+_threads = DaemonExecutor(MAX_CALLS, "call")
+_own_threads = DaemonExecutor(1 << 20, "program")
+
+
 async def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> T:
     """Return what a function that is not async gives, which runs in a thread.
 
@@ -81,13 +196,16 @@ async def in_own_thread(function: Callable[..., T], *given: Any, **named: Any) -
 
 
 async def _run_in(threads: DaemonExecutor, call: Callable[[], T]) -> T:
-    if threads.given_up >= MOST_HANGING:
+    if threads.given_up >= MAX_HANGING:
         raise RunFailed(
             f"{threads.given_up} calls of functions that are not async have not returned since"
             " they were given up; give what they wait for a deadline, or make them async"
         )
     work = functools.partial(contextvars.copy_context().run, call)
     return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+# --- loops in threads -----------------------------------------------------------------------------
 
 
 def call_on(
@@ -115,7 +233,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self.loop.set_default_executor(DaemonExecutor(MOST_OWN, name))  # for `asyncio.to_thread`
+        self.loop.set_default_executor(DaemonExecutor(MAX_OWN, name))  # for `asyncio.to_thread`
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

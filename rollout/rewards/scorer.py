@@ -35,9 +35,8 @@ from rollout.rewards.base import (
 )
 from rollout.rewards.graders import text
 from rollout.rewards.graders.code import CodePart
-from rollout.rewards.judge import JudgePart
 from rollout.rewards.pool import PooledPart, RewardPool, WorkerLimits
-from rollout.rewards.services import ServicePart
+from rollout.rewards.services import JudgePart, ServicePart
 from rollout.sandbox import Sandbox
 from rollout.sandbox.local import build_sandbox
 

@@ -1,26 +1,37 @@
-"""Reward services: the client of a part, what services are sent and answer, and the part itself.
-
-The formats are slime's, OpenRLHF's and SGLang's.
-"""
+"""Parts that ask a server: a reward service, or a model that judges, as OpenAI's API has it."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rlcore.config.sections.reward_services import RewardServiceConfig, ServerConfig
+from rlcore.config.sections.reward_services import (
+    PLACEHOLDER,
+    JudgeConfig,
+    RewardServiceConfig,
+    ServerConfig,
+)
 from rlcore.data.messages import Message
 from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import leading_bos, load_tokenizer, render_chat
 from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.tls import client_context
 from rollout.json_client import JsonClient, NoAnswer
-from rollout.rewards.base import BatchedPart, RewardFailure, Score, checked
+from rollout.rewards.base import (
+    BatchedPart,
+    RewardFailure,
+    RewardPart,
+    Score,
+    Verdict,
+    checked,
+    each,
+)
 
 MAX_ANSWER_BYTES = 4 << 20
+RECORDED = 2000  # characters of the judge's answer, its end, which are recorded with the sample
 Texts = Callable[[Sequence[Sample]], list[str]]
 
 
@@ -53,68 +64,84 @@ def client_of(where: str, config: ServerConfig) -> JsonClient:
     )
 
 
-def failure(error: NoAnswer, where: str, config: ServerConfig) -> RewardFailure:
-    """Return the failure of the samples that were asked about."""
+def failure(
+    error: NoAnswer | ValueError, who: str, config: ServerConfig, where: str
+) -> RewardFailure:
+    """Return the failure of the samples that a server was asked about."""
+    if not isinstance(error, NoAnswer):
+        return RewardFailure("error", f"the {who} answered {error}")
     attempts = f", in {config.retries + 1} attempts ({where}.retries)" if error.again else ""
     return RewardFailure("timeout" if error.kind == "timeout" else "error", f"{error}{attempts}")
 
 
-@dataclass
-class WireFormat:
-    """How samples become the body of a request, and the answer a value a sample.
-
-    `values` returns a number or a mapping of each sample. It raises ValueError for another answer.
-    """
-
-    body: Callable[[Sequence[Sample]], Any]
-    values: Callable[[Any, Sequence[Sample]], list[Any]]
+# --- services -------------------------------------------------------------------------------------
 
 
-def wire_format(
-    name: Literal["slime", "openrlhf", "sglang"], key: str | None, texts: Texts
-) -> WireFormat:
-    """Return the format of a name.
+class ServicePart(BatchedPart):
+    """Sends samples to a service, those of different groups together in one request.
 
     slime's `remote_rm` takes one sample a request; the reward is the answer, or under a key.
     OpenRLHF's `--remote_rm_url` takes lists of texts, prompts and labels, and gives a list of
     rewards. SGLang's `/classify` with a reward model takes a list of texts; the score is the
     embedding.
+
+    Raises:
+        ConfigError: see `client_of`.
+        ModelError: `tokenizer` names a folder without a tokenizer that has a chat template.
     """
-    if name == "slime":
-        return WireFormat(
-            _slime_body,
-            lambda answer, _: [answer if key is None else _at(answer, key)],
-        )
-    if name == "sglang":
-        return WireFormat(lambda samples: {"text": texts(samples)}, _embeddings)
-    rewards = key or "rewards"
-    return WireFormat(
-        lambda samples: {
-            "query": texts(samples),
+
+    def __init__(self, name: str, config: RewardServiceConfig) -> None:
+        super().__init__(batch_size=config.batch_size, concurrency=config.concurrency)
+        self._config = config
+        self._where = f"reward.parts.{name}.service"
+        self._client = client_of(self._where, config)
+        self._texts = texts(config.tokenizer, f"{self._where}.tokenizer")
+
+    async def _ask(self, samples: list[Sample]) -> list[Score]:
+        try:
+            body = self._request(samples)
+        except DataError as error:
+            return [RewardFailure("error", str(error))] * len(samples)
+        try:
+            answer = await self._client.post(body)
+            return [checked(value) for value in self._values(answer, samples)]
+        except (NoAnswer, ValueError) as error:
+            return [failure(error, "service", self._config, self._where)] * len(samples)
+
+    def _request(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        if self._config.format == "slime":
+            [sample] = samples
+            return {
+                "prompt": sample.prompt_text,
+                "response": sample.response_text,
+                "label": sample.label,
+                "metadata": sample.metadata,
+            }
+        if self._config.format == "sglang":
+            return {"text": self._texts(samples)}
+        return {
+            "query": self._texts(samples),
             "prompts": [sample.prompt_text for sample in samples],
             "labels": [sample.label for sample in samples],
-        },
-        lambda answer, samples: _as_many(_at(answer, rewards), samples, rewards),
-    )
+        }
 
+    def _values(self, answer: Any, samples: Sequence[Sample]) -> list[Any]:
+        """Return a number or a mapping of each sample. Raises ValueError for another answer."""
+        key = self._config.key
+        if self._config.format == "slime":
+            return [answer if key is None else _at(answer, key)]
+        if self._config.format == "openrlhf":
+            return _as_many(_at(answer, key or "rewards"), samples, key or "rewards")
+        found = [_at(row, "embedding") for row in _as_many(answer, samples, "the answer")]
+        for embedding in found:
+            if not isinstance(embedding, list) or len(embedding) != 1:
+                size = len(embedding) if isinstance(embedding, list) else "no list"
+                raise ValueError(f"an embedding of {size}, expected one score of a reward model")
+        return [embedding[0] for embedding in found]
 
-def _slime_body(samples: Sequence[Sample]) -> dict[str, Any]:
-    [sample] = samples
-    return {
-        "prompt": sample.prompt_text,
-        "response": sample.response_text,
-        "label": sample.label,
-        "metadata": sample.metadata,
-    }
-
-
-def _embeddings(answer: Any, samples: Sequence[Sample]) -> list[Any]:
-    embeddings = [_at(row, "embedding") for row in _as_many(answer, samples, "the answer")]
-    for embedding in embeddings:
-        if not isinstance(embedding, list) or len(embedding) != 1:
-            size = len(embedding) if isinstance(embedding, list) else "no list"
-            raise ValueError(f"an embedding of {size}, expected one score of a reward model")
-    return [embedding[0] for embedding in embeddings]
+    async def close(self) -> None:
+        await super().close()
+        await self._client.close()
 
 
 def texts(tokenizer: str | None, key: str) -> Texts:
@@ -171,35 +198,84 @@ def _as_many(values: Any, samples: Sequence[Sample], what: str) -> list[Any]:
     return values
 
 
-class ServicePart(BatchedPart):
-    """Sends samples to a service, those of different groups together in one request.
+# --- judges ---------------------------------------------------------------------------------------
+
+
+class JudgePart(RewardPart):
+    """Rates each response by `template` and `pattern`.
+
+    The score is the rating's place between `low` and `high`.
 
     Raises:
         ConfigError: see `client_of`.
-        ModelError: `tokenizer` names a folder without a tokenizer that has a chat template.
     """
 
-    def __init__(self, name: str, config: RewardServiceConfig) -> None:
-        super().__init__(batch_size=config.batch_size, concurrency=config.concurrency)
+    def __init__(self, name: str, config: JudgeConfig) -> None:
         self._config = config
-        self._where = f"reward.parts.{name}.service"
+        self._where = f"reward.parts.{name}.judge"
         self._client = client_of(self._where, config)
-        rendered = texts(config.tokenizer, f"{self._where}.tokenizer")
-        self._format = wire_format(config.format, config.key, rendered)
+        self._pattern = re.compile(config.pattern)
 
-    async def _ask(self, samples: list[Sample]) -> list[Score]:
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return await each(samples, self._rate)
+
+    async def _rate(self, sample: Sample) -> Score:
         try:
-            body = self._format.body(samples)
-        except DataError as error:
-            return [RewardFailure("error", str(error))] * len(samples)
+            answer = await self._client.post(self._request(sample), "/chat/completions")
+            said = _content(answer)
+        except (NoAnswer, ValueError) as error:
+            return failure(error, "judge", self._config, self._where)
+        return self._read(said)
+
+    def _request(self, sample: Sample) -> dict[str, Any]:
+        config = self._config
+        return {
+            "model": config.model,
+            "messages": [{"role": "user", "content": filled(config.template, sample)}],
+            "temperature": 0.0,
+            "max_tokens": config.max_tokens,
+            **config.extra_body,
+        }
+
+    def _read(self, said: str) -> Score:
+        config = self._config
+        found = self._pattern.findall(said)
+        if not found:
+            end = said[-80:]
+            return RewardFailure("error", f"the judge gave no rating; its answer ends {end!r}")
         try:
-            answer = await self._client.post(body)
-            return [checked(value) for value in self._format.values(answer, samples)]
-        except NoAnswer as error:
-            return [failure(error, self._where, self._config)] * len(samples)
-        except ValueError as error:
-            return [RewardFailure("error", f"the service answered {error}")] * len(samples)
+            rating = float(found[-1])
+        except ValueError:
+            return RewardFailure("error", f"the judge's rating {found[-1][:80]!r} is no number")
+        if not config.low <= rating <= config.high:
+            expected = f"{config.low:g} to {config.high:g}"
+            return RewardFailure("error", f"the judge's rating {rating:g} is not in {expected}")
+        return Verdict(
+            (rating - config.low) / (config.high - config.low),
+            None if config.correct_from is None else rating >= config.correct_from,
+            info={"judge": said[-RECORDED:]},
+        )
 
     async def close(self) -> None:
-        await super().close()
         await self._client.close()
+
+
+def filled(template: str, sample: Sample) -> str:
+    """The template with the sample's texts, in one pass: a response cannot name another field."""
+    fields = {
+        "prompt": sample.prompt_text,
+        "response": sample.response_text,
+        "label": "" if sample.label is None else str(sample.label),
+    }
+    return PLACEHOLDER.sub(lambda match: fields[match[1]], template)
+
+
+def _content(answer: Any) -> str:
+    """The text of a chat completion. Raises ValueError: the answer is none."""
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (TypeError, KeyError, IndexError):
+        raise ValueError(f"no chat completion: {str(answer)[:80]!r}") from None
+    if not isinstance(content, str):
+        raise ValueError(f"a message without text: {str(content)[:80]!r}")
+    return content

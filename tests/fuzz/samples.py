@@ -32,10 +32,9 @@ from rollout.collection.group_runner import GroupRunner
 from rollout.conversation.samples import make_sample
 from rollout.json_client import NoAnswer
 from rollout.rewards.base import RewardPart, Score
-from rollout.rewards.judge import JudgePart
 from rollout.rewards.pool import Worker
 from rollout.rewards.scorer import Scorer, build_scorer
-from rollout.rewards.services import ServicePart
+from rollout.rewards.services import JudgePart, ServicePart
 from rollout.rewards.worker import pack
 from rollout.workflows.context import WorkflowContext
 from tests.fuzz.harness import ACCEPTED, Case, Target

@@ -26,7 +26,7 @@ from rlcore.launch.service import frames
 from rlcore.launch.service.frames import LINE, Begin
 from rlcore.launch.service.host import ServiceHost
 from rlcore.timeline.start import now, process_start
-from rollout.daemon_threads import DaemonExecutor
+from rollout.asyncio_utils import DaemonExecutor
 
 # Calls that run at a time.
 MAX_CALLS = 256

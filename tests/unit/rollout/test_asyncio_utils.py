@@ -1,19 +1,30 @@
-"""Waiting with a limit: which work is cancelled, and whose deadline it was."""
+"""Waiting with a limit: which work is cancelled, whose deadline it was, and threads that hang."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
 
 from rlcore.errors import DeadlineExceeded, RunFailed
 from rollout import asyncio_utils as deadlines
-from rollout import daemon_threads
-from rollout.asyncio_utils import LoopThread, call_on, gather_or_cancel, in_thread, within
+from rollout.asyncio_utils import (
+    DaemonExecutor,
+    LoopThread,
+    call_on,
+    gather_or_cancel,
+    in_thread,
+    within,
+)
+
+LIMIT_S = 20
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -95,9 +106,9 @@ def at_a_deadline(over: asyncio.Event) -> Coroutine[Any, Any, Any]:
     return within(0.01, deaf(over), lambda: "the error")
 
 
-@pytest.mark.parametrize("wait", [after_an_error, at_a_deadline])
+@pytest.mark.parametrize("waits", [after_an_error, at_a_deadline])
 def test_work_that_resists_is_not_waited_for_long(
-    wait: Callable[[asyncio.Event], Coroutine[Any, Any, Any]], monkeypatch: pytest.MonkeyPatch
+    waits: Callable[[asyncio.Event], Coroutine[Any, Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadlines, "CANCEL_S", 0.05)
 
@@ -105,7 +116,7 @@ def test_work_that_resists_is_not_waited_for_long(
         over = asyncio.Event()
         began = time.monotonic()
         with pytest.raises((ValueError, DeadlineExceeded), match="the error"):
-            await wait(over)
+            await waits(over)
         assert time.monotonic() - began < 15
         over.set()
         await asyncio.sleep(0)
@@ -192,7 +203,7 @@ def test_a_thread_that_hangs_holds_up_neither_the_loop_nor_its_end(
         await asyncio.wait(hanging)
         return await in_thread(str, 7) + await asyncio.to_thread(str, 8)
 
-    monkeypatch.setattr(daemon_threads, "CANCEL_S", 600.0)
+    monkeypatch.setattr(deadlines, "CANCEL_S", 600.0)
     assert thread.call(main(), seconds=60, what="calls that hang") == "78"
     began = time.monotonic()
     thread.close()
@@ -201,6 +212,81 @@ def test_a_thread_that_hangs_holds_up_neither_the_loop_nor_its_end(
 
 
 def test_too_many_hanging_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadlines, "MOST_HANGING", 0)
+    monkeypatch.setattr(deadlines, "MAX_HANGING", 0)
     with pytest.raises(RunFailed, match="have not returned since they were given up"):
         run(in_thread(str))
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def over() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_calls_wait_for_a_thread_unless_one_is_given_up(over: threading.Event) -> None:
+    threads = DaemonExecutor(1, "under test")
+    began = threading.Event()
+
+    def hang() -> None:
+        began.set()
+        over.wait()
+
+    hanging = threads.submit(hang)
+    waiting = threads.submit(str, 7)
+    assert began.wait(LIMIT_S)
+    assert not wait([waiting], timeout=0.1).done
+    assert hanging.cancel() is False
+    assert hanging.cancel() is False, "it is given up once"
+    assert waiting.result(LIMIT_S) == "7"
+    assert threads.given_up == 1
+    over.set()
+    hanging.result(LIMIT_S)
+    assert threads.submit(str, 8).result(LIMIT_S) == "8"
+
+
+def test_threads_are_used_again_and_end_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = DaemonExecutor(8, "idle ones")
+    used = set()
+    for _ in range(100):
+        used.add(threads.submit(threading.get_ident).result(LIMIT_S))
+        end = time.monotonic() + LIMIT_S
+        while not threads._idle:  # else the next call would start another thread
+            assert time.monotonic() < end
+            time.sleep(0)
+    assert len(used) == 1
+    monkeypatch.setattr(deadlines, "IDLE_THREAD_S", 0.05)
+    threads.submit(str).result(LIMIT_S)
+    for thread in [t for t in threading.enumerate() if t.name == "idle ones"]:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    assert threads.submit(str, 1).result(LIMIT_S) == "1"
+
+
+def test_errors_and_exits_belong_to_the_caller() -> None:
+    threads = DaemonExecutor(1, "under test")
+    with pytest.raises(SystemExit):
+        threads.submit(sys.exit, 3).result(LIMIT_S)
+    assert threads.submit(str, 1).result(LIMIT_S) == "1"
+
+
+def test_after_its_end_it_takes_no_call(over: threading.Event) -> None:
+    threads = DaemonExecutor(2, "under test")
+    threads.submit(str).result(LIMIT_S)
+    threads.shutdown()
+    with pytest.raises(RuntimeError, match="'under test' are closed"):
+        threads.submit(str)
+
+
+def test_a_hanging_call_does_not_keep_the_process() -> None:
+    program = (
+        "import time; from rollout.asyncio_utils import DaemonExecutor;"
+        "DaemonExecutor(1, 'x').submit(time.sleep, 600); print('done')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout == "done\n"

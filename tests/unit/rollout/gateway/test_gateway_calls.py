@@ -15,7 +15,7 @@ from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import Sample
 from rlcore.errors import EngineFailed, RolloutFailed
 from rollout import asyncio_utils
-from rollout.daemon_threads import DaemonExecutor
+from rollout.asyncio_utils import DaemonExecutor
 from rollout.gateway.server import Gateway
 from rollout.gateway.wire import Refused, read_request
 from tests.unit.rollout.conversation.kit import STOP, ScriptedModel, make_context, make_tokenizer

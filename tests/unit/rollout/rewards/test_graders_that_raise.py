@@ -12,6 +12,7 @@ import pytest
 from raising_rewards import EXCEPTIONS
 
 from rlcore.config.sections.reward import RewardConfig
+from rlcore.config.sections.reward_services import JudgeConfig, RewardServiceConfig
 from rlcore.data.sample import Sample
 from rollout.rewards import scorer as scorers
 from rollout.rewards.base import (
@@ -25,10 +26,9 @@ from rollout.rewards.base import (
 )
 from rollout.rewards.graders import code
 from rollout.rewards.graders.code import CodePart
-from rollout.rewards.judge import JudgePart
 from rollout.rewards.model import ModelPart
 from rollout.rewards.scorer import FailureCounts, Scorer, build_scorer
-from rollout.rewards.services import ServicePart
+from rollout.rewards.services import JudgePart, ServicePart
 
 BAD = "bad"
 URL = "http://127.0.0.1:9"
@@ -70,35 +70,23 @@ def workflow(name: str, monkeypatch: pytest.MonkeyPatch) -> RewardPart:
 
 
 def judge(name: str, monkeypatch: pytest.MonkeyPatch) -> RewardPart:
-    config = RewardConfig.model_validate({"parts": {"p": {"judge": {"url": URL, "model": "m"}}}})
-    given = config.parts["p"].judge
-    assert given is not None
-    made = JudgePart("p", given)
-
-    def request(one: Sample) -> Any:
-        return raises(name) if one.response_text == BAD else {}
-
-    async def post(*_: Any) -> Any:
-        return {"choices": [{"message": {"content": "[[10]]"}}]}
-
-    monkeypatch.setattr(made, "_request", request)
-    monkeypatch.setattr(made, "_client", SimpleNamespace(post=post, close=_closed))
-    return made
+    made = JudgePart("p", JudgeConfig(url=[URL], model="m"))
+    return asking(made, {"choices": [{"message": {"content": "[[10]]"}}]}, name, monkeypatch)
 
 
 def service(name: str, monkeypatch: pytest.MonkeyPatch) -> RewardPart:
-    config = RewardConfig.model_validate({"parts": {"p": {"service": {"url": URL}}}})
-    given = config.parts["p"].service
-    assert given is not None
-    made = ServicePart("p", given)
+    return asking(ServicePart("p", RewardServiceConfig(url=[URL])), 1.0, name, monkeypatch)
 
-    def body(samples: Sequence[Sample]) -> Any:
-        return raises(name) if samples[0].response_text == BAD else {}
+
+def asking(made: RewardPart, answer: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> RewardPart:
+    def request(given: Any) -> Any:
+        [one] = given if isinstance(given, list) else [given]
+        return raises(name) if one.response_text == BAD else {}
 
     async def post(*_: Any) -> Any:
-        return 1.0
+        return answer
 
-    monkeypatch.setattr(made._format, "body", body)
+    monkeypatch.setattr(made, "_request", request)
     monkeypatch.setattr(made, "_client", SimpleNamespace(post=post, close=_closed))
     return made
 

@@ -21,7 +21,7 @@ from rlcore.data.sample import Sample
 from rlcore.errors import ModelError
 from rollout.conversation.samples import make_sample
 from rollout.rewards.base import RewardFailure
-from rollout.rewards.services import ServicePart, texts, wire_format
+from rollout.rewards.services import ServicePart, texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,10 +57,9 @@ def test_a_chat_is_rendered_by_the_reward_models_own_template(
     plain = sample("three")
     # without the BOS: the server's tokenizer puts it there
     expected = ["[s]short;[u]1+1=;[a]two;", "[u]1+1=;[a]three;"]
-    rendered = texts(theirs, "key")
-    assert rendered([asked, plain]) == expected
-    assert wire_format("sglang", None, rendered).body([asked, plain]) == {"text": expected}
-    assert wire_format("openrlhf", None, rendered).body([plain])["query"] == expected[1:]
+    for kind, key in (("sglang", "text"), ("openrlhf", "query")):
+        config = RewardServiceConfig(url="http://h/", format=kind, tokenizer=theirs)
+        assert ServicePart("rm", config)._request([asked, plain])[key] == expected
     assert texts(None, "key")([asked]) == ["1+1=two"]
 
 

@@ -20,9 +20,8 @@ from rlcore.errors import ConfigError
 from rollout import json_client
 from rollout.json_client import JsonClient, NoAnswer
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict
-from rollout.rewards.judge import JudgePart, filled
 from rollout.rewards.scorer import build_scorer
-from rollout.rewards.services import ServicePart, client_of
+from rollout.rewards.services import JudgePart, ServicePart, client_of, filled
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MakeSample = Callable[..., Sample]
