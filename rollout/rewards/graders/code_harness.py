@@ -152,6 +152,15 @@ class CannotJudge(BaseException):
     """The test gives the solution what cannot cross; no handler in the test catches it."""
 
 
+def _asks(operation: str) -> Callable[..., Any]:
+    """Return the method that has the solution's process do an operation with its object."""
+
+    def ask(self: Remote, *args: Any, **kwargs: Any) -> Any:
+        return self._link.ask(operation, self._number, args, kwargs)
+
+    return ask
+
+
 class Remote:
     """An object in the solution's process.
 
@@ -161,45 +170,27 @@ class Remote:
 
     __slots__ = ("_link", "_number")
     __hash__ = None  # type: ignore[assignment]
+    _link: Link
+    _number: int
 
     def __init__(self, link: Link, number: int) -> None:
         object.__setattr__(self, "_link", link)
         object.__setattr__(self, "_number", number)
 
-    def _ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        return self._link.ask(operation, self._number, args, kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ask("call", *args, **kwargs)
+    __call__ = _asks("call")
+    __setattr__ = _asks("set")
+    __getitem__ = _asks("item")
+    __bool__ = _asks("bool")
+    __len__ = _asks("len")
+    __iter__ = _asks("iter")
+    __next__ = _asks("next")
+    __str__ = _asks("str")
+    __repr__ = _asks("repr")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._ask("get", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._ask("set", name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("item", key)
-
-    def __bool__(self) -> bool:
-        return self._ask("bool")
-
-    def __len__(self) -> int:
-        return self._ask("len")
-
-    def __iter__(self) -> Any:
-        return self._ask("iter")
-
-    def __next__(self) -> Any:
-        return self._ask("next")
-
-    def __str__(self) -> str:
-        return self._ask("str")
-
-    def __repr__(self) -> str:
-        return self._ask("repr")
+        return self._link.ask("get", self._number, (name,), {})
 
     def __eq__(self, other: object) -> bool:
         raise TypeError("an object of the solution's cannot be compared, only plain values")
@@ -237,8 +228,7 @@ class Link:
 def _number_of(value: Any) -> int:
     if type(value) is not Remote:
         raise CannotJudge(f"the test gives the solution a {type(value).__name__}")
-    number: int = value._number
-    return number
+    return value._number
 
 
 def _exception(name: str, args: list[Any]) -> Exception:
@@ -246,8 +236,9 @@ def _exception(name: str, args: list[Any]) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             return kind(*args)
+        # recovery: a constructor that takes other arguments
         except TypeError:
-            return RuntimeError(f"{name}: {args}")
+            pass
     return RuntimeError(f"{name}: {args}")
 
 

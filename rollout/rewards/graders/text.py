@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -178,11 +177,11 @@ def picked(answer: str, choices: str) -> str | None:
     for place in (last_boxed(text), find_answer(text, "tagged")):
         if place is not None:
             return _letter(_bare(place), choices, ignore_case=True)
-    patterns = _patterns(choices)
+    says, names = _patterns(choices)
     text = text.replace("’", "'")
     said = [
         (match.start(match.lastindex or 0), match[match.lastindex or 0])
-        for pattern in patterns.said
+        for pattern in says
         for match in pattern.finditer(text)
     ]
     if said:
@@ -190,20 +189,13 @@ def picked(answer: str, choices: str) -> str | None:
     lines = [_letter(_bare(line), choices) for line in text.splitlines() if line.strip()]
     if lines and lines[-1]:
         return lines[-1]
-    named = [letters[-1] for pattern in patterns.named if (letters := pattern.findall(text))]
+    named = [letters[-1] for pattern in names if (letters := pattern.findall(text))]
     return str(named[0]) if named else (lines[0] if lines else None)
 
 
-@dataclass(frozen=True)
-class _Patterns:
-    """What is said of a letter, each pattern with the letter as its one group."""
-
-    said: tuple[re.Pattern[str], ...]
-    named: tuple[re.Pattern[str], ...]
-
-
 @lru_cache(maxsize=16)
-def _patterns(choices: str) -> _Patterns:
+def _patterns(choices: str) -> tuple[tuple[re.Pattern[str], ...], tuple[re.Pattern[str], ...]]:
+    """What is said of a letter, and what names one; each with the letter as its one group."""
     marks = r"(?:[\s*_`\"'“‘($\[{<]|\\\(|\\text(?:bf)?\b|\\math(?:rm|bf)\b)*"
     closing = r"[\s*_`\"'”)$\]}>]*"
     # "answer: I believe" and "Answer: A man" name none, "B is wrong" and "B isn't" neither
@@ -220,8 +212,8 @@ def _patterns(choices: str) -> _Patterns:
     kind = r"(?:(?i:the )?(?i:option|choice|letter|answer)\s*)?"
     behind = r"(?i:is|:|=|-|>|→|是|选|为|\s|\*|must be|would be|should be|has to be)*"
     answer = r"(?i:answer|答案)(?i:\s+(?:choice|option|letter))?"
-    return _Patterns(
-        said=(
+    return (
+        (
             re.compile(rf"(?<!not the ){answer}{behind}{kind}{one}{end}"),
             # "B is correct", behind no "if", "or" and the like
             re.compile(
@@ -239,7 +231,7 @@ def _patterns(choices: str) -> _Patterns:
             # lower case between brackets alone
             re.compile(rf"{answer}{behind}{kind}\(([{choices.lower()}])\)"),
         ),
-        named=(
+        (
             re.compile(rf"(?i:choice|option|one)\s*(?i:is|:|是|为){behind}{one}{end}"),
             re.compile(rf"(?i:choice|option)\s+{one}[\s*_`)$\].]*\Z"),
         ),
