@@ -44,12 +44,15 @@ class RewardFailure:
     external: bool = False  # no answer caused it: a label, a sandbox, a worker that cannot start
 
     def __post_init__(self) -> None:
-        # it is logged and recorded, and half of a surrogate pair can be neither
-        plain = self.reason.encode("utf-8", "replace").decode()
-        object.__setattr__(self, "reason", plain)
+        object.__setattr__(self, "reason", readable(self.reason))  # it is logged and recorded
 
     def __str__(self) -> str:
         return self.reason + self.place
+
+
+def readable(text: str) -> str:
+    """Return text that any encoder takes: a lone surrogate becomes a question mark."""
+    return text.encode("utf-8", "replace").decode()
 
 
 class LabelError(ValueError):
@@ -133,37 +136,33 @@ class BatchedPart(RewardPart):
         self._waiting.extend(zip(samples, futures))
         calls = -(-len(self._waiting) // self._batch_size)
         for _ in range(min(calls, self._concurrency - len(self._senders))):
-            sender = loop.create_task(self._send())
-            self._senders.add(sender)
-            sender.add_done_callback(self._senders.discard)
+            self._senders.add(loop.create_task(self._send()))
         return list(await asyncio.gather(*futures))
 
     async def _send(self) -> None:
         try:
-            await self._send_all()
+            # groups that finish in this iteration of the loop join the first batch
+            await asyncio.sleep(0)
+            while self._waiting:
+                size = min(len(self._waiting), self._batch_size)
+                calls = [self._waiting.popleft() for _ in range(size)]
+                if calls := [call for call in calls if not call[1].done()]:
+                    await self._send_batch(calls)
         finally:  # in this iteration of the loop: `score` starts another one in the next
             self._senders.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
-    async def _send_all(self) -> None:
-        # groups that finish in this iteration of the loop join the first batch
-        await asyncio.sleep(0)
-        while self._waiting:
-            size = min(len(self._waiting), self._batch_size)
-            calls = [self._waiting.popleft() for _ in range(size)]
-            calls = [call for call in calls if not call[1].done()]
-            if not calls:
-                continue
-            try:
-                scores = await attempted(self._ask([sample for sample, _ in calls]))
-            except asyncio.CancelledError:
-                for _, future in calls:
-                    future.cancel()
-                raise
-            if isinstance(scores, RewardFailure):
-                scores = [scores] * len(calls)
-            for (_, future), score in zip(calls, scores, strict=True):
-                if not future.done():
-                    future.set_result(score)
+    async def _send_batch(self, calls: list[tuple[Sample, asyncio.Future[Score]]]) -> None:
+        try:
+            scores = await attempted(self._ask([sample for sample, _ in calls]))
+        except asyncio.CancelledError:
+            for _, future in calls:
+                future.cancel()
+            raise
+        if isinstance(scores, RewardFailure):
+            scores = [scores] * len(calls)
+        for (_, future), score in zip(calls, scores, strict=True):
+            if not future.done():
+                future.set_result(score)
 
     async def close(self) -> None:
         """Cancel the calls."""
@@ -210,18 +209,13 @@ def attempt(call: Callable[[], T]) -> T | RewardFailure:
 
 
 def failed(error: BaseException) -> RewardFailure:
-    """The failure that an exception of a grader is."""
-    external = isinstance(error, LabelError | RlcoreError)
-    return RewardFailure("error", raised(error), external=external)
-
-
-def raised(error: BaseException) -> str:
-    """Describe an exception, whatever its own methods raise."""
+    """The failure that an exception of a grader is, whatever the exception's own methods raise."""
     try:
         text = " ".join(str(error).split())[:200]
     except BaseException as another:  # noqa: BLE001 - recovery: the name of its type is enough
         text = f"its text cannot be had, that raised {type(another).__name__}"
-    return f"raised {type(error).__name__}: {text}"
+    external = isinstance(error, LabelError | RlcoreError)
+    return RewardFailure("error", f"raised {type(error).__name__}: {text}", external=external)
 
 
 # --- what a function returned ---------------------------------------------------------------------

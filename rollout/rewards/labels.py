@@ -19,37 +19,27 @@ from rollout.rewards.graders.reasoning_gym import entry_of
 from rollout.rewards.graders.text import letters_of
 from rollout.rewards.scorer import PartsBySource
 
-# reads what a grader wants from label and row, or raises ValueError
-Reader = Callable[[Any, Mapping[str, Any]], Any]
 # what is left out of a label before it must say something
 _MARKS = re.compile(r"\\(?:boxed|fbox|text)\b|[\s${}]")
 
 
-def _mathematics(label: Any) -> None:
+def _mathematics(label: Any, row: Mapping[str, Any]) -> None:
     """Refuse labels that say nothing. To parse the others would take minutes at load."""
     for one in accepted(label):
         if not _MARKS.sub("", one):
             raise ValueError(f"the label {one!r} is no mathematics")
 
 
-READERS: dict[str, Reader] = {
+# by kind of label, what reads it and its row, or raises ValueError; `letter` needs the choices
+READERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "text": lambda label, _: accepted(label),
-    "mathematics": lambda label, _: _mathematics(label),
+    "mathematics": _mathematics,
     "constraints": constraints_of,
     "tests": read_tests,
     "entry": lambda _, row: entry_of(row),
 }
-
-
-def _reader(part: RewardPartConfig) -> Reader | None:
-    """Return what reads the labels of a part; None where it has none, or is not built in."""
-    grader = GRADERS.get(str(part.function))
-    if grader is None or grader.label == "none":
-        return None
-    if grader is ChoiceArgs:
-        choices = ChoiceArgs(**part.args).choices
-        return lambda label, _: letters_of(label, choices)
-    return READERS[grader.label]
+# labels that are objects, or stand in columns of their own
+OBJECTS = ("constraints", "tests", "entry")
 
 
 def check_labels(config: Config, prompts: PromptSet) -> None:
@@ -60,19 +50,18 @@ def check_labels(config: Config, prompts: PromptSet) -> None:
         DataError: names the row, and the key that was probably meant.
     """
     rule = PartsBySource(config.reward)
-    readers = {
-        name: reader
+    parts = {
+        name: part
         for name, part in config.reward.parts.items()
-        if (reader := _reader(part)) is not None
+        if part.function in GRADERS and GRADERS[part.function].label != "none"
     }
     if config.data.label_key is None:
-        for name, reader in readers.items():
-            # these may stand in columns of their own
-            if reader not in (READERS["constraints"], READERS["entry"]):
+        for name, part in parts.items():
+            if GRADERS[str(part.function)].label not in ("constraints", "entry"):
                 raise ConfigError(
                     f"reward.parts.{name} compares with a label, but data.label_key is null"
                 )
-    if not readers and config.reward.by is None:
+    if not parts and config.reward.by is None:
         return
     for example in prompts.examples:
         try:
@@ -80,15 +69,18 @@ def check_labels(config: Config, prompts: PromptSet) -> None:
         except DataError as error:
             raise DataError(f"{example.where}: {error}") from error
         for name in chosen:
-            if name in readers:
-                _check(name, readers[name], example)
+            if name in parts:
+                _check(name, parts[name], example)
 
 
-def _check(part: str, reader: Reader, example: Example) -> None:
+def _check(name: str, part: RewardPartConfig, example: Example) -> None:
+    kind = GRADERS[str(part.function)].label
     try:
-        reader(example.label, example.extra)
+        if kind == "letter":
+            letters_of(example.label, ChoiceArgs(**part.args).choices)
+        else:
+            READERS[kind](example.label, example.extra)
     except ValueError as error:
-        others = (READERS["constraints"], READERS["tests"], READERS["entry"])
-        if reader not in others and not isinstance(example.label, list):
-            check_label(example, f"reward.parts.{part}")  # it names the key that was meant
-        raise DataError(f"{example.where}: {error} for reward.parts.{part}") from error
+        if kind not in OBJECTS and not isinstance(example.label, list):
+            check_label(example, f"reward.parts.{name}")  # it names the key that was meant
+        raise DataError(f"{example.where}: {error} for reward.parts.{name}") from error

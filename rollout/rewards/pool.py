@@ -42,8 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_ANSWER = 1 << 20  # bytes; a verdict's `info` is far smaller
 # {part: (import path, keyword arguments)}
 Functions = Mapping[str, tuple[str, Mapping[str, Any]]]
-
-
+# a worker is one of many on its machine
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -79,7 +78,7 @@ class Worker:
         Raises ConfigError when a function cannot be imported, RunFailed when the process dies.
         """
         worker = await cls._spawn(limits)
-        names = ", ".join(name for name, _ in functions.values())
+        names = ", ".join(path for path, _ in functions.values())
         setup = {
             "functions": {part: (name, dict(args)) for part, (name, args) in functions.items()},
             "sys_path": list(sys.path),
@@ -105,6 +104,8 @@ class Worker:
 
     @classmethod
     async def _spawn(cls, limits: WorkerLimits) -> Worker:
+        path = os.pathsep.join(path for path in sys.path if path)
+        allowed = allowed_environment(limits.environment, key="reward.environment")
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -115,7 +116,7 @@ class Worker:
                     str(theirs.fileno()),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=2,  # what a function prints goes to the log
-                    env=_environment(limits),
+                    env={**allowed, **ONE_THREAD, "PYTHONPATH": path},
                     pass_fds=(theirs.fileno(),),
                     # a group of its own: Ctrl-C is ours
                     start_new_session=True,
@@ -185,8 +186,14 @@ class Worker:
 
     async def end(self) -> int | None:
         """End the process, which has closed its socket; returns the exit code that it chose."""
-        await asyncio.wait({asyncio.ensure_future(self.process.wait())}, timeout=WORKER_ENDS_S)
+        await self._gone(WORKER_ENDS_S)
         return await self.kill()
+
+    async def _gone(self, seconds: float) -> bool:
+        waiting = asyncio.ensure_future(self.process.wait())
+        done, _ = await asyncio.wait({waiting}, timeout=seconds)
+        waiting.cancel()
+        return bool(done)
 
     async def kill(self) -> int | None:
         """End the process and all that it started; returns its exit code."""
@@ -195,23 +202,13 @@ class Worker:
             await asyncio.to_thread(kill_tree, self.process.pid, seconds=STRAYS_S)
         with suppress(ProcessLookupError):  # the whole group is gone
             os.killpg(self.process.pid, signal.SIGKILL)
-        waiting = asyncio.ensure_future(self.process.wait())
         # a process that hangs in the kernel, on a dead file server say, is left behind
-        await asyncio.wait({waiting}, timeout=REAP_S)
-        if not waiting.done():
-            waiting.cancel()
+        if not await self._gone(REAP_S):
             logger.warning("the reward worker %d cannot be ended", self.process.pid)
         self.writer.close()
         with suppress(ConnectionError):
             await asyncio.wait({asyncio.ensure_future(self.writer.wait_closed())}, timeout=CANCEL_S)
         return self.process.returncode
-
-
-def _environment(limits: WorkerLimits) -> dict[str, str]:
-    """Return the variables of a worker, which is one of many on its machine."""
-    path = os.pathsep.join(path for path in sys.path if path)
-    allowed = allowed_environment(limits.environment, key="reward.environment")
-    return {**allowed, **ONE_THREAD, "PYTHONPATH": path}
 
 
 def _score(reply: dict[str, Any], identity: str) -> Score:

@@ -37,9 +37,11 @@ from rlcore.deadlines import STRAYS_S
 from rlcore.errors import ConfigError
 from rlcore.import_paths import call_method, place_of
 from rollout.plugins import load_object
-from rollout.rewards.base import RewardFailure, Score, checked, failed
+from rollout.rewards.base import RewardFailure, Score, checked, failed, readable
 
+RewardFunction = Callable[[Sample], Any]
 HEADER = struct.Struct("<I")
+STRAYS_LEFT = 70  # the exit code of a worker that cannot end what a call has started
 HIGH = 200  # above the descriptors that code counts on or loops over
 
 
@@ -68,7 +70,9 @@ def main() -> None:
     adopt_orphans()
     requests, answers = open_socket(int(sys.argv.pop()))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    die_first()
+    # where the machine has no memory left, the kernel ends this process before the trainer
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         setup = receive(requests)
         functions = load_functions(setup, answers)
@@ -91,21 +95,15 @@ def open_socket(inherited: int) -> tuple[BinaryIO, BinaryIO]:
     os.close(inherited)
     requests = os.fdopen(descriptor, "rb")
     answers = os.fdopen(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, HIGH), "wb")
+
+    def close() -> None:
+        for stream in (requests, answers):
+            with suppress(OSError):
+                os.close(stream.fileno())
+
     # a child that is forked and executes nothing would keep them
-    os.register_at_fork(after_in_child=lambda: _close(requests, answers))
+    os.register_at_fork(after_in_child=close)
     return requests, answers
-
-
-def _close(*streams: BinaryIO) -> None:
-    for stream in streams:
-        with suppress(OSError):
-            os.close(stream.fileno())
-
-
-def die_first() -> None:
-    """Have the kernel end this process before the trainer, where the machine has no memory left."""
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def limit_memory(gigabytes: float) -> None:
@@ -121,23 +119,20 @@ def limit_memory(gigabytes: float) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, Callable[..., Any]]:
+def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, RewardFunction]:
     """Return the functions by part; {} after telling the parent why there are none."""
     sys.path[:] = setup["sys_path"]
     limit_memory(setup["memory_gb"])
-    problem: str | None = None
-    functions: dict[str, Callable[..., Any]] = {}
     try:
-        for part, (path, args) in setup["functions"].items():
-            functions[part] = load_function(path, args, key=f"reward.parts.{part}.function")
+        functions = {
+            part: load_function(path, args, key=f"reward.parts.{part}.function")
+            for part, (path, args) in setup["functions"].items()
+        }
     except ConfigError as error:
-        problem = str(error)
-        functions = {}
-    answer(answers, {"problem": readable(problem) if problem is not None else None})
+        answer(answers, {"problem": readable(str(error))})
+        return {}
+    answer(answers, {"problem": None})
     return functions
-
-
-RewardFunction = Callable[[Sample], Any]
 
 
 def load_function(path: str, args: Mapping[str, Any], *, key: str) -> RewardFunction:
@@ -195,39 +190,30 @@ def signature_problem(found: Callable[..., Any], args: Mapping[str, Any]) -> str
     return None
 
 
-def scored(function: RewardFunction, sample: Sample) -> Score:
+def call(function: RewardFunction, sample: Sample, memory_gb: float) -> Score:
     """The function's verdict on a sample, or its failure with file and line."""
+    place = None
     try:
         score = checked(function(sample))
     except BaseException as error:  # noqa: BLE001 - SystemExit too: one sample's failure
-        return replace(failed(error), place=place_of(function, error))
-    if isinstance(score, RewardFailure):
-        return replace(score, place=place_of(function))
-    return score
-
-
-def call(function: Callable[..., Any], sample: Any, memory_gb: float) -> Score:
-    """Return the function's verdict, or its failure."""
-    score = scored(function, sample)
-    if isinstance(score, RewardFailure) and score.reason.startswith("raised MemoryError"):
+        score = failed(error)
+        place = place_of(function, error)
+    if not isinstance(score, RewardFailure):
+        return score
+    reason = score.reason
+    if reason.startswith("raised MemoryError"):
         gc.collect()
-        return replace(score, reason=f"{score.reason} (reward.memory_gb is {memory_gb:g})")
-    return score
+        reason += f" (reward.memory_gb is {memory_gb:g})"
+    return replace(score, reason=reason, place=place_of(function) if place is None else place)
 
 
 def encoded(identity: str, score: Score) -> dict[str, Any]:
     """Return the answer to a call."""
     if isinstance(score, RewardFailure):
-        texts = {"error": score.reason, "place": score.place}
-        return {"id": identity, "external": score.external} | {
-            key: readable(text) for key, text in texts.items()
-        }
+        place = readable(score.place)
+        failure = {"error": score.reason, "place": place, "external": score.external}
+        return {"id": identity, **failure}
     return {"id": identity, **asdict(score)}
-
-
-def readable(text: str) -> str:
-    """Return text that any encoder takes: a lone surrogate becomes a question mark."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def end_strays(keep: frozenset[int]) -> None:
@@ -240,9 +226,6 @@ def end_strays(keep: frozenset[int]) -> None:
             return
     if not kill_below(os.getpid(), seconds=STRAYS_S, keep=keep, reap=True):
         os._exit(STRAYS_LEFT)
-
-
-STRAYS_LEFT = 70  # the exit code of a worker that cannot end what a call has started
 
 
 if __name__ == "__main__":
