@@ -12,10 +12,10 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from rlcore.boundary.process_tree import descendants, kill_tree, memory
 from rlcore.config.sections.sandbox import SandboxConfig
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 READY = b"ready"  # of `inside.py`
 POLL_S = 0.1  # between two looks at a program's memory and processes
 CHUNK = 1 << 16
-LANGUAGES = ("python", "bash")
-MAIN = {"python": "main.py", "bash": "main.sh"}
+# by language, the program's file and what executes it; Python's is the configured interpreter
+COMMANDS = {"python": ("main.py",), "bash": ("main.sh", "/bin/bash")}
 ADVICE = (
     "install bubblewrap (apt-get install bubblewrap) and allow namespaces (docker run"
     " --security-opt seccomp=unconfined --cap-add SYS_ADMIN, or a user other than root where"
@@ -42,14 +42,9 @@ ADVICE = (
 
 def build_sandbox(config: SandboxConfig) -> Sandbox:
     """Return the sandbox; nothing is started yet."""
-    output_bytes = config.output_kb << 10
+    limits = {"concurrency": config.concurrency, "output_bytes": config.output_kb << 10}
     if config.kind == "fusion":
-        return FusionSandbox(
-            str(config.url),
-            concurrency=config.concurrency,
-            output_bytes=output_bytes,
-            retries=config.retries,
-        )
+        return FusionSandbox(str(config.url), retries=config.retries, **limits)
     if config.kind == "rlimits":
         logger.warning(
             "reward.sandbox.kind is rlimits: code that a model wrote can read your files, talk to"
@@ -61,11 +56,7 @@ def build_sandbox(config: SandboxConfig) -> Sandbox:
         "processes": config.processes,
         "files_mb": config.files_mb,
     }
-    return LocalSandbox(
-        candidates(config.kind, settings),
-        concurrency=config.concurrency,
-        output_bytes=output_bytes,
-    )
+    return LocalSandbox(candidates(config.kind, settings), **limits)
 
 
 class LocalSandbox:
@@ -107,10 +98,10 @@ class LocalSandbox:
         )
 
     async def run(self, program: Program) -> Outcome:
-        if program.language not in LANGUAGES:
+        if program.language not in COMMANDS:
             raise ConfigError(
                 f"reward.sandbox: no {program.language} on this machine, only"
-                f" {' and '.join(LANGUAGES)}; SandboxFusion has more (reward.sandbox.kind: fusion)"
+                f" {' and '.join(COMMANDS)}; SandboxFusion has more (reward.sandbox.kind: fusion)"
             )
         await self.start()
         assert self._confinement is not None
@@ -135,32 +126,25 @@ class _Run:
     place: int
     output_bytes: int
     written: int = 0
-    reason: str = ""  # why it is ended
     too_much: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, program: Program) -> Outcome:
         with ExitStack() as stack:
-            task = self.confinement.task(self.place)
+            task = self._task(program)
             if not self.confinement.own_process_table:
-                folder = stack.enter_context(
-                    tempfile.TemporaryDirectory(
-                        prefix="rlcore-sandbox-", ignore_cleanup_errors=True
-                    )
+                made = tempfile.TemporaryDirectory(
+                    prefix="rlcore-sandbox-", ignore_cleanup_errors=True
                 )
+                folder = stack.enter_context(made)
                 task["folder"] = folder
                 task["environment"] |= {"HOME": folder, "TMPDIR": folder}
-            self._fill(task, program)
             return await self._process(json.dumps(task).encode(), program)
 
-    def _fill(self, task: dict[str, Any], program: Program) -> None:
-        main = MAIN[program.language]
-        argv = [self.confinement.python.path, "-s", main]
-        if program.language == "bash":
-            argv = ["/bin/bash", main]
-        files: Mapping[str, bytes] = {
-            **program.files,
-            main: program.code.encode("utf-8", "replace"),
-        }
+    def _task(self, program: Program) -> dict[str, Any]:
+        """Return what `inside.py` gets to know about the program and its surroundings."""
+        task = self.confinement.task(self.place)
+        main, *argv = COMMANDS[program.language]
+        code = program.code.encode("utf-8", "replace")
         limits = {
             "CPU": int(program.timeout_s) + 2,
             "DATA": program.memory_mb << 20,
@@ -168,12 +152,16 @@ class _Run:
             "NOFILE": 256,
             "CORE": 0,
         }
-        processes = task.pop("processes")
-        task |= {
-            "argv": argv,
-            "files": {name: base64.b64encode(data).decode() for name, data in files.items()},
+        if (processes := task.pop("processes")) is not None:
+            limits["NPROC"] = processes
+        return task | {
+            "argv": [*(argv or (self.confinement.python.path, "-s")), main],
+            "files": {
+                name: base64.b64encode(data).decode()
+                for name, data in {**program.files, main: code}.items()
+            },
             "stdin": base64.b64encode(program.stdin.encode("utf-8", "replace")).decode(),
-            "limits": limits if processes is None else {**limits, "NPROC": processes},
+            "limits": limits,
             "alarm": int(program.timeout_s + SANDBOX_START_S) + 1,
         }
 
@@ -188,7 +176,7 @@ class _Run:
                 return Outcome("error", reason=f"cannot start: {error}")
             except asyncio.CancelledError:
                 with suppress(OSError):
-                    await self._end(await starting, [])
+                    await _end(await starting, [])
                 raise
             assert process.stdout is not None
             assert process.stderr is not None
@@ -196,23 +184,28 @@ class _Run:
                 asyncio.ensure_future(self._read(stream))
                 for stream in (process.stdout, process.stderr)
             ]
+            begin = time.monotonic()
             try:
-                ended, begin = await self._watch(process, status, task, program)
+                reason = await self._until_ready(process, status, task)
+                begin = time.monotonic()
+                ended: tuple[Status, str] = ("error", reason)
+                if not reason:
+                    ended = await self._until_end(process, program, begin)
             finally:
                 # also where this task is cancelled
-                await asyncio.shield(self._end(process, output))
+                await asyncio.shield(_end(process, output))
             seconds = time.monotonic() - begin
-            if ended == "finished" and (late := status.read(4096)):
+            if ended[0] == "finished" and (late := status.read(4096)):
                 # the program itself could not be executed
                 return Outcome("error", reason=late.decode("utf-8", "replace"))
-            texts = [
+            stdout, stderr = (
                 "" if part.cancelled() else part.result().decode("utf-8", "replace")
                 for part in output
-            ]
-            code = process.returncode if ended == "finished" else None
+            )
+            code = process.returncode if ended[0] == "finished" else None
             if code is not None and code < 0:
                 code = 128 - code
-            return Outcome(ended, texts[0], texts[1], code, seconds, self.reason)
+            return Outcome(ended[0], stdout, stderr, code, seconds, ended[1])
 
     async def _start(self, status: int) -> asyncio.subprocess.Process:
         try:
@@ -229,14 +222,10 @@ class _Run:
         finally:
             os.close(status)
 
-    async def _watch(
-        self,
-        process: asyncio.subprocess.Process,
-        status: Any,
-        task: bytes,
-        program: Program,
-    ) -> tuple[Status, float]:
-        """Wait for the program's end, or for a reason to end it; and say when it began."""
+    async def _until_ready(
+        self, process: asyncio.subprocess.Process, status: BinaryIO, task: bytes
+    ) -> str:
+        """Wait until the program begins; return why it cannot, if so."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[bytes] = loop.create_future()
 
@@ -245,53 +234,44 @@ class _Run:
                 ready.set_result(status.read(4096))
 
         loop.add_reader(status, said)
-        gone = asyncio.ensure_future(process.wait())
         try:
             feeding = asyncio.ensure_future(_feed(process, task))
             await asyncio.wait({ready}, timeout=SANDBOX_START_S)
             feeding.cancel()
-            if not ready.done():
-                self.reason = f"the sandbox has not started in {SANDBOX_START_S:g} s"
-                return "error", time.monotonic()
         finally:
             loop.remove_reader(status)
-            gone.cancel()
-        if ready.result() != READY:
-            error = ready.result().removeprefix(READY).decode("utf-8", "replace")
-            self.reason = f"the sandbox cannot start: {error}".rstrip(": ")
-            return "error", time.monotonic()
-        begin = time.monotonic()
-        return await self._limits(process, program, begin), begin
+        if not ready.done():
+            return f"the sandbox has not started in {SANDBOX_START_S:g} s"
+        if ready.result() == READY:
+            return ""
+        error = ready.result().removeprefix(READY).decode("utf-8", "replace")
+        return f"the sandbox cannot start: {error}".rstrip(": ")
 
-    async def _limits(
+    async def _until_end(
         self, process: asyncio.subprocess.Process, program: Program, begin: float
-    ) -> Status:
+    ) -> tuple[Status, str]:
+        """Wait for the program's end, or for a reason to end it."""
         gone = asyncio.ensure_future(process.wait())
         full = asyncio.ensure_future(self.too_much.wait())
-        most = program.memory_mb << 20
+        end = begin + program.timeout_s
         try:
             while True:
-                left = begin + program.timeout_s - time.monotonic()
                 await asyncio.wait(
                     {gone, full},
-                    timeout=min(POLL_S, max(left, 0)),
+                    timeout=min(POLL_S, max(end - time.monotonic(), 0)),
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if full.done():
-                    self.reason = f"wrote more than {self.output_bytes >> 10} KiB"
-                    return "limit"
+                    return "limit", f"wrote more than {self.output_bytes >> 10} KiB"
                 if gone.done():
-                    return "finished"
-                if time.monotonic() >= begin + program.timeout_s:
-                    self.reason = f"had not ended after {program.timeout_s:g} s"
-                    return "timeout"
+                    return "finished", ""
+                if time.monotonic() >= end:
+                    return "timeout", f"had not ended after {program.timeout_s:g} s"
                 below = descendants(process.pid)
                 if len(below) > self.confinement.processes + 4:
-                    self.reason = f"had more than {self.confinement.processes} processes"
-                    return "limit"
-                if memory(below) > most:
-                    self.reason = f"used more than {program.memory_mb} MiB of memory"
-                    return "limit"
+                    return "limit", f"had more than {self.confinement.processes} processes"
+                if memory(below) > program.memory_mb << 20:
+                    return "limit", f"used more than {program.memory_mb} MiB of memory"
         finally:
             gone.cancel()
             full.cancel()
@@ -305,24 +285,25 @@ class _Run:
                 self.too_much.set()
         return bytes(kept)
 
-    async def _end(
-        self, process: asyncio.subprocess.Process, output: Sequence[asyncio.Future[bytes]]
-    ) -> None:
-        """Kill everything that is left, and read what it had written."""
-        if process.returncode is None:
-            # in a thread: it looks again and again until nothing is left
-            await asyncio.to_thread(kill_tree, process.pid, seconds=STRAYS_S)
-        gone = asyncio.ensure_future(process.wait())
-        waits: list[asyncio.Future[Any]] = [gone, *output]
-        await asyncio.wait(waits, timeout=REAP_S)
-        if not gone.done():
-            gone.cancel()
-            logger.warning("the sandboxed process %d cannot be ended", process.pid)
-        for part in output:
-            if not part.done():  # something still holds its end
-                part.cancel()
-                with suppress(asyncio.CancelledError):
-                    await part
+
+async def _end(
+    process: asyncio.subprocess.Process, output: Sequence[asyncio.Future[bytes]]
+) -> None:
+    """Kill everything that is left, and read what it had written."""
+    if process.returncode is None:
+        # in a thread: it looks again and again until nothing is left
+        await asyncio.to_thread(kill_tree, process.pid, seconds=STRAYS_S)
+    gone = asyncio.ensure_future(process.wait())
+    waits: list[asyncio.Future[Any]] = [gone, *output]
+    await asyncio.wait(waits, timeout=REAP_S)
+    if not gone.done():
+        gone.cancel()
+        logger.warning("the sandboxed process %d cannot be ended", process.pid)
+    for part in output:
+        if not part.done():  # something still holds its end
+            part.cancel()
+            with suppress(asyncio.CancelledError):
+                await part
 
 
 async def _feed(process: asyncio.subprocess.Process, task: bytes) -> None:
