@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,7 +108,6 @@ class RewardAudit:
         )
         self._prompts = prompts
         self._tokenizer = tokenizer
-        self._answers: AuditAnswers | None = None
 
     @property
     def rows(self) -> list[int]:
@@ -178,16 +178,17 @@ class RewardAudit:
         chance = max(CHANCE, _commonest(scored))
         return [_finding(kind, by_kind[kind], chance) for kind in KINDS if kind in by_kind]
 
-    @property
-    def _made(self) -> AuditAnswers:
+    @cached_property
+    def _answers(self) -> AuditAnswers:
         # labels are read when the first row is audited
-        if self._answers is None:
-            self._answers = AuditAnswers(self.reward, self._prompts)
-        return self._answers
+        return AuditAnswers(self.reward, self._prompts)
 
     def _of(self, row: int) -> Iterator[Scored]:
         prompt = self._prompts[row]
-        for answer in self._made.of(self._prompts.examples[row], _asked(prompt)):
+        # what was asked, without the marks of a chat template
+        contents = [message.get("content") for message in prompt.messages or ()]
+        asked = str(next((text for text in reversed(contents) if text), prompt.text))
+        for answer in self._answers.of(self._prompts.examples[row], asked):
             yield Scored(row, answer, _sample(prompt, row, answer, self._tokenizer))
 
 
@@ -210,21 +211,18 @@ def _paying(answers: Sequence[Scored]) -> Callable[[Sample], bool]:
     It does from half way between the lowest reward, or 0, and that of the label. Where no label
     is an answer, any reward above 0 does.
     """
-    right = [_reward(one) for one in answers if one.answer.kind is RIGHT]
+    rewards = [(one.sample.reward, one.answer.kind is RIGHT) for one in answers]
+    right = [reward for reward, is_right in rewards if is_right]
     if not right:
         return lambda sample: sample.reward > 0
     most = max(right)
-    least = min(map(_reward, answers))
+    least = min(rewards)[0]
     if most > 0:
         least = max(least, 0.0)
     half = (least + most) / 2
     return lambda sample: (
         (sample.reward > half or sample.reward >= most) and sample.reward > min(least, 0.0)
     )
-
-
-def _reward(one: Scored) -> float:
-    return one.sample.reward
 
 
 def _rank(one: Scored) -> tuple[float, int]:
@@ -241,15 +239,9 @@ def _commonest(scored: Sequence[Scored]) -> float:
 
 def _finding(kind: Kind, rows: Sequence[tuple[Scored, bool]], chance: float) -> Finding:
     paid = sum(pays for _, pays in rows)
-    best = max(rows, key=lambda found: (found[1], _reward(found[0])))[0]
+    best = max(rows, key=lambda found: (found[1], found[0].sample.reward))[0]
     pays = kind.verdict == "wrong" and paid > chance * len(rows)
     return Finding(kind, len(rows), paid, best, pays)
-
-
-def _asked(prompt: Prompt) -> str:
-    """The text of the last message to the model; of a prompt that is no chat, all of it."""
-    contents = [message.get("content") for message in prompt.messages or ()]
-    return str(next((text for text in reversed(contents) if text), prompt.text))
 
 
 def _sample(

@@ -179,21 +179,13 @@ class AuditAnswers:
         return found[1:]
 
     def _has_answer(self, example: Example) -> bool:
+        """Whether the label of a row is what the parts that score it look for."""
         label: Any = example.label
         if isinstance(label, bool) or not isinstance(label, str | int | float):
             return False
-        return "other" not in self._kinds(example) and "answer" in self._kinds(example)
-
-    def _kinds(self, example: Example) -> set[str]:
-        """What the parts that score the row take its label for."""
-        kinds = {"tests": "other", "constraints": "other", "none": "nothing"}
-        functions = [
-            str(self._reward.parts[name].function) for name in self._rule.of(example.extra)
-        ]
-        return {
-            kinds.get(GRADERS[name].label, "answer") if name in GRADERS else "answer"
-            for name in functions
-        }
+        names = [str(self._reward.parts[name].function) for name in self._rule.of(example.extra)]
+        kinds = [GRADERS[name].label if name in GRADERS else "text" for name in names]
+        return {"tests", "constraints"}.isdisjoint(kinds) and bool({*kinds} - {"none"})
 
     def _places(self, example: Example) -> list[str]:
         """The places where the parts look; a box for those that take any."""
