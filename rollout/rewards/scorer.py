@@ -16,11 +16,10 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from rlcore.config.checks.reward import reward_problems
 from rlcore.config.sections.graders import GRADERS
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.sample import Sample
-from rlcore.errors import ConfigError, DataError
+from rlcore.errors import DataError
 from rlcore.timeline.recorder import Lanes, of_group
 from rollout.failures import Failure
 from rollout.rewards.base import (
@@ -48,6 +47,7 @@ LOCAL: dict[str, Callable[..., Verdict]] = {
     "f1": text.f1,
     "overlong": text.overlong,
 }
+# graders that worker processes import, by their import paths
 POOLED = {
     "math": "rollout.rewards.graders.mathematics:math",
     "choice": "rollout.rewards.graders.text:choice",
@@ -103,11 +103,12 @@ class PartsBySource:
         """
         values = () if self._by is None else self._values(row, self._by)
         if values not in self._chosen:
+            known = {one for sources in self._sources.values() for one in sources or ()}
             for value in values:
-                if not any(_matches(value, sources) for sources in self._sources.values()):
+                if not _matches(value, known):
                     raise DataError(
                         f"no reward part scores the source {value!r} (reward.by: {self._by}); known"
-                        f" are {', '.join(self._known())}; add it to the `sources` of a part"
+                        f" are {', '.join(sorted(known))}; add it to the `sources` of a part"
                     )
             self._chosen[values] = tuple(
                 name
@@ -115,9 +116,6 @@ class PartsBySource:
                 if sources is None or any(_matches(value, sources) for value in values)
             )
         return self._chosen[values]
-
-    def _known(self) -> list[str]:
-        return sorted({one for sources in self._sources.values() for one in sources or ()})
 
     def _values(self, row: Mapping[str, Any], by: str) -> tuple[str, ...]:
         found: Any = row
@@ -133,8 +131,8 @@ class PartsBySource:
         return tuple(str(value) for value in values)
 
 
-def _matches(value: str, sources: list[str] | None) -> bool:
-    return any(fnmatchcase(value, pattern) for pattern in sources or ())
+def _matches(value: str, sources: Iterable[str]) -> bool:
+    return any(fnmatchcase(value, pattern) for pattern in sources)
 
 
 class Scorer:
@@ -147,11 +145,7 @@ class Scorer:
     """
 
     def __init__(
-        self,
-        config: RewardConfig,
-        parts: Mapping[str, RewardPart],
-        *,
-        max_causes: int = MAX_CAUSES,
+        self, config: RewardConfig, parts: Mapping[str, RewardPart], *, max_causes: int = MAX_CAUSES
     ) -> None:
         self._config = config
         self._parts = dict(parts)
@@ -200,9 +194,13 @@ class Scorer:
 
     async def _score_each(self, samples: Sequence[Sample]) -> FailureCounts:
         scores: list[dict[str, Score]] = [{} for _ in samples]
-        chosen = [self._chosen(sample, found) for sample, found in zip(samples, scores)]
-
-        rows = {name: [at for at, of in enumerate(chosen) if name in of] for name in self._parts}
+        rows: dict[str, list[int]] = {name: [] for name in self._parts}
+        for at, sample in enumerate(samples):
+            try:
+                for name in self._parts.keys() & self._by_source.of(sample.metadata):
+                    rows[name].append(at)
+            except DataError as error:  # a workflow may have changed the metadata
+                scores[at]["reward.by"] = RewardFailure("error", str(error), external=True)
         columns = await asyncio.gather(
             *(self._scored_by(name, [samples[at] for at in asked]) for name, asked in rows.items())
         )
@@ -224,26 +222,19 @@ class Scorer:
             found = await attempted(part.score(samples))
         return [found] * len(samples) if isinstance(found, RewardFailure) else found
 
-    def _chosen(self, sample: Sample, found: dict[str, Score]) -> tuple[str, ...]:
-        try:
-            return self._by_source.of(sample.metadata)
-        except DataError as error:  # a workflow may have changed the metadata
-            found["reward.by"] = RewardFailure("error", str(error), external=True)
-            return ()
-
     def _settle(self, sample: Sample, scores: Mapping[str, Score], counts: FailureCounts) -> None:
-        for key in VERDICTS:  # a column of the data that is called so is no verdict
-            sample.metadata.pop(key, None)
+        _forget_verdicts(sample)
         on_error = self._config.on_error
-        verdicts = {name: score for name, score in scores.items() if isinstance(score, Verdict)}
-        failures = {
-            name: score for name, score in scores.items() if isinstance(score, RewardFailure)
-        }
-        wrong = {
-            name: self._found_wrong[name]
-            for name, failure in failures.items()
-            if name in self._found_wrong and not failure.external
-        }
+        verdicts: dict[str, Verdict] = {}
+        failures: dict[str, RewardFailure] = {}
+        wrong: dict[str, Verdict] = {}
+        for name, score in scores.items():
+            if isinstance(score, Verdict):
+                verdicts[name] = score
+                continue
+            failures[name] = score
+            if name in self._found_wrong and not score.external:
+                wrong[name] = self._found_wrong[name]
         if on_error == "drop":
             verdicts |= wrong
         total = checked(
@@ -277,10 +268,7 @@ class Scorer:
             sample.reward = self._config.non_stop_penalty
 
     def _record(
-        self,
-        sample: Sample,
-        verdicts: Mapping[str, Verdict],
-        failures: Iterable[str],
+        self, sample: Sample, verdicts: Mapping[str, Verdict], failures: Iterable[str]
     ) -> None:
         sample.reward_parts = {name: verdict.score for name, verdict in verdicts.items()}
         for name, verdict in verdicts.items():
@@ -321,6 +309,12 @@ class Scorer:
         await asyncio.gather(*(part.close() for part in self._parts.values()))
 
 
+def _forget_verdicts(sample: Sample) -> None:
+    """Remove columns of the data that are called like a verdict."""
+    for key in VERDICTS:
+        sample.metadata.pop(key, None)
+
+
 def _scored_with(sample: Sample) -> Hashable:
     """What the samples that are scored together have in common."""
     return sample.rollout_id if sample.turn_spans else id(sample)
@@ -335,8 +329,7 @@ def _one_of(parts: Sequence[Sample]) -> Sample:
 
 
 def _copy_score(scored: Sample, sample: Sample) -> None:
-    for key in VERDICTS:
-        sample.metadata.pop(key, None)
+    _forget_verdicts(sample)
     sample.reward = scored.reward
     sample.reward_parts = dict(scored.reward_parts)
     sample.metadata |= {key: scored.metadata[key] for key in VERDICTS if key in scored.metadata}
@@ -360,11 +353,9 @@ def build_scorer(
         max_new_tokens: of the responses to score, for `overlong`.
 
     Raises:
-        ConfigError: an unknown function, wrong arguments, or no parts.
+        ConfigError: a key or certificate of a service or judge that is missing.
         ModelError: a reward model that cannot be used.
     """
-    if problems := [*reward_problems(config, max_new_tokens)]:
-        raise ConfigError("\n".join(map(str, problems)))
     functions: dict[str, tuple[str, dict[str, Any]]] = {}
     limits = WorkerLimits(config.memory_gb, config.environment)
     pool = RewardPool(functions, config.workers, config.timeout_s, limits)

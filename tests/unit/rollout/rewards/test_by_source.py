@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from reward_kit import score
 
 from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.examples import Example
-from rlcore.errors import ConfigError, DataError
+from rlcore.errors import DataError
 from rollout.rewards.labels import check_labels
-from rollout.rewards.scorer import build_scorer
 
 BY_SOURCE = {
     "by": "data_source",
@@ -24,17 +23,6 @@ BY_SOURCE = {
         "long": {"function": "overlong", "args": {"buffer": 1, "max_tokens": 1}, "weight": 0.5},
     },
 }
-
-
-def score(config: dict, batch) -> None:
-    async def scenario():
-        scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=31)
-        try:
-            return await asyncio.wait_for(scorer.score(batch), 30)
-        finally:
-            await scorer.close()
-
-    return asyncio.run(scenario())
 
 
 def check(reward: dict, *rows: tuple[object, dict], label_key: str | None = "label") -> None:
@@ -56,7 +44,7 @@ def test_the_source_of_a_row_chooses_its_parts(sample):
         sample("x", "y", data_source="qa/hotpot"),
         sample("2", "2", data_source=["sums", "squad"]),
     ]
-    counts = score(BY_SOURCE, batch)
+    (counts,) = score(BY_SOURCE, batch)
     assert [s.reward_parts for s in batch] == [
         {"words": pytest.approx(2 / 3), "long": 0.0},
         {"exact": 1.0, "long": 0.0},
@@ -76,7 +64,7 @@ def test_the_column_may_lie_inside_another(sample):
 
 def test_a_sample_that_lost_its_source_is_a_counted_failure(sample):
     batch = [sample("2", "2"), sample("2", "2", data_source="sums")]
-    assert score(BY_SOURCE, batch).errors == 1
+    assert score(BY_SOURCE, batch)[0].errors == 1
     assert "reward.by: the row has no text" in batch[0].metadata["reward_error"]
     assert batch[1].reward == 1.0
 
@@ -187,18 +175,3 @@ def test_an_entry_of_other_types_is_refused_at_load(entry):
 def test_sources_and_column_belong_together(reward, message):
     with pytest.raises(ValueError, match=message):
         RewardConfig.model_validate(reward)
-
-
-@pytest.mark.parametrize(
-    ("function", "args", "message"),
-    [
-        ("math", {"answer": "bxed"}, "answer: got 'bxed'"),
-        ("math", {"strict": True}, "strict needs a place"),
-        ("exact_match", {"ignore_cases": True}, "ignore_cases"),
-        ("overlong", {}, "buffer"),
-    ],
-)
-def test_wrong_arguments_of_a_grader_are_refused(function, args, message):
-    config = RewardConfig.model_validate({"parts": {"m": {"function": function, "args": args}}})
-    with pytest.raises(ConfigError, match=rf"reward\.parts\.m\.args.*{message}"):
-        build_scorer(config, vocab_size=31)

@@ -8,13 +8,11 @@ from typing import ClassVar
 import pytest
 
 from rlcore.config.sections.graders import GRADERS
-from rlcore.config.sections.reward import RewardConfig
-from rlcore.errors import ConfigError
 from rollout.rewards.graders import mathematics
 from rollout.rewards.graders.mathematics import math
 from rollout.rewards.graders.places import find_answer, last_boxed
 from rollout.rewards.graders.text import Format, choice, exact_match, f1, overlong, picked
-from rollout.rewards.scorer import LOCAL, POOLED, build_scorer
+from rollout.rewards.scorer import LOCAL, POOLED, grader_arguments
 
 
 def test_a_label_that_is_no_mathematics_is_an_error_and_a_list_takes_any(sample):
@@ -189,48 +187,37 @@ def test_f1_is_precision_and_recall_of_words(sample, response, label, score, rig
     assert verdict.correct is right
 
 
+# further ones are in `hand_checked_choices`
+PICKED = {
+    "A": ["The answer is A because it is not in France"],
+    "B": [
+        *("The answer is B.", "**Answer:** B", r"Answer: \(B\)", r"Answer: \text{B}", "答案：Ｂ"),
+        *("B. Paris is the capital.\nIt has been since 987.", "A and C are wrong.\n\nB"),
+        *(
+            r"The correct option is $\boxed{B}$",
+            r"\boxed{\text{(B)}}",
+            "The answer is B, A is wrong.",
+        ),
+        *("<answer> (B) Paris </answer>", "The answer is (B), since A is a city in Italy."),
+        "First I thought the answer is A. No, the answer is B.",
+        "<think>The answer is A.</think>The answer is B.",
+        "The answer is (B). Option A is too small, and option C is wrong.",
+        "The correct answer is B. Option D is incorrect.",
+        "Option A: no.\nOption B: yes.\nOption C: no.\nB",
+        "The answer choice is B because choice C is wrong",
+        "The correct option is B, and option A is not",
+    ],
+    "C": ["I choose option C."],
+    None: [
+        *("The answer is A or B", "The answer is A, B or C"),
+        *("The answer is Paris", "The answer is K"),
+    ],
+}
+
+
 @pytest.mark.parametrize(
     ("response", "letter"),
-    [
-        ("B", "B"),
-        ("(B)", "B"),
-        ("B.", "B"),
-        ("**B**", "B"),
-        ("B) Paris", "B"),
-        ("B. Paris is the capital.\nIt has been since 987.", "B"),
-        ("The answer is B.", "B"),
-        ("The answer is (B), since A is a city in Italy.", "B"),
-        ("Answer: B", "B"),
-        ("**Answer:** B", "B"),
-        ("The correct option is $\\boxed{B}$", "B"),
-        ("\\boxed{\\text{(B)}}", "B"),
-        ("\\boxed{\\text{B}}", "B"),
-        ("<answer>B</answer>", "B"),
-        ("<answer> (B) Paris </answer>", "B"),
-        ("First I thought the answer is A. No, the answer is B.", "B"),
-        ("<think>The answer is A.</think>The answer is B.", "B"),
-        ("A and C are wrong.\n\nB", "B"),
-        ("答案是B。", "B"),
-        ("答案：Ｂ", "B"),
-        ("The answer is (B). Option A is too small, and option C is wrong.", "B"),
-        ("The correct answer is B. Option D is incorrect.", "B"),
-        ("Option A: no.\nOption B: yes.\nOption C: no.\nB", "B"),
-        ("The answer choice is B because choice C is wrong", "B"),
-        ("I choose option C.", "C"),
-        ("The correct option is B, and option A is not", "B"),
-        ("The answer is B, A is wrong.", "B"),
-        ("Answer: \\(B\\)", "B"),
-        ("Answer: \\text{B}", "B"),
-        ("The answer is A because it is not in France", "A"),
-        ("The answer is A or B", None),
-        ("The answer is A, B or C", None),
-        ("\\boxed{A, B}", None),
-        ("A man walked in.", None),
-        ("The answer is Paris", None),
-        ("Because of this.", None),
-        ("The answer is K", None),
-        ("", None),
-    ],
+    [(response, letter) for letter, given in PICKED.items() for response in given],
 )
 def test_the_choice_that_a_response_picks(response, letter):
     assert picked(response, "ABCD") == letter
@@ -245,17 +232,8 @@ def test_a_pronoun_is_no_choice():
 @pytest.mark.parametrize(
     "label",
     [
-        *(
-            "5 dollars",
-            "2 people",
-            "5.",
-            "5°",
-            "1\\,000",
-            "1.5e3",
-            "1e6",
-            "\\$18.90",
-            "\\$32,\\!348",
-        ),
+        *("5 dollars", "2 people", "5.", "5°", "1\\,000", "1.5e3", "1e6", "\\$18.90"),
+        "\\$32,\\!348",
         *("\\$36", "４２", "1e-05", "1/2", "1 1/2", "x=5", "(1,2)", "\\frac{3}{4}", "18 apples"),
     ],
 )
@@ -301,12 +279,7 @@ def test_overlong_falls_linearly_over_the_buffer(tokens, penalty):
 
 
 def test_overlong_takes_the_limit_of_the_run():
-    config = RewardConfig.model_validate(
-        {"parts": {"long": {"function": "overlong", "args": {"buffer": 20}}}}
-    )
-    build_scorer(config, vocab_size=31, max_new_tokens=100)
-    with pytest.raises(ConfigError, match=r"reward\.parts\.long\.args\.buffer: got 20, expected"):
-        build_scorer(config, vocab_size=31, max_new_tokens=10)
+    assert grader_arguments("overlong", {"buffer": 20}, 100) == {"buffer": 20, "max_tokens": 100}
 
 
 def test_every_declared_grader_can_be_built():
