@@ -7,7 +7,6 @@ import random
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from types import MappingProxyType
 from typing import Any, Literal
 
 import aiohttp
@@ -21,7 +20,6 @@ FIRST_PAUSE_S = 0.5  # before the second attempt; doubled from one to the next
 MAX_PAUSE_S = 30.0
 TRY_AGAIN = {408, 425, 429}  # of the 4xx: another attempt may succeed
 QUOTED = 200  # characters of a server's own words
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class NoAnswer(Exception):
@@ -83,7 +81,7 @@ class JsonClient:
         retries: int,
         concurrency: int,
         answer_bytes: int,
-        headers: Mapping[str, str] = NO_HEADERS,
+        headers: Mapping[str, str] | None = None,
         ca_file: str | None = None,
     ) -> None:
         self._urls = [url.rstrip("/") for url in urls]
@@ -91,7 +89,9 @@ class JsonClient:
         self._timeout_s = timeout_s
         self._retries = retries
         self._answer_bytes = answer_bytes
-        self._headers = {"Content-Type": "application/json", "User-Agent": "rlcore", **headers}
+        self._headers = {"Content-Type": "application/json", "User-Agent": "rlcore"} | dict(
+            headers or {}
+        )
         self._ca_file = ca_file
         self._turn = count()
         self._slots = asyncio.Semaphore(concurrency)
@@ -149,7 +149,10 @@ class JsonClient:
             async with session.post(
                 asked, data=data, timeout=limit, allow_redirects=False
             ) as response:
-                content = await self._limited(response, url)
+                content = await read_answer(response, self._answer_bytes)
+        except TooLong as error:
+            reason = f"{url} answered more than {self._answer_bytes >> 20} MiB"
+            raise NoAnswer(reason, kind="too_long", again=False) from error
         except asyncio.TimeoutError:
             reason = f"{url} gave no answer in {timeout_s:g} s ({self._where})"
             raise NoAnswer(reason, kind="timeout", again=True) from None
@@ -160,10 +163,11 @@ class JsonClient:
             reason = f"{url} cannot be asked: {type(error).__name__}: {mask_text(str(error))}"
             raise NoAnswer(reason, again=True) from error
         if response.status != 200:
+            said = response.headers.get("Retry-After", "")
             raise NoAnswer(
                 f"{url} answered {response.status}: {_quoted(content)}",
                 again=response.status >= 500 or response.status in TRY_AGAIN,
-                pause_s=_retry_after_s(response),
+                pause_s=float(said) if said.isdecimal() else 0.0,
             )
         try:
             return orjson.loads(content)
@@ -171,24 +175,10 @@ class JsonClient:
             reason = f"{url} answered no JSON ({error}): {_quoted(content)}"
             raise NoAnswer(reason, again=True) from error
 
-    async def _limited(self, response: aiohttp.ClientResponse, url: str) -> bytes:
-        """The body of an answer. Raises NoAnswer where it is too long."""
-        try:
-            return await read_answer(response, self._answer_bytes)
-        except TooLong as error:
-            reason = f"{url} answered more than {self._answer_bytes >> 20} MiB"
-            raise NoAnswer(reason, kind="too_long", again=False) from error
-
     async def close(self) -> None:
         """Calls in flight fail. May be called twice."""
         if self._session is not None:
             await self._session.close()
-
-
-def _retry_after_s(response: aiohttp.ClientResponse) -> float:
-    """How long the server asks to be left alone; 0 where it does not say so in seconds."""
-    said = response.headers.get("Retry-After", "")
-    return float(said) if said.isdecimal() else 0.0
 
 
 def _quoted(content: bytes) -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -29,12 +30,7 @@ from rlcore.runs.directory import RunDirectory
 from rlcore.runs.versions import Version
 from rollout.accounting.prompt_queue import PromptQueue
 from rollout.asyncio_utils import LoopThread, gather_or_cancel, within
-from rollout.collection.buffer import (
-    BufferedGroup,
-    PublishedVersions,
-    StepGroups,
-    decode,
-)
+from rollout.collection.buffer import BufferedGroup, PublishedVersions, StepGroups, decode
 from rollout.collection.collector import Collector
 from rollout.collection.evaluation import Evaluator
 from rollout.collection.filters import FilterChain
@@ -106,30 +102,23 @@ class RolloutService:
         check_labels(config, prompts)
         self.prompts = prompts
         self._filters = FilterChain(rollout.filters, samples_per_prompt=rollout.samples_per_prompt)
-        self._scorer = build_scorer(
-            config.reward,
+        scorer_of = partial(
+            build_scorer,
             vocab_size=vocab_size,
-            device=rollout.engine.device,
+            device=engine.device,
             max_new_tokens=rollout.sampling.max_new_tokens,
         )
+        self._scorer = scorer_of(config.reward)
         self._audit = RewardAudit(config.reward, prompts, tokenizer)
         self._queue = PromptQueue(self.prompts, prompt_stream(config, self.prompts))
         self.ledger = self._queue.ledger
-        limit_s = longest_request_s(config)
         self._dispatcher = Dispatcher(
-            self.fleet, rollout.engine, vocab_size=vocab_size, limit_s=limit_s
+            self.fleet, engine, vocab_size=vocab_size, limit_s=longest_request_s(config)
         )
         shared = (config, tokenizer, self._dispatcher, self._scorer)
         self._training = training_runner(*shared, greedy_baseline=greedy_baseline)
         self._evaluator = Evaluator(
-            *shared,
-            load_prompts=lambda given: _held_out(config, tokenizer, given),
-            build_scorer=lambda reward: build_scorer(
-                reward,
-                vocab_size=vocab_size,
-                device=rollout.engine.device,
-                max_new_tokens=rollout.sampling.max_new_tokens,
-            ),
+            *shared, load_prompts=partial(_held_out, config, tokenizer), build_scorer=scorer_of
         )
         self._versions = PublishedVersions()
         self._collector = Collector(
@@ -181,11 +170,10 @@ class RolloutService:
         if total is None:
             return
         usual = self._config.rollout.sampling.max_new_tokens
-        wanted = {"rollout.sampling": (self.prompts, usual)}
-        for held_out in self._evaluator.sets:
-            own = held_out.given.max_new_tokens
-            wanted[held_out.given.key] = (held_out.prompts, own or usual)
-        for key, (prompts, response) in wanted.items():
+        wanted = [("rollout.sampling", self.prompts, usual)]
+        for one in self._evaluator.sets:
+            wanted.append((one.given.key, one.prompts, one.given.max_new_tokens or usual))
+        for key, prompts, response in wanted:
             longest = int(prompts.lengths.max())
             if longest + response > total:
                 raise ConfigError(
@@ -314,27 +302,25 @@ class RolloutService:
     def _dropped(self, done: StepGroups) -> dict[str, float]:
         """How many draws the step was not trained on, and why."""
         counts = done.drop_counts
-        return {
-            "rollout/requeued_prompts": float(counts.requeued),
-            "rollout/failed_groups": float(counts.given_up),
-            "rollout/scored_samples": float(counts.rewards.samples),
-            "rollout/reward_errors": float(counts.rewards.errors),
-            "rollout/reward_timeouts": float(counts.rewards.timeouts),
-            "rollout/unscored_samples": float(len(counts.rewards.unscored)),
-            "rollout/excluded_prompts": float(self.prompts.num_excluded),
-            **{
-                f"rollout/dropped_{name}": float(counts.dropped[name])
-                for name in self._filters.names
-            },
+        named = {
+            "requeued_prompts": counts.requeued,
+            "failed_groups": counts.given_up,
+            "scored_samples": counts.rewards.samples,
+            "reward_errors": counts.rewards.errors,
+            "reward_timeouts": counts.rewards.timeouts,
+            "unscored_samples": len(counts.rewards.unscored),
+            "excluded_prompts": self.prompts.num_excluded,
+            **{f"dropped_{name}": counts.dropped[name] for name in self._filters.names},
         }
+        return {f"rollout/{name}": float(count) for name, count in named.items()}
 
     def _happened(self) -> dict[str, float]:
         """What happened since the last hand-over, and how many engines serve."""
         before = self._seen
+        failed = self._seen_failures
         self._seen = self._so_far()
-        failed = self._training.attempts.failed
-        kinds = failed - self._seen_failures  # without those that are 0
-        self._seen_failures = failed.copy()
+        self._seen_failures = self._training.attempts.failed.copy()
+        kinds = self._seen_failures - failed  # without those that are 0
         return {
             **{name: now - before[name] for name, now in self._seen.items()},
             **{f"rollout/failed_tries_{kind}": float(count) for kind, count in kinds.items()},
@@ -342,13 +328,12 @@ class RolloutService:
         }
 
     def _so_far(self) -> dict[str, float]:
-        partial = self._training.partial
         return {
             "rollout/engine_restarts": float(self.fleet.restarts),
             "rollout/retried_requests": float(self._dispatcher.retried),
             "rollout/overdue_requests": float(self._dispatcher.overdue),
-            "rollout/resumed_responses": float(partial.resumed_responses),
-            "rollout/resumed_tokens": float(partial.resumed_tokens),
+            "rollout/resumed_responses": float(self._training.partial.resumed_responses),
+            "rollout/resumed_tokens": float(self._training.partial.resumed_tokens),
             "rollout/failed_tries": float(self._training.attempts.failed.total()),
         }
 
@@ -421,12 +406,9 @@ class RolloutService:
             self._showing.cancel()
         await self._collector.halt()
         await self.fleet.close()
-        closing = {
-            asyncio.ensure_future(engine.close()): f"engine {engine.name}"
-            for engine in self.fleet.engines
-        }
-        closing[asyncio.ensure_future(self._scorer.close())] = "the reward"
-        closing[asyncio.ensure_future(self._evaluator.close())] = "the reward of the evaluation"
+        parties: dict[str, Any] = {f"engine {one.name}": one for one in self.fleet.engines}
+        parties |= {"the reward": self._scorer, "the reward of the evaluation": self._evaluator}
+        closing = {asyncio.ensure_future(one.close()): name for name, one in parties.items()}
         done, _ = await asyncio.wait(closing, timeout=CLOSE_ENGINES_S)
         for task, party in closing.items():
             if task not in done:
