@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 
 import broken_rewards
 import pytest
+from reward_kit import score
 
-from rlcore.config.sections.reward import RewardConfig
 from rlcore.errors import ConfigError
 from rollout.failures import commonest
-from rollout.rewards.scorer import FailureCounts, build_scorer
 from rollout.rewards.worker import load_function
-
-
-def run(config: dict, *batches) -> list[FailureCounts]:
-    async def scenario() -> list[FailureCounts]:
-        scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=31)
-        try:
-            await asyncio.wait_for(scorer.start(), 60)
-            return [await asyncio.wait_for(scorer.score(batch), 30) for batch in batches]
-        finally:
-            await asyncio.wait_for(scorer.close(), 30)
-
-    return asyncio.run(scenario())
 
 
 def part(function: str, **args) -> dict:
@@ -40,20 +26,12 @@ def line_of(function, text: str) -> int:
 @pytest.mark.parametrize(
     ("function", "args", "message"),
     [
-        (
-            "two_arguments",
-            {},
-            r"as two_arguments\(sample\).*'label'.*broken_rewards.py:\d",
-        ),
+        ("two_arguments", {}, r"as two_arguments\(sample\).*'label'.*broken_rewards.py:\d"),
         ("scaled", {"faktor": 2}, r"is called as scaled\(sample, faktor=2\).*'faktor'"),
         ("coroutine", {}, "is `async def`"),
         ("NotCallable", {}, "give it a method __call__"),
         ("Picky", {}, r"is called as Picky\(\).*'length'"),
-        (
-            "Picky",
-            {"length": -1},
-            r"ValueError: length -1 is .* at its construction \(.*\.py:",
-        ),
+        ("Picky", {"length": -1}, r"ValueError: length -1 is .* at its construction \(.*\.py:"),
         ("TwoCalls", {}, r"__call__\(self, sample\), but takes \(self, sample, label\)"),
     ],
 )
@@ -66,14 +44,14 @@ def test_a_wrong_signature_is_refused_when_workers_start():
     with pytest.raises(
         ConfigError, match=r"reward\.parts\.mine\.function.*two_arguments\(sample\)"
     ):
-        run(part("two_arguments"))
+        score(part("two_arguments"))
 
 
 def test_arguments_go_to_functions_and_to_constructors(sample):
     batch = [sample("abc"), sample("ab")]
-    run(part("scaled", factor=2.0), batch)
+    score(part("scaled", factor=2.0), batch)
     assert [s.reward for s in batch] == [6.0, 4.0]
-    run(part("Picky", length=3, reward=5.0), batch)
+    score(part("Picky", length=3, reward=5.0), batch)
     assert [s.reward for s in batch] == [5.0, 0.0]
     assert [s.metadata["correct"] for s in batch] == [True, False]
     assert batch[1].reward_parts == {"mine": 0.0, "mine.calls": 2.0}, "constructed once"
@@ -83,7 +61,7 @@ def test_arguments_go_to_functions_and_to_constructors(sample):
 def test_a_failure_names_part_function_prompt_and_line(sample):
     batch = [sample("abc", index=i) for i in range(4)]
     line = line_of(broken_rewards.on_a_line, 'response["score"]')
-    (counts,) = run(part("on_a_line"), batch)
+    (counts,) = score(part("on_a_line"), batch)
     assert (counts.samples, counts.failed, len(counts.unscored)) == (4, 4, 4)
     failure, count = commonest(counts.unscored)
     assert count == 4
@@ -96,7 +74,7 @@ def test_a_failure_names_part_function_prompt_and_line(sample):
 
 def test_a_function_that_returns_nothing_is_named_too(sample):
     line = line_of(broken_rewards.nothing, "def nothing")
-    (counts,) = run(part("nothing"), [sample("abc")])
+    (counts,) = score(part("nothing"), [sample("abc")])
     (failure,) = counts.unscored
     assert failure.reason == "returned NoneType 'None', expected a number"
     assert failure.place.endswith(f".py:{line} in nothing)")
@@ -105,7 +83,7 @@ def test_a_function_that_returns_nothing_is_named_too(sample):
 def test_another_part_that_works_does_not_hide_a_broken_one(sample):
     config = part("nothing")
     config["parts"]["right"] = {"function": "exact_match"}
-    (counts,) = run(config, [sample("2")])
+    (counts,) = score(config, [sample("2")])
     assert [failure.what for failure in counts.unscored] == [
         "reward.parts.mine (broken_rewards:nothing)"
     ]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from raising_rewards import EXCEPTIONS
+from reward_kit import score, score_by
 
-from rlcore.config.sections.reward import RewardConfig
 from rlcore.config.sections.reward_services import JudgeConfig, RewardServiceConfig
 from rlcore.data.sample import Sample
 from rollout.rewards import scorer as scorers
@@ -27,7 +27,6 @@ from rollout.rewards.base import (
 from rollout.rewards.graders import code
 from rollout.rewards.graders.code import CodePart
 from rollout.rewards.model import ModelPart
-from rollout.rewards.scorer import FailureCounts, Scorer, build_scorer
 from rollout.rewards.services import JudgePart, ServicePart
 
 BAD = "bad"
@@ -37,18 +36,6 @@ NAMES = [*EXCEPTIONS]
 
 def raises(name: str) -> Any:
     raise EXCEPTIONS[name]()
-
-
-def scored(part: RewardPart, config: dict[str, Any], samples: Sequence[Sample]) -> FailureCounts:
-    made = Scorer(RewardConfig.model_validate({"parts": {"p": config}}), {"p": part})
-
-    async def scenario() -> FailureCounts:
-        try:
-            return await asyncio.wait_for(made.score(samples), 60)
-        finally:
-            await made.close()
-
-    return asyncio.run(scenario())
 
 
 def local(name: str, monkeypatch: pytest.MonkeyPatch) -> RewardPart:
@@ -113,7 +100,7 @@ def test_an_exception_in_the_process_of_the_service_is_a_failure_of_its_sample(
     samples = [sample("2", index=0), sample(BAD, index=1), sample("2", index=2)]
     for one in samples:
         one.outcome = {"p": Outcome(1.0) if one.response_text == BAD else 1.0}
-    counts = scored(make(name, monkeypatch), config, samples)
+    counts = score_by(make(name, monkeypatch), config, samples)
     assert [s.reward for s in samples[::2]] == [1.0, 1.0]
     assert (counts.samples, counts.errors, counts.timeouts) == (3, 1, 0)
     said = samples[1].metadata["reward_error"]
@@ -141,7 +128,7 @@ def test_an_exception_while_code_is_judged(
     monkeypatch.setattr(code, "passed", lambda *_: raises(name))
     sandbox: Any = SimpleNamespace(start=nothing, run=run, close=nothing)
     samples = [sample("```python\nprint(1)\n```", {"inputs": [""], "outputs": ["1"]})]
-    counts = scored(CodePart(sandbox), {"function": "code"}, samples)
+    counts = score_by(CodePart(sandbox), {"function": "code"}, samples)
     assert (counts.errors, counts.unscored) == (1, [])
     assert (samples[0].reward, samples[0].metadata["correct"]) == (0.0, False)
 
@@ -161,7 +148,7 @@ def test_an_exception_of_a_reward_model(
     monkeypatch.setattr(
         part, "forward", lambda batch: [1.0] if len(batch[0]) == size else raises(name)
     )
-    counts = scored(part, {"model": {"path": "rm"}}, samples)
+    counts = score_by(part, {"model": {"path": "rm"}}, samples)
     assert samples[0].reward == 1.0
     assert len(counts.unscored) == counts.errors == 1
 
@@ -174,23 +161,14 @@ def test_an_exception_of_a_whole_part(name: str, sample: Any) -> None:
         async def score(self, samples: Sequence[Sample]) -> list[Score]:
             return list(raises(name))
 
-    counts = scored(Broken(), {"source": "workflow"}, [sample("2"), sample("3")])
+    counts = score_by(Broken(), {"source": "workflow"}, [sample("2"), sample("3")])
     assert len(counts.unscored) == 2
 
 
 def test_exceptions_in_a_worker(sample: Any) -> None:
     samples = [sample(name, index=index) for index, name in enumerate([*NAMES, "fine"])]
     parts = {"f": {"function": "raising_rewards:raises_what_the_response_says"}}
-    config = RewardConfig.model_validate({"parts": parts, "workers": 1})
-
-    async def scenario() -> FailureCounts:
-        made = build_scorer(config, vocab_size=31)
-        try:
-            return await asyncio.wait_for(made.score(samples), 120)
-        finally:
-            await made.close()
-
-    counts = asyncio.run(scenario())
+    (counts,) = score({"parts": parts, "workers": 1}, samples)
     assert (counts.errors, len(counts.unscored)) == (len(NAMES), len(NAMES))
     for one, name in zip(samples, NAMES):
         assert f"raised {EXCEPTIONS[name]().__class__.__name__}" in one.metadata["reward_error"]
@@ -218,7 +196,7 @@ def test_a_cause_is_logged_at_powers_of_ten(
     count: int, sample: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = LocalPart(lambda one: raises("RecursionError"))
-    scored(part, {"function": "exact_match"}, [sample("2", index=i) for i in range(count)])
+    score_by(part, {"function": "exact_match"}, [sample("2", index=i) for i in range(count)])
     said = [record.getMessage() for record in caplog.records if record.name == scorers.__name__]
     assert len(said) == len(str(count))
     assert said[0].endswith("more such failures are only counted")

@@ -90,6 +90,35 @@ def judge(handler: Handler, samples: list[Sample], **config: Any) -> list[Score]
     return run_steadily(run())
 
 
+def failure_of(scores: list[Score]) -> RewardFailure:
+    [got] = scores
+    assert isinstance(got, RewardFailure)
+    return got
+
+
+async def never(_: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+RIGHT = web.json_response, {"data": 1.0}
+
+
+def in_turn(*answers: Any) -> tuple[Handler, list[str]]:
+    """Serve the answers one after the other, then the last again; with the routes so far."""
+    asked: list[str] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        answer = answers[min(len(asked), len(answers)) - 1]
+        if callable(answer):
+            return await answer(request)
+        make, arguments = answer
+        return make(**arguments)
+
+    return handle, asked
+
+
 def said(text: str) -> Handler:
     return answering(lambda body: {"choices": [{"message": {"content": text}}]})
 
@@ -195,18 +224,11 @@ def test_one_bad_score_of_a_batch_fails_alone(sample: MakeSample) -> None:
 
 
 def test_a_slow_server_is_a_timeout(sample: MakeSample) -> None:
-    asked = 0
-
-    async def slow(request: web.Request) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
-        await asyncio.sleep(30)
-        return web.json_response(1.0)
-
-    [got] = ask(slow, [sample("x")], timeout_s=0.3, retries=1)
-    assert got == RewardFailure("timeout", got.reason)  # type: ignore[union-attr]
-    assert "gave no answer in 0.3 s (reward.parts.rm.service)" in got.reason  # type: ignore[union-attr]
-    assert asked == 2
+    handler, asked = in_turn(never)
+    got = failure_of(ask(handler, [sample("x")], timeout_s=0.3, retries=1))
+    assert got.kind == "timeout"
+    assert "gave no answer in 0.3 s (reward.parts.rm.service)" in got.reason
+    assert len(asked) == 2
 
 
 def test_an_answer_that_drips_is_a_timeout(sample: MakeSample) -> None:
@@ -217,15 +239,12 @@ def test_an_answer_that_drips_is_a_timeout(sample: MakeSample) -> None:
             await response.write(b" ")
             await asyncio.sleep(0.05)
 
-    [got] = ask(drip, [sample("x")], timeout_s=0.5, retries=0)
-    assert isinstance(got, RewardFailure)
-    assert got.kind == "timeout"
+    assert failure_of(ask(drip, [sample("x")], timeout_s=0.5, retries=0)).kind == "timeout"
 
 
 def test_a_server_that_is_down(sample: MakeSample) -> None:
     config = RewardServiceConfig(url="http://127.0.0.1:9", retries=1)
-    [got] = run_steadily(scores_of(ServicePart("rm", config), [sample("x")]))
-    assert isinstance(got, RewardFailure)
+    got = failure_of(run_steadily(scores_of(ServicePart("rm", config), [sample("x")])))
     assert "http://127.0.0.1:9 cannot be asked: ClientConnectorError" in got.reason
 
 
@@ -282,66 +301,47 @@ def test_a_huge_answer_is_not_read(sample: MakeSample) -> None:
             sent += 1
         return response
 
-    [got] = ask(huge, [sample("x")])
-    assert isinstance(got, RewardFailure)
-    assert "answered more than 4 MiB" in got.reason
+    assert "answered more than 4 MiB" in failure_of(ask(huge, [sample("x")])).reason
     assert sent < 100
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_trouble_that_passes_is_asked_again(sample: MakeSample, status: int) -> None:
-    asked = 0
-
-    async def recovering(request: web.Request) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
-        if asked < 3:
-            return web.Response(status=status, text="busy", headers={"Retry-After": "0"})
-        return web.json_response(1.0)
-
-    assert ask(recovering, [sample("x")]) == [Verdict(1.0)]
-    assert asked == 3
+    busy = web.Response, {"status": status, "text": "busy", "headers": {"Retry-After": "0"}}
+    handler, asked = in_turn(busy, busy, RIGHT)
+    assert ask(handler, [sample("x")]) == [Verdict(1.0)]
+    assert len(asked) == 3
 
 
 def test_a_page_of_a_proxy_is_asked_again(sample: MakeSample) -> None:
-    asked = 0
-
-    async def proxied(request: web.Request) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
-        return web.Response(text="<html>wait") if asked == 1 else web.json_response(1.0)
-
-    assert ask(proxied, [sample("x")]) == [Verdict(1.0)]
-    assert asked == 2
-    asked = 0
-    [got] = ask(proxied, [sample("x")], retries=0)
-    assert isinstance(got, RewardFailure)
+    page = web.Response, {"text": "<html>wait"}
+    handler, asked = in_turn(page, RIGHT)
+    assert ask(handler, [sample("x")]) == [Verdict(1.0)]
+    assert len(asked) == 2
+    got = failure_of(ask(in_turn(page)[0], [sample("x")], retries=0))
     assert "answered no JSON" in got.reason
     assert "'<html>wait'" in got.reason
 
 
-def test_a_refusal_is_not_asked_again_and_quoted(sample: MakeSample) -> None:
-    asked = 0
-
-    async def refusing(request: web.Request) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
-        return web.Response(status=422, text="no label\x1b[31m" + "x" * 1000)
-
-    [got] = ask(refusing, [sample("x")])
-    assert isinstance(got, RewardFailure)
-    assert "answered 422: 'no label [31mxxx" in got.reason
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (
+            {"status": 422, "text": "no label\x1b[31m" + "x" * 1000},
+            "answered 422: 'no label [31mxxx",
+        ),
+        ({"status": 302, "headers": {"Location": "http://127.0.0.1:9/"}}, "answered 302"),
+    ],
+    ids=["a refusal", "a redirect"],
+)
+def test_other_answers_are_not_asked_again_and_quoted(
+    sample: MakeSample, answer: dict[str, Any], reason: str
+) -> None:
+    handler, asked = in_turn((web.Response, answer))
+    got = failure_of(ask(handler, [sample("x")]))
+    assert reason in got.reason
     assert len(got.reason) < 400
-    assert asked == 1
-
-
-def test_a_redirect_is_not_followed(sample: MakeSample) -> None:
-    async def elsewhere(request: web.Request) -> web.StreamResponse:
-        raise web.HTTPFound("http://127.0.0.1:9/")
-
-    [got] = ask(elsewhere, [sample("x")])
-    assert isinstance(got, RewardFailure)
-    assert "answered 302" in got.reason
+    assert len(asked) == 1
 
 
 def test_concurrency_is_bounded_and_servers_take_turns(sample: MakeSample) -> None:
@@ -370,10 +370,6 @@ def test_concurrency_is_bounded_and_servers_take_turns(sample: MakeSample) -> No
 
 
 def test_closing_ends_calls_in_flight(sample: MakeSample) -> None:
-    async def never(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(60)
-        raise AssertionError
-
     async def run() -> None:
         async with served(never) as url:
             part = ServicePart("rm", RewardServiceConfig(url=url))
@@ -419,9 +415,7 @@ def test_a_judge_rates(sample: MakeSample) -> None:
 def test_a_judge_without_a_rating_is_a_failure(
     sample: MakeSample, handler: Handler, reason: str
 ) -> None:
-    [got] = judge(handler, [sample("x")])
-    assert isinstance(got, RewardFailure)
-    assert reason in got.reason
+    assert reason in failure_of(judge(handler, [sample("x")])).reason
 
 
 def test_a_response_names_no_other_field(sample: MakeSample) -> None:

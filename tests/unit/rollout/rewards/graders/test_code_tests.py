@@ -245,10 +245,7 @@ def test_the_limit_of_digits_is_lifted_for_labels_alone() -> None:
 
 
 NUMBERS = st.one_of(
-    st.integers(),
-    st.integers(-1, 1).map(lambda sign: sign * 10**5000),
-    st.floats(),
-    st.booleans(),
+    st.integers(), st.integers(-1, 1).map(lambda sign: sign * 10**5000), st.floats(), st.booleans()
 )
 JSON = st.recursive(
     st.one_of(st.none(), NUMBERS, st.text(max_size=8)),

@@ -11,16 +11,7 @@ from fractions import Fraction
 import pytest
 from hand_checked import LAST, ROWS
 from hand_checked_choices import PICKS
-from hand_checked_numbers import (
-    COMPUTED,
-    COMPUTED_ROWS,
-    FORMS,
-    NUMBERS,
-    PLACES,
-    SIGNS,
-    UNREAD,
-    Row,
-)
+from hand_checked_numbers import COMPUTED, COMPUTED_ROWS, FORMS, NUMBERS, PLACES, SIGNS, UNREAD, Row
 from math_verify import StringExtractionConfig, parse, verify
 
 from rollout.rewards.graders.mathematics import math
