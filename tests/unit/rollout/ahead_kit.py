@@ -12,8 +12,6 @@ from fake_engine import FakeEngine
 from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import VersionSpan
 
-SAMPLING = {"max_new_tokens": 8}
-
 
 @dataclass(eq=False)
 class Continuous(FakeEngine):
@@ -51,13 +49,7 @@ def crossed(made: Completion, first: int, last: int) -> Completion:
 
 
 def rollout(staleness: int, **more: object) -> dict[str, object]:
-    base = {
-        "max_staleness": staleness,
-        "prompts_per_step": 4,
-        "samples_per_prompt": 2,
-        "sampling": SAMPLING,
-    }
-    return {**base, "engine": {"kind": "sglang"}, **more}
+    return {"max_staleness": staleness, "engine": {"kind": "sglang"}, **more}
 
 
 def publish(service, engines, step: int, version: int | None = None) -> None:
@@ -93,3 +85,26 @@ def ages(rollouts, step: int) -> set[int]:
     """Staleness of every token, in policy steps."""
     spans = [span for sample in rollouts.samples for span in sample.versions]
     return {step - 1 - rollouts.policy_steps[span.version] for span in spans}
+
+
+def train(service, engines, steps: range, *, offset: int = 0) -> tuple[list[int], set[int]]:
+    """Take these steps, and publish each, as version `offset` and more; their draws and ages."""
+    seen: list[int] = []
+    there: set[int] = set()
+    for step in steps:
+        rollouts = service.next_step(step)
+        there |= ages(rollouts, step)
+        seen += draws_of(rollouts)
+        publish(service, engines, step, version=offset + step if offset else None)
+    return seen, there
+
+
+def quiet(service) -> bool:
+    """Whether nothing is generated, nor waits to be."""
+    balance = service.ledger.balance()
+    return balance["in flight"] == 0 == balance["requeued"]
+
+
+def settled(consumed: int, finished: int = 0) -> dict[str, int]:
+    """The balance of a ledger with nothing in flight."""
+    return {"in flight": 0, "finished": finished, "requeued": 0, "consumed": consumed}

@@ -55,16 +55,10 @@ def test_every_sample_knows_the_reward_of_the_greedy_response(make_service, unev
         (8, 1.0, -1)
     }
     assert {r.sampling.stop_token_ids for r in call} == {(1,)}
-    assert RolloutBatch.from_samples(rollouts.samples).vectors["baseline_rewards"].tolist() == [
-        1,
-        1,
-        0,
-        0,
-        1,
-        1,
-        0,
-        0,
-    ]
+    assert (
+        RolloutBatch.from_samples(rollouts.samples).vectors["baseline_rewards"].tolist()
+        == [1, 1, 0, 0] * 2
+    )
 
 
 def test_without_need_there_is_none(make_service, engine):
@@ -76,8 +70,7 @@ def test_without_need_there_is_none(make_service, engine):
 
 def test_it_changes_nothing_else(make_service):
     """Samples, the input of filters and the accounting stay the same."""
-    section = {"filters": ["user_parts:pairs"], "samples_per_prompt": 2, "prompts_per_step": 4}
-    section["sampling"] = {"max_new_tokens": 8}
+    section = {"filters": ["user_parts:pairs"]}
     with_it = make_service(options=GREEDY, rollout=section)
     without = make_service(rollout=section)
     for step in (1, 2):
@@ -122,11 +115,7 @@ class CutsOneGreedy(FakeEngine):
 
 def test_a_group_whose_baseline_does_not_end_is_drawn_again(make_service, uneven):
     engine = CutsOneGreedy(uneven.reply)
-    service = make_service(
-        engines=[engine],
-        options=GREEDY,
-        rollout={"prompts_per_step": 4, "engine": {"kind": "sglang"}},
-    )
+    service = make_service(engines=[engine], options=GREEDY, rollout={"engine": {"kind": "sglang"}})
     rollouts = service.next_step(1)
     assert engine.cuts_left == 0
     assert rollouts.metrics["rollout/requeued_prompts"] == 1.0
@@ -170,9 +159,7 @@ def test_evaluation_has_none(make_service, engine, tmp_path):
 
 
 def test_a_workflow_may_reward_tokens(make_service):
-    rollouts = make_service(
-        rollout={"workflow": "user_parts:Processed", "samples_per_prompt": 2}
-    ).next_step(1)
+    rollouts = make_service(rollout={"workflow": "user_parts:Processed"}).next_step(1)
     batch = RolloutBatch.from_samples(rollouts.samples)
     parts = batch.vectors["token_rewards"].split(batch.num_trainable_each)
     assert [set(part.tolist()) for part in parts] == [{0.5}, {0.0}] * (len(parts) // 2)

@@ -8,7 +8,19 @@ import threading
 import time
 
 import pytest
-from ahead_kit import Continuous, ages, draws_of, hold, publish, release, rollout, wait_until
+from ahead_kit import (
+    Continuous,
+    ages,
+    draws_of,
+    hold,
+    publish,
+    quiet,
+    release,
+    rollout,
+    settled,
+    train,
+    wait_until,
+)
 from fake_engine import FakeEngine, random_reply
 
 from rlcore.errors import DeadlineExceeded, EmptyBatch, RunFailed
@@ -30,7 +42,7 @@ def test_groups_are_made_before_anybody_asks(make_service, engines):
     first = service.next_step(1)
     assert draws_of(first) == [0, 1, 2, 3]
     assert first.metrics["rollout/buffered_groups"] == 8.0
-    assert service.ledger.balance() == {"in flight": 0, "finished": 8, "requeued": 0, "consumed": 4}
+    assert service.ledger.balance() == settled(4, finished=8)
     assert [draws_of(service.next_step(step)) for step in (2, 3)] == [[4, 5, 6, 7], [8, 9, 10, 11]]
     publish(service, engines, 1)
     wait_until(lambda: service.ledger.balance()["finished"] == 4)
@@ -99,15 +111,8 @@ def test_a_group_is_as_old_as_its_oldest_token(make_service, engines):
 def test_nothing_is_made_for_steps_that_the_run_does_not_have(make_service, engines):
     service = make_service(engines=engines, rollout=rollout(3), training={"steps": 3})
     publish(service, engines, 0)
-    for step in (1, 2, 3):
-        service.next_step(step)
-        publish(service, engines, step)
-    assert service.ledger.balance() == {
-        "in flight": 0,
-        "finished": 0,
-        "requeued": 0,
-        "consumed": 12,
-    }
+    train(service, engines, range(1, 4))
+    assert service.ledger.balance() == settled(12)
 
 
 def test_engines_get_no_more_than_they_have_room_for(make_service, engines):
@@ -299,7 +304,7 @@ def test_a_resumed_service_has_the_groups_that_were_finished(make_service, engin
     again = [Continuous(random_reply(31), name="c")]
     resumed = make_service(engines=again, **given)
     resumed.restore(state)
-    assert resumed.ledger.balance() == {"in flight": 0, "finished": 8, "requeued": 0, "consumed": 4}
+    assert resumed.ledger.balance() == settled(4, finished=8)
     assert again[0].draws == [], "generation begins with the publication"
     publish(resumed, again, 1, version=9)
     steps = [resumed.next_step(step) for step in (2, 3)]
@@ -309,38 +314,22 @@ def test_a_resumed_service_has_the_groups_that_were_finished(make_service, engin
     publish(resumed, again, 2, version=11)
     publish(resumed, again, 3, version=13)
     assert draws_of(resumed.next_step(4)) == [12, 13, 14, 15]
-    assert resumed.ledger.balance() == {
-        "in flight": 0,
-        "finished": 0,
-        "requeued": 0,
-        "consumed": 16,
-    }
+    assert resumed.ledger.balance() == settled(16)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (3, 1)])
 def test_a_run_may_go_on_with_another_bound(make_service, engines, before, after):
     service = make_service(engines=engines, rollout=rollout(before), training={"steps": 9})
     publish(service, engines, 0)
-    for step in (1, 2, 3):
-        service.next_step(step)
-        publish(service, engines, step)
+    train(service, engines, range(1, 4))
     state = json.loads(json.dumps(service.snapshot()))
     resumed = make_service(engines=engines, rollout=rollout(after), training={"steps": 9})
     resumed.restore(state)
     publish(resumed, engines, 3, version=20)
-    seen: list[int] = []
-    for step in range(4, 10):
-        rollouts = resumed.next_step(step)
-        assert max(ages(rollouts, step)) <= after
-        seen += draws_of(rollouts)
-        publish(resumed, engines, step, version=20 + step)
+    seen, there = train(resumed, engines, range(4, 10), offset=20)
+    assert max(there) <= after
     assert sorted(seen) == list(range(12, 36))
-    assert resumed.ledger.balance() == {
-        "in flight": 0,
-        "finished": 0,
-        "requeued": 0,
-        "consumed": 36,
-    }
+    assert resumed.ledger.balance() == settled(36)
 
 
 def test_a_service_that_outlives_its_trainer_gives_up_what_later_weights_made(
@@ -353,28 +342,15 @@ def test_a_service_that_outlives_its_trainer_gives_up_what_later_weights_made(
     saved = json.loads(json.dumps(service.snapshot()))
     for step in (1, 2, 3):
         publish(service, engines, step)
-        wait_until(
-            lambda: (
-                service.ledger.balance()["in flight"] == 0 == service.ledger.balance()["requeued"]
-            )
-        )
+        wait_until(lambda: quiet(service))
         if step < 3:
             service.next_step(step + 1)
     service.restore(saved)
     publish(service, engines, 1, version=20)
-    seen: list[int] = []
-    for step in range(2, 10):
-        rollouts = service.next_step(step)
-        assert 0 <= min(ages(rollouts, step)) <= max(ages(rollouts, step)) <= 2
-        seen += draws_of(rollouts)
-        publish(service, engines, step, version=20 + step)
+    seen, there = train(service, engines, range(2, 10), offset=20)
+    assert there <= {0, 1, 2}
     assert len(seen) == len(set(seen)) == 32
-    assert service.ledger.balance() == {
-        "in flight": 0,
-        "finished": 0,
-        "requeued": 0,
-        "consumed": 36,
-    }
+    assert service.ledger.balance() == settled(36)
 
 
 @pytest.mark.parametrize("buffered", [True, False])
@@ -401,7 +377,7 @@ def test_a_service_in_the_place_of_a_lost_one_is_told_of_weights_that_it_knows(
     assert max(ages(made.next_step(3), 3)) <= 2
     publish(made, engines, 3, version=6)
     made.next_step(4)
-    assert made.ledger.balance() == {"in flight": 0, "finished": 0, "requeued": 0, "consumed": 16}
+    assert made.ledger.balance() == settled(16)
 
 
 def test_a_step_may_be_abandoned(make_service, engines):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ahead_kit import Continuous, draws_of, publish, rollout, wait_until
+from ahead_kit import Continuous, draws_of, publish, quiet, rollout, wait_until
 from fake_engine import FakeEngine, addresses, random_reply
 
 from rlcore.algorithms.metric_table import metric_spec
@@ -20,18 +20,15 @@ from rollout.accounting.journal_reader import read_journal
 
 TOKENIZER = char_tokenizer(ALPHABETS["addition"])
 PASS_RATE = {"curriculum": {"name": "pass_rate"}}
-SECTION = {"prompts_per_step": 3, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 8}}
-
-
-def in_order(history: PromptHistory) -> np.ndarray[Any, Any]:
-    """The prompts with the fewest groups, and of these the first."""
-    fewest = history.seen == history.seen.min()
-    return np.where(fewest, 1e12 ** -np.arange(len(history), dtype=float), 0.0)
+SECTION = {"prompts_per_step": 3}
 
 
 class InOrder:
+    """The prompts with the fewest groups, and of these the first."""
+
     def __call__(self, history: PromptHistory) -> np.ndarray[Any, Any]:
-        return in_order(history)
+        fewest = history.seen == history.seen.min()
+        return np.where(fewest, 1e12 ** -np.arange(len(history), dtype=float), 0.0)
 
 
 class Broken:
@@ -54,9 +51,8 @@ def test_prompts_that_are_solved_sometimes_come_more_often(make_service, tmp_pat
         wrong = sample % 2 == 1 and "4" in text
         return [*TOKENIZER(str(int(a) + int(b) + wrong)).input_ids, TOKENIZER.eos_token_id]
 
-    section = {**SECTION, "prompts_per_step": 4}
     curriculum = {"curriculum": {"name": "pass_rate", "floor": 0.02}}
-    service = make_service(engines=[FakeEngine(knows)], rollout=section, data=curriculum)
+    service = make_service(engines=[FakeEngine(knows)], data=curriculum)
     service.keep_ledger(tmp_path / "ledger.jsonl")
     found: Counter[str] = Counter()
     for step in range(1, 41):
@@ -171,11 +167,7 @@ def test_a_service_that_outlives_its_trainer_keeps_the_choices_of_what_it_keeps(
     for step in (1, 2):
         publish(service, engines, step)
         wait_until(lambda: sum(service.ledger.balance().values()) >= 12 + 4 * step)  # noqa: B023
-        wait_until(
-            lambda: (
-                service.ledger.balance()["in flight"] == 0 == service.ledger.balance()["requeued"]
-            )
-        )
+        wait_until(lambda: quiet(service))
         service.next_step(step + 1)
     before = rows_in(service)
     service.restore(saved)

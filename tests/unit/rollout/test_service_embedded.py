@@ -6,7 +6,6 @@ import asyncio
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -17,14 +16,6 @@ from rlcore.weights import TensorSpec, cut_buckets
 from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.fleet.fleet import Fleet
 from rollout.service import RolloutService
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 async def publish(fleet: Fleet, folder: Path) -> None:

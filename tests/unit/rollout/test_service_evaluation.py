@@ -8,9 +8,7 @@ from deadlines_kit import once_it_says
 from fake_engine import FakeEngine, addresses, random_reply
 
 from rlcore.algorithms.metric_table import METRICS, metric_spec
-from rlcore.errors import (
-    DeadlineExceeded,
-)
+from rlcore.errors import DeadlineExceeded
 
 
 def test_evaluation_is_greedy_and_disturbs_nothing(make_service, engine, tmp_path):

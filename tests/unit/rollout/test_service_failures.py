@@ -140,9 +140,7 @@ def test_an_engine_that_hangs_is_named_at_its_deadline(make_service):
     engine = FakeEngine(random_reply(31), name="engine-7", delay_s=600)
     service = make_service(
         engines=[engine],
-        rollout={
-            "engine": {"progress_timeout_s": 0.2, "health_every_s": 0.05, "retries": 0},
-        },
+        rollout={"engine": {"progress_timeout_s": 0.2, "health_every_s": 0.05, "retries": 0}},
     )
     start = time.monotonic()
     with pytest.raises(
@@ -170,9 +168,7 @@ def test_a_step_that_hangs_names_who_is_waited_for(
     if reward:
         monkeypatch.setattr("rollout.rewards.scorer.Scorer.score", lambda *_: asyncio.sleep(600))
     monkeypatch.setattr("rollout.service.within", once_it_says(message))
-    service = make_service(
-        rollout={"prompts_per_step": 4, "timeout_s": 0.3, **rollout}, reward=reward
-    )
+    service = make_service(rollout={"timeout_s": 0.3, **rollout}, reward=reward)
     with pytest.raises(
         DeadlineExceeded,
         match=rf"step 1 has no rollouts after 0\.3 s \(rollout\.timeout_s\): {message}",

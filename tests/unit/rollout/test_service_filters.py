@@ -6,21 +6,11 @@ import json
 
 import pytest
 
-from rlcore.errors import (
-    ConfigError,
-    RunFailed,
-)
+from rlcore.errors import ConfigError, RunFailed
 
 
 def test_filtered_groups_are_counted_and_replaced(make_service):
-    service = make_service(
-        rollout={
-            "prompts_per_step": 3,
-            "samples_per_prompt": 2,
-            "filters": ["user_parts:even_draws"],
-            "sampling": {"max_new_tokens": 8},
-        }
-    )
+    service = make_service(rollout={"prompts_per_step": 3, "filters": ["user_parts:even_draws"]})
     rollouts = service.next_step(1)
     assert sorted({s.draw for s in rollouts.samples}) == [0, 2, 4]
     assert rollouts.metrics["rollout/dropped_even_draws"] == 2.0
@@ -28,9 +18,7 @@ def test_filtered_groups_are_counted_and_replaced(make_service):
 
 
 def test_surplus_groups_go_back_to_the_stream(make_service):
-    service = make_service(
-        rollout={"prompts_per_step": 4, "oversample": 1.5, "sampling": {"max_new_tokens": 8}}
-    )
+    service = make_service(rollout={"oversample": 1.5})
     first = service.next_step(1)
     assert first.metrics["rollout/requeued_prompts"] == 2.0
     assert sorted({s.draw for s in service.next_step(2).samples}) == [4, 5, 6, 7]
@@ -38,14 +26,7 @@ def test_surplus_groups_go_back_to_the_stream(make_service):
 
 def test_a_batch_that_filters_empty_says_what_dropped_what(make_service, tmp_path):
     (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "9+9=", "label": "18"}) + "\n")
-    service = make_service(
-        rollout={
-            "prompts_per_step": 2,
-            "samples_per_prompt": 2,
-            "filters": ["zero_variance"],
-            "sampling": {"max_new_tokens": 8},
-        }
-    )
+    service = make_service(rollout={"prompts_per_step": 2, "filters": ["zero_variance"]})
     with pytest.raises(
         RunFailed, match="step 1 has 0 of 2 groups after 32 draws: zero_variance dropped 32"
     ):

@@ -48,10 +48,7 @@ def answer(status: str = "Success", **changes: Any) -> dict[str, Any]:
 
 
 def ask(
-    handle: Handler,
-    *programs: Program,
-    start: bool = False,
-    **config: Any,
+    handle: Handler, *programs: Program, start: bool = False, **config: Any
 ) -> tuple[list[Outcome], list[dict[str, Any]]]:
     """Run programs on a server that `handle`s them; the outcomes, and the requests it got."""
     requests: list[dict[str, Any]] = []
