@@ -79,8 +79,9 @@ def interpreter(path: str | None) -> Interpreter:
     real = Path(python).resolve()
     found = [*answer.stdout.split("\0"), str(Path(python).parent)]
     # a script that starts an interpreter may be anywhere, as in a home folder's bin
-    if is_installation(real.parent.parent):
-        found.append(str(real.parent.parent))
+    above = real.parent.parent
+    if (above / "pyvenv.cfg").exists() or any(above.glob("lib*/python3.*/os.py")):
+        found.append(str(above))
     wanted = [part for one in found for part in (one, os.path.realpath(one))]
     # a link between them, as uv makes, is a folder that must be seen too
     links = [str(Path(os.readlink(python)).parent)] if os.path.islink(python) else []
@@ -94,11 +95,6 @@ def interpreter(path: str | None) -> Interpreter:
                     " of its own, as `python -m venv` makes"
                 )
     return Interpreter(python, folders)
-
-
-def is_installation(folder: Path) -> bool:
-    """Tell whether a folder holds a Python, or an environment of one."""
-    return (folder / "pyvenv.cfg").exists() or any(folder.glob("lib*/python3.*/os.py"))
 
 
 def minimal(folders: Sequence[str]) -> tuple[str, ...]:
@@ -133,7 +129,9 @@ class Confinement:
 
     def command(self, status: int) -> list[str]:
         """Return the command that starts the first process inside; `status` is its descriptor."""
-        return [*self.prefix(), self.python.path, "-I", "-S", "-c", stage_source(), str(status)]
+        # its source: no path of ours need exist inside
+        source = STAGE.read_text()
+        return [*self.prefix(), self.python.path, "-I", "-S", "-c", source, str(status)]
 
     def prefix(self) -> list[str]:
         """Return the command that makes the namespaces."""
@@ -161,15 +159,11 @@ class Confinement:
 
     def process_limit(self) -> int | None:
         """Return RLIMIT_NPROC."""
-        if os.geteuid() == 0 or kernel() >= COUNTS_APART:
+        found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+        kernel = tuple(map(int, found.groups())) if found else (0, 0)
+        if os.geteuid() == 0 or kernel >= COUNTS_APART:
             return self.processes
         return tasks_of_this_user() + self.processes
-
-
-def kernel() -> tuple[int, int]:
-    """Return the version of the kernel."""
-    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def tasks_of_this_user() -> int:
@@ -178,12 +172,6 @@ def tasks_of_this_user() -> int:
     own = os.getuid()
     infos = [process.info for process in found]
     return sum(i["num_threads"] or 1 for i in infos if i["uids"] and i["uids"].real == own)
-
-
-@cache
-def stage_source() -> str:
-    """Return the source of `inside.py`; no path of ours need exist inside."""
-    return STAGE.read_text()
 
 
 @dataclass(frozen=True)

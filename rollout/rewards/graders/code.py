@@ -12,13 +12,7 @@ from typing import Literal
 
 from rlcore.data.sample import Sample
 from rollout.rewards.base import RewardFailure, RewardPart, Score, Verdict, attempted, each
-from rollout.rewards.graders.code_tests import (
-    CodeTest,
-    last_block,
-    passed,
-    program_of,
-    read_tests,
-)
+from rollout.rewards.graders.code_tests import CodeTest, last_block, passed, program_of, read_tests
 from rollout.sandbox import Sandbox
 
 

@@ -30,12 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.rewards.base import LabelError
-from rollout.rewards.graders.code_assertions import (
-    PRELUDE,
-    Statement,
-    statement_of,
-    statements_of,
-)
+from rollout.rewards.graders.code_assertions import PRELUDE, Statement, statement_of, statements_of
 from rollout.rewards.graders.places import after_thinking, literal_of
 from rollout.sandbox import Program
 

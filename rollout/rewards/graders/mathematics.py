@@ -49,21 +49,18 @@ _MIXED = re.compile(r"(?<![\d/.,^])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d/])")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)\b")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|leq|geq)(?![a-z])")
 _FRACTION = re.compile(r"/|\\frac|:")
+_PATTERNS = sorted(
+    (
+        (priority, pattern, target)
+        for patterns, target in get_extraction_regexes(
+            [LatexExtractionConfig(), ExprExtractionConfig()]
+        )
+        for pattern, priority in patterns
+    ),
+    key=itemgetter(0),
+)
 _BY_PRIORITY = [
-    [(pattern, target) for _, pattern, target in found]
-    for _, found in groupby(
-        sorted(
-            (
-                (priority, pattern, target)
-                for patterns, target in get_extraction_regexes(
-                    [LatexExtractionConfig(), ExprExtractionConfig()]
-                )
-                for pattern, priority in patterns
-            ),
-            key=itemgetter(0),
-        ),
-        key=itemgetter(0),
-    )
+    [found[1:] for found in group] for _, group in groupby(_PATTERNS, key=itemgetter(0))
 ]
 # math-verify compares six decimals; numbers below this must agree in three digits
 _SMALL = 1e-3
