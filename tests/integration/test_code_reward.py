@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlcore.config.sections.reward import RewardConfig
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError
-from rollout.rewards.scorer import build_scorer
-
-LIMIT_S = 120.0
+from tests.unit.rollout.rewards import reward_kit
 
 
 def sample(code: str, label: Any, index: int = 0, fence: str = "```python\n{}\n```") -> Sample:
@@ -27,16 +23,7 @@ def sample(code: str, label: Any, index: int = 0, fence: str = "```python\n{}\n`
 def score(*samples: Sample, sandbox: dict[str, Any] | None = None, **args: Any) -> list[float]:
     part = {"function": "code", "args": {"timeout_s": 20, **args}}
     config = {"parts": {"code": part}, "sandbox": sandbox or {}, "on_error": -9.0}
-
-    async def scenario() -> None:
-        scorer = build_scorer(RewardConfig.model_validate(config), vocab_size=3)
-        try:
-            await scorer.start()
-            await scorer.score(samples)
-        finally:
-            await scorer.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    reward_kit.score(config, samples)
     return [s.reward for s in samples]
 
 

@@ -12,7 +12,6 @@ from fake_engine import FakeEngine
 from rlcore.data.batch import RolloutBatch
 from rlcore.data.generation import Completion, GenerateRequest
 from rlcore.data.sample import Sample
-from rlcore.errors import RunFailed
 from rollout.collection.attempts import MAX_WITHOUT_TOKENS
 
 GREEDY = {"greedy_baseline": True}
@@ -172,11 +171,3 @@ def test_a_workflow_may_reward_tokens(make_service):
         RolloutBatch.from_samples(again).vectors["token_rewards"].tolist()
         == batch.vectors["token_rewards"].tolist()
     )
-
-
-def test_token_rewards_of_another_size_name_the_workflow(make_service):
-    with pytest.raises(
-        RunFailed,
-        match=r"WronglyProcessed failed on .*: sample 0 of draw 3: token_rewards must be .*\(2,\)",
-    ):
-        make_service(rollout={"workflow": "user_parts:WronglyProcessed"}).next_step(1)

@@ -153,6 +153,34 @@ def test_held_out_prompts_that_no_engine_can_take_are_refused_too(
     make_service(evaluation={"sets": sets})
 
 
+# --- filters --------------------------------------------------------------------------------------
+
+
+def test_filtered_groups_are_counted_and_replaced(make_service):
+    service = make_service(rollout={"prompts_per_step": 3, "filters": ["user_parts:even_draws"]})
+    rollouts = service.next_step(1)
+    assert sorted({s.draw for s in rollouts.samples}) == [0, 2, 4]
+    assert rollouts.metrics["rollout/dropped_even_draws"] == 2.0
+    assert service.ledger.state(1) == "dropped by even_draws"
+
+
+def test_surplus_groups_go_back_to_the_stream(make_service):
+    service = make_service(rollout={"oversample": 1.5})
+    first = service.next_step(1)
+    assert first.metrics["rollout/requeued_prompts"] == 2.0
+    assert sorted({s.draw for s in service.next_step(2).samples}) == [4, 5, 6, 7]
+
+
+def test_a_batch_that_filters_empty_says_what_dropped_what(make_service, tmp_path):
+    (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "9+9=", "label": "18"}) + "\n")
+    service = make_service(rollout={"prompts_per_step": 2, "filters": ["zero_variance"]})
+    with pytest.raises(
+        RunFailed, match="step 1 has 0 of 2 groups after 32 draws: zero_variance dropped 32"
+    ):
+        service.next_step(1)
+    assert service.ledger.balance()["dropped by zero_variance"] == 32
+
+
 # --- resumption -----------------------------------------------------------------------------------
 
 

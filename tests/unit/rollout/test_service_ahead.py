@@ -24,6 +24,7 @@ from ahead_kit import (
 from fake_engine import FakeEngine, random_reply
 
 from rlcore.errors import DeadlineExceeded, EmptyBatch, RunFailed
+from rollout.accounting.journal_reader import read_journal
 
 
 @pytest.fixture
@@ -403,3 +404,31 @@ def test_a_step_may_be_abandoned(make_service, engines):
     abandoning.join(60)
     release(engines)
     assert draws_of(service.next_step(1)) == [0, 1, 2, 3]
+
+
+def test_a_lost_service_draws_no_more_and_leaves_the_ledger_to_the_other(make_service, tmp_path):
+    """It works on while another has taken its place."""
+    path = tmp_path / "ledger.jsonl"
+    lost, other = (
+        make_service(engines=[FakeEngine(random_reply(31), name=name)], rollout=rollout(2))
+        for name in "ab"
+    )
+    lost.keep_ledger(path)
+    lost.published(0, 0, 0)
+    wait_until(lambda: lost.ledger.balance()["finished"] >= 12)
+
+    other.restore(None)  # nothing was handed over yet
+    other.keep_ledger(path)
+    before = path.read_bytes()
+    lost.published(1, 1, 0)  # there is room for more
+    with pytest.raises(RunFailed, match=r"another service writes .*/ledger\.jsonl: "):
+        lost.next_step(1)
+    lost.close()
+    assert path.read_bytes() == before
+
+    other.published(0, 0, 0)
+    other.next_step(1)
+    other.close()
+    history = read_journal(path)
+    assert history.at().snapshot() == other.ledger.snapshot()
+    assert [at for _, at in history.starts] == [0, 0]

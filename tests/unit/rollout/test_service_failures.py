@@ -80,21 +80,35 @@ def test_no_batch_holds_a_part_of_a_group_that_failed(make_service, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("policy", "missing"),
+    ("sections", "message"),
     [
         (
-            {"logprobs": {"keep_sets": True}},
+            {"policy": {"logprobs": {"keep_sets": True}}},
             "policy.logprobs.keep_sets is on, but a sample has no sampling_mask",
         ),
         (
-            {"routing_replay": "engine"},
+            {"policy": {"routing_replay": "engine"}},
             "policy.routing_replay is on, but a sample has no routed_experts",
+        ),
+        (
+            {"rollout": {"workflow": "user_parts:WronglyProcessed"}},
+            r"WronglyProcessed failed on .*: sample 0 of draw 3: token_rewards must be .*\(2,\)",
+        ),
+        (
+            {"rollout": {"filters": ["user_parts:broken_filter"]}},
+            r"broken_filter failed on .*no groups \(.*\.py:\d+ in broken_filter\)",
+        ),
+        ({"rollout": {"filters": ["user_parts:vague_filter"]}}, "returned None"),
+        # its code 0 would pass for success
+        (
+            {"rollout": {"filters": ["user_parts:leaves"]}},
+            r"filter leaves failed on .*: SystemExit: 0",
         ),
     ],
 )
-def test_a_record_that_the_trainer_needs_must_come_with_every_sample(make_service, policy, missing):
-    with pytest.raises(RunFailed, match=missing):
-        make_service(policy=policy).next_step(1)
+def test_a_part_that_makes_a_step_impossible_is_named(make_service, sections, message):
+    with pytest.raises(RunFailed, match=message):
+        make_service(**sections).next_step(1)
 
 
 @pytest.mark.parametrize(
@@ -122,18 +136,30 @@ def test_what_no_policy_can_have_made_is_a_failed_rollout(
     assert all((sample.tokens >= 0).all() for sample in done.samples)
 
 
-def test_a_filter_that_exits_is_named(make_service):
-    """Its code 0 would pass for success."""
-    with pytest.raises(RunFailed, match=r"filter leaves failed on .*: SystemExit: 0"):
-        make_service(rollout={"filters": ["user_parts:leaves"]}).next_step(1)
-
-
-def test_an_unknown_workflow_is_refused(make_service):
-    with pytest.raises(
-        ConfigError,
-        match=r"rollout\.workflow: 'single_tern' is unknown; did you mean 'single_turn'",
-    ):
-        make_service(rollout={"workflow": "single_tern"})
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"workflow": "single_tern"},
+            r"rollout\.workflow: 'single_tern' is unknown; did you mean 'single_turn'",
+        ),
+        ({"filters": ["zero_varianse"]}, r"rollout\.filters.*did you mean 'zero_variance'"),
+        ({"filters": ["nowhere:keep"]}, r"rollout\.filters.*cannot import nowhere"),
+        ({"filters": ["user_parts:missing"]}, r"rollout\.filters.*has no 'missing'"),
+        ({"filters": ["user_parts:stale"]}, r"rollout\.filters.*cannot be called 'stale'.*rename"),
+        (
+            {"filters": ["user_parts:rolled_back"]},
+            r"rollout\.filters.*cannot be called 'rolled_back'.*rename",
+        ),
+        (
+            {"filters": ["zero_variance"], "samples_per_prompt": 1},
+            "zero_variance drops every group",
+        ),
+    ],
+)
+def test_a_part_that_cannot_be_is_refused(make_service, given, message):
+    with pytest.raises(ConfigError, match=message):
+        make_service(rollout=given)
 
 
 def test_an_engine_that_hangs_is_named_at_its_deadline(make_service):

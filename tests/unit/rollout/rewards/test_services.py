@@ -223,25 +223,6 @@ def test_one_bad_score_of_a_batch_fails_alone(sample: MakeSample) -> None:
     assert isinstance(second, RewardFailure)
 
 
-def test_a_slow_server_is_a_timeout(sample: MakeSample) -> None:
-    handler, asked = in_turn(never)
-    got = failure_of(ask(handler, [sample("x")], timeout_s=0.3, retries=1))
-    assert got.kind == "timeout"
-    assert "gave no answer in 0.3 s (reward.parts.rm.service)" in got.reason
-    assert len(asked) == 2
-
-
-def test_an_answer_that_drips_is_a_timeout(sample: MakeSample) -> None:
-    async def drip(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        while True:
-            await response.write(b" ")
-            await asyncio.sleep(0.05)
-
-    assert failure_of(ask(drip, [sample("x")], timeout_s=0.5, retries=0)).kind == "timeout"
-
-
 def test_a_server_that_is_down(sample: MakeSample) -> None:
     config = RewardServiceConfig(url="http://127.0.0.1:9", retries=1)
     got = failure_of(run_steadily(scores_of(ServicePart("rm", config), [sample("x")])))
@@ -305,43 +286,53 @@ def test_a_huge_answer_is_not_read(sample: MakeSample) -> None:
     assert sent < 100
 
 
-@pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_trouble_that_passes_is_asked_again(sample: MakeSample, status: int) -> None:
-    busy = web.Response, {"status": status, "text": "busy", "headers": {"Retry-After": "0"}}
+PAGE = web.Response, {"text": "<html>wait"}
+BUSY = {"text": "busy", "headers": {"Retry-After": "0"}}
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [PAGE, *((web.Response, {"status": status, **BUSY}) for status in (408, 429, 500, 503))],
+)
+def test_trouble_that_passes_is_asked_again(sample: MakeSample, busy: Any) -> None:
     handler, asked = in_turn(busy, busy, RIGHT)
     assert ask(handler, [sample("x")]) == [Verdict(1.0)]
     assert len(asked) == 3
 
 
-def test_a_page_of_a_proxy_is_asked_again(sample: MakeSample) -> None:
-    page = web.Response, {"text": "<html>wait"}
-    handler, asked = in_turn(page, RIGHT)
-    assert ask(handler, [sample("x")]) == [Verdict(1.0)]
-    assert len(asked) == 2
-    got = failure_of(ask(in_turn(page)[0], [sample("x")], retries=0))
-    assert "answered no JSON" in got.reason
-    assert "'<html>wait'" in got.reason
+async def drip(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b" ")
+        await asyncio.sleep(0.05)
+
+
+LATE = "gave no answer in 0.3 s (reward.parts.rm.service)"
+LONG = {"status": 422, "text": "no label\x1b[31m" + "x" * 1000}
+ELSEWHERE = {"status": 302, "headers": {"Location": "http://127.0.0.1:9/"}}
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    ("answer", "config", "kind", "reason", "times"),
     [
-        (
-            {"status": 422, "text": "no label\x1b[31m" + "x" * 1000},
-            "answered 422: 'no label [31mxxx",
-        ),
-        ({"status": 302, "headers": {"Location": "http://127.0.0.1:9/"}}, "answered 302"),
+        (never, {"timeout_s": 0.3, "retries": 1}, "timeout", LATE, 2),
+        (drip, {"timeout_s": 0.3, "retries": 0}, "timeout", LATE, 1),
+        (PAGE, {"retries": 0}, "error", "answered no JSON", 1),
+        (PAGE, {"retries": 1}, "error", "'<html>wait'", 2),
+        # neither asked again nor followed
+        ((web.Response, LONG), {}, "error", "answered 422: 'no label [31mxxx", 1),
+        ((web.Response, ELSEWHERE), {}, "error", "answered 302", 1),
     ],
-    ids=["a refusal", "a redirect"],
 )
-def test_other_answers_are_not_asked_again_and_quoted(
-    sample: MakeSample, answer: dict[str, Any], reason: str
+def test_a_server_that_gives_no_answer_is_a_failure_that_says_how(
+    sample: MakeSample, answer: Any, config: dict[str, Any], kind: str, reason: str, times: int
 ) -> None:
-    handler, asked = in_turn((web.Response, answer))
-    got = failure_of(ask(handler, [sample("x")]))
+    handler, asked = in_turn(answer)
+    got = failure_of(ask(handler, [sample("x")], **config))
+    assert (got.kind, len(asked)) == (kind, times)
     assert reason in got.reason
     assert len(got.reason) < 400
-    assert len(asked) == 1
 
 
 def test_concurrency_is_bounded_and_servers_take_turns(sample: MakeSample) -> None:

@@ -1,7 +1,8 @@
-"""Which confinement is chosen, and its command line. No program is run."""
+"""Which confinement is chosen, its command line, and sandboxes that do not come up."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from rlcore.config.sections.sandbox import SandboxConfig
 from rlcore.errors import ConfigError
+from rollout.sandbox import Program, local
 from rollout.sandbox.confinement import Bubblewrap, Confinement, Unshare, interpreter, minimal
 from rollout.sandbox.local import build_sandbox
 
@@ -106,3 +108,23 @@ def test_the_place_of_the_root_folder_hides_nothing() -> None:
 
     assert Elsewhere(interpreter(None)).mounts()["at"] not in ("/mnt", "/media")
     assert isinstance(Elsewhere(interpreter(None)), Confinement)
+
+
+def test_a_sandbox_that_starts_too_slowly_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        sandbox = build_sandbox(SandboxConfig(kind="rlimits"))
+        await sandbox.start()
+        monkeypatch.setattr(local, "SANDBOX_START_S", 0.0)
+        found = await sandbox.run(Program("print(1)", timeout_s=20))
+        await sandbox.close()
+        assert (found.status, found.stdout) == ("error", "")
+        assert found.reason == "the sandbox has not started in 0 s"
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_without_any_sandbox_the_reasons_of_all_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "SANDBOX_START_S", 0.0)
+    sandbox = build_sandbox(SandboxConfig(kind="rlimits"))
+    with pytest.raises(ConfigError, match="rlimits: the sandbox has not started in 0 s"):
+        asyncio.run(asyncio.wait_for(sandbox.start(), 60))
