@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-import broken_rewards
 import pytest
+import user_rewards
 from reward_kit import score
 
 from rlcore.errors import ConfigError
@@ -14,7 +14,7 @@ from rollout.rewards.worker import load_function
 
 
 def part(function: str, **args) -> dict:
-    parts = {"mine": {"function": f"broken_rewards:{function}", "args": args}}
+    parts = {"mine": {"function": f"user_rewards:{function}", "args": args}}
     return {"parts": parts, "workers": 1, "on_error": -1.0}
 
 
@@ -26,7 +26,7 @@ def line_of(function, text: str) -> int:
 @pytest.mark.parametrize(
     ("function", "args", "message"),
     [
-        ("two_arguments", {}, r"as two_arguments\(sample\).*'label'.*broken_rewards.py:\d"),
+        ("two_arguments", {}, r"as two_arguments\(sample\).*'label'.*user_rewards.py:\d"),
         ("scaled", {"faktor": 2}, r"is called as scaled\(sample, faktor=2\).*'faktor'"),
         ("coroutine", {}, "is `async def`"),
         ("NotCallable", {}, "give it a method __call__"),
@@ -36,8 +36,8 @@ def line_of(function, text: str) -> int:
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_by_name(function, args, message):
-    with pytest.raises(ConfigError, match=rf"reward.parts.m.function: 'broken.*{message}"):
-        load_function(f"broken_rewards:{function}", args, key="reward.parts.m.function")
+    with pytest.raises(ConfigError, match=rf"reward.parts.m.function: 'user_rewards.*{message}"):
+        load_function(f"user_rewards:{function}", args, key="reward.parts.m.function")
 
 
 def test_a_wrong_signature_is_refused_when_workers_start():
@@ -60,20 +60,20 @@ def test_arguments_go_to_functions_and_to_constructors(sample):
 
 def test_a_failure_names_part_function_prompt_and_line(sample):
     batch = [sample("abc", index=i) for i in range(4)]
-    line = line_of(broken_rewards.on_a_line, 'response["score"]')
+    line = line_of(user_rewards.on_a_line, 'response["score"]')
     (counts,) = score(part("on_a_line"), batch)
     assert (counts.samples, counts.failed, len(counts.unscored)) == (4, 4, 4)
     failure, count = commonest(counts.unscored)
     assert count == 4
     assert str(failure).startswith(
-        "reward.parts.mine (broken_rewards:on_a_line) failed on sample 3 of draw 4 (book.jsonl:7):"
+        "reward.parts.mine (user_rewards:on_a_line) failed on sample 3 of draw 4 (book.jsonl:7):"
         " raised TypeError: string indices must be integers"
     )
-    assert f"broken_rewards.py:{line} in on_a_line)" in failure.place
+    assert f"user_rewards.py:{line} in on_a_line)" in failure.place
 
 
 def test_a_function_that_returns_nothing_is_named_too(sample):
-    line = line_of(broken_rewards.nothing, "def nothing")
+    line = line_of(user_rewards.nothing, "def nothing")
     (counts,) = score(part("nothing"), [sample("abc")])
     (failure,) = counts.unscored
     assert failure.reason == "returned NoneType 'None', expected a number"
@@ -85,5 +85,5 @@ def test_another_part_that_works_does_not_hide_a_broken_one(sample):
     config["parts"]["right"] = {"function": "exact_match"}
     (counts,) = score(config, [sample("2")])
     assert [failure.what for failure in counts.unscored] == [
-        "reward.parts.mine (broken_rewards:nothing)"
+        "reward.parts.mine (user_rewards:nothing)"
     ]

@@ -84,7 +84,7 @@ def test_only_the_labels_that_a_part_reads_are_checked():
         "by": "s",
         "parts": {
             "exact": {"function": "exact_match", "sources": ["sums"]},
-            "free": {"function": "reward_functions:length", "sources": ["free"]},
+            "free": {"function": "user_rewards:length", "sources": ["free"]},
         },
     }
     check(reward, ("2", {"s": "sums"}), ({"any": "thing"}, {"s": "free"}))

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from raising_rewards import EXCEPTIONS
 from reward_kit import score, score_by
+from user_rewards import EXCEPTIONS
 
 from rlcore.config.sections.reward_services import JudgeConfig, RewardServiceConfig
 from rlcore.data.sample import Sample
@@ -167,7 +167,7 @@ def test_an_exception_of_a_whole_part(name: str, sample: Any) -> None:
 
 def test_exceptions_in_a_worker(sample: Any) -> None:
     samples = [sample(name, index=index) for index, name in enumerate([*NAMES, "fine"])]
-    parts = {"f": {"function": "raising_rewards:raises_what_the_response_says"}}
+    parts = {"f": {"function": "user_rewards:raises_what_the_response_says"}}
     (counts,) = score({"parts": parts, "workers": 1}, samples)
     assert (counts.errors, len(counts.unscored)) == (len(NAMES), len(NAMES))
     for one, name in zip(samples, NAMES):

@@ -27,10 +27,10 @@ def test_exact_match_strips_and_compares(sample):
 
 def test_a_column_that_is_called_like_a_verdict_is_none(sample):
     batch = [sample("a", correct=True, reward_error="no", reward_info={"x": 1})]
-    score(parts(length="reward_functions:length"), batch)
+    score(parts(length="user_rewards:length"), batch)
     assert batch[0].metadata == {}, "nothing says right or wrong, and nothing failed"
     read = [sample("a", correct="kept"), sample("2", correct=False)]
-    score(parts(right="exact_match", own="reward_functions:knows_the_column"), read)
+    score(parts(right="exact_match", own="user_rewards:knows_the_column"), read)
     assert [s.reward for s in read] == [1.0, 1.0], "functions find the column"
     assert [s.metadata["correct"] for s in read] == [False, True]
 
@@ -39,8 +39,8 @@ def test_named_parts_are_weighted_and_summed(sample):
     config = {
         "parts": {
             "right": {"function": "exact_match", "weight": 2.0},
-            "length": {"function": "reward_functions:length", "weight": -0.1},
-            "row": {"function": "reward_functions:from_row"},
+            "length": {"function": "user_rewards:length", "weight": -0.1},
+            "row": {"function": "user_rewards:from_row"},
         }
     }
     batch = [sample("2", bonus=1.0), sample("abc", bonus=0.0)]
@@ -72,7 +72,7 @@ def test_a_failing_reward_has_a_defined_score_and_is_named(
     batch = [sample("fine", index=0), sample(response, index=1), sample("fine", index=2)]
     with caplog.at_level(logging.WARNING):
         first, second = score(
-            {**parts(f="reward_functions:fickle"), "on_error": -1.0, "workers": 1},
+            {**parts(f="user_rewards:fickle"), "on_error": -1.0, "workers": 1},
             batch,
             [sample("fine")],
         )
@@ -88,7 +88,7 @@ def test_a_hanging_reward_is_killed_at_its_deadline_and_replaced(sample, only_wh
     batch = [sample("hang"), sample("fine"), sample("fine"), sample("bool")]
     start = time.monotonic()
     (counts,) = score(
-        {**parts(f="reward_functions:fickle"), "on_error": -1.0, "timeout_s": 0.5, "workers": 1},
+        {**parts(f="user_rewards:fickle"), "on_error": -1.0, "timeout_s": 0.5, "workers": 1},
         batch,
     )
     assert time.monotonic() - start < 120
@@ -99,7 +99,7 @@ def test_a_hanging_reward_is_killed_at_its_deadline_and_replaced(sample, only_wh
 
 
 def test_a_sum_beyond_float32_is_a_failure(sample):
-    config = {"parts": {"length": {"function": "reward_functions:length", "weight": 3e38}}}
+    config = {"parts": {"length": {"function": "user_rewards:length", "weight": 3e38}}}
     batch = [sample("1"), sample("12")]
     (counts,) = score({**config, "on_error": -1.0, "workers": 1}, batch)
     assert [s.reward for s in batch] == [3e38, -1.0]
@@ -109,14 +109,14 @@ def test_a_sum_beyond_float32_is_a_failure(sample):
 
 def test_a_function_may_return_a_mapping(sample):
     batch = [sample("mapping")]
-    score({**parts(f="reward_functions:fickle"), "workers": 1}, batch)
+    score({**parts(f="user_rewards:fickle"), "workers": 1}, batch)
     assert batch[0].reward == 0.5
     assert batch[0].reward_parts == {"f": 0.5, "f.style": 1.0}
 
 
 def test_functions_run_in_other_processes_side_by_side(sample):
     batch = [sample("x", index=i) for i in range(40)]
-    score({**parts(pid="reward_functions:process_id"), "workers": 2}, batch)
+    score({**parts(pid="user_rewards:process_id"), "workers": 2}, batch)
     used = {int(s.reward) for s in batch}
     assert len(used) == 2
     assert os.getpid() not in used
@@ -126,8 +126,8 @@ def test_functions_run_in_other_processes_side_by_side(sample):
     ("function", "message"),
     [
         ("nowhere:score", "cannot import nowhere"),
-        ("reward_functions:missing", "has no 'missing'"),
-        ("reward_functions:not_a_function", "is a int, expected something callable"),
+        ("user_rewards:missing", "has no 'missing'"),
+        ("user_rewards:not_a_function", "is a int, expected something callable"),
     ],
 )
 def test_an_unknown_function_is_refused_before_any_rollout(sample, function, message):
@@ -157,7 +157,7 @@ def test_math_scores_are_right_off_the_main_thread(sample):
 
 
 def test_a_sample_without_a_score_is_dropped_by_default(sample):
-    config = {"parts": {"f": {"function": "reward_functions:fickle"}, "right": {"function": "f1"}}}
+    config = {"parts": {"f": {"function": "user_rewards:fickle"}, "right": {"function": "f1"}}}
     batch = [sample("raise"), sample("fine", "fine")]
     (counts,) = score({**config, "workers": 1}, batch)
     assert [s.is_scored for s in batch] == [False, True]
@@ -171,7 +171,7 @@ def test_an_answer_that_a_verifier_fails_over_is_wrong(sample, only_what_hangs_i
     config = {
         "parts": {
             "math": {"function": "math", "args": {"form": "any"}},
-            "short": {"function": "reward_functions:length", "weight": 0.5},
+            "short": {"function": "user_rewards:length", "weight": 0.5},
         }
     }
     batch = [sample("$9^{9^{9^{9}}}!$", "2"), sample("2", "2")]
@@ -192,7 +192,7 @@ def test_a_label_that_cannot_be_read_says_nothing_of_the_answer(sample, function
 
 def test_the_penalty_of_an_unfinished_response_needs_no_score(sample):
     batch = [sample("raise", finish_reason="length"), sample("raise")]
-    config = {**parts(f="reward_functions:fickle"), "non_stop_penalty": -5.0, "workers": 1}
+    config = {**parts(f="user_rewards:fickle"), "non_stop_penalty": -5.0, "workers": 1}
     score(config, batch)
     assert batch[0].reward == -5.0
     assert not batch[1].is_scored
