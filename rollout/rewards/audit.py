@@ -173,7 +173,9 @@ class RewardAudit:
         by_kind: dict[Kind, list[tuple[Scored, bool]]] = defaultdict(list)
         for answers in rows.values():
             pays = _paying(answers)
-            for one in {one.answer.kind: one for one in sorted(answers, key=_rank)}.values():
+            # of equal rewards the shortest answer is the last, and stays
+            ranked = sorted(answers, key=lambda one: (one.sample.reward, -len(one.answer.text)))
+            for one in {one.answer.kind: one for one in ranked}.values():
                 by_kind[one.answer.kind].append((one, pays(one.sample)))
         chance = max(CHANCE, _commonest(scored))
         return [_finding(kind, by_kind[kind], chance) for kind in KINDS if kind in by_kind]
@@ -223,11 +225,6 @@ def _paying(answers: Sequence[Scored]) -> Callable[[Sample], bool]:
     return lambda sample: (
         (sample.reward > half or sample.reward >= most) and sample.reward > min(least, 0.0)
     )
-
-
-def _rank(one: Scored) -> tuple[float, int]:
-    """The order of answers: by reward, and of equal ones the shortest last."""
-    return one.sample.reward, -len(one.answer.text)
 
 
 def _commonest(scored: Sequence[Scored]) -> float:

@@ -136,7 +136,8 @@ class AuditAnswers:
         yield AuditAnswer(NOTHING, "", NOTHING.name)
         # not at the places: prose in a box takes a reader of mathematics long
         yield AuditAnswer(PROMPT, prompt.strip(), PROMPT.name)
-        for sentence in _last_sentence(prompt):
+        sentences = [part.strip() for part in _SENTENCE_END.split(prompt) if part.strip()]
+        for sentence in sentences[-1:]:
             yield AuditAnswer(SENTENCE, sentence, SENTENCE.name)
         yield from placed(NUMBER, dict.fromkeys(_NUMBER.findall(prompt)[-MAX_NUMBERS:]))
         yield from placed(EXPRESSION, expressions)
@@ -208,10 +209,6 @@ def same_answer(a: str, b: str) -> bool:
 def _end(label: Any) -> str:
     """The answer of a label; openai/gsm8k's is a solution that ends in `#### 72`."""
     return str(label).rsplit("####", maxsplit=1)[-1].strip()
-
-
-def _last_sentence(prompt: str) -> list[str]:
-    return [part.strip() for part in _SENTENCE_END.split(prompt) if part.strip()][-1:]
 
 
 def _expressions(prompt: str) -> list[str]:

@@ -18,7 +18,7 @@ from rlcore.errors import RlcoreError
 
 T = TypeVar("T")
 # Rewards are float32 in a batch: beyond this they would be infinite there.
-LARGEST = float(np.finfo(np.float32).max)
+MAX_SCORE = float(np.finfo(np.float32).max)
 MAX_INFO = 1 << 16  # bytes of `info` as JSON, since it is recorded with each sample
 KEYS = ("score", "correct", "parts", "info")
 OUTCOME = "reward"  # the name of a workflow's outcome that is one number
@@ -185,7 +185,7 @@ async def attempted(work: Awaitable[T]) -> T | RewardFailure:
     """The result of `work`, or the failure that its exception is.
 
     SystemExit and KeyboardInterrupt are taken in here, since asyncio would let them out of a task
-    and so out of the loop. That loop runs beside the main thread, which alone gets a user's Ctrl-C.
+    and so out of the loop. That loop runs next to the main thread, which alone gets Ctrl-C.
     """
     try:
         return await work
@@ -241,8 +241,10 @@ def _number(value: Any) -> float:
         number = float(value)
     except OverflowError:
         number = float("inf")
-    if not abs(number) <= LARGEST:
-        raise ValueError(f"{number}, expected a finite number (of float32: at most {LARGEST:.3g})")
+    if not abs(number) <= MAX_SCORE:
+        raise ValueError(
+            f"{number}, expected a finite number (of float32: at most {MAX_SCORE:.3g})"
+        )
     return number
 
 

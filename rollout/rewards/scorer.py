@@ -140,8 +140,8 @@ class Scorer:
 
     That is `metadata["correct"]`. Where a part failed, `metadata["reward_error"]` says why, and the
     sample gets `reward.on_error`. With `drop` its reward is NaN, unless a built-in grader failed
-    over the answer: then that part scores 0. `metadata["reward_info"]` has what parts tell of a
-    sample.
+    over the answer: then that part scores 0. `metadata["reward_info"]` has what parts
+    report about a sample.
     """
 
     def __init__(
@@ -183,7 +183,8 @@ class Scorer:
         rollouts: dict[Hashable, list[Sample]] = {}
         for kind, given in (("training", samples), ("greedy", greedy)):
             for sample in given:
-                rollouts.setdefault((kind, _scored_with(sample)), []).append(sample)
+                together = sample.rollout_id if sample.turn_spans else id(sample)
+                rollouts.setdefault((kind, together), []).append(sample)
         scored = [_one_of(parts) for parts in rollouts.values()]
         counts = await self._score_each(scored)
         for one, parts in zip(scored, rollouts.values()):
@@ -209,7 +210,7 @@ class Scorer:
                 scores[at][name] = score
         counts = FailureCounts(samples=len(samples))
         for sample, found in zip(samples, scores):
-            self._settle(sample, found, counts)
+            self._combine(sample, found, counts)
         return counts
 
     async def _scored_by(self, name: str, samples: Sequence[Sample]) -> list[Score]:
@@ -222,7 +223,7 @@ class Scorer:
             found = await attempted(part.score(samples))
         return [found] * len(samples) if isinstance(found, RewardFailure) else found
 
-    def _settle(self, sample: Sample, scores: Mapping[str, Score], counts: FailureCounts) -> None:
+    def _combine(self, sample: Sample, scores: Mapping[str, Score], counts: FailureCounts) -> None:
         _forget_verdicts(sample)
         on_error = self._config.on_error
         verdicts: dict[str, Verdict] = {}
@@ -313,11 +314,6 @@ def _forget_verdicts(sample: Sample) -> None:
     """Remove columns of the data that are called like a verdict."""
     for key in VERDICTS:
         sample.metadata.pop(key, None)
-
-
-def _scored_with(sample: Sample) -> Hashable:
-    """What the samples that are scored together have in common."""
-    return sample.rollout_id if sample.turn_spans else id(sample)
 
 
 def _one_of(parts: Sequence[Sample]) -> Sample:

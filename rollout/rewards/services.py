@@ -14,7 +14,6 @@ from rlcore.config.sections.reward_services import (
     RewardServiceConfig,
     ServerConfig,
 )
-from rlcore.data.messages import Message
 from rlcore.data.sample import Sample
 from rlcore.data.tokenizer import leading_bos, load_tokenizer, render_chat
 from rlcore.errors import ConfigError, DataError, ModelError
@@ -166,21 +165,17 @@ def texts(tokenizer: str | None, key: str) -> Texts:
         )
     # the server's tokenizer puts its BOS before what it is sent
     bos = loaded.decode(leading_bos(loaded))
-    return lambda samples: [
-        render_chat(
-            loaded, conversation(sample), sample.prompt_id, add_generation_prompt=False
-        ).removeprefix(bos)
-        for sample in samples
-    ]
 
+    def rendered(sample: Sample) -> str:
+        chat = sample.chat or [
+            {"role": "user", "content": sample.prompt_text},
+            {"role": "assistant", "content": sample.response_text},
+        ]
+        messages = [*map(dict, chat)]
+        text = render_chat(loaded, messages, sample.prompt_id, add_generation_prompt=False)
+        return text.removeprefix(bos)
 
-def conversation(sample: Sample) -> list[Message]:
-    """The sample's chat: its messages, or its prompt as the user's, and the response."""
-    chat = sample.chat or [
-        {"role": "user", "content": sample.prompt_text},
-        {"role": "assistant", "content": sample.response_text},
-    ]
-    return [*map(dict, chat)]
+    return lambda samples: list(map(rendered, samples))
 
 
 def _at(answer: Any, key: str) -> Any:

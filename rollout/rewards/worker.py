@@ -120,7 +120,7 @@ def limit_memory(gigabytes: float) -> None:
 
 
 def load_functions(setup: dict[str, Any], answers: BinaryIO) -> dict[str, RewardFunction]:
-    """Return the functions by part; {} after telling the parent why there are none."""
+    """Return the functions by part; {} after reporting why there are none."""
     sys.path[:] = setup["sys_path"]
     limit_memory(setup["memory_gb"])
     try:

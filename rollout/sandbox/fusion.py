@@ -87,7 +87,7 @@ class FusionSandbox:
         }
 
     def _outcome(self, answer: Any) -> Outcome:
-        """Return the outcome that the server tells. Raises NoAnswer where it tells of none."""
+        """Return the outcome that the server reports. Raises NoAnswer where it reports none."""
         try:
             status = answer["status"]
             if status == "SandboxError":
@@ -95,7 +95,9 @@ class FusionSandbox:
             if status not in ("Success", "Failed"):
                 raise ValueError(f"status {str(status)[:40]!r}")
             compiled = answer.get("compile_result")
-            failed = compiled is not None and not _went_well(compiled)
+            failed = compiled is not None and (
+                compiled["status"] != "Finished" or compiled.get("return_code") != 0
+            )
             outcome = self._result(compiled if failed else answer["run_result"])
             if outcome.status != "limit" and outcome.succeeded != (status == "Success"):
                 raise ValueError(f"status {status} of a program that ended with {outcome}")
@@ -130,10 +132,6 @@ class FusionSandbox:
 def _failed(reason: str) -> NoAnswer:
     """The server said nothing about the program."""
     return NoAnswer(reason, again=True)
-
-
-def _went_well(result: dict[str, Any]) -> bool:
-    return result["status"] == "Finished" and result.get("return_code") == 0
 
 
 def _text(text: str) -> str:

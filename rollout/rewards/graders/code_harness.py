@@ -2,8 +2,8 @@
 
 The solution's process executes `solution.py` and answers requests. The judging process holds the
 test: it reads the task from standard input only after the two have parted, the kernel lets no other
-process look into it, and what it takes from the solution are values of Python's own types, built
-anew from JSON. Every other object stays with the solution, and the test has a `Remote` of it, which
+process look into it, and what it takes from the solution are values of Python's own types, rebuilt
+from JSON. Every other object stays with the solution, and the test has a `Remote` of it, which
 cannot be compared.
 
 The source of this file is sent to the sandbox, so it imports nothing but the standard library, and

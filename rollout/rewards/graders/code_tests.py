@@ -236,7 +236,7 @@ def passed(test: CodeTest, output: str, token: str) -> bool:
     if test.statement is not None:
         return True
     try:
-        # APPS wraps results into lists; some write a result as its JSON beside arguments
+        # APPS wraps results into lists; some write a result as its JSON next to arguments
         with _any_number_of_digits():
             results = (test.expected, _decoded(test.expected))
         return any(same_value(one, result) for one in (value, [value]) for result in results)

@@ -85,16 +85,16 @@ def _constraint(name: Any, given: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(given, Mapping):
         raise ValueError(f"the constraint {name}: its kwargs are no map but {str(given)[:80]!r}")
     # nulls are none: parquet fills them in
-    given = {key: value for key, value in given.items() if not _is_null(value)}
+    given = {
+        key: value
+        for key, value in given.items()
+        if value is not None and not (isinstance(value, float) and math.isnan(value))
+    }
     try:
         return name, dict(known.parameters.model_validate(given))
     except ValidationError as error:
         said = _describe(known.parameters, error.errors()[0])
         raise ValueError(f"the constraint {name}: {said}") from error
-
-
-def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _describe(model: type[BaseModel], problem: Mapping[str, Any]) -> str:

@@ -187,15 +187,12 @@ def plain_characters(text: str) -> str:
 def plain_numbers(text: str) -> str:
     """The text with plain characters, each number's sign before it, operators as characters."""
     if not text.isascii():
-        text = _ROOT.sub(r"\\sqrt{\1}", _SUPERSCRIPT.sub(_raised, text)).replace("π", r"\pi ")
+        text = _SUPERSCRIPT.sub(lambda digits: f"^({normalize('NFKC', digits[0])})", text)
+        text = _ROOT.sub(r"\\sqrt{\1}", text).replace("π", r"\pi ")
         text = plain_characters(text)
     for pattern, replacement in _SIGNS:
         text = pattern.sub(replacement, text)
     return text
-
-
-def _raised(digits: re.Match[str]) -> str:
-    return f"^({normalize('NFKC', digits[0])})"
 
 
 def unmarked(text: str) -> str:
