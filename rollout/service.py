@@ -232,11 +232,10 @@ class RolloutService:
         )
 
     def published(self, step: int, version: int, incarnation: int) -> None:
-        """Note that weights of policy step `step` are in force as `version`.
+        """Record that weights of policy step `step` are in force as `version`.
 
-        Ignored where a later step was handed over before `restore`, as a service in the place of a
-        lost one may be told: nothing is made with those weights, and generation begins with the
-        next.
+        No-op if a later step was handed over before `restore`: a replacement service can receive
+        this call late. Generation then begins with the next publication.
         """
 
         async def published() -> None:
@@ -252,7 +251,7 @@ class RolloutService:
         work: Callable[[], Coroutine[Any, Any, T]],
         what: str,
         late: str,
-        stuck: Callable[[], str],
+        describe_wait: Callable[[], str],
     ) -> tuple[T, float] | None:
         """The result of `work` and its seconds; None when an engine waits for weights before.
 
@@ -260,12 +259,12 @@ class RolloutService:
 
         Args:
             late: what the message of its deadline says has not happened.
-            stuck: who is waited for then.
+            describe_wait: names what is waited for.
         """
         limit = self._config.rollout.timeout_s
 
         def message() -> str:
-            return f"{late} after {limit:g} s (rollout.timeout_s): {stuck()}"
+            return f"{late} after {limit:g} s (rollout.timeout_s): {describe_wait()}"
 
         async def begin() -> PendingWork[T]:
             return PendingWork(what, asyncio.ensure_future(within(limit, work(), message)))

@@ -19,7 +19,7 @@ class Program:
     code: str
     language: str = "python"
     stdin: str = ""
-    files: Mapping[str, bytes] = field(default_factory=dict)  # by name, beside the code
+    files: Mapping[str, bytes] = field(default_factory=dict)  # by name, next to the code
     timeout_s: float = 5.0
     memory_mb: int = 512  # of all its processes together
 

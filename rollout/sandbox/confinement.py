@@ -111,7 +111,7 @@ class Confinement:
     """How programs are started. Its subclasses say with what."""
 
     python: Interpreter
-    folders: tuple[str, ...] = ()  # what programs may read beside the system and the interpreter
+    folders: tuple[str, ...] = ()  # what programs may read besides the system and the interpreter
     processes: int = 64
     files_mb: int = 64
     proc: bool = True  # a /proc of its own, which some containers forbid
@@ -141,18 +141,18 @@ class Confinement:
         """Return the plan of the root folder that `inside.py` makes; None: it makes none."""
         return None
 
-    def task(self, place: int) -> dict[str, Any]:
+    def task(self, slot: int) -> dict[str, Any]:
         """Return what `inside.py` gets to know about the surroundings.
 
         Args:
-            place: which of the programs that run at the same time.
+            slot: which of the programs that run at the same time.
         """
         changes_user = self.own_user and os.geteuid() == 0
         return {
             "mount": self.mounts(),
             "folder": WORK,
             "supervise": self.supervised,
-            "uid": FIRST_UID + (os.getpid() * 31 + place) % UIDS if changes_user else None,
+            "uid": FIRST_UID + (os.getpid() * 31 + slot) % UIDS if changes_user else None,
             "processes": self.process_limit(),
             "environment": {**PROGRAM_ENVIRONMENT, "HOME": WORK, "TMPDIR": WORK},
         }

@@ -69,10 +69,10 @@ class LocalSandbox:
         self._output_bytes = output_bytes
         self._confinement: Confinement | None = None
         self._starting: asyncio.Task[None] | None = None
-        # the places that are free: programs at the same time are different users where we are root
-        self._places: asyncio.Queue[int] = asyncio.Queue()
-        for place in range(concurrency):
-            self._places.put_nowait(place)
+        # the slots that are free: programs at the same time are different users where we are root
+        self._slots: asyncio.Queue[int] = asyncio.Queue()
+        for slot in range(concurrency):
+            self._slots.put_nowait(slot)
 
     async def start(self) -> None:
         """See `Sandbox`: take the first confinement in which a program runs."""
@@ -105,11 +105,11 @@ class LocalSandbox:
             )
         await self.start()
         assert self._confinement is not None
-        place = await self._places.get()
+        slot = await self._slots.get()
         try:
-            return await _Run(self._confinement, place, self._output_bytes).run(program)
+            return await _Run(self._confinement, slot, self._output_bytes).run(program)
         finally:
-            self._places.put_nowait(place)
+            self._slots.put_nowait(slot)
 
     async def close(self) -> None:
         """See `Sandbox`. Programs end with the tasks that run them."""
@@ -123,7 +123,7 @@ class _Run:
     """One run of one program."""
 
     confinement: Confinement
-    place: int
+    slot: int
     output_bytes: int
     written: int = 0
     too_much: asyncio.Event = field(default_factory=asyncio.Event)
@@ -142,7 +142,7 @@ class _Run:
 
     def _task(self, program: Program) -> dict[str, Any]:
         """Return what `inside.py` gets to know about the program and its surroundings."""
-        task = self.confinement.task(self.place)
+        task = self.confinement.task(self.slot)
         main, *argv = COMMANDS[program.language]
         code = program.code.encode("utf-8", "replace")
         limits = {
