@@ -1,4 +1,4 @@
-"""Waits with a limit, calls in threads that may hang, and a loop in a thread of its own."""
+"""Waits with a limit, processes and threads that may hang, and a loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
-from rlcore.deadlines import CANCEL_S, IDLE_THREAD_S, LOOP_GRACE_S
+from rlcore.boundary.process_tree import kill_tree
+from rlcore.deadlines import CANCEL_S, IDLE_THREAD_S, LOOP_GRACE_S, REAP_S, STRAYS_S
 from rlcore.errors import DeadlineExceeded, RunFailed
 
 T = TypeVar("T")
@@ -63,6 +64,27 @@ async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
             for task in left:
                 task.cancel()
             await asyncio.wait(left, timeout=CANCEL_S)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+async def has_ended(process: asyncio.subprocess.Process, seconds: float) -> bool:
+    """Wait for the end of a process, and return whether it came."""
+    waiting = asyncio.ensure_future(process.wait())
+    done, _ = await asyncio.wait({waiting}, timeout=seconds)
+    waiting.cancel()
+    return bool(done)
+
+
+async def kill_process(process: asyncio.subprocess.Process, what: str) -> None:
+    """Kill a process, `what` for the log, and everything that descends from it."""
+    if process.returncode is None:
+        # in a thread: it looks again and again until nothing is left
+        await asyncio.to_thread(kill_tree, process.pid, seconds=STRAYS_S)
+    # a process that hangs in the kernel, on a dead file server say, is left behind
+    if not await has_ended(process, REAP_S):
+        logger.warning("the %s %d cannot be ended", what, process.pid)
 
 
 # --- threads --------------------------------------------------------------------------------------

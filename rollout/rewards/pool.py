@@ -12,7 +12,6 @@ surfaces as a broken pool without its name.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import pickle
 import secrets
@@ -28,16 +27,13 @@ from typing import Any
 import orjson
 
 from rlcore.boundary.child_environment import allowed_environment
-from rlcore.boundary.process_tree import kill_tree
 from rlcore.data.sample import Sample
-from rlcore.deadlines import CANCEL_S, REAP_S, REWARD_START_S, STRAYS_S, WORKER_ENDS_S
+from rlcore.deadlines import CANCEL_S, REWARD_START_S, WORKER_ENDS_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
 from rlcore.timeline.recorder import RECORDER, Lanes, now, of_group
-from rollout.asyncio_utils import within
+from rollout.asyncio_utils import has_ended, kill_process, within
 from rollout.rewards.base import RewardFailure, RewardPart, Score, checked, each
 from rollout.rewards.worker import HEADER, pack
-
-logger = logging.getLogger(__name__)
 
 MAX_ANSWER = 1 << 20  # bytes; a verdict's `info` is far smaller
 # {part: (import path, keyword arguments)}
@@ -186,25 +182,14 @@ class Worker:
 
     async def end(self) -> int | None:
         """End the process, which has closed its socket; returns the exit code that it chose."""
-        await self._gone(WORKER_ENDS_S)
+        await has_ended(self.process, WORKER_ENDS_S)
         return await self.kill()
-
-    async def _gone(self, seconds: float) -> bool:
-        waiting = asyncio.ensure_future(self.process.wait())
-        done, _ = await asyncio.wait({waiting}, timeout=seconds)
-        waiting.cancel()
-        return bool(done)
 
     async def kill(self) -> int | None:
         """End the process and all that it started; returns its exit code."""
-        if self.alive:
-            # in a thread: what descends from it is looked up and killed first
-            await asyncio.to_thread(kill_tree, self.process.pid, seconds=STRAYS_S)
+        await kill_process(self.process, "reward worker")
         with suppress(ProcessLookupError):  # the whole group is gone
             os.killpg(self.process.pid, signal.SIGKILL)
-        # a process that hangs in the kernel, on a dead file server say, is left behind
-        if not await self._gone(REAP_S):
-            logger.warning("the reward worker %d cannot be ended", self.process.pid)
         self.writer.close()
         with suppress(ConnectionError):
             await asyncio.wait({asyncio.ensure_future(self.writer.wait_closed())}, timeout=CANCEL_S)

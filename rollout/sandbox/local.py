@@ -17,10 +17,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from rlcore.boundary.process_tree import descendants, kill_tree, memory
+from rlcore.boundary.process_tree import descendants, memory
 from rlcore.config.sections.sandbox import SandboxConfig
-from rlcore.deadlines import REAP_S, SANDBOX_START_S, STRAYS_S
+from rlcore.deadlines import REAP_S, SANDBOX_START_S
 from rlcore.errors import ConfigError
+from rollout.asyncio_utils import kill_process
 from rollout.sandbox import Outcome, Program, Sandbox, Status
 from rollout.sandbox.confinement import Confinement, candidates, interpreter
 from rollout.sandbox.fusion import FusionSandbox
@@ -290,15 +291,9 @@ async def _end(
     process: asyncio.subprocess.Process, output: Sequence[asyncio.Future[bytes]]
 ) -> None:
     """Kill everything that is left, and read what it had written."""
-    if process.returncode is None:
-        # in a thread: it looks again and again until nothing is left
-        await asyncio.to_thread(kill_tree, process.pid, seconds=STRAYS_S)
-    gone = asyncio.ensure_future(process.wait())
-    waits: list[asyncio.Future[Any]] = [gone, *output]
-    await asyncio.wait(waits, timeout=REAP_S)
-    if not gone.done():
-        gone.cancel()
-        logger.warning("the sandboxed process %d cannot be ended", process.pid)
+    await kill_process(process, "sandboxed process")
+    if output:
+        await asyncio.wait(output, timeout=REAP_S)
     for part in output:
         if not part.done():  # something still holds its end
             part.cancel()

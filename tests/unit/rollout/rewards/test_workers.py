@@ -114,7 +114,7 @@ def test_a_timeout_ends_the_whole_tree(sample, tmp_path, monkeypatch):
         return await within(0.0, task, describe)
 
     monkeypatch.setattr("rollout.rewards.pool.within", once_it_hangs)
-    monkeypatch.setattr("rollout.rewards.pool.STRAYS_S", 60.0)
+    monkeypatch.setattr("rollout.asyncio_utils.STRAYS_S", 60.0)
     (found,) = scores("hangs_with_children", sample("x", folder=str(tmp_path)), timeout_s=5)
     assert failure(found).kind == "timeout"
     pids = json.loads(pids_file.read_text())
@@ -272,8 +272,8 @@ def test_a_killed_worker_that_does_not_end_is_left_behind(
         async def wait_closed(self) -> None:
             pass
 
-    monkeypatch.setattr("rollout.rewards.pool.REAP_S", 0.05)
-    monkeypatch.setattr("rollout.rewards.pool.kill_tree", lambda *_, **__: None)
+    monkeypatch.setattr("rollout.asyncio_utils.REAP_S", 0.05)
+    monkeypatch.setattr("rollout.asyncio_utils.kill_tree", lambda *_, **__: None)
     stuck: Any = Stuck()
     closed: Any = Closed()
 
