@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlcore.config.sections.reward import RewardConfig, RewardPartConfig
+from rlcore.data.generation import Completion
 from rlcore.data.prompts import Prompt, PromptSet
 from rlcore.data.sample import Sample, VersionSpan
 from rlcore.data.tokenizer import encode
 from rlcore.deadlines import AUDIT_S
 from rlcore.errors import DataError, DeadlineExceeded
 from rollout.asyncio_utils import within
+from rollout.conversation.samples import make_sample
 from rollout.rewards.audit_answers import KINDS, RIGHT, AuditAnswer, AuditAnswers, Kind
 from rollout.rewards.scorer import Scorer
 
@@ -248,22 +250,8 @@ def _sample(
         made = encode(tokenizer, [answer.text], [prompt.prompt_id])[0]
     except DataError:  # a tokenizer of few symbols; rewards of text do not care
         made = np.zeros(0, dtype=np.int32)
-    mask = np.zeros(len(prompt.tokens) + len(made), dtype=np.uint8)
-    mask[len(prompt.tokens) :] = 1
-    return Sample(
-        draw=row,
-        index=0,
-        prompt_id=prompt.prompt_id,
-        group_id=row,
-        rollout_id=row << 20,
-        tokens=np.concatenate([prompt.tokens, made]),
-        loss_mask=mask,
-        rollout_logprobs=np.zeros(len(made), dtype=np.float32),
-        versions=(VersionSpan(0, 0, len(made)),),
-        finish_reason=answer.finish_reason,
-        prompt_text=prompt.text,
-        response_text=answer.text,
-        label=prompt.label,
-        metadata=dict(prompt.row),
-        messages=prompt.messages,
-    )
+    logprobs = np.zeros(len(made), dtype=np.float32)
+    versions = (VersionSpan(0, 0, len(made)),)
+    sample = make_sample(prompt, row, 0, Completion(made, logprobs, answer.finish_reason, versions))
+    sample.response_text = answer.text
+    return sample

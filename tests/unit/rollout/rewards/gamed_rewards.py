@@ -65,8 +65,3 @@ def hangs(sample: Sample) -> float:
     if "What is" in sample.response_text:
         time.sleep(600)
     return 0.0
-
-
-def ends_well(sample: Sample) -> float:
-    """Is no text's to give: pays where the response was cut off by length."""
-    return float(sample.finish_reason == "length")
