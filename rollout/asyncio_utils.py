@@ -28,6 +28,14 @@ MAX_OWN = 32  # threads of a loop itself
 # --- waits ----------------------------------------------------------------------------------------
 
 
+async def cancel(*tasks: asyncio.Future[Any], seconds: float | None = None) -> None:
+    """Cancel tasks, and wait for their ends, but not for long."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=CANCEL_S if seconds is None else seconds)
+
+
 async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]) -> T:
     """The result of `work`, which is cancelled after `seconds`.
 
@@ -40,14 +48,12 @@ async def within(seconds: float, work: Awaitable[T], describe: Callable[[], str]
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.wait({task}, timeout=CANCEL_S)
+        await cancel(task)
         raise
     if done:
         return task.result()
     message = describe()
-    task.cancel()
-    await asyncio.wait({task}, timeout=CANCEL_S)
+    await cancel(task)
     if task.done() and not task.cancelled():
         # retrieve the error, so that asyncio does not log it: the deadline is its cause
         task.exception()
@@ -60,10 +66,7 @@ async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        if left := [task for task in tasks if not task.done()]:
-            for task in left:
-                task.cancel()
-            await asyncio.wait(left, timeout=CANCEL_S)
+        await cancel(*(task for task in tasks if not task.done()))
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -303,10 +306,6 @@ class LoopThread:
 
 
 async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=CANCEL_S)
+    await cancel(*(asyncio.all_tasks() - {asyncio.current_task()}))
     await asyncio.get_running_loop().shutdown_asyncgens()
     await asyncio.get_running_loop().shutdown_default_executor()

@@ -29,7 +29,7 @@ from rlcore.interfaces import BoundedEngine, RolloutEngine
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.versions import Version
 from rollout.accounting.prompt_queue import PromptQueue
-from rollout.asyncio_utils import LoopThread, gather_or_cancel, within
+from rollout.asyncio_utils import LoopThread, cancel, gather_or_cancel, within
 from rollout.collection.buffer import BufferedGroup, PublishedVersions, StepGroups, decode
 from rollout.collection.collector import Collector
 from rollout.collection.evaluation import Evaluator
@@ -296,7 +296,8 @@ class RolloutService:
         pending = self._pending
         self._pending = None
         if pending is not None and not pending.task.done():
-            self._call(_cancelled(pending.task), GIVE_UP_S, f"giving up {pending.what}")
+            work = cancel(pending.task, seconds=GIVE_UP_S)
+            self._call(work, GIVE_UP_S, f"giving up {pending.what}")
 
     def _dropped(self, done: StepGroups) -> dict[str, float]:
         """How many draws the step was not trained on, and why."""
@@ -414,11 +415,6 @@ class RolloutService:
                 logger.warning("%s did not close within %g s", party, CLOSE_ENGINES_S)
             elif task.exception() is not None:
                 logger.warning("%s failed to close: %s", party, task.exception())
-
-
-async def _cancelled(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait({task}, timeout=GIVE_UP_S)
 
 
 def _held_out(config: Config, tokenizer: PreTrainedTokenizerBase, of: EvaluationSet) -> PromptSet:

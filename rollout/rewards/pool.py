@@ -31,7 +31,7 @@ from rlcore.data.sample import Sample
 from rlcore.deadlines import CANCEL_S, REWARD_START_S, WORKER_ENDS_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
 from rlcore.timeline.recorder import RECORDER, Lanes, now, of_group
-from rollout.asyncio_utils import has_ended, kill_process, within
+from rollout.asyncio_utils import cancel, has_ended, kill_process, within
 from rollout.rewards.base import RewardFailure, RewardPart, Score, checked, each
 from rollout.rewards.worker import HEADER, pack
 
@@ -266,8 +266,7 @@ class RewardPool:
     async def close(self) -> None:
         """End all workers."""
         if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.wait({self._starting}, timeout=CANCEL_S)
+            await cancel(self._starting)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
         self._workers.clear()
 
