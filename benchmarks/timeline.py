@@ -24,8 +24,7 @@ from typing import Any
 from report import machine
 
 from rlcore.runs.metrics import read_metrics
-from rlcore.timeline.files import Record
-from rlcore.timeline.read import read_spans
+from rlcore.timeline.files import Record, read_spans
 from rlcore.timeline.recorder import Lanes, Recorder, now
 
 MOST_SHARE = 0.01  # of a step

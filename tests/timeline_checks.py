@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rlcore.timeline.files import Span, read_spans
 from rlcore.timeline.idle import merged
-from rlcore.timeline.read import Span, read_spans
 from rlcore.tracking.report import NOT_PHASES
 from tests.trace_rules import names_of, read_trace
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections import defaultdict
@@ -20,7 +21,7 @@ FIELDS: dict[str, set[str]] = {
 
 def read_trace(path: Path) -> list[Event]:
     """Read a trace and check it all; AssertionError says what is wrong."""
-    text = path.read_text()
+    text = gzip.decompress(path.read_bytes()).decode()
     assert text.startswith("[\n{")
     assert text.endswith("},\n")
     events = json.loads(text[:-2] + "]", parse_constant=_refuse)

@@ -1,10 +1,10 @@
-"""The files of a timeline: timeline/<process>.json, events in Chrome's trace-event format.
+"""The files of a timeline: timeline/<process>.json.gz, events in Chrome's trace-event format.
 
-Perfetto and chrome://tracing read a file as it is: an array of events, one a line, which needs no
-closing bracket. A process appends its events a step at a time; after them comes a mark, an instant
-event that gives the step. What follows the last mark was torn by a kill and is cut off at the next
-start. A mark `resumed` says that steps after `after` that were recorded before are void. A full
-file becomes <process>.older.json, over the one before.
+Perfetto and chrome://tracing read a file as it is: an array of events, which needs no closing
+bracket. A process appends its events as one gzip member a step. The member's header has a field of
+ours with its size and its step, so a reader unpacks only the steps that it wants. What a kill tore
+is cut off at the next start. A member without events makes void what was recorded before of steps
+after its own. A full file becomes <process>.older.json.gz, over the one before.
 
 Times are of the wall clock, in microseconds.
 """
@@ -12,11 +12,11 @@ Times are of the wall clock, in microseconds.
 from __future__ import annotations
 
 import os
-import re
+import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,17 @@ import orjson
 from rlcore.errors import DataError
 
 FOLDER = "timeline"
+MAIN = "rank_0"  # the process whose steps all others are cut to
 # Groups of tracks in the order in which they are shown, by how their names begin.
 ORDER = ("rank ", "publication", "rollouts", "engine ", "tools", "rewards")
-# Other events begin with their name, so that no name can be taken for a mark.
-MARK = re.compile(rb'\n(\{"ph":"i","s":"p"[^\n]*),(?=\n)')
+# A request may last over several steps, and is recorded with the step in which it ends.
+MAX_STEPS_OF_A_REQUEST = 4
+# A gzip header (RFC 1952) whose extra field "rl" holds: bytes of the member, time of writing,
+# step, records that were lost, and whether later steps are void.
+HEADER = struct.Struct("<4sIBBH2sHIqqI?")
+MAGIC = b"\x1f\x8b\x08\x04"
+LEVEL = 1
+MAX_BYTES = 1 << 30  # of the events of a step: a damaged file must not fill the memory
 Track = tuple[str, str]
 Event = dict[str, Any]
 # kind ("X", "i" or "C"), track, name, begin and end (s of the process's clock), arguments
@@ -36,21 +43,47 @@ Record = tuple[str, Track, str, float, float, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Ends the events of a step (`step`), or makes later steps void (`after`).
+class Span:
+    """What was done on a track of the timeline.
 
     Attributes:
-        at: when it was written, in microseconds.
-        begin, end: where the step's events lie in the file, in bytes.
+        kind: "X" a span, "i" a moment, "C" the value of a counter.
+        group: a rank, an engine, the reward workers, ...
+        lane: of the group; the spans of a lane nest.
+        begin: seconds since the beginning of the `Timeline`.
+        step: with which it was recorded.
     """
 
-    path: Path
-    at: int
-    begin: int
-    end: int
-    step: int | None = None
-    after: int | None = None
+    kind: str
+    group: str
+    lane: str
+    name: str
+    begin: float
+    end: float
+    step: int
+    args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of some steps, by their begin.
+
+    Attributes:
+        windows: of each step, from where rank 0 began to record it to where it had done so.
+        lost: records for which there was no room in memory.
+    """
+
+    spans: list[Span]
+    windows: dict[int, tuple[float, float]]
     lost: int = 0
+
+
+# --- writing --------------------------------------------------------------------------------------
 
 
 class TimelineFile:
@@ -61,34 +94,43 @@ class TimelineFile:
     """
 
     def __init__(self, folder: Path, process: str, *, limit_bytes: int) -> None:
-        self.path = folder / f"{process}.json"
-        self._process = process
+        self.path = folder / f"{process}.json.gz"
+        self._older = folder / f"{process}.older.json.gz"
         self._limit = limit_bytes
         self._begun = False
         self._offset = time.time() - time.perf_counter()
 
     def begin(self, after: int) -> None:
-        """Mark what was recorded of steps after `after` as void: the run goes on from there."""
-        self._append([self._mark("resumed", after=after)])
+        """Make void what was recorded of steps after `after`: the run goes on from there."""
+        self._append(b"", after, voids=True)
 
     def append(self, step: int, records: Sequence[Record], *, lost: int = 0) -> None:
         """Write the records of `step`."""
-        tracks = {track: _numbers(track) for _, track, *_ in records}
-        named = _names(tracks)
-        recorded = (self._event(record, tracks[record[1]]) for record in records)
-        self._append([*named, *recorded, self._mark("recorded", step=step, lost=lost)])
+        tracks = {record[1]: _numbers(record[1]) for record in records}
+        events = [*_names(tracks), *(self._event(record, tracks[record[1]]) for record in records)]
+        content = orjson.dumps(events, default=str)[1:-1]
+        self._append(content and content + b",\n", step, lost=lost)
         if self.path.stat().st_size > self._limit // 2:
-            os.replace(self.path, self.path.with_name(f"{self._process}.older.json"))
+            os.replace(self.path, self._older)
             self._begun = False
 
-    def _append(self, events: Iterable[Event]) -> None:
-        content = b"".join(orjson.dumps(event, default=str) + b",\n" for event in events)
+    def _append(self, content: bytes, step: int, *, lost: int = 0, voids: bool = False) -> None:
         if not self._begun:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_torn_step(self.path)
+            if self.path.exists():
+                ends = [member.begin + member.size for member in members(self.path)]
+                os.truncate(self.path, max(ends, default=0))
             self._begun = True
         with open(self.path, "ab") as file:
-            file.write(content if file.tell() else b"[\n" + content)
+            content = content if file.tell() else b"[\n" + content
+            packer = zlib.compressobj(LEVEL, wbits=-zlib.MAX_WBITS)
+            packed = packer.compress(content) + packer.flush()
+            end = struct.pack("<II", zlib.crc32(content), len(content))
+            size = HEADER.size + len(packed) + len(end)
+            extra = HEADER.size - 12
+            ours = (b"rl", extra - 4, size, self._microseconds(time.perf_counter()), step)
+            header = HEADER.pack(MAGIC, 0, 0, 255, extra, *ours, lost, voids)
+            file.write(header + packed + end)
 
     def _event(self, record: Record, numbers: tuple[int, int]) -> Event:
         kind, _, name, began, ended, args = record
@@ -101,21 +143,16 @@ class TimelineFile:
             event["s"] = "t"
         return event
 
-    def _mark(self, name: str, **args: int) -> Event:
-        pid, tid = _numbers((self._process.replace("_", " "), "marks"))
-        now = self._microseconds(time.perf_counter())
-        where = {"pid": pid, "tid": tid, "ts": now}
-        return {"ph": "i", "s": "p", "name": name, **where, "args": args}
-
     def _microseconds(self, clock: float) -> int:
         # whole numbers nest as the spans do
         return round((clock + self._offset) * 1e6)
 
 
-def _names(tracks: Mapping[Track, tuple[int, int]]) -> Iterator[Event]:
+def _names(tracks: Iterable[Track]) -> Iterator[Event]:
     """Yield the metadata events that name the tracks, and order their groups."""
     groups: set[str] = set()
-    for (group, lane), (pid, tid) in tracks.items():
+    for group, lane in tracks:
+        pid, tid = _numbers((group, lane))
         common = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
         if group not in groups:
             groups.add(group)
@@ -131,45 +168,170 @@ def _numbers(track: Track) -> tuple[int, int]:
     return group or 1, zlib.crc32("/".join(track).encode(errors="replace")) >> 1 or 1
 
 
-def marks(path: Path) -> Iterator[Mark]:
-    """Yield the marks of a file, in order.
+# --- reading --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Member:
+    """The records of a step in a file of one process, or the word that later steps are void.
+
+    Attributes:
+        begin, size: where it lies in the file, in bytes.
+        at: when it was written, in microseconds.
+    """
+
+    path: Path
+    begin: int
+    size: int
+    at: int
+    step: int
+    lost: int
+    voids: bool
+
+    @property
+    def process(self) -> str:
+        """The process that wrote it."""
+        return self.path.name.partition(".")[0]
+
+
+def members(path: Path) -> Iterator[Member]:
+    """Yield the members of a file, in order; not one that is being written, or was torn.
 
     Raises:
-        DataError: a mark makes no sense.
+        DataError: there is something else in the file.
     """
-    content = path.read_bytes()
-    begin = 0
-    for match in MARK.finditer(content):
-        try:
-            event = orjson.loads(match[1])
-            mark = Mark(path, int(event["ts"]), begin, match.start(), **event["args"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: byte {match.start()} is no mark; delete the file") from error
-        yield mark
-        begin = match.end() + 1
+    with open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        begin = 0
+        while begin + HEADER.size <= length:
+            file.seek(begin)
+            magic, *_, mark, _, size, at, step, lost, voids = HEADER.unpack(file.read(HEADER.size))
+            if magic != MAGIC or mark != b"rl" or size <= HEADER.size:
+                raise DataError(f"{path}: no step of a timeline at byte {begin}; delete the file")
+            if begin + size > length:
+                return
+            yield Member(path, begin, size, at, step, lost, voids)
+            begin += size
 
 
-def events(mark: Mark) -> list[Event]:
+def events(member: Member) -> list[Event]:
     """Read the events of a step.
 
     Raises:
         DataError: they are damaged.
     """
-    with open(mark.path, "rb") as file:
-        file.seek(mark.begin)
-        lines = file.read(mark.end - mark.begin)
+    with open(member.path, "rb") as file:
+        file.seek(member.begin)
+        packed = file.read(member.size)
     try:
-        found = orjson.loads(b"[" + lines.strip(b"[,\n") + b"]")
-        return [event for event in found if isinstance(event, dict)]
-    except ValueError as error:
+        unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+        content = unpacker.decompress(packed, MAX_BYTES)
+        if not unpacker.eof:
+            raise ValueError("they do not end")
+        found: list[Event] = orjson.loads(b"[" + content.strip(b"[,\n") + b"]")
+        return found
+    except (ValueError, zlib.error) as error:
         raise DataError(
-            f"{mark.path}: the records of step {mark.step} are damaged ({error}); delete the file"
-            " to see the rest of the timeline"
+            f"{member.path}: the records of step {member.step} are damaged ({error}); delete the"
+            " file to see the rest of the timeline"
         ) from error
 
 
-def _cut_torn_step(path: Path) -> None:
-    """Cut off what follows the last mark."""
-    if path.exists():
-        found = [*MARK.finditer(path.read_bytes())]
-        os.truncate(path, found[-1].end() + 1 if found else 0)
+def recorded_steps(run: Path) -> list[int]:
+    """Return the steps of which rank 0 has a timeline, in order."""
+    return _steps_of_main(_valid_members(run / FOLDER))
+
+
+def read_spans(run: Path, first: int | None = None, last: int | None = None) -> Timeline:
+    """Read the timeline of steps `first` to `last`, by default all: what overlaps their time.
+
+    Steps that a resumed run has made again are read as they were made last.
+
+    Raises:
+        DataError: there is none of these steps, or a file is damaged.
+    """
+    found = _valid_members(run / FOLDER)
+    steps = _steps_of_main(found)
+    wanted = [s for s in steps if (first is None or s >= first) and (last is None or s <= last)]
+    if not wanted:
+        raise DataError(_none(run, steps))
+    longest = wanted[-1] + MAX_STEPS_OF_A_REQUEST
+    near = [member for member in found if wanted[0] - 1 <= member.step <= longest]
+    spans = [span for member in near for span in _spans(member)]
+    windows = _windows(spans, wanted)
+    begin = min(window[0] for window in windows.values())
+    end = max(window[1] for window in windows.values())
+    # what takes no whole microsecond takes one
+    chosen = [s for s in spans if s.begin < end and max(s.end, s.begin + 1) > begin]
+    # of what had begun before the first step
+    origin = min(span.begin for span in chosen)
+    moved = [replace(s, begin=(s.begin - origin) / 1e6, end=(s.end - origin) / 1e6) for s in chosen]
+    return Timeline(
+        sorted(moved, key=lambda span: (span.begin, -span.end)),
+        {step: ((a - origin) / 1e6, (b - origin) / 1e6) for step, (a, b) in windows.items()},
+        sum(member.lost for member in near),
+    )
+
+
+def _none(run: Path, steps: list[int]) -> str:
+    if not (run / FOLDER).is_dir():
+        return (
+            f"{run} has no timeline ({run / FOLDER}): it is no run, or its tracking.timeline_mb is"
+            " 0, or no step has ended"
+        )
+    has = f"it has steps {steps[0]} to {steps[-1]}" if steps else "no step has ended"
+    return f"{run}: no timeline of these steps; {has}"
+
+
+def _steps_of_main(found: Iterable[Member]) -> list[int]:
+    return sorted({member.step for member in found if member.process == MAIN})
+
+
+def _valid_members(folder: Path) -> list[Member]:
+    """Return the members that are not void, file by file.
+
+    What rank 0 makes void is so in every file: a resumed run may have other processes.
+    """
+    found: list[Member] = []
+    resumed: list[Member] = []
+    for process in sorted({path.name.partition(".")[0] for path in folder.glob("*.json.gz")}):
+        kept: list[Member] = []
+        for path in (folder / f"{process}.older.json.gz", folder / f"{process}.json.gz"):
+            for member in members(path) if path.exists() else ():
+                if not member.voids:
+                    kept.append(member)
+                    continue
+                kept = [one for one in kept if one.step <= member.step]
+                resumed += [member] if process == MAIN else []
+        found += kept
+    return [one for one in found if not any(one.step > m.step and one.at < m.at for m in resumed)]
+
+
+def _spans(member: Member) -> Iterator[Span]:
+    """Yield the spans of a step of one process, with times in microseconds."""
+    groups: dict[int, str] = {}
+    lanes: dict[tuple[int, int], str] = {}
+    try:
+        for event in events(member):
+            pid = event["pid"]
+            tid = event["tid"]
+            if event["name"] == "process_name" and event["ph"] == "M":
+                groups[pid] = str(event["args"]["name"])
+            elif event["name"] == "thread_name" and event["ph"] == "M":
+                lanes[pid, tid] = str(event["args"]["name"])
+            elif event["ph"] != "M":
+                begin = int(event["ts"])
+                where = (event["ph"], groups[pid], lanes[pid, tid], str(event["name"]), begin)
+                yield Span(*where, begin + event.get("dur", 0), member.step, dict(event["args"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{member.path}: step {member.step}: no event: {error!r}") from error
+
+
+def _windows(spans: Iterable[Span], steps: Iterable[int]) -> dict[int, tuple[float, float]]:
+    windows: dict[int, tuple[float, float]] = {}
+    wanted = set(steps)
+    for span in spans:
+        if span.group == "rank 0" and span.lane == "main" and span.step in wanted:
+            begin, end = windows.get(span.step, (span.begin, span.begin + 1))
+            windows[span.step] = (min(begin, span.begin), max(end, span.end))
+    return windows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from rlcore.timeline.read import Span
+from rlcore.timeline.files import Span
 
 LEAST = 1e-4  # seconds; shorter gaps are no wait
 IDLE = "idle"  # the lane

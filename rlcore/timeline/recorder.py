@@ -23,6 +23,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from rlcore.errors import DataError
 from rlcore.timeline.files import Record, TimelineFile, Track
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,8 @@ class Recorder:
                 return
             try:
                 write(self._file)
-            except OSError as error:  # recovery: the run goes on without a timeline
+            # recovery: the run goes on without a timeline
+            except (OSError, DataError) as error:
                 logger.warning("the timeline is not recorded any more: %s", error)
                 self._stop()
 

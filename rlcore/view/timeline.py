@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlcore.timeline.files import ORDER
+from rlcore.timeline.files import ORDER, Span, read_spans, recorded_steps
 from rlcore.timeline.idle import idle_spans
-from rlcore.timeline.read import Span, read_spans, recorded_steps
 from rlcore.view.run import RunView
 
 MAX_LANES = 12  # of a group; the others are counted

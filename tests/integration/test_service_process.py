@@ -71,7 +71,7 @@ def test_a_run_with_the_service_beside_it_is_the_same(workspace: Workspace, insi
     assert run.code == 0, run.err
     assert_same(run, inside)
     assert (run.folder / "logs" / "service.log").exists()
-    assert (run.folder / "timeline" / "service.json").exists()
+    assert (run.folder / "timeline" / "service.json.gz").exists()
     assert not [
         child for child in psutil.Process().children(recursive=True)
         if "rlcore" in " ".join(command_of(child))

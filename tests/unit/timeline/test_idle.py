@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlcore.timeline.files import Span
 from rlcore.timeline.idle import idle_spans
-from rlcore.timeline.read import Span
 
 
 def span(group: str, lane: str, name: str, begin: float, end: float, /, **args: Any) -> Span:

@@ -8,8 +8,7 @@ import pytest
 
 from rlcore.errors import DataError
 from rlcore.timeline import files
-from rlcore.timeline.files import marks
-from rlcore.timeline.read import Span, read_spans, recorded_steps
+from rlcore.timeline.files import HEADER, Span, members, read_spans, recorded_steps
 from rlcore.timeline.recorder import GROUP, Lanes, Recorder, group_key, now, of_group
 from tests.trace_rules import names_of, read_trace
 
@@ -151,9 +150,13 @@ def test_steps_that_a_resumed_run_makes_again_are_read_once(tmp_path: Path) -> N
     for step in (1, 2, 3):
         step_of(first, step, f"old {step}")
         step_of(other, step, f"other {step}", ("rank 1", "main"))
-    torn = tmp_path / "timeline" / "rank_0.json"
-    torn.write_bytes(torn.read_bytes() + b'{"name":"step","ph":"X"},\n{"ph":"i","s":"p","na')
-    assert recorded_steps(tmp_path) == [1, 2, 3], "a torn step is none"
+    torn = tmp_path / "timeline" / "rank_0.json.gz"
+    whole = torn.read_bytes()
+    step_of(first, 4, "old 4")
+    fourth = torn.read_bytes()[len(whole) :]
+    for size in (HEADER.size - 1, HEADER.size + 3, len(fourth) - 1):
+        torn.write_bytes(whole + fourth[:size])
+        assert recorded_steps(tmp_path) == [1, 2, 3], "a step that is torn, or being written"
     again = opened(tmp_path)
     again.begin(1)
     assert recorded_steps(tmp_path) == [1]
@@ -208,29 +211,33 @@ def test_a_disk_that_refuses_ends_the_timeline_and_not_the_run(
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     recorder = opened(tmp_path)
     step_of(recorder, 1)
-    path = tmp_path / "timeline" / "rank_0.json"
+    path = tmp_path / "timeline" / "rank_0.json.gz"
     whole = path.read_bytes()
-    (mark,) = marks(path)
-    path.write_bytes(whole[: mark.end - 9] + bytes(9) + whole[mark.end :])
-    with pytest.raises(DataError, match=r"rank_0\.json.*step 1"):
+    for at in (HEADER.size + 9, len(whole) - 6):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(DataError, match=r"rank_0\.json\.gz.*step 1"):
+            read_spans(tmp_path)
+    path.write_bytes(b"[\n" + whole)
+    with pytest.raises(DataError, match="no step of a timeline at byte 0"):
         read_spans(tmp_path)
-    path.write_bytes(whole.replace(b'"step":1', b'"stop":1'))
-    with pytest.raises(DataError, match="is no mark"):
-        read_spans(tmp_path)
+    again = opened(tmp_path)
+    step_of(again, 2)
+    assert not again.enabled, "it is no reason to end a run"
 
 
-def test_a_file_is_a_trace_and_no_name_is_taken_for_a_mark(tmp_path: Path) -> None:
+def test_a_file_is_a_trace_whatever_names_say(tmp_path: Path) -> None:
     recorder = opened(tmp_path)
-    forged = '\n{"ph":"i","s":"p","name":"recorded","args":{"step":7}},\n'
-    recorder.add(("tools", forged), forged, 1.0, 2.5, text=forged)
+    recorder.begin(-1)
+    name = '\n{"ph":"i"},\n],'
+    recorder.add(("tools", name), name, 1.0, 2.5, text=name)
     recorder.add(MAIN, "step", 1.0, 3.0)
     recorder.counter("rollouts", "in flight", 7)
     recorder.flush(1)
-    recorder.begin(0)
-    path = tmp_path / "timeline" / "rank_0.json"
-    assert [(mark.step, mark.after) for mark in marks(path)] == [(1, None), (None, 0)]
+    recorder.flush(2)
+    path = tmp_path / "timeline" / "rank_0.json.gz"
+    assert [(one.step, one.voids) for one in members(path)] == [(-1, True), (1, False), (2, False)]
     events = read_trace(path)
-    assert {*names_of(events).values()} >= {MAIN, ("tools", forged)}
+    assert {*names_of(events).values()} == {MAIN, ("tools", name), ("rollouts", "in flight")}
 
 
 def test_a_span_knows_how_long_it_took() -> None:
