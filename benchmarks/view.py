@@ -31,7 +31,7 @@ import numpy as np
 from rlcore.data.sample import Sample, VersionSpan
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import write_rollouts
-from rlcore.runs.sample_index import Scalars, write_index
+from rlcore.runs.sample_index import MERGED, Scalars, merge_tables, write_index
 
 GROUP = 16
 DIFFERENT = 4  # recordings that are made; the others are hard links to them
@@ -94,6 +94,9 @@ def make_run(run: Path, steps: int, samples: int) -> None:
             original, scalars = made[step % DIFFERENT]
             os.link(original, path)
         write_index(directory.index_path(step), step, scalars)
+        if step % MERGED == 0:
+            tables = [directory.index_path(one) for one in range(step - MERGED + 1, step + 1)]
+            merge_tables(directory.merged_index / tables[-1].name, tables)
     directory.config_path.write_text("# a run of benchmarks/view.py\n")
     with open(directory.metrics_path, "w") as file:
         for step in range(1, steps + 1):

@@ -7,6 +7,7 @@ runs/<name>/config.yaml                        resolved, with the origin of each
             rollouts/step_000001.parquet       every sample
             evaluations/step_000010.parquet    every held-out sample
             index/step_000001.parquet          the scalars of the samples, which stay
+            index/merged/step_000100.parquet   copies of those of the 100 steps up to this one
             versions.jsonl                     every publication of weights
             ledger.jsonl                       every transition of every draw
             checkpoints/step_000010/           see checkpoints.py
@@ -83,6 +84,7 @@ class RunDirectory:
         self.engines_path = self.path / "engines.json"
         self.evaluations = self.path / "evaluations"
         self.index = self.path / "index"
+        self.merged_index = self.index / "merged"
         self.checkpoints = self.path / "checkpoints"
 
     @classmethod
@@ -213,8 +215,8 @@ class RunDirectory:
         Metrics and checkpoints have their own `rewind`.
         """
         self.result_path.unlink(missing_ok=True)
-        folders = [f for f in (self.rollouts, self.evaluations, self.index) if f.is_dir()]
-        for path in (path for folder in folders for path in folder.iterdir()):
+        folders = (self.rollouts, self.evaluations, self.index, self.merged_index)
+        for path in (path for folder in folders if folder.is_dir() for path in folder.iterdir()):
             match = STEP_FILE.fullmatch(path.name)
             if path.suffix == ".tmp" or (match and int(match[1]) > step):
                 path.unlink()

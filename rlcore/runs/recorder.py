@@ -74,7 +74,7 @@ class RolloutRecorder:
         def write() -> None:
             # PyArrow is loaded where samples are recorded, rather than on every rank.
             from rlcore.runs.rollouts import write_rollouts
-            from rlcore.runs.sample_index import write_index
+            from rlcore.runs.sample_index import MERGED, merge_tables, write_index
 
             scalars = write_rollouts(
                 self.directory.rollouts_path(step),
@@ -87,6 +87,9 @@ class RolloutRecorder:
                 untrained=unscored,
             )
             write_index(self.directory.index_path(step), step, scalars)
+            tables = [*map(self.directory.index_path, range(step - MERGED + 1, step + 1))]
+            if step % MERGED == 0 and all(path.is_file() for path in tables):
+                merge_tables(self.directory.merged_index / tables[-1].name, tables)
             if self.keep is not None:
                 self.directory.prune_rollouts(step, keep=self.keep)
 

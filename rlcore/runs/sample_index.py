@@ -1,12 +1,14 @@
 """The scalars of recorded samples: index/step_000001.parquet, a row for each sample of the step.
 
 `rlcore view` finds samples in these small tables, without reading texts and tokens. They stay where
-`tracking.keep_rollouts` deletes the recording of their step.
+`tracking.keep_rollouts` deletes the recording of their step. Every `MERGED` steps are copied into
+one table, index/merged/step_000100.parquet, as opening a file takes longer than reading it.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlcore.data.sample import Branch, branches_of, verdict_in, verdict_word
-from rlcore.runs.files import write_atomic
+from rlcore.runs.files import sync, write_atomic
 
 Scalars = dict[str, Any]  # of one sample, by column; None where there is nothing to measure
 
+MERGED = 100  # steps of a merged table
+MERGED_ROWS = 1 << 17  # of a row group, about: fewer are slower to read
 NAMED = ("verdict", "finish", "source")  # columns of texts that repeat
 COLUMNS: Mapping[str, Any] = {
     "step": pa.int64(),
@@ -65,6 +69,21 @@ def write_index(path: Path, step: int, samples: Sequence[Scalars]) -> None:
     pq.write_table(table, sink, compression="zstd")
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, sink.getvalue().to_pybytes())
+
+
+def merge_tables(target: Path, tables: Sequence[Path]) -> None:
+    """Copy tables of scalars into one, in one rename."""
+    target.parent.mkdir(exist_ok=True)
+    aside = target.with_name(f".{target.name}.tmp")
+    group: list[pa.Table] = []
+    with pq.ParquetWriter(aside, pa.schema([*COLUMNS.items()]), compression="zstd") as writer:
+        for path in tables:
+            group.append(pq.read_table(path))
+            if path is tables[-1] or sum(map(len, group)) >= MERGED_ROWS:
+                writer.write_table(pa.concat_tables(group))
+                group = []
+    sync(aside)
+    os.replace(aside, target)
 
 
 def scalars_of(record: Mapping[str, Any]) -> Scalars:

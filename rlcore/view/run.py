@@ -43,7 +43,10 @@ class RunView:
         self.directory = RunDirectory(self.path)
         self.metrics = MetricsTable(lambda: self.inside(self.directory.metrics_path))
         self.texts = TokenTexts(self.config, self.path)
-        self.samples = Samples(lambda: self._by_step(self.directory.index))
+        self.samples = Samples(
+            lambda: self._by_step(self.directory.index),
+            lambda: self._by_step(self.directory.merged_index),
+        )
 
     def inside(self, path: Path) -> Path:
         """Return `path`, which must lie in the run's folder, links followed.

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rlcore.errors import DataError
-from rlcore.runs.sample_index import COLUMNS, NAMED
+from rlcore.runs.sample_index import COLUMNS, MERGED, NAMED
 
 PART = "part."  # begins the name of a column with one part of the reward
 COMPARISONS = ("<", "<=", "=", "!=", ">=", ">")
@@ -54,10 +54,14 @@ class Samples:
 
     Args:
         files: returns the tables of scalars that are on the disk, by step in order.
+        merged: returns those of several steps, by the last of them.
     """
 
-    def __init__(self, files: Callable[[], dict[int, Path]]) -> None:
+    def __init__(
+        self, files: Callable[[], dict[int, Path]], merged: Callable[[], dict[int, Path]] = dict
+    ) -> None:
         self._files = files
+        self._merged = merged
         # extensions are never fetched: those that are needed are built in
         self._database = duckdb.connect(config={"autoinstall_known_extensions": "false"})
         self._counts: dict[tuple[Path, int], int] = {}
@@ -69,7 +73,7 @@ class Samples:
 
     def count(self) -> int:
         """Return how many samples there are."""
-        marks = [(path, path.stat().st_mtime_ns) for path in self._files().values()]
+        marks = [(path, path.stat().st_mtime_ns) for path in self._tables(0, MAX_INTEGER)]
         for mark in marks:
             if mark not in self._counts:
                 self._counts[mark] = pq.read_metadata(mark[0]).num_rows
@@ -110,7 +114,7 @@ class Samples:
         Raises:
             DataError: a filter or order by something that is no column.
         """
-        files = [path for step, path in self._files().items() if first <= step <= last]
+        files = self._tables(first, last)
         if not files:
             return Found(0, [])
         where, values = _conditions(filters)
@@ -121,7 +125,11 @@ class Samples:
             by = f"{column} {'DESC' if order.startswith('-') else 'ASC'} NULLS LAST, {by}"
             values |= named
         page = f"LIMIT {limit:d} OFFSET {offset:d}"
-        sql = f"SELECT * FROM {{}} WHERE {where} ORDER BY {by} {page}"
+        # all columns are read of the rows alone that are shown
+        sql = (
+            f"WITH found AS (SELECT step, row FROM {{}} WHERE {where} ORDER BY {by} {page})"
+            f" SELECT * FROM {{}} WHERE (step, row) IN (FROM found) ORDER BY {by}"
+        )
         return Found(total, [*map(_row, self._query(sql, files, values))])
 
     def search(self, step: int, recording: Path, text: str, filters: Sequence[Filter]) -> list[Row]:
@@ -146,6 +154,18 @@ class Samples:
         rewards = np.array([row["reward"] for row in found], dtype=np.float64)
         return rewards[np.isfinite(rewards)]
 
+    def _tables(self, first: int, last: int) -> list[Path]:
+        """Return the fewest files that together have the scalars of steps `first` to `last`."""
+        files = {step: path for step, path in self._files().items() if first <= step <= last}
+        tables = []
+        for end, path in self._merged().items():
+            steps = range(end - MERGED + 1, end + 1)
+            if all(step in files for step in steps):
+                tables.append(path)
+                for step in steps:
+                    del files[step]
+        return [*tables, *files.values()]
+
     def _query(
         self, sql: str, files: Iterable[Path], values: dict[str, Any] | None = None
     ) -> list[tuple[Any, ...]]:
@@ -153,7 +173,7 @@ class Samples:
         named = {"files": [glob.escape(str(path)) for path in files], **(values or {})}
         try:
             table = TABLE.format("$files", "false", "scalars")
-            return self._database.cursor().execute(sql.format(table), named).fetchall()
+            return self._database.cursor().execute(sql.replace("{}", table), named).fetchall()
         except duckdb.Error as error:
             raise DataError(f"samples cannot be read: {error}") from error
 

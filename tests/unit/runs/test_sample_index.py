@@ -6,8 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
+import torch
 
+from rlcore.data.batch import RolloutBatch
 from rlcore.data.sample import Sample, VersionSpan
+from rlcore.runs import sample_index
+from rlcore.runs.directory import RunDirectory
+from rlcore.runs.recorder import RolloutRecorder
 from rlcore.runs.rollouts import read_rollouts, write_rollouts
 from rlcore.runs.sample_index import Scalars, scalars_of, write_index
 
@@ -87,3 +93,30 @@ def test_flat_groups_are_marked_and_what_is_not_known_is_missing(tmp_path: Path)
     assert found["entropy"] == [None] * 4
     assert found["parts"] == [[], [], [("x", 0.5)], []]
     assert found["source"][3] == "a\\ud83d"
+
+
+def test_steps_are_merged_and_what_is_rewound_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_index, "MERGED", 2)
+    directory = RunDirectory.create(tmp_path, "run")
+    recorder = RolloutRecorder(directory, keep=None, collective_timeout_s=60.0)
+    samples = [sample(0, 0, 1.0), sample(0, 1, 0.0)]
+    batch = RolloutBatch.from_samples(samples)
+    batch.set("advantages", torch.zeros(4))
+
+    def record(*steps: int) -> list[int]:
+        for step in steps:
+            recorder.record(step, samples, batch, version=None)
+        recorder.finish()
+        return sorted(int(path.stem[-6:]) for path in directory.merged_index.iterdir())
+
+    assert record(1, 2, 3, 4, 5) == [2, 4]
+    table = pq.read_table(directory.merged_index / "step_000004.parquet")
+    assert (table["step"].to_pylist(), table["row"].to_pylist()) == ([3, 3, 4, 4], [0, 1, 0, 1])
+    recorder.begin(3)
+    assert record() == [2]
+    assert record(4) == [2, 4]
+    directory.index_path(5).unlink(missing_ok=True)
+    assert record(6) == [2, 4], "a step before it is not there"
+    directory.close()

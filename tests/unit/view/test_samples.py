@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from rlcore.errors import DataError
-from rlcore.runs.sample_index import Scalars, write_index
+from rlcore.runs.sample_index import Scalars, merge_tables, write_index
+from rlcore.view import samples as module
 from rlcore.view.samples import PART, Filter, Samples
 
 COMPARISONS = {"<": operator.lt, ">=": operator.ge, ">": operator.gt, "=": operator.eq}
@@ -30,8 +32,13 @@ def _scalars(rng: np.random.Generator, k: int) -> Scalars:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Samples, list[dict[str, Any]]]:
-    """A run in a folder whose name looks like a pattern, and its rows, newest step first."""
+def run(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Samples, list[dict[str, Any]]]]:
+    """A run in a folder whose name looks like a pattern, and its rows, newest step first.
+
+    Its first ten steps are merged by fives.
+    """
     folder = tmp_path_factory.mktemp("run") / "a=[1]*"
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
@@ -41,7 +48,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Samples, list[dict[st
         known = [{"step": step, "row": row, **one} for row, one in enumerate(samples)]
         rows = known + rows
     files = {step: folder / f"step_{step:06d}.parquet" for step in range(1, STEPS + 1)}
-    return Samples(lambda: files), rows
+    merged = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MERGED", 5)
+        for end in (5, 10):
+            merged[end] = folder / "merged" / f"step_{end:06d}.parquet"
+            merge_tables(merged[end], [files[step] for step in range(end - 4, end + 1)])
+        yield Samples(lambda: files, lambda: merged), rows
 
 
 @pytest.mark.parametrize("order", ["", "reward", "-reward", "-length", "gap", PART + "form's"])
@@ -120,6 +133,15 @@ def test_a_part_that_no_sample_has_matches_none(
     run: tuple[Samples, list[dict[str, Any]]],
 ) -> None:
     assert run[0].select(0, STEPS, [Filter("part.none", ">", 0.0)]).total == 0
+
+
+def test_merged_tables_are_read_for_whole_ranges_alone(
+    run: tuple[Samples, list[dict[str, Any]]],
+) -> None:
+    samples, _ = run
+    names = [path.parent.name for path in samples._tables(1, 11)]
+    assert names == ["merged", "merged", "a=[1]*"]
+    assert {path.parent.name for path in samples._tables(2, 9)} == {"a=[1]*"}
 
 
 def test_a_damaged_table_is_named(tmp_path: Path) -> None:
