@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlcore.errors import DataError
-from rlcore.runs.sample_table import Record, read_table
+from rlcore.runs.rollouts import Record, read_table
 from rlcore.view.detail import EXCERPT_COLUMNS, excerpt_of
 from rlcore.view.evaluations import mean_of, rewards_of
 from rlcore.view.run import RunView

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.errors import DataError
-from rlcore.runs.sample_table import Record
+from rlcore.runs.rollouts import Record
 from rlcore.view.run import RunView
 
 EXCERPT = 240  # characters of a text in a table

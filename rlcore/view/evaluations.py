@@ -11,7 +11,7 @@ from typing import Any
 from rlcore.config.evaluation_sets import SET_KEY
 from rlcore.data.sample import joint_verdict, verdict_in, verdict_word
 from rlcore.errors import DataError
-from rlcore.runs.sample_table import Record, read_table
+from rlcore.runs.rollouts import Record, read_table
 from rlcore.view.detail import EXCERPT_COLUMNS, excerpt_of
 from rlcore.view.run import RunView
 

@@ -12,7 +12,7 @@ import yaml
 
 from rlcore.errors import DataError, UserError
 from rlcore.runs.directory import STEP_FILE, RunDirectory
-from rlcore.runs.sample_table import Record, read_table
+from rlcore.runs.rollouts import Record, read_table
 from rlcore.view.metrics import MetricsTable
 from rlcore.view.pieces import TokenTexts
 from rlcore.view.samples import Samples

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from rlcore.boundary.http_server import HttpServer, bound
 from rlcore.errors import DataError
-from rlcore.runs import sample_table
+from rlcore.runs import rollouts
 from rlcore.view.api import Api
 
 HOST = "127.0.0.1"
@@ -53,7 +53,7 @@ def to_json(value: Any) -> bytes:
     try:
         return orjson.dumps(value, option=options, default=str)
     except TypeError:  # integers beyond 64 bits, and halves of surrogate pairs
-        known = json.loads(sample_table.to_json(value), parse_constant=lambda _: None)
+        known = json.loads(rollouts.to_json(value), parse_constant=lambda _: None)
         return json.dumps(known).encode()
 
 

@@ -34,7 +34,7 @@ from rlcore.launch.local import launch_ranks
 from rlcore.launch.process import Process, join
 from rlcore.launch.run_folder import pin_initial_policy
 from rlcore.launch.service.client import ServiceClient, begin_service
-from rlcore.runs.sample_table import to_json
+from rlcore.runs.rollouts import to_json
 from rlcore.runs.versions import VersionJournal
 from rlcore.terminal import printable, redacted
 from rlcore.tracking.format import pick_samples, sample_lines

@@ -14,9 +14,8 @@ import pytest
 
 from rlcore.data.sample import Sample, SamplingMasks, TurnSpan, VersionSpan
 from rlcore.errors import DataError
-from rlcore.runs import rollouts, sample_table
-from rlcore.runs.rollouts import read_rollouts, write_rollouts
-from rlcore.runs.sample_table import TableWriter, read_table
+from rlcore.runs import rollouts
+from rlcore.runs.rollouts import TYPES, read_rollouts, read_table, table_of, write_rollouts
 
 MakeSample = Callable[..., Sample]
 
@@ -160,14 +159,10 @@ def test_a_changed_number_is_noticed_by_its_pages_checksum(
         read_rollouts(path)
 
 
-def test_a_record_with_a_column_that_no_table_has_is_refused(
-    tmp_path: Path, make_sample: MakeSample
-) -> None:
+def test_a_record_with_a_column_that_no_table_has_is_refused(make_sample: MakeSample) -> None:
     record = make_sample().to_record(arrays=True) | {"step": 1, "policy_version": 1, "colour": 3}
-    with open(tmp_path / "table", "wb") as file:
-        table = TableWriter(file, [])
-        with pytest.raises(ValueError, match="unknown columns: colour"):
-            table.write([record])
+    with pytest.raises(ValueError, match="unknown columns: colour"):
+        table_of([record], pa.schema([*TYPES.items()]))
 
 
 @pytest.mark.parametrize(
@@ -225,6 +220,6 @@ def test_a_row_group_that_would_fill_the_memory_is_refused(
     path = tmp_path / "step_000001.parquet"
     zeros = pa.array(np.zeros(1 << 16, dtype=np.int64))
     pq.write_table(pa.table({"draw": zeros}), path, use_dictionary=False)
-    monkeypatch.setattr(sample_table, "MOST_BYTES", 1 << 18)
+    monkeypatch.setattr(rollouts, "MAX_BYTES", 1 << 18)
     with pytest.raises(DataError, match="a row group of 52"):
         read_rollouts(path)
