@@ -54,9 +54,6 @@ _OF_A_RUN = (
     *("ledger.jsonl", "rollouts", "checkpoints", "evaluations", "index", "logs", "timeline"),
     *("engines.json", "hf", "hf_best", "weights", "tensorboard", "wandb", "wandb_run_id", CONFIG),
 )
-# of a config.yaml before there was a header
-_SECTIONS = frozenset({"run", "model", "data", "policy", "algorithm", "rollout", "training"})
-_FEWEST_DEFAULTS = 20
 _LONGEST_NAME = 200  # bytes; file systems take 255, of which `.NAME.trash` needs some
 STEP_FILE = re.compile(r"step_(\d{1,12})\.parquet")  # of samples
 
@@ -270,22 +267,13 @@ def _is_of_use(entry: Path) -> bool:
 
 def _check_is_run(path: Path) -> None:
     """Refuse a folder that rlcore did not make."""
-    if not ((path / LOCK).is_file() and _is_our_config(path / CONFIG)):
+    config = path / CONFIG
+    is_ours = config.is_file() and config.read_bytes().startswith(HEADER.encode())
+    if not (is_ours and (path / LOCK).is_file()):
         raise UserError(
             f"--overwrite: {path} does not look like a run (one has {LOCK}, and a {CONFIG} that"
             " rlcore wrote); delete it yourself, or choose another run.name"
         )
-
-
-def _is_our_config(path: Path) -> bool:
-    """Whether rlcore wrote the file: by its header, before 0.2 by its sections and origins."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
-    sections = set(re.findall(r"^(\w+):", text, re.MULTILINE))
-    has_origins = text.count("  # default") > _FEWEST_DEFAULTS
-    return text.startswith(HEADER) or (sections >= _SECTIONS and has_origins)
 
 
 def _clear(path: Path) -> list[str]:

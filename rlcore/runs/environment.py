@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlcore import __version__
-from rlcore.errors import DataError
+
+GIT_S = 5.0
 
 
 def describe_start(step: int, source: Mapping[str, Any], *, gpus: list[str]) -> dict[str, Any]:
@@ -37,29 +38,6 @@ def describe_start(step: int, source: Mapping[str, Any], *, gpus: list[str]) -> 
     }
 
 
-def append_start(path: Path, start: Mapping[str, Any]) -> None:
-    """Add a start to the record."""
-    with open(path, "a") as file:
-        file.write(json.dumps(start) + "\n")
-
-
-def read_starts(path: Path) -> list[dict[str, Any]]:
-    """Read all starts, [] where there is no record.
-
-    Raises:
-        DataError: a line is no JSON object.
-    """
-    if not path.exists():
-        return []
-    try:
-        starts = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-        if all(isinstance(start, dict) for start in starts):
-            return starts
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); delete the file to go on without") from None
-    raise DataError(f"{path}: expected one JSON object a line")
-
-
 def _packages() -> dict[str, str]:
     """Return versions by the names of folders; reading all their metadata takes a second."""
     found: dict[str, str] = {}
@@ -71,21 +49,13 @@ def _packages() -> dict[str, str]:
 
 
 def _commit(root: Path) -> str | None:
-    """Return the commit of a checkout, which its files name; None for an installed package."""
-    git = root / ".git"
-    try:
-        if git.is_file():  # a worktree names its folder
-            git = Path(git.read_text().removeprefix("gitdir:").strip())
-        head = (git / "HEAD").read_text().strip()
-        if not head.startswith("ref:"):
-            return head
-        name = head.removeprefix("ref:").strip()
-        shared = git / "commondir"
-        common = git / shared.read_text().strip() if shared.exists() else git
-        loose = common / name
-        if loose.exists():
-            return loose.read_text().strip()
-        packed = (common / "packed-refs").read_text().splitlines()
-        return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
-    except OSError:
+    """Return the commit of a checkout; None for an installed package, or without git."""
+    if not (root / ".git").exists():
         return None
+    # whose checkout it is does not matter
+    command = ["git", "-c", "safe.directory=*", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_S)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()

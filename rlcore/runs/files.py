@@ -1,12 +1,16 @@
-"""Files that are either whole or absent: written aside, flushed to the disk, renamed."""
+"""Files that are either whole or absent, and files of JSON lines that grow."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from rlcore.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,36 @@ def cut_torn_line(path: Path) -> None:
                 break
         if whole < size:
             file.truncate(whole)
+
+
+def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Add an object to a file. Once this returns, a kill of the process does not lose it."""
+    with open(path, "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the JSON objects of a file, one a line; [] where there is no file.
+
+    A last line without its newline is left out: it is being written, or was torn by a kill.
+
+    Raises:
+        DataError: a line is no JSON object; names it.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{path}:{number}: not JSON ({error}); delete the line to go on without it"
+            ) from None
+        if not isinstance(row, dict):
+            text = line[:80].decode(errors="replace")
+            raise DataError(f"{path}:{number}: expected a JSON object, got {text!r}")
+        rows.append(row)
+    return rows
 
 
 def rotate_logs(folder: Path) -> None:

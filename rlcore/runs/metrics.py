@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import DataError
-from rlcore.runs.files import cut_torn_line, write_atomic
+from rlcore.runs.files import append_json_line, cut_torn_line, read_json_lines, write_atomic
 
 
 class MetricsFile:
@@ -25,9 +25,8 @@ class MetricsFile:
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the line of `step`. Once this returns, a kill of the process does not lose it."""
-        row = {"step": step, **{name: float(value) for name, value in metrics.items()}}
-        with open(self.path, "ab") as file:
-            file.write(_line(row))
+        values = {name: float(value) for name, value in metrics.items()}
+        append_json_line(self.path, {"step": step, **values})
 
     def rewind(self, step: int) -> int:
         """Delete every line after `step`, in one rename: the run goes on from there.
@@ -35,39 +34,23 @@ class MetricsFile:
         Returns how many.
         """
         rows = read_metrics(self.path)
-        kept = [row for row in rows if row["step"] <= step]
+        kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
         if len(kept) < len(rows):
-            write_atomic(self.path, b"".join(map(_line, kept)))
+            write_atomic(self.path, "".join(kept).encode())
         return len(rows) - len(kept)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all rows, in file order.
-
-    A last line without its newline is left out: it is being written, or was torn by a kill.
+    """Read all rows, in file order, but for a last line without its newline.
 
     Raises:
         DataError: a line is not a JSON object with a `step`; names it.
     """
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{path}:{number}: not JSON ({error}); delete the line to go on without it"
-            ) from None
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
+    rows = read_json_lines(path)
+    for number, row in enumerate(rows, start=1):
+        if type(row.get("step")) is not int:
             raise DataError(
                 f"{path}:{number}: expected an object with an integer `step`, got"
-                f" {line[:80].decode(errors='replace')!r}"
+                f" {json.dumps(row)[:80]!r}"
             )
-        rows.append(row)
     return rows
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row).encode() + b"\n"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rlcore.errors import DataError
-from rlcore.runs.files import cut_torn_line, sync
+from rlcore.runs.files import cut_torn_line, read_json_lines, sync
 
 LARGEST = 1 << 53  # of a number in the journal
 
@@ -23,6 +21,11 @@ class Version:
     step: int  # number of training steps behind these weights
     incarnation: int  # number of earlier starts of the trainer in this run
 
+    def __post_init__(self) -> None:
+        for value in (self.version, self.step, self.incarnation):
+            if type(value) is not int or not 0 <= value < LARGEST:
+                raise ValueError(f"{str(self)[:80]}, expected whole numbers from 0")
+
 
 def read_versions(path: Path) -> list[Version]:
     """Read every version of a run, in order. A torn last line was never used and is left out.
@@ -30,27 +33,19 @@ def read_versions(path: Path) -> list[Version]:
     Raises:
         DataError: a line is no version; names it.
     """
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     found: list[Version] = []
-    for number, line in enumerate(lines, start=1):
+    for number, entry in enumerate(read_json_lines(path), start=1):
         try:
-            found.append(_version(json.loads(line), found))
-        except (TypeError, ValueError, RecursionError) as error:
+            version = Version(**entry)
+        except (TypeError, ValueError) as error:
             raise DataError(f"{path}:{number}: not a journal of versions: {error}") from error
+        if found and version.version <= found[-1].version:
+            raise DataError(
+                f"{path}:{number}: not a journal of versions: version {version.version} after"
+                f" {found[-1].version}: versions only grow"
+            )
+        found.append(version)
     return found
-
-
-def _version(entry: Any, before: Sequence[Version]) -> Version:
-    """Read a line. Raises ValueError or TypeError unless it can come behind those `before` it."""
-    version = Version(**entry)
-    for value in (version.version, version.step, version.incarnation):
-        if type(value) is not int or not 0 <= value < LARGEST:
-            raise ValueError(f"{str(entry)[:80]}, expected whole numbers from 0")
-    if before and version.version <= before[-1].version:
-        raise ValueError(
-            f"version {version.version} after {before[-1].version}: versions only grow"
-        )
-    return version
 
 
 class VersionJournal:

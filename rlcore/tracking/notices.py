@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlcore.runs.files import write_atomic
+from rlcore.runs.files import append_json_line, read_json_lines, write_atomic
 from rlcore.tracking.notice_rules import LEAST, RULES, WINDOW, History, Row, Rule
 
 RAISED: Literal["raised"] = "raised"
@@ -83,9 +83,8 @@ class Notices:
         found = [notice for rule in RULES if (notice := self._check(rule, step, row))]
         if step > 0:  # the evaluation before training is no step to compare with
             self._remember([row])
-        if found:
-            with open(self.path, "a") as file:
-                file.writelines(json.dumps(asdict(notice)) + "\n" for notice in found)
+        for notice in found:
+            append_json_line(self.path, asdict(notice))
         return found
 
     def _check(self, rule: Rule, step: int, row: Row) -> Notice | None:
@@ -132,7 +131,4 @@ class Notices:
 
 def read_notices(path: Path) -> list[Notice]:
     """Read what was said of a run. A last line without its end is being written, or was torn."""
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")[:-1]
-    return [Notice(**json.loads(line)) for line in lines]
+    return [Notice(**row) for row in read_json_lines(path)]

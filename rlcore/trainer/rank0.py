@@ -24,8 +24,8 @@ from rlcore.errors import ConfigError, EngineFailed, RunFailed, TooManyFailed
 from rlcore.interfaces import RolloutSource, Tracker
 from rlcore.runs.checkpoints import Best, Checkpoint, CheckpointStore, best_of
 from rlcore.runs.directory import RunDirectory, Status
-from rlcore.runs.environment import append_start, describe_start
-from rlcore.runs.files import rotate_logs
+from rlcore.runs.environment import describe_start
+from rlcore.runs.files import append_json_line, rotate_logs
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.runs.recorder import RolloutRecorder
 from rlcore.runs.state import restore_rng, rng_state
@@ -415,7 +415,7 @@ class RankZero:
         self.directory.write_config(self.config.model_dump(mode="json"), self._origins)
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         start = describe_start(self.step, self.source.snapshot(), gpus=gpus)
-        append_start(self.directory.environment_path, start)
+        append_json_line(self.directory.environment_path, start)
         if found is None:
             return f"{self.step} {CONTINUE}"
         self._restore_best(found)

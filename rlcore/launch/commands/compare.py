@@ -12,7 +12,7 @@ from rlcore.algorithms.metric_table import METRICS
 from rlcore.config.yaml_settings import read_file, settings
 from rlcore.errors import DataError
 from rlcore.runs.directory import RunDirectory
-from rlcore.runs.environment import read_starts
+from rlcore.runs.files import read_json_lines
 from rlcore.runs.metrics import read_metrics
 from rlcore.terminal import printable
 from rlcore.tracking.format import number
@@ -56,7 +56,7 @@ def compare(a: RunDirectory, b: RunDirectory, tolerance: float) -> dict[str, Any
     notes: list[str] = []
     environment: dict[str, Pair] = {}
     data: dict[str, Pair] = {}
-    starts = [read_starts(run.environment_path) for run in (a, b)]
+    starts = [read_json_lines(run.environment_path) for run in (a, b)]
     if all(starts):
         one, other = (its[-1] for its in starts)
         environment = _different(

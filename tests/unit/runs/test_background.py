@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.runs.background import Background
+from rlcore.runs.recorder import Background
 
 LIMIT_S = 60.0
 

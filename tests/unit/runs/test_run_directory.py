@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlcore.config.load import load_config
-from rlcore.config.yaml_settings import render_config
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError, UserError
 from rlcore.runs.directory import HEADER, RunDirectory
@@ -75,17 +73,6 @@ def test_overwrite_needs_the_lock_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not look like a run"):
         RunDirectory.create(tmp_path, "a", overwrite=True)
     assert (tmp_path / "a" / "metrics.jsonl").exists()
-
-
-def test_overwrite_takes_a_run_of_before_the_header(tmp_path: Path) -> None:
-    """Its config.yaml has every section, and says of each value where it came from."""
-    run = used(tmp_path)
-    settings = ["run.name=a", "model.path=m", "data.paths=d", "training.steps=1"]
-    loaded = load_config([], settings)
-    text = render_config(loaded.config.model_dump(), loaded.origins)
-    assert not text.startswith("#")
-    run.config_path.write_text(text)
-    assert not RunDirectory.create(tmp_path, "a", overwrite=True).config_path.exists()
 
 
 def test_overwrite_spares_a_configuration_that_somebody_wrote(tmp_path: Path) -> None:

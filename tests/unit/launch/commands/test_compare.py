@@ -8,7 +8,8 @@ import pytest
 
 from rlcore import cli
 from rlcore.runs.directory import RunDirectory
-from rlcore.runs.environment import append_start, describe_start, read_starts
+from rlcore.runs.environment import describe_start
+from rlcore.runs.files import append_json_line, read_json_lines
 
 CONFIG = {"run": {"name": "a", "seed": 1}, "policy": {"optimizer": {"lr": 1e-6}}, "data": ["x"]}
 ROW = {"rollout/reward": 0.5, "objective/kl": 0.25, "time/step": 2.0, "conversation/tool_s": 0.4}
@@ -27,7 +28,7 @@ def make(
     origins = {"policy.optimizer.lr": "override", "run.seed": "default"}
     run.write_config({**CONFIG, "run": {"name": name, "seed": 1}, **(config or {})}, origins)
     told = describe_start(0, {"stream": {"size": 9, "fingerprint": "f0"}}, gpus=[])
-    append_start(run.environment_path, told | start)
+    append_json_line(run.environment_path, told | start)
     lines = [json.dumps({"step": step, **row}) for step, row in enumerate(rows, 1)]
     run.metrics_path.write_text("".join(f"{line}\n" for line in lines))
     return run.path
@@ -122,8 +123,8 @@ def test_what_is_no_run_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_start_tells_packages_and_commit(tmp_path: Path) -> None:
     path = tmp_path / "environment.jsonl"
     for step in (0, 4):
-        append_start(path, describe_start(step, {}, gpus=["H100"]))
-    first, second = read_starts(path)
+        append_json_line(path, describe_start(step, {}, gpus=["H100"]))
+    first, second = read_json_lines(path)
     assert (first["after"], second["after"]) == (0, 4)
     assert first["packages"]["torch"]
     assert first["gpus"] == ["H100"]
