@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -32,30 +32,20 @@ CARD_METRICS = (
     "loss/policy_avg",
 )
 _QUOTED = re.compile(r"eval/.*(/score|/accuracy|@[0-9]+)")
-_FRONT_MATTER = re.compile(r"\A---\n(.*?)^---\n", re.DOTALL | re.MULTILINE)
 _SECTION = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END) + r"\n?", re.DOTALL)
 
 
-class HubClient(Protocol):
-    """The part of `huggingface_hub.HfApi` that is used here."""
-
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any:
-        """Make a repository and return its address."""
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> Any:
-        """Upload all files of a folder."""
-
-
-def reach_hub(config: HubConfig, *, client: HubClient | None = None) -> None:
+def reach_hub(config: HubConfig) -> None:
     """Make the repository unless it exists, so that a wrong one shows before the run begins.
 
     Raises:
-        UserError: huggingface_hub is missing, or the hub refuses.
+        UserError: the hub refuses.
     """
+    from huggingface_hub import HfApi
+
     assert config.repo is not None
-    client = client or _hub_client()
     try:
-        client.create_repo(config.repo, private=config.private, exist_ok=True)
+        HfApi().create_repo(config.repo, private=config.private, exist_ok=True)
     except Exception as error:  # as in push_to_hub
         raise UserError(
             f"tracking.hub.repo: {config.repo!r} cannot be reached: {_one_line(error)}; log in with"
@@ -102,22 +92,27 @@ def push_to_hub(
     private: bool = True,
     run_url: str | None = None,
     metrics: Mapping[str, float] | None = None,
-    client: HubClient | None = None,
+    client: Any = None,
 ) -> str:
     """Upload the Hugging Face folder `folder` to `repo` and return the address of the repository.
 
     The card in the folder gets a section on the run first; see `write_card`.
 
+    Args:
+        client: default: a `huggingface_hub.HfApi`.
+
     Raises:
-        UserError: there is no model in `folder`, or huggingface_hub is missing.
+        UserError: there is no model in `folder`.
         RunFailed: the hub refuses; the folder stays as it is.
     """
+    from huggingface_hub import HfApi
+
     if not (folder / "config.json").exists():
         raise UserError(
             f"nothing to push: {folder} is no Hugging Face folder (no config.json); set"
             " checkpoint.export_hf"
         )
-    client = client or _hub_client()
+    client = client or HfApi()
     write_card(folder, run_name=run_name, run_url=run_url, metrics=metrics)
     try:
         created = client.create_repo(repo, private=private, exist_ok=True)
@@ -146,16 +141,22 @@ def write_card(
 
     It replaces the section of an earlier push and leaves other text as it is.
     """
+    from huggingface_hub import ModelCard
+
     path = folder / CARD
-    text = path.read_text(encoding="utf-8") if path.exists() else f"# {run_name}\n"
-    front, body = _split(path, text)
-    tags = front.get("tags") or []
-    front["tags"] = [*tags, *(tag for tag in TAGS if tag not in tags)]
-    front.setdefault("library_name", "transformers")
-    body = _SECTION.sub("", body).rstrip("\n")
-    header = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
-    section = _section(run_name, run_url, metrics or {})
-    write_atomic(path, f"---\n{header}---\n{body}\n\n{section}\n".encode())
+    known = path.read_text(encoding="utf-8") if path.exists() else f"---\n{{}}\n---\n# {run_name}\n"
+    try:
+        card = ModelCard(known, ignore_metadata_errors=False)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{path}: the front matter of the model card is not YAML, or no mapping: {error}"
+        ) from error
+    tags = card.data.tags or []
+    card.data.tags = [*tags, *(tag for tag in TAGS if tag not in tags)]
+    card.data.library_name = card.data.library_name or "transformers"
+    body = _SECTION.sub("", card.text).rstrip("\n")
+    card.text = f"{body}\n\n{_section(run_name, run_url, metrics or {})}\n"
+    write_atomic(path, str(card).encode())
     return path
 
 
@@ -173,36 +174,5 @@ def _section(run_name: str, run_url: str | None, metrics: Mapping[str, float]) -
     return "\n".join([*lines, END])
 
 
-def _split(path: Path, text: str) -> tuple[dict[str, Any], str]:
-    """Split a card into its YAML front matter and the text after it."""
-    match = _FRONT_MATTER.match(text)
-    if not match:
-        return {}, text
-    try:
-        front = yaml.safe_load(match[1]) or {}
-    except yaml.YAMLError as error:
-        raise UserError(
-            f"{path}: the front matter of the model card is not YAML: {error}"
-        ) from error
-    if not isinstance(front, dict):
-        raise UserError(
-            f"{path}: the front matter of the model card must be a mapping, got"
-            f" {type(front).__name__}"
-        )
-    return front, text[match.end() :]
-
-
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _hub_client() -> HubClient:
-    try:
-        from huggingface_hub import HfApi
-    except ImportError:
-        raise UserError(
-            "tracking.hub.repo is set but the package huggingface_hub is not installed: pip install"
-            " 'rlcore[hub]'"
-        ) from None
-    client: HubClient = HfApi()
-    return client

@@ -1,16 +1,11 @@
-"""The metrics of a run as columns, read as they are appended.
-
-Each column says where it has a value, as NaN is one: that of a run that diverged.
-"""
+"""The metrics of a run, read as they are appended."""
 
 from __future__ import annotations
 
 import json
 import math
 import threading
-from array import array
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +13,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-MOST_POINTS = 1200  # of a curve; of longer ones each piece shows its lowest and highest point
-MOST_STEPS = 1 << 62
-ROWS_AT_ONCE = 1000
-MOST_METRICS = 5000  # names: bounds the memory that a file of nonsense takes
+MAX_POINTS = 1200  # of a curve; of longer ones each piece shows its lowest and highest point
+MAX_STEP = 1 << 62
+Row = dict[str, float]
 
 
 class MetricsTable:
@@ -35,12 +29,16 @@ class MetricsTable:
     def _forget(self) -> None:
         self._read = 0
         self._inode = 0
-        self.steps = array("q")
-        self._columns: dict[str, array[float]] = {}
-        self._there: dict[str, bytearray] = {}  # of each column, 1 where a value was written
+        self._rows: list[Row] = []
+        self._names: dict[str, None] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The step of each row."""
+        return [int(row["step"]) for row in self._rows]
 
     def refresh(self) -> None:
-        """Read what was appended; a file that was rewound is read anew."""
+        """Read what was appended; a file that was rewound is read again from its start."""
         with self._lock:
             path = self._path()
             try:
@@ -55,123 +53,88 @@ class MetricsTable:
                 file.seek(self._read)
                 added = file.read()
             whole = added[: added.rfind(b"\n") + 1]
-            lines = whole.splitlines()
-            for start in range(0, len(lines), ROWS_AT_ONCE):
-                rows = map(self._row_in, lines[start : start + ROWS_AT_ONCE])
-                self._take([row for row in rows if row is not None])
+            for line in whole.splitlines():
+                if row := _row_in(line):
+                    self._rows.append(row)
+                    self._names |= dict.fromkeys(row)
             self._read += len(whole)
-
-    def _row_in(self, line: bytes) -> dict[str, Any] | None:
-        """Parse a line; None where it is no row of metrics."""
-        try:
-            row = orjson.loads(line)
-        except ValueError:
-            row = self._with_nan(line)
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            return None
-        return row if abs(row["step"]) <= MOST_STEPS else None
-
-    def _take(self, rows: list[dict[str, Any]]) -> None:
-        """Append rows to the columns, a column at a time: rows are many, and most are alike."""
-        before = len(self.steps)
-        self.steps.extend(row["step"] for row in rows)
-        for name in dict.fromkeys(chain.from_iterable(rows)):
-            added, there = _numbers([row.get(name) for row in rows])
-            column = self._columns.get(name)
-            if column is None:
-                if len(self._columns) >= MOST_METRICS or not any(there):
-                    continue
-                self._there[name] = bytearray()
-                column = self._columns[name] = array("d")
-            lacking = before - len(column)
-            self._there[name] += bytes(lacking) + there  # first: a reader goes by the column
-            column.extend([math.nan] * lacking)
-            column.extend(added)
-
-    def _with_nan(self, line: bytes) -> Any:
-        """Parse what only Python's json reads; None where there is nothing to read."""
-        try:
-            return json.loads(line)
-        except ValueError:
-            return None
 
     def names(self) -> list[str]:
         """Return the metrics that the run has written."""
         self.refresh()
-        return sorted(self._columns)
+        return sorted(self._names)
 
     def curve(self, name: str) -> dict[str, Any]:
         """Return steps and values of a metric, thinned out where there are too many."""
         self.refresh()
-        values, there = self._column(name)
-        steps = np.array(self.steps, dtype=np.int64)[: len(values)]
-        steps, values = thinned(steps[there], values[there])
+        points = [(row["step"], row[name]) for row in self._rows if name in row]
+        steps = np.array([step for step, _ in points], dtype=np.int64)
+        values = np.array([value for _, value in points], dtype=np.float64)
+        steps, values = thinned(steps, values)
         return {"steps": steps, "values": values}
 
     def rows(self, steps: list[int]) -> list[dict[str, Any]]:
         """Return all metrics of some steps; {} for a step without any."""
         self.refresh()
-        places = {step: place for place, step in enumerate(self.steps)}
-        return [self._row(places[step]) if step in places else {} for step in steps]
+        by_step = {row["step"]: row for row in self._rows}
+        return [_shown(by_step.get(step, {})) for step in steps]
 
     def newest(self) -> dict[str, Any]:
         """Return the newest value of each metric that is still written."""
         self.refresh()
-        return self._row(len(self.steps) - 1) if self.steps else {}
+        return _shown(self._rows[-1]) if self._rows else {}
 
     def last(self, name: str) -> float | str | None:
         """Return the newest value of one metric."""
-        values, there = self._column(name)
-        found = values[there]
-        return _shown(float(found[-1])) if len(found) else None
-
-    def _row(self, place: int) -> dict[str, Any]:
-        return {
-            name: _shown(column[place])
-            for name, column in self._columns.items()
-            if place < len(column) and self._there[name][place]
-        }
-
-    def _column(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        values = np.array(self._columns.get(name, ()), dtype=np.float64)
-        there = np.array(self._there.get(name, bytearray()), dtype=np.bool_)
-        return values, there[: len(values)]
+        found = next((row for row in reversed(self._rows) if name in row), {})
+        return _shown(found).get(name)
 
 
-def _shown(value: float) -> float | str:
-    """Return a value for a cell; one that JSON does not know as its text."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _numbers(values: Sequence[Any]) -> tuple[array[float], bytes]:
-    """Return the values as floats, and 1 for each that is a number and not too large for one."""
+def _row_in(line: bytes) -> Row | None:
+    """Parse a line; None where it is no row of metrics."""
     try:
-        return array("d", values), b"\1" * len(values)
-    except (TypeError, OverflowError):
-        found = [*map(_number, values)]
-        there = bytes(value is not None for value in found)
-        return array("d", (math.nan if value is None else value for value in found)), there
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value) if isinstance(value, int | float) else None
-    except OverflowError:
+        row = orjson.loads(line)
+    except ValueError:
+        row = _with_nan(line)
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
+    if abs(row["step"]) > MAX_STEP:
+        return None
+    return {name: float(value) for name, value in row.items() if _is_number(value)}
+
+
+def _with_nan(line: bytes) -> Any:
+    """Parse what only Python's json reads; None where there is nothing to read."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_number(value: Any) -> bool:
+    # a larger whole number is none that a float can be
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= MAX_STEP)
+
+
+def _shown(row: Row) -> dict[str, float | str]:
+    """Return a row for cells; values that JSON does not know as their texts."""
+    words = {math.inf: "Infinity", -math.inf: "-Infinity"}
+    return {
+        name: value if math.isfinite(value) else words.get(value, "NaN")
+        for name, value in row.items()
+    }
 
 
 def thinned(
     steps: NDArray[np.int64], values: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return at most `MOST_POINTS` points: the lowest, the highest and a NaN of each piece."""
-    if len(values) <= MOST_POINTS:
+    """Return at most `MAX_POINTS` points: the lowest, the highest and a NaN of each piece."""
+    if len(values) <= MAX_POINTS:
         return steps, values
     unknown = np.isnan(values)
     kept: set[int] = {0, len(values) - 1}
     each = 3 if unknown.any() else 2
-    for piece in np.array_split(np.arange(len(values)), MOST_POINTS // each - 1):
+    for piece in np.array_split(np.arange(len(values)), MAX_POINTS // each - 1):
         known = piece[~unknown[piece]]
         if len(known):
             kept |= {int(known[values[known].argmin()]), int(known[values[known].argmax()])}
