@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlcore.timeline.files import Span, read_spans
-from rlcore.timeline.idle import merged
 from rlcore.tracking.report import NOT_PHASES
+from rlcore.view.timeline import merged
 from tests.trace_rules import names_of, read_trace
 
 NEAR = 0.02  # of a sum of spans to its metric, relative

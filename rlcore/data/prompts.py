@@ -24,7 +24,7 @@ from rlcore.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlcore.data.curriculum.results import Outcome
+    from rlcore.data.curriculum.history import Outcome
     from rlcore.data.sample import Sample
 
 logger = logging.getLogger(__name__)

@@ -48,7 +48,7 @@ from rlcore.config.sections.base import Plugin
 from rlcore.config.sections.policy import CriticConfig, TeacherConfig
 from rlcore.config.sections.rollout import WorkflowConfig
 from rlcore.data.curriculum import build_curriculum
-from rlcore.data.curriculum.weights import curriculum_keywords
+from rlcore.data.curriculum.history import curriculum_keywords
 from rlcore.data.examples import check_examples
 from rlcore.data.loading import check_context
 from rlcore.errors import ConfigError

@@ -16,10 +16,9 @@ from torch import Tensor
 from rlcore.config import Config
 from rlcore.config.evaluation_sets import SET_KEY, set_of
 from rlcore.config.sections.training import TrainingConfig
-from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
+from rlcore.data.batch import RolloutBatch, StepRollouts, TokenVersions, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan, split_minibatches
 from rlcore.data.sample import Sample
-from rlcore.data.token_versions import TokenVersions
 from rlcore.errors import ConfigError, EngineFailed, RunFailed, TooManyFailed
 from rlcore.interfaces import RolloutSource, Tracker
 from rlcore.runs.checkpoints import Best, Checkpoint, CheckpointStore, best_of

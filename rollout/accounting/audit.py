@@ -14,7 +14,7 @@ from typing import Any
 
 from rlcore.config import Config
 from rlcore.config.load import load_config
-from rlcore.data.curriculum.results import num_results
+from rlcore.data.curriculum.history import num_results
 from rlcore.errors import DataError, UserError
 from rlcore.runs.checkpoints import Checkpoint, latest_checkpoint
 from rlcore.runs.directory import RunDirectory

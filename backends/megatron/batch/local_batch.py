@@ -23,10 +23,9 @@ from backends.megatron.parallel.agreement import broadcast_json
 from backends.megatron.parallel.state import ParallelState
 from rlcore.config import Config
 from rlcore.config.derived import micro_batch_tokens
-from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch
+from rlcore.data.batch import PER_SEQUENCE, BatchSamplingMasks, RolloutBatch, TokenVersions
 from rlcore.data.packing.plan import MinibatchPlan, PlanRules
 from rlcore.data.packing.sharing import Sharing, share_nothing, share_prefixes
-from rlcore.data.token_versions import TokenVersions
 from rlcore.planning.shape import CostModel
 
 ON_RANK_0 = PER_SEQUENCE - {"sequence_ids"}  # vectors that estimators read and losses do not

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.curriculum.results import Outcome, Results
-from rlcore.data.curriculum.weights import Weigh, weigh
+from rlcore.data.curriculum.history import Outcome, Results, Weigh, weigh
 from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import Sample
 from rlcore.errors import DataError, RunFailed

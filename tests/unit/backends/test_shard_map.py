@@ -11,9 +11,8 @@ from backends.megatron.cpu.shim import importing_megatron
 with importing_megatron():
     from backends.megatron.batch.local_batch import ShardMap, _joined, _shares
 
-from rlcore.data.batch import BatchSamplingMasks, RolloutBatch
+from rlcore.data.batch import BatchSamplingMasks, RolloutBatch, TokenVersions
 from rlcore.data.packing.plan import MinibatchPlan
-from rlcore.data.token_versions import TokenVersions
 
 LENGTHS = [3, 0, 5, 1, 4]
 TRAINABLE = [2, 0, 4, 0, 1]

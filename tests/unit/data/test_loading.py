@@ -11,8 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlcore.data.loading import check_context, load_prompts, prompt_notes, prompt_stream
-from rlcore.data.mixture import MixtureStream, Share
+from rlcore.data.loading import (
+    MixtureStream,
+    Share,
+    check_context,
+    load_prompts,
+    prompt_notes,
+    prompt_stream,
+)
 from rlcore.data.rows import open_rows
 from rlcore.errors import ConfigError, DataError
 

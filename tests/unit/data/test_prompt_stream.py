@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.data.mixture import MixtureStream, Share
+from rlcore.data.loading import MixtureStream, Share
 from rlcore.data.order import permutation
 from rlcore.data.prompts import PromptStream
 from rlcore.errors import DataError

@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from rlcore.data.batch import RolloutBatch
+from rlcore.data.batch import RolloutBatch, TokenVersions
 from rlcore.data.sample import VersionSpan
-from rlcore.data.token_versions import TokenVersions
 
 
 def drawn(rng: random.Random) -> tuple[list[int], list[int]]:

@@ -14,7 +14,7 @@ from rlcore.runs.rollouts import decode_samples, encode_samples, read_rollouts, 
 from rlcore.runs.sample_index import flat_groups
 from rlcore.tracking.format import pick_samples
 from rlcore.trainer.sources import ReplaySource
-from rlcore.view.evaluations import _flip, mean_of, rewards_of
+from rlcore.view.comparison import _flip, mean_of, rewards_of
 from rollout.collection.buffer import BufferedGroup, decode
 from rollout.collection.group_runner import Group
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlcore.timeline.files import Span
-from rlcore.timeline.idle import idle_spans
+from rlcore.view.timeline import idle_spans
 
 
 def span(group: str, lane: str, name: str, begin: float, end: float, /, **args: Any) -> Span:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rlcore.view.pieces import TokenTexts
+from rlcore.view.run import TokenTexts
 
 
 def byte_tokenizer() -> Tokenizer:

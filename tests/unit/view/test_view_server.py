@@ -21,9 +21,9 @@ from rlcore.launch.commands.view import greeting, named, open_run
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.rollouts import write_rollouts
 from rlcore.runs.sample_index import write_index
-from rlcore.view import evaluations
+from rlcore.view import comparison
 from rlcore.view.api import Api
-from rlcore.view.evaluations import answers_of, sets_of
+from rlcore.view.comparison import answers_of, sets_of
 from rlcore.view.export import export_page
 from rlcore.view.metrics import MAX_POINTS, MetricsTable
 from rlcore.view.run import RunView
@@ -327,7 +327,7 @@ def test_evaluations_are_read_without_their_tokens(
         for answer in answers:
             answer.reward = 0.25 + answer.metadata["correct"] / 8  # no reward is above a half
         write_rollouts(run.evaluations_path(step), step, answers)
-    read_table = evaluations.read_table
+    read_table = comparison.read_table
     read: set[str] = set()
 
     def watched(path: Path, *, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
@@ -335,7 +335,7 @@ def test_evaluations_are_read_without_their_tokens(
             read.update(answer)
             yield row, answer
 
-    monkeypatch.setattr(evaluations, "read_table", watched)
+    monkeypatch.setattr(comparison, "read_table", watched)
     newest = sets_of(view)[0]
     assert [newest[name] for name in ("right", "better", "worse")] == [3, 1, 0]
     assert not {"tokens", "rollout_logprobs", "response_text"} & read

@@ -12,8 +12,7 @@ import pytest
 
 from rlcore.config import Config
 from rlcore.data.curriculum import PromptHistory, build_curriculum
-from rlcore.data.curriculum.results import Outcome, Results
-from rlcore.data.curriculum.weights import curriculum_keywords, weigh
+from rlcore.data.curriculum.history import Outcome, Results, curriculum_keywords, weigh
 from rlcore.data.loading import load_prompts, prompt_stream
 from rlcore.errors import RunFailed
 from tests.pages import blocks

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from rlcore.data.curriculum import PromptHistory, build_curriculum
-from rlcore.data.curriculum.results import CHUNK, Outcome, Results, num_results
+from rlcore.data.curriculum.history import CHUNK, Outcome, Results, num_results
 from rlcore.data.curriculum.stream import CurriculumStream
-from rlcore.data.mixture import MixtureStream, Share
+from rlcore.data.loading import MixtureStream, Share
 from rlcore.data.prompts import PromptStream
 from rlcore.data.sample import verdict_in
 from rlcore.errors import DataError, RunFailed

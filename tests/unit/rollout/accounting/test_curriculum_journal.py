@@ -15,7 +15,7 @@ import pytest
 from test_ledger_machine import curriculum_stream, samples_of
 from test_settle import buffered
 
-from rlcore.data.curriculum.results import num_results
+from rlcore.data.curriculum.history import num_results
 from rlcore.errors import DataError
 from rlcore.launch.commands.ledger import life_of
 from rlcore.runs.checkpoints import Checkpoint

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlcore.data.curriculum import build_curriculum
-from rlcore.data.curriculum.results import num_results
+from rlcore.data.curriculum.history import num_results
 from rlcore.data.curriculum.stream import CurriculumStream
 from rlcore.data.prompts import PromptStream
 from rollout.accounting.audit import _check_curriculum, check_rows, check_steps
