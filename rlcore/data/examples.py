@@ -10,7 +10,7 @@ import difflib
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any
 
@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 from rlcore.config.sections.data import AUTO, DataConfig
 from rlcore.data.messages import Message, check_messages, dress, parse_tools
 from rlcore.data.paths.hub import check_path, expand, open_path
-from rlcore.data.rows import RowFile, describe_keys, has, pick, shorten, without_nulls
+from rlcore.data.rows import RowFile, has, pick, shorten, without_nulls
 from rlcore.errors import DataError, named_by
+
+logger = logging.getLogger(__name__)
 
 _FIRST_ROWS = 32  # whose columns say the format
 # Fields of maps that hold what an answer is compared with.
@@ -82,17 +84,48 @@ class Example:
 
 
 @dataclass(frozen=True)
-class RowLayout:
-    """Where the parts of the rows of one file are."""
+class Part:
+    """The rows of one file or data set, and where the parts of a row are."""
 
+    path: str
+    rows: RowFile
+    data: DataConfig  # the keys by which it is read
+    source: str | None  # the name in data.sources
     format: str
     prompt: str
     label: str | None
     tools: str | None
-    source: str | None
-    metadata: str | None
-    splits_chats: bool  # an assistant's last message is the answer, and not of the prompt
-    label_needed: bool
+
+    @classmethod
+    def of(cls, path: str, rows: RowFile, data: DataConfig, source: str | None) -> Part:
+        """Find the parts of the rows. A key of `data` that is not `auto` wins.
+
+        Raises:
+            DataError: one of the first rows is none.
+        """
+        first = list(islice(iter(rows), _FIRST_ROWS))
+        name = detect(first) if data.format == AUTO else data.format
+        known = FORMATS[name]
+        label = _first_there(known.label, first)
+        if label is None and known.label_needed:
+            label = known.label[0]
+        prompt = _first_there(known.prompt, first) or known.prompt[0]
+        tools = known.tools if known.tools and _first_there((known.tools,), first) else None
+        return cls(
+            path,
+            rows,
+            data,
+            source,
+            format=name,
+            prompt=prompt if data.prompt_key == AUTO else data.prompt_key,
+            label=label if data.label_key == AUTO else data.label_key,
+            tools=tools if data.tools_key == AUTO else data.tools_key,
+        )
+
+    @property
+    def splits_chats(self) -> bool:
+        """Whether an assistant's last message is the answer, and not of the prompt."""
+        return self.prompt == "messages" and self.format in ("openai", "open-instruct")
 
     def __str__(self) -> str:
         parts = [f"prompt in {self.prompt!r}"]
@@ -102,23 +135,24 @@ class RowLayout:
             parts.append("label: the assistant's last message")
         else:
             parts.append("no label")
-        parts += [f"{what} in {key!r}" for what, key in (("tools", self.tools),) if key]
-        return f"format {self.format}, {', '.join(parts)}"
+        if self.tools:
+            parts.append(f"tools in {self.tools!r}")
+        return f"{self.path}: {len(self.rows):,} rows, format {self.format}, {', '.join(parts)}"
 
-    def example(self, where: str, row: dict[str, Any], *, nulls_are_absent: bool) -> Example:
-        """Make an example of a row. Raises DataError for a row that lacks a part."""
+    def example(self, index: int, row: dict[str, Any]) -> Example:
+        """Make an example of row `index`. Raises DataError for a row that lacks a part."""
+        where = self.rows.where(index)
         prompt = self._value(where, row, self.prompt, "data.prompt_key")
         if isinstance(prompt, list):
-            prompt = without_nulls(prompt) if nulls_are_absent else prompt
-            prompt = check_messages(where, self.prompt, prompt)
+            prompt = check_messages(where, self.prompt, self._given(prompt))
         if not prompt or not isinstance(prompt, str | list):
             raise DataError(
                 f"{where}: {self.prompt!r} must be text or a list of chat messages, and not empty; "
                 f"got {type(prompt).__name__}: {shorten(prompt)}"
             )
         label = self._label(where, row)
-        if nulls_are_absent and isinstance(label, list):
-            label = without_nulls(label)
+        if isinstance(label, list):
+            label = self._given(label)
         answer = None
         if isinstance(prompt, list) and self.splits_chats and prompt[-1]["role"] == "assistant":
             answer = prompt[-1]
@@ -127,21 +161,25 @@ class RowLayout:
             if not prompt:
                 raise DataError(f"{where}: {self.prompt!r} holds an answer and no prompt")
         tools = pick(row, self.tools) if self.tools and has(row, self.tools) else None
-        tools = without_nulls(tools) if nulls_are_absent else tools
         return Example(
             where,
-            prompt,
+            dress(prompt, self.data),
             label,
             self._extra(row),
-            parse_tools(where, self.tools, tools),
+            parse_tools(where, self.tools, self._given(tools)) or self.data.tools,
+            self.data.chat_template_kwargs,
             label_key=self.label,
             answer=answer,
         )
 
+    def _given(self, value: Any) -> Any:
+        """Return a value without the nulls that a file of columns puts where nothing was."""
+        return without_nulls(value) if self.rows.fills_with_null else value
+
     def _label(self, where: str, row: dict[str, Any]) -> Any:
         if self.label is None:
             return None
-        if not self.label_needed:
+        if self.data.label_key == AUTO and not FORMATS[self.format].label_needed:
             return pick(row, self.label) if has(row, self.label) else None
         label = self._value(where, row, self.label, "data.label_key")
         # open-instruct lists a ground truth for each of a row's verifiers
@@ -157,46 +195,21 @@ class RowLayout:
         advice = f"; did you mean {near[0]!r}?" if near else ""
         advice = f"; set {setting} to {found}" if (found := find_key(row, key)) else advice
         null = "; null for prompts without labels" if setting == "data.label_key" else ""
+        has_keys = ", ".join(map(repr, row)) or "no keys"
         raise DataError(
-            f"{where}: no key {key!r} ({setting}{null}); the row has {describe_keys(row)}{advice}"
+            f"{where}: no key {key!r} ({setting}{null}); the row has {has_keys}{advice}"
         )
 
     def _extra(self, row: dict[str, Any]) -> dict[str, Any]:
+        known = FORMATS[self.format]
         extra = {key: value for key, value in row.items() if key not in (self.prompt, self.label)}
-        inner = None if self.metadata is None else extra.get(self.metadata)
+        inner = None if known.metadata is None else extra.get(known.metadata)
         if isinstance(inner, dict):
             extra = {**inner, **extra}
-        if self.source is not None and has(row, self.source):
-            name = pick(row, self.source)
+        if known.source is not None and has(row, known.source):
+            name = pick(row, known.source)
             extra.setdefault(SOURCE, "+".join(map(str, name)) if isinstance(name, list) else name)
-        return extra
-
-
-def layout_of(file: RowFile, data: DataConfig) -> RowLayout:
-    """Return where the parts of the rows are. A key of `data` that is not `auto` wins.
-
-    Raises:
-        DataError: one of the first rows is none.
-    """
-    first = list(islice(iter(file), _FIRST_ROWS))
-    name = detect(first) if data.format == AUTO else data.format
-    known = FORMATS[name]
-    label = _first_there(known.label, first)
-    if label is None and known.label_needed:
-        label = known.label[0]
-    prompt = _first_there(known.prompt, first) or known.prompt[0]
-    tools = known.tools if known.tools and _first_there((known.tools,), first) else None
-    prompt = prompt if data.prompt_key == AUTO else data.prompt_key
-    return RowLayout(
-        format=name,
-        prompt=prompt,
-        label=label if data.label_key == AUTO else data.label_key,
-        tools=tools if data.tools_key == AUTO else data.tools_key,
-        source=known.source,
-        metadata=known.metadata,
-        splits_chats=prompt == "messages" and name in ("openai", "open-instruct"),
-        label_needed=data.label_key != AUTO or known.label_needed,
-    )
+        return extra if self.source is None else {**extra, SOURCE: self.source}
 
 
 def detect(rows: Sequence[dict[str, Any]]) -> str:
@@ -265,37 +278,6 @@ def _dotted(row: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 
 def _first_there(keys: Sequence[str], rows: Sequence[dict[str, Any]]) -> str | None:
     return next((key for key in keys if any(has(row, key) for row in rows)), None)
-
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Part:
-    """The rows of one file or data set, and how they are read."""
-
-    path: str
-    rows: RowFile
-    layout: RowLayout
-    data: DataConfig
-    source: str | None = None  # the name in data.sources
-
-    def __str__(self) -> str:
-        return f"{self.path}: {len(self.rows):,} rows, {self.layout}"
-
-    def example(self, index: int, row: dict[str, Any]) -> Example:
-        """Make an example of row `index`. Raises DataError for a bad row."""
-        found = self.layout.example(
-            self.rows.where(index), row, nulls_are_absent=self.rows.fills_with_null
-        )
-        extra = found.extra if self.source is None else {**found.extra, SOURCE: self.source}
-        return replace(
-            found,
-            prompt=dress(found.prompt, self.data),
-            extra=extra,
-            tools=found.tools or self.data.tools,
-            chat_kwargs=self.data.chat_template_kwargs,
-        )
 
 
 class Examples:
@@ -378,7 +360,7 @@ def open_examples(
     for name, own, path, origin in _wanted(data, paths, key):
         with named_by(origin):
             rows = open_path(path, subset=own.subset, split=own.split)
-        parts.append(Part(path, rows, layout_of(rows, own), own, name))
+        parts.append(Part.of(path, rows, own, name))
         logger.info("data: %s", parts[-1])
     return Examples(parts, transform)
 

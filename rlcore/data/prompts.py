@@ -94,7 +94,7 @@ class PromptSet:
         too_long: dict[LengthLimit, list[int]] = {}
         shortest = None
         row = 0
-        for chunk in _chunks(islice(iter(examples), max_prompts)):
+        for chunk in chunks(islice(iter(examples), max_prompts)):
             for example, text, ids in zip(chunk, *tokenize_prompts(chunk, tokenizer)):
                 shortest = len(ids) if shortest is None else min(shortest, len(ids))
                 passed = [limit for limit in limits if len(ids) > limit.tokens]
@@ -147,13 +147,7 @@ class PromptSet:
                 f"all {len(self)} rows have more than {limit} tokens (the first:"
                 f" {left_out.where(0)})"
             )
-        logger.warning(
-            "%d of %d rows have more than %s tokens and are left out (the first: %s)",
-            len(left_out),
-            len(self),
-            limit,
-            left_out.where(0),
-        )
+        _warn_of("rows", left_out, len(self), limit)
         return replace(
             self,
             examples=self.all_examples.take(self.examples.rows[kept]),
@@ -203,7 +197,8 @@ class PromptSet:
         return self.record.fingerprint
 
 
-def _chunks(examples: Iterator[Example]) -> Iterator[list[Example]]:
+def chunks(examples: Iterator[Example]) -> Iterator[list[Example]]:
+    """Yield examples in lists as long as the tokenizer takes at once."""
     while chunk := list(islice(examples, ENCODE_CHUNK)):
         yield chunk
 
@@ -218,13 +213,12 @@ def _report(
             f" {shortest})"
         )
     for limit, rows in left_out.items():
-        logger.warning(
-            "%d of %d prompts have more than %s tokens and are left out (the first: %s)",
-            len(rows),
-            total,
-            limit,
-            rows.where(0),
-        )
+        _warn_of("prompts", rows, total, limit)
+
+
+def _warn_of(what: str, rows: Examples, total: int, limit: LengthLimit) -> None:
+    text = "%d of %d %s have more than %s tokens and are left out (the first: %s)"
+    logger.warning(text, len(rows), total, what, limit, rows.where(0))
 
 
 def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -227,11 +227,6 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def describe_keys(row: dict[str, Any]) -> str:
-    """Return the names of the columns, for messages."""
-    return ", ".join(repr(key) for key in row) or "no keys"
-
-
 def shorten(value: Any) -> str:
     """Return at most 80 characters of a value, for messages."""
     text = value if isinstance(value, str) else repr(value)

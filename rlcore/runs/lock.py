@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,10 @@ class RunLock:
             if holder is None:
                 holder = _wait_for_beat(folder)
             if holder is not None:
-                raise UserError(
-                    f"{folder} is in use by {holder}: stop that first, or choose another run.name"
-                )
+                raise _in_use(folder, holder)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{_this_process()}\n".encode(), 0)
-            return cls(descriptor, None if has_locks else OwnerFile.make(folder))
+            return cls(descriptor, None if has_locks else OwnerFile(folder))
         except BaseException:
             os.close(descriptor)
             raise
@@ -128,50 +126,35 @@ def _try_lock(descriptor: int) -> tuple[str | None, bool]:
 # --- owner files ----------------------------------------------------------------------------------
 
 
-@dataclass
 class OwnerFile:
-    """The file that says who owns a folder, rewritten by a thread until `remove`."""
+    """The file that says who owns a folder, rewritten by a thread until `remove`.
 
-    path: Path
-    record: dict[str, Any]
-    _stopped: threading.Event = field(default_factory=threading.Event)
+    Making it warns that this is no lock.
 
-    @classmethod
-    def make(cls, folder: Path) -> OwnerFile:
-        """Make the file, which must not be there, and warn that this is not a lock.
+    Raises:
+        UserError: another process has made one just now.
+    """
 
-        Raises:
-            UserError: another process has made it just now.
-        """
-        path = folder / OWNER
-        record = {
-            "id": secrets.token_hex(8),
-            "process": _this_process(),
-            "boot": _boot(),
-            "pid": os.getpid(),
-            "beats": 0,
-        }
+    def __init__(self, folder: Path) -> None:
         logger.warning(
             "the file system of %s has no locks: %s, rewritten every %g s, keeps other processes"
             " out. It cannot keep out one that starts while this machine hangs: start this run in"
             " one place alone, or put run.dir on a file system with locks (Lustre: mount -o flock)",
             folder,
-            path.name,
+            OWNER,
             OWNER_BEAT_S,
         )
+        self.path = folder / OWNER
+        mine = {"id": secrets.token_hex(8), "process": _this_process()}
+        self.record: dict[str, Any] = {**mine, "boot": _boot(), "pid": os.getpid(), "beats": 0}
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            with open(self.path, "x") as file:
+                json.dump(self.record, file)
         except FileExistsError:
-            found = _read_owner(path) or {}
-            raise UserError(
-                f"{folder} is in use by {found.get('process', 'another process')}: stop that first,"
-                " or choose another run.name"
-            ) from None
-        with open(descriptor, "wb") as file:
-            file.write(json.dumps(record).encode())
-        owner = cls(path, record)
-        threading.Thread(target=owner._beat, name="owner file", daemon=True).start()
-        return owner
+            holder = (_read_owner(self.path) or {}).get("process", "another process")
+            raise _in_use(folder, holder) from None
+        self._stopped = threading.Event()
+        threading.Thread(target=self._beat, name="owner file", daemon=True).start()
 
     def remove(self) -> None:
         """Give the folder up."""
@@ -197,8 +180,7 @@ class OwnerFile:
                 logger.warning("%s could not be rewritten: %s", self.path, error)
 
     def _is_ours(self) -> bool:
-        found = _read_owner(self.path)
-        return found is not None and found.get("id") == self.record["id"]
+        return (_read_owner(self.path) or {}).get("id") == self.record["id"]
 
 
 class _OwnerWatch:
@@ -207,18 +189,17 @@ class _OwnerWatch:
     def __init__(self, folder: Path) -> None:
         self._path = folder / OWNER
         self.newest: dict[str, Any] | None = None  # the file's content at the last look
-        self._seen: dict[str, Any] | None = None
         self._since = 0.0
         self.beats = False  # whether it has changed before our eyes
 
     def holder(self) -> str | None:
         """Return the owner; None if there is none, or it has not been heard of for long."""
+        before = self.newest
         found = self.newest = _read_owner(self._path)
         if found is None or _is_gone(found):
             return None
-        if found != self._seen:
-            self.beats = self._seen is not None
-            self._seen = found
+        if found != before:
+            self.beats = before is not None
             self._since = time.monotonic()
         elif time.monotonic() - self._since > OWNER_LOST_S:
             return None
@@ -228,23 +209,22 @@ class _OwnerWatch:
 def _wait_for_beat(folder: Path) -> str | None:
     """Return who owns the folder by its owner file; one that has not beaten for long goes."""
     watch = _OwnerWatch(folder)
-    told = False
+    has_warned = False
     while (holder := watch.holder()) is not None:
         if watch.beats:
             return holder
-        if not told:
-            told = True
-            logger.warning(
-                "%s names %s as its owner: waiting up to %g s for a sign of life",
-                folder / OWNER,
-                holder,
-                OWNER_LOST_S,
-            )
+        if not has_warned:
+            has_warned = True
+            text = "%s names %s as its owner: waiting up to %g s for a sign of life"
+            logger.warning(text, folder / OWNER, holder, OWNER_LOST_S)
         time.sleep(POLL_S)
-    left_behind = watch.newest
-    if left_behind is not None and left_behind == _read_owner(folder / OWNER):
+    if watch.newest is not None and watch.newest == _read_owner(folder / OWNER):
         (folder / OWNER).unlink(missing_ok=True)
     return None
+
+
+def _in_use(folder: Path, holder: str) -> UserError:
+    return UserError(f"{folder} is in use by {holder}: stop that first, or choose another run.name")
 
 
 def _read_owner(path: Path) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 _ARRAY = "__ndarray__"
+_NO_STATE = (LookupError, TypeError, OverflowError, MemoryError, RecursionError, SyntaxError)
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
@@ -33,14 +34,7 @@ def decode_state(content: bytes) -> dict[str, Any]:
     try:
         state = json.loads(content, object_hook=_restore)
     # an array that is none (numpy reads some types as syntax), or far too many brackets
-    except (
-        LookupError,
-        TypeError,
-        OverflowError,
-        MemoryError,
-        RecursionError,
-        SyntaxError,
-    ) as error:
+    except _NO_STATE as error:
         raise ValueError(f"no state: {error!r}") from error
     if not isinstance(state, dict):
         raise ValueError(f"expected a JSON object, got {type(state).__name__}")
@@ -80,16 +74,9 @@ def rng_state() -> dict[str, Any]:
 
     It is fit for `encode_state`.
     """
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": {
-            "kind": kind,
-            "keys": keys,
-            "position": position,
-            "has_gauss": has_gauss,
-            "gauss": gauss,
-        },
+        "numpy": np.random.get_state(legacy=False),
     }
     if "torch" in sys.modules:
         import torch
@@ -114,10 +101,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     """Restore the state. A CUDA device that the state lacks keeps its generator."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    saved = state["numpy"]
-    np.random.set_state(
-        (saved["kind"], saved["keys"], saved["position"], saved["has_gauss"], saved["gauss"])
-    )
+    np.random.set_state(state["numpy"])
     if "torch" in state:
         import torch
 

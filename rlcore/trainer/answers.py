@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,9 +27,9 @@ from rlcore.config.sections.data import DataConfig
 from rlcore.data.examples import Example, open_examples
 from rlcore.data.loading import sft_limits
 from rlcore.data.messages import Message, check_messages
-from rlcore.data.prompts import LengthLimit, PromptSet
+from rlcore.data.prompts import LengthLimit, PromptSet, chunks
 from rlcore.data.ragged_file import RaggedArray, RaggedWriter
-from rlcore.data.tokenizer import ENCODE_CHUNK, encode, render_chat, shows_calls
+from rlcore.data.tokenizer import encode, render_chat, shows_calls
 from rlcore.errors import DataError
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def tokenize_answers(
     tokens = RaggedWriter(np.int32)
     turns = RaggedWriter(np.int32)
     counts = [0]
-    for chunk in _chunks(iter(prompts.examples)):
+    for chunk in chunks(iter(prompts.examples)):
         first = len(counts) - 1
         rendered = [
             render_turns(example, prompts.text(first + i), tokenizer, data.train_turns)
@@ -274,7 +274,8 @@ def _sequences(
     places: list[list[int]] = []
     for (prompt, written), following in zip(turns, [*turns[1:], None]):
         # A chat template writes an EOS of its own, and often a line break after it.
-        answer = written[: _first(written, eos)]
+        ends = np.flatnonzero(written == eos) if eos is not None else np.zeros(0, dtype=np.int64)
+        answer = written[: ends[0]] if len(ends) else written
         if not len(answer) and not (data.add_eos and following):
             raise DataError(
                 f"{example.where}: the label {example.label!r}, or a turn before it, has no tokens"
@@ -283,11 +284,11 @@ def _sequences(
         end = len(sequence)
         places.append([len(prompt), end])
         if following and data.train_turns != "each" and len(following[0]) > end:
-            ends = bool(data.add_eos and following[0][end] == eos)
+            ended = bool(data.add_eos and following[0][end] == eos)
             # the end of the turn is part of what is learned
-            kept = ends or not data.add_eos or len(answer) == len(written)
+            kept = ended or not data.add_eos or len(answer) == len(written)
             if kept and np.array_equal(following[0][:end], sequence):
-                places[-1][1] += int(ends)
+                places[-1][1] += int(ended)
                 continue
         if data.add_eos and eos is not None:
             sequence = np.append(sequence, np.int32(eos))
@@ -311,14 +312,3 @@ def _render(
         tools=example.tools,
         chat_kwargs=example.chat_kwargs,
     )
-
-
-def _first(ids: NDArray[np.int32], token: int | None) -> int:
-    """Return the index of the first `token`; without one, the length."""
-    found = np.flatnonzero(ids == token) if token is not None else np.zeros(0)
-    return int(found[0]) if len(found) else len(ids)
-
-
-def _chunks(examples: Iterator[Example]) -> Iterator[list[Example]]:
-    while chunk := list(islice(examples, ENCODE_CHUNK)):
-        yield chunk

@@ -16,7 +16,7 @@ EXCERPT = 240  # characters of a text in a table
 # What `excerpt_of` needs of a record.
 EXCERPT_COLUMNS = ("prompt_text", "response_text", "prompt_id", "label", "messages", "turn_spans")
 Vector = NDArray[Any]
-# name, title, definition, scale: "diverging" around 0 or 1, "sequential", or "steps" of few values
+# Name, title, definition and scale of each vector of the trainable tokens.
 VECTORS: tuple[tuple[str, str, str, str], ...] = (
     ("advantage", "advantage", "what the update multiplied the token's log-prob by", "around 0"),
     ("logprob", "log-prob", "of the trainer before the update", "up to 0"),
@@ -36,6 +36,20 @@ VECTORS: tuple[tuple[str, str, str, str], ...] = (
     ("staleness", "staleness", "training steps since those weights", "from 0"),
     ("turn", "turn", "of the conversation that made the token", "steps"),
 )
+# Where a record has those that are not computed here: among its vectors, or its own columns.
+KEYS = {
+    "advantage": "advantages",
+    "logprob": "logprobs",
+    "engine_logprob": "rollout_logprobs",
+    "ratio": "ratio",
+    "clipped": "clipped",
+    "entropy": "entropy",
+    "value": "values",
+    "return": "returns",
+    "weight": "weights",
+    "correction": "correction",
+    "token_reward": "token_rewards",
+}
 
 
 def sample_page(run: RunView, record: Record) -> dict[str, Any]:
@@ -133,19 +147,7 @@ def _vectors(record: Record) -> dict[str, Vector]:
     """Return every vector of the trainable tokens, float32 or int64 [m]."""
     m = len(record["rollout_logprobs"])
     given = record.get("vectors") or {}
-    known: Mapping[str, Any] = {
-        "advantage": record.get("advantages"),
-        "engine_logprob": record["rollout_logprobs"],
-        "logprob": given.get("logprobs"),
-        "ratio": given.get("ratio"),
-        "clipped": given.get("clipped"),
-        "entropy": given.get("entropy"),
-        "value": given.get("values"),
-        "return": given.get("returns"),
-        "weight": given.get("weights"),
-        "correction": given.get("correction"),
-        "token_reward": record.get("token_rewards"),
-    }
+    known = {name: given.get(key, record.get(key)) for name, key in KEYS.items()}
     found = {
         name: np.array(values, dtype=np.float32)  # null, which stands for NaN, becomes NaN
         for name, values in known.items()

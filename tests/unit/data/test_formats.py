@@ -47,7 +47,7 @@ def test_every_public_format_is_recognised(
     with caplog.at_level(logging.INFO):
         found = examples(path)
     assert f"{path}: 2 rows, format {format_}, " in caplog.text
-    assert found.parts[0].layout.format == format_
+    assert found.parts[0].format == format_
     assert [e.label for e in found] == ["3", "34"]
     assert [e.prompt[-1] for e in found] == [
         {"role": "user", "content": "1+2"},
@@ -62,7 +62,7 @@ def test_columns_of_text(write_rows):
         ("1+2=", "3")
     ]
     gsm8k = examples(write_rows([public.openai_gsm8k("1+2=", "3")]))
-    assert gsm8k.parts[0].layout.format == "openai"
+    assert gsm8k.parts[0].format == "openai"
     assert (gsm8k[0].prompt, gsm8k[0].label[-6:]) == ("1+2=", "#### 3")
     problems = examples(write_rows([{"problem": "1+2=", "solution": "3"}]))
     assert (problems[0].prompt, problems[0].label) == ("1+2=", "3")
@@ -101,7 +101,7 @@ def test_keys_that_are_set_win_over_the_format(write_rows):
 def test_a_format_that_is_set_is_not_guessed(write_rows):
     path = write_rows([{**public.slime("1", "2"), "solution": "3"}])
     found = examples(path, format="trl")
-    assert (found.parts[0].layout.format, found[0].label) == ("trl", "3")
+    assert (found.parts[0].format, found[0].label) == ("trl", "3")
     with pytest.raises(DataError, match=r"no key 'reward_model\.ground_truth'"):
         examples(path, format="verl")[0]
 
