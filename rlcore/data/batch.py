@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rlcore.algorithms import Moments
 from rlcore.algorithms.types import PER_PART, PER_SEQUENCE, has_shape
 from rlcore.data.sample import Sample, SamplingMasks, VersionSpan
+from rlcore.errors import RunFailed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +37,17 @@ class StepRollouts:
     # In a replay: the step that was recorded, and the version of the weights that it trained.
     recorded_step: int | None = None
     recorded_version: int | None = None
+
+    def in_policy_steps(self, versions: TokenVersions) -> TokenVersions:
+        """Map each version, which counts publications, to the updates behind its weights."""
+        try:
+            steps = [self.policy_steps[version] for version in versions.values.tolist()]
+        except KeyError as error:
+            raise RunFailed(
+                f"an engine says that version {error} of the weights made tokens, which this run"
+                " never published; does another trainer publish to the same engines?"
+            ) from None
+        return TokenVersions(torch.tensor(steps, dtype=torch.int64), versions.lengths)
 
 
 def ragged_index(cu: Tensor, sequences: Tensor) -> Tensor:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlcore.config import Config
 from rlcore.config.evaluation_sets import SET_KEY, set_of
 from rlcore.config.sections.training import TrainingConfig
-from rlcore.data.batch import RolloutBatch, StepRollouts, TokenVersions, UpdateResult
+from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan, split_minibatches
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, EngineFailed, RunFailed, TooManyFailed
@@ -61,16 +60,12 @@ class EarlyStopping:
             return None
         return cls(training.target_kl)
 
-    def trips(self, kl: float | None) -> bool:
+    def trips(self, kl: float) -> bool:
         """Whether a step with this `objective/kl` is the last one.
-
-        A KL equal to the target does not trip, nor does None.
 
         Raises:
             RunFailed: the KL is not a number.
         """
-        if kl is None:
-            return False
         if math.isnan(kl):
             raise RunFailed(
                 "early stopping: objective/kl is NaN, so there is nothing to compare with"
@@ -81,10 +76,8 @@ class EarlyStopping:
     @property
     def armed(self) -> str:
         """The line that says at the start of a run that early stopping is on."""
-        return (
-            f"early stopping is armed: objective/kl above training.target_kl {self.target_kl:g}"
-            " ends the run after that step"
-        )
+        limit = f"objective/kl above training.target_kl {self.target_kl:g}"
+        return f"early stopping is armed: {limit} ends the run after that step"
 
     def tripped(self, step: int, kl: float) -> str:
         """Return the line that says why the run stops."""
@@ -187,28 +180,25 @@ class RankZero:
     def build_batch(
         self, step: int, version: int | None, *, reward_parts: Sequence[str] = ()
     ) -> RolloutBatch:
-        """Make the batch of `step` for policy `version`, and choose its mini-batches.
-
-        Args:
-            reward_parts: the columns of its `reward_parts`, if any.
-        """
-        assert self._rollouts is not None
-        batch = RolloutBatch.from_samples(self._rollouts.samples, reward_parts=reward_parts)
-        self._version = self._rollouts.recorded_version if version is None else version
+        """Make the batch of `step` for policy `version`, and choose its mini-batches."""
+        rollouts = self._rollouts
+        assert rollouts is not None
+        batch = RolloutBatch.from_samples(rollouts.samples, reward_parts=reward_parts)
+        self._version = rollouts.recorded_version if version is None else version
         batch.version = self._version
-        batch.lend_arrays(self._rollouts.samples)
+        batch.lend_arrays(rollouts.samples)
         if self.config.is_sft:
             del batch.vectors["rollout_logprobs"]  # no engine made these tokens
             batch.versions = None
-        if self._rollouts.policy_steps and batch.versions is not None:
-            batch.version = (self._rollouts.recorded_step or step) - 1
-            steps = in_policy_steps(batch.versions.values, self._rollouts.policy_steps)
-            batch.versions = TokenVersions(steps, batch.versions.lengths)
+        trained_step = rollouts.recorded_step or step
+        if rollouts.policy_steps and batch.versions is not None:
+            batch.version = trained_step - 1
+            batch.versions = rollouts.in_policy_steps(batch.versions)
         self.minibatches = split_minibatches(
             self.config.algorithm.minibatches,
             batch.vectors["group_ids"],
             batch.vectors["rollout_ids"],
-            seed=self.config.run.seed * 1_000_003 + (self._rollouts.recorded_step or step),
+            seed=self.config.run.seed * 1_000_003 + trained_step,
         )
         return batch
 
@@ -285,7 +275,11 @@ class RankZero:
         self.metrics |= {**self._evaluation, **times, "time/from_scratch": self._elapsed}
         if step > 0 or self._evaluation:
             self.tracker.log(step, self.metrics)
-        self._show_held_out(step)
+        by_set: dict[str, list[Sample]] = {}
+        for sample in self._evaluated:
+            by_set.setdefault(sample.metadata.get(SET_KEY, ""), []).append(sample)
+        for name, samples in by_set.items():
+            self._show(step, samples, f"{HELD_OUT} ({name})" if name else HELD_OUT)
         if self._evaluated and self.config.tracking.save_rollouts:
             self.recorder.record_evaluation(step, self._evaluated)
         self._evaluation = {}
@@ -309,14 +303,6 @@ class RankZero:
             )
         if step % self.config.tracking.show_every == 0:
             self._show(step, self._rollouts.samples, TRAINING)
-
-    def _show_held_out(self, step: int) -> None:
-        """Show samples of each set that was scored."""
-        by_set: dict[str, list[Sample]] = {}
-        for sample in self._evaluated:
-            by_set.setdefault(sample.metadata.get(SET_KEY, ""), []).append(sample)
-        for name, samples in by_set.items():
-            self._show(step, samples, f"{HELD_OUT} ({name})" if name else HELD_OUT)
 
     def _show(self, step: int, samples: Sequence[Sample], label: str) -> None:
         if picked := pick_samples(samples, self.config.tracking.show_samples):
@@ -460,18 +446,3 @@ class RankZero:
     @property
     def _elapsed(self) -> float:
         return self._seconds_before + time.monotonic() - self._began
-
-
-def in_policy_steps(versions: Tensor, policy_steps: Mapping[int, int]) -> Tensor:
-    """Return of each version the number of updates behind those weights, int64.
-
-    Versions count publications, failed ones included.
-    """
-    known, index = versions.unique(return_inverse=True)
-    if unknown := [version for version in known.tolist() if version not in policy_steps]:
-        raise RunFailed(
-            f"an engine says that version {unknown[0]} of the weights made tokens, which this run"
-            " never published; does another trainer publish to the same engines?"
-        )
-    steps = [policy_steps[version] for version in known.tolist()]
-    return torch.tensor(steps, dtype=torch.int64)[index]
