@@ -1,21 +1,4 @@
-"""A run's directory: its files, and the lock that one process holds.
-
-runs/<name>/config.yaml                        resolved, with the origin of each value
-            metrics.jsonl                      one object a step
-            notices.jsonl                      what looked wrong, and when it was over
-            environment.jsonl                  machine, packages and data of each start
-            rollouts/step_000001.parquet       every sample
-            evaluations/step_000010.parquet    every held-out sample
-            index/step_000001.parquet          the scalars of the samples, which stay
-            index/merged/step_000100.parquet   copies of those of the 100 steps up to this one
-            versions.jsonl                     every publication of weights
-            ledger.jsonl                       every transition of every draw
-            checkpoints/step_000010/           see checkpoints.py
-            logs/                              one file a process
-            timeline/                          one file a process: what it did, and when
-            engines.json                       the engines and their states
-            result.json                        how the run ended; absent while it goes on
-"""
+"""A run's directory: its files, which docs/runs.md lists, and the lock that one process holds."""
 
 from __future__ import annotations
 
@@ -32,7 +15,7 @@ from typing import Any, Literal
 from rlcore.config.secrets import mask_text, masked
 from rlcore.config.yaml_settings import render_config
 from rlcore.errors import UserError
-from rlcore.runs.checkpoints import committed_steps, unfinished_steps
+from rlcore.runs.checkpoints import committed_steps, step_name, unfinished_steps
 from rlcore.runs.files import remove_tree, write_atomic
 from rlcore.runs.lock import LOCK, OWNER, RunLock
 
@@ -48,12 +31,8 @@ HEADER = "# Written by rlcore: the resolved configuration of this run. Secrets a
 _NOT_A_RUN = frozenset({LOCK, OWNER, "logs"})
 # A run that ended before it wrote anything leaves these empty.
 _EMPTY_AT_FIRST = ("rollouts", "checkpoints")
-# All that a run writes, config.yaml last.
-_OF_A_RUN = (
-    *("metrics.jsonl", "notices.jsonl", "environment.jsonl", "result.json", "versions.jsonl"),
-    *("ledger.jsonl", "rollouts", "checkpoints", "evaluations", "index", "logs", "timeline"),
-    *("engines.json", "hf", "hf_best", "weights", "tensorboard", "wandb", "wandb_run_id", CONFIG),
-)
+# What a run writes besides the paths of `RunDirectory`.
+_MORE_OF_A_RUN = ("hf", "hf_best", "weights", "tensorboard", "wandb", "wandb_run_id")
 _LONGEST_NAME = 200  # bytes; file systems take 255, of which `.NAME.trash` needs some
 STEP_FILE = re.compile(r"step_(\d{1,12})\.parquet")  # of samples
 
@@ -124,15 +103,15 @@ class RunDirectory:
 
     def rollouts_path(self, step: int) -> Path:
         """Return the file of a step's samples."""
-        return self.rollouts / f"step_{step:06d}.parquet"
+        return self.rollouts / f"{step_name(step)}.parquet"
 
     def evaluations_path(self, step: int) -> Path:
         """Return the file of the samples of the evaluation after a step."""
-        return self.evaluations / f"step_{step:06d}.parquet"
+        return self.evaluations / f"{step_name(step)}.parquet"
 
     def index_path(self, step: int) -> Path:
         """Return the file of the scalars of a step's samples."""
-        return self.index / f"step_{step:06d}.parquet"
+        return self.index / f"{step_name(step)}.parquet"
 
     def recorded_steps(self) -> list[int]:
         """Return the steps whose samples were recorded, in order."""
@@ -286,7 +265,9 @@ def _clear(path: Path) -> list[str]:
     trash = path.with_name(f".{path.name}.trash")
     shutil.rmtree(trash, ignore_errors=True)
     trash.mkdir(exist_ok=True)
-    for name in _OF_A_RUN:
+    known = [one for one in vars(RunDirectory(path)).values() if isinstance(one, Path)]
+    names = {one.name for one in known if one.parent == path} - {CONFIG}
+    for name in (*sorted(names), *_MORE_OF_A_RUN, CONFIG):
         if os.path.lexists(path / name):
             os.rename(path / name, trash / name)
     shutil.rmtree(trash, ignore_errors=True)  # on NFS open files cannot be deleted

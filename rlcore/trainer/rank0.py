@@ -60,12 +60,14 @@ class EarlyStopping:
             return None
         return cls(training.target_kl)
 
-    def trips(self, kl: float) -> bool:
-        """Whether a step with this `objective/kl` is the last one.
+    def trips(self, kl: float | None) -> bool:
+        """Whether a step with this `objective/kl`, if it has one, is the last.
 
         Raises:
             RunFailed: the KL is not a number.
         """
+        if kl is None:
+            return False
         if math.isnan(kl):
             raise RunFailed(
                 "early stopping: objective/kl is NaN, so there is nothing to compare with"

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,11 @@ NEWEST_STEPS = 400
 PROGRESS = (
     *("rollout/reward", "eval/score", "rollout/staleness_mean", "rollout/zero_std_groups"),
     *("val/sequence_lengths", "policy/entropy_avg", "objective/kl", "time/step"),
+)
+# What can be asked for: `Api.find_NAME` answers it.
+ANSWERS = (
+    *("runs", "curves", "definitions", "steps", "samples", "texts", "search", "sample", "group"),
+    *("prompt", "ledger", "draw", "evaluations", "evaluation", "compare", "timeline"),
 )
 MAX_ROWS = 500  # of a page
 _WHOLE = re.compile(r"\d{1,18}")
@@ -96,24 +101,6 @@ class Api:
     def __init__(self, runs: Sequence[RunView], *, follow: bool) -> None:
         self.runs = {run.name: run for run in runs}
         self.follow = follow
-        self.answers: Mapping[str, Callable[[Parameters], Any]] = {
-            "runs": self.list_runs,
-            "curves": self.curves,
-            "definitions": self.definitions,
-            "steps": self.steps,
-            "samples": self.samples,
-            "texts": self.texts,
-            "search": self.search,
-            "sample": self.sample,
-            "group": self.group,
-            "prompt": self.prompt,
-            "ledger": self.ledger,
-            "draw": self.draw,
-            "evaluations": self.evaluations,
-            "evaluation": self.evaluation,
-            "compare": self.compare,
-            "timeline": self.timeline,
-        }
 
     def answer(self, name: str, given: Mapping[str, Sequence[str]]) -> Any:
         """Answer one request.
@@ -121,9 +108,9 @@ class Api:
         Raises:
             DataError: there is no such thing, or a parameter is wrong.
         """
-        if name not in self.answers:
+        if name not in ANSWERS:
             raise DataError(f"there is no {name[:40]!r} to ask for")
-        return self.answers[name](Parameters(given))
+        return getattr(self, f"find_{name}")(Parameters(given))
 
     def run(self, asked: Parameters, name: str = "run") -> RunView:
         """Return the run that is asked for, by its name."""
@@ -134,7 +121,7 @@ class Api:
 
     # --- runs and metrics -------------------------------------------------------------------------
 
-    def list_runs(self, asked: Parameters) -> Any:
+    def find_runs(self, asked: Parameters) -> Any:
         """Every run: its state, its newest numbers, and what can be asked of it."""
         return {"follow": self.follow, "runs": [self._run(run) for run in self.runs.values()]}
 
@@ -157,14 +144,14 @@ class Api:
             "ledger": run.directory.ledger_path.is_file(),
         }
 
-    def curves(self, asked: Parameters) -> Any:
+    def find_curves(self, asked: Parameters) -> Any:
         """The curve of each metric that is asked for, of each run."""
         return {
             name: {run.name: run.metrics.curve(name) for run in self.runs.values()}
             for name in asked.given.get("metric", ())[:MAX_CURVES]
         }
 
-    def definitions(self, asked: Parameters) -> Any:
+    def find_definitions(self, asked: Parameters) -> Any:
         """The definition of each metric that any run has."""
         from rlcore.algorithms.metric_table import metric_spec  # torch: seconds to import
 
@@ -176,7 +163,7 @@ class Api:
             if spec is not None
         }
 
-    def steps(self, asked: Parameters) -> Any:
+    def find_steps(self, asked: Parameters) -> Any:
         """The newest steps with their numbers."""
         run = self.run(asked)
         recorded = run.samples.steps()
@@ -188,14 +175,14 @@ class Api:
             for step, row in zip(steps, rows)
         ][::-1]
 
-    def timeline(self, asked: Parameters) -> Any:
+    def find_timeline(self, asked: Parameters) -> Any:
         """What every process did in a step, and who waited for whom."""
         step = asked.whole("step") if "step" in asked.given else None
         return timeline_of(self.run(asked), step)
 
     # --- samples ----------------------------------------------------------------------------------
 
-    def samples(self, asked: Parameters) -> Any:
+    def find_samples(self, asked: Parameters) -> Any:
         """A page of the table of samples, by their scalars."""
         run = self.run(asked)
         found = run.samples.select(
@@ -221,7 +208,7 @@ class Api:
             raise DataError(f"steps: expected newest, all, STEP or FIRST-LAST, got {given[:40]!r}")
         return int(ends[0]), int(ends[1])
 
-    def texts(self, asked: Parameters) -> Any:
+    def find_texts(self, asked: Parameters) -> Any:
         """The beginnings of the texts of samples, by `at=STEP:ROW`."""
         run = self.run(asked)
         by_step: dict[int, list[int]] = {}
@@ -238,7 +225,7 @@ class Api:
             found |= {f"{step}:{row}": excerpt_of(record) for row, record in records.items()}
         return found
 
-    def search(self, asked: Parameters) -> Any:
+    def find_search(self, asked: Parameters) -> Any:
         """Samples with a text in them, newest step first: as many steps as there is time for.
 
         `before` is the step that an earlier answer said to go on from.
@@ -274,7 +261,7 @@ class Api:
             )
         return found[0]
 
-    def sample(self, asked: Parameters) -> Any:
+    def find_sample(self, asked: Parameters) -> Any:
         """One sample with everything that is known of it."""
         run = self.run(asked)
         row = self._sample(run, asked)
@@ -289,7 +276,7 @@ class Api:
         filters = [Filter("draw", "=", draw)]
         return run.samples.select(step, step, filters, limit=MAX_OF_A_GROUP).rows
 
-    def group(self, asked: Parameters) -> Any:
+    def find_group(self, asked: Parameters) -> Any:
         """All samples of a draw."""
         run = self.run(asked)
         step = asked.whole("step")
@@ -297,7 +284,7 @@ class Api:
         records = run.records(step, [row["row"] for row in rows])
         return {"rows": rows, "samples": [sample_page(run, records[row["row"]]) for row in rows]}
 
-    def prompt(self, asked: Parameters) -> Any:
+    def find_prompt(self, asked: Parameters) -> Any:
         """The samples of one prompt over all steps, newest first."""
         run = self.run(asked)
         prompt_id = self._sample(run, asked)["prompt_id"]
@@ -308,28 +295,28 @@ class Api:
 
     # --- ledger -----------------------------------------------------------------------------------
 
-    def ledger(self, asked: Parameters) -> Any:
+    def find_ledger(self, asked: Parameters) -> Any:
         """What was not trained, and why."""
         return self.run(asked).ledger.untrained()
 
-    def draw(self, asked: Parameters) -> Any:
+    def find_draw(self, asked: Parameters) -> Any:
         """What happened to one draw."""
         return self.run(asked).ledger.life(asked.whole("draw"))
 
     # --- evaluations ------------------------------------------------------------------------------
 
-    def evaluations(self, asked: Parameters) -> Any:
+    def find_evaluations(self, asked: Parameters) -> Any:
         """The sets of every evaluation, and how many answers of each flipped."""
         return sets_of(self.run(asked))
 
-    def evaluation(self, asked: Parameters) -> Any:
+    def find_evaluation(self, asked: Parameters) -> Any:
         """The answers of one set at two steps."""
         run = self.run(asked)
         return answers_of(run, asked.text("set", ""), asked.whole("step"), asked.whole("before"))
 
     # --- side by side -----------------------------------------------------------------------------
 
-    def compare(self, asked: Parameters) -> Any:
+    def find_compare(self, asked: Parameters) -> Any:
         """Two steps, of one run or of two: metrics, rewards and prompts of both."""
         one = (self.run(asked, "a"), asked.whole("a_step"))
         other = (self.run(asked, "b"), asked.whole("b_step"))

@@ -356,7 +356,7 @@ def test_a_late_failure_leaves_the_view_at_hand(chromium: Any, tmp_path: Path) -
         serving(run.path) as server,
         reading(chromium, server.url) as reader,
     ):
-        server.api.answers = {**server.api.answers, "timeline": fail_late}
+        server.api.find_timeline = fail_late
         reader.open("runs")
         with reader.page.expect_request(lambda request: "api/timeline" in request.url):
             reader.press("7")

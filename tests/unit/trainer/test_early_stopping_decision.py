@@ -14,9 +14,10 @@ MINIMAL = ("run.name=test", "model.path=model", "data.paths=data.jsonl", "traini
 @pytest.mark.parametrize(
     ("kl", "trips"),
     [(math.nextafter(0.1, 1), True), (7.0, True), (math.inf, True), (0.1, False),
-     (math.nextafter(0.1, 0), False), (0.0, False), (-3.0, False), (-math.inf, False)],
+     (math.nextafter(0.1, 0), False), (0.0, False), (-3.0, False), (-math.inf, False),
+     (None, False)],
 )  # fmt: skip
-def test_only_strictly_above_trips(kl: float, trips: bool) -> None:
+def test_only_strictly_above_trips(kl: float | None, trips: bool) -> None:
     assert EarlyStopping(0.1).trips(kl) is trips
 
 
