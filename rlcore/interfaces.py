@@ -426,26 +426,3 @@ class EngineMemory(Protocol):
 
     def any_running(self) -> bool:
         """Whether an engine runs."""
-
-
-class Tracker(Protocol):
-    """Records and shows the progress of a run (rank 0)."""
-
-    @property
-    def url(self) -> str | None:
-        """The address at which the run can be seen, if any."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step."""
-
-    def show_samples(self, step: int, samples: Sequence[Sample], label: str) -> None:
-        """Show a few samples of a step; `label` says whether they are training or held-out ones."""
-
-    def note(self, line: str) -> None:
-        """Show one line to the people who watch."""
-
-    def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs, JSON-able (wandb's run id)."""
-
-    def close(self, status: str) -> None:
-        """End with the status of the run."""

@@ -15,7 +15,7 @@ from rlcore.tracking.format import TRAINING
 
 
 class BaseTracker:
-    """An `rlcore.interfaces.Tracker` that ignores everything; each tracker overrides what it needs.
+    """Records and shows the progress of a run (rank 0); each tracker overrides what it needs.
 
     Steps come in order. The first step that a tracker gets is the one after which a resumed run
     goes on: what an earlier process recorded of that step and later ones is void.

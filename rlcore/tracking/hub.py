@@ -17,7 +17,7 @@ from rlcore.runs.metrics import read_metrics
 from rlcore.tracking.format import number
 
 if TYPE_CHECKING:
-    from rlcore.interfaces import Tracker
+    from rlcore.tracking.base import BaseTracker
 
 CARD = "README.md"
 BEGIN = "<!-- rlcore: begin -->"
@@ -53,7 +53,9 @@ def reach_hub(config: HubConfig) -> None:
         ) from error
 
 
-def push_run(config: HubConfig, folder: Path, directory: RunDirectory, tracker: Tracker) -> None:
+def push_run(
+    config: HubConfig, folder: Path, directory: RunDirectory, tracker: BaseTracker
+) -> None:
     """Upload the final model of a run, its card linked with the tracked run.
 
     A hub that refuses does not undo the run: `result.json` and the terminal say what is missing.

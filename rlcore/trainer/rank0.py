@@ -19,7 +19,7 @@ from rlcore.data.batch import RolloutBatch, StepRollouts, UpdateResult
 from rlcore.data.packing.plan import MinibatchPlan, split_minibatches
 from rlcore.data.sample import Sample
 from rlcore.errors import ConfigError, EngineFailed, RunFailed, TooManyFailed
-from rlcore.interfaces import RolloutSource, Tracker
+from rlcore.interfaces import RolloutSource
 from rlcore.runs.checkpoints import Best, Checkpoint, CheckpointStore, best_of
 from rlcore.runs.directory import RunDirectory, Status
 from rlcore.runs.environment import describe_start
@@ -27,6 +27,7 @@ from rlcore.runs.files import append_json_line, rotate_logs
 from rlcore.runs.metrics import MetricsFile, read_metrics
 from rlcore.runs.recorder import RolloutRecorder
 from rlcore.runs.state import restore_rng, rng_state
+from rlcore.tracking.base import BaseTracker
 from rlcore.tracking.format import HELD_OUT, TRAINING, pick_samples
 from rlcore.tracking.report import format_report, summarize
 from rlcore.trainer.engine_check import EngineCheck
@@ -107,7 +108,7 @@ class RankZero:
         config: Config,
         *,
         source: RolloutSource,
-        tracker: Tracker,
+        tracker: BaseTracker,
         directory: RunDirectory,
         checkpoints: CheckpointStore,
         total_steps: int,

@@ -324,12 +324,12 @@ def test_trackers_get_no_secret(
     """wandb's server is not ours; TensorBoard's files are for every user to read."""
     given: dict[str, Any] = {}
 
-    class Tracker(BaseTracker):
+    class Stub(BaseTracker):
         def __init__(self, *_: object, settings: Any = None, **__: object) -> None:
             given["settings"] = settings or _[-1]
 
     name = {"tensorboard": "TensorboardTracker", "wandb": "WandbTracker"}[which]
-    monkeypatch.setattr(f"rlcore.tracking.{which}.{name}", Tracker)
+    monkeypatch.setattr(f"rlcore.tracking.{which}.{name}", Stub)
     config = configured(**{which: True if which == "tensorboard" else {"enabled": True}})
     config.cluster.ray.runtime_env = {"env_vars": {"WANDB_API_KEY": "hidden"}}
     build_trackers(config, RunDirectory.create(tmp_path, "a"), total_steps=1, stream=io.StringIO())
