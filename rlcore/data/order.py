@@ -70,7 +70,7 @@ def digest_row(where: str, tokens: NDArray[np.int32], parts: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Return a stand-in for a value that JSON does not know: what it says, but never an address."""
+    """Replace a value that JSON does not know by its text, but never by its address."""
     if isinstance(value, bytes | bytearray | memoryview):
         return xxhash.xxh3_64_hexdigest(bytes(value))
     said = type(value).__str__ is not object.__str__

@@ -40,7 +40,7 @@ class Prompt:
     label: Any = None
     row: dict[str, Any] = field(default_factory=dict)
     messages: Sequence[Message] | None = None  # of a chat, which `text` is the rendering of
-    tools: Sequence[dict[str, Any]] = ()  # that the model was told of, as JSON schemas
+    tools: Sequence[dict[str, Any]] = ()  # that the prompt describes, as JSON schemas
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class PromptStream:
     """Endless draws from `size` rows: draw d is row `d mod size` of the order of pass `d // size`.
 
     The order is addressed, not consumed: the whole state is the next draw and the draws that were
-    given back. A subclass whose order depends on results is told of them, and says what has to be
+    given back. A subclass whose order depends on results is notified of them, and says what must be
     written down: see `rlcore.data.curriculum.stream`.
     """
 
@@ -306,7 +306,7 @@ class PromptStream:
     # --- what a curriculum is told, and has written down ------------------------------------------
 
     def chosen(self, draw: int) -> int | None:
-        """Return the row of a draw if it has to be written down, since nothing else tells it."""
+        """Return the row of a draw if it must be written down: nothing else says it."""
         return None
 
     def outcome(self, samples: Sequence[Sample]) -> Outcome | None:

@@ -159,7 +159,7 @@ class ParquetRows(RowFile):
         # TMPDIR says where. Without a name after the block; the mapping keeps it alive.
         with tempfile.NamedTemporaryFile(prefix="rlcore-rows-") as copy:
             try:
-                # pre_buffer would hold a whole row group, compressed, beside what is read of it
+                # pre_buffer would hold a whole row group, compressed, besides what is read of it
                 with (
                     pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file,
                     pyarrow.ipc.new_file(copy, file.schema_arrow) as writer,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 ARRAYS = ("tokens", "loss_mask", "rollout_logprobs", "token_rewards")  # of a sample
 SAMPLING_MASK_KEY = "keep_sets"  # of a sampling mask in records: files keep their first name for it
 # A log-prob may lie so much above 0 in an engine's arithmetic.
-LARGEST_LOGPROB = 1e-3
+MAX_LOGPROB = 1e-3
 # The experts that an engine recorded, [t, layers with experts, experts a token]; -1: not recorded.
 # Row i belongs to token i of a sequence, prompt included. A record may end before the sequence
 # does: the last token of a response is never fed to the engine.

@@ -13,15 +13,15 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.data.sample import LARGEST_LOGPROB, FinishReason, Sample, SamplingMasks, TurnSpan
+from rlcore.data.sample import MAX_LOGPROB, FinishReason, Sample, SamplingMasks, TurnSpan
 
 ARRAYS = ("tokens", "loss_mask", "rollout_logprobs")
 # the largest whole number of each field, so that `Sample.sequence_id` has 64 bits
-LARGEST = {"draw": 1 << 42, "index": 1 << 20, "group_id": 1 << 62, "rollout_id": 1 << 62}
+MAX_INTEGERS = {"draw": 1 << 42, "index": 1 << 20, "group_id": 1 << 62, "rollout_id": 1 << 62}
 TEXTS = ("prompt_id", "prompt_text", "response_text")
 NUMBERS = ("reward_parts", "outcome", "measured")  # by name
 REASONS = get_args(FinishReason)
-LARGEST_REWARD = float(np.finfo(np.float32).max)  # in a batch they are float32
+MAX_REWARD = float(np.finfo(np.float32).max)  # in a batch they are float32
 
 
 def check_sample(sample: Sample, *, vocab_size: int) -> None:
@@ -48,9 +48,9 @@ def check_logprobs(logprobs: NDArray[np.float32]) -> None:
     if not len(logprobs):
         return
     # quickly: the least one is NaN where any is
-    if -math.inf < logprobs.min() and logprobs.max() <= LARGEST_LOGPROB:
+    if -math.inf < logprobs.min() and logprobs.max() <= MAX_LOGPROB:
         return
-    bad = (~(np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB))).nonzero()[0]
+    bad = (~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB))).nonzero()[0]
     if len(bad):
         raise ValueError(
             f"the log-prob of trainable token {bad[0]} is {logprobs[bad[0]]}, expected a finite"
@@ -77,7 +77,7 @@ def _check_types(where: str, sample: Sample) -> None:
     masks = sample.sampling_mask
     if masks is not None and not isinstance(masks, SamplingMasks):
         raise _wrong(where, "sampling_mask", masks, "SamplingMasks or None")
-    for name, largest in LARGEST.items():
+    for name, largest in MAX_INTEGERS.items():
         _check_integer(where, name, getattr(sample, name), largest)
     _check_integer(where, "turns", sample.turns, 1 << 31)
     for span in _tuple(where, "versions", sample.versions):
@@ -144,7 +144,7 @@ def _check_numbers(where: str, name: str, value: Any) -> None:
 
 def _is_number(value: Any) -> bool:
     try:
-        return isinstance(value, Real | np.bool_) and abs(float(value)) <= LARGEST_REWARD
+        return isinstance(value, Real | np.bool_) and abs(float(value)) <= MAX_REWARD
     except OverflowError:
         return False
 

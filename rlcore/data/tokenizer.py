@@ -233,7 +233,7 @@ def _render_plain(
 def _render_as_sent(
     tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], messages: Sequence[Message]
 ) -> str:
-    """Render messages whose calls have arguments as JSON, and beside which the content is null.
+    """Render messages whose calls have arguments as JSON, and whose content is null.
 
     `apply_chat_template` removes a content that is null, and such templates then fail.
     """

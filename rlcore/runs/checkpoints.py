@@ -112,7 +112,7 @@ class CheckpointStore:
         return self.folder / f".{step_name(step)}.tmp"
 
     def write_state(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the run's state beside the shards; `encode_state` says what it may hold.
+        """Write the run's state next to the shards; `encode_state` says what it may hold.
 
         Its "best" is what `point_to_best` gets with the commit.
         """

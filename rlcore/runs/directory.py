@@ -33,7 +33,7 @@ _NOT_A_RUN = frozenset({LOCK, OWNER, "logs"})
 _EMPTY_AT_FIRST = ("rollouts", "checkpoints")
 # What a run writes besides the paths of `RunDirectory`.
 _MORE_OF_A_RUN = ("hf", "hf_best", "weights", "tensorboard", "wandb", "wandb_run_id")
-_LONGEST_NAME = 200  # bytes; file systems take 255, of which `.NAME.trash` needs some
+_MAX_NAME_BYTES = 200  # bytes; file systems take 255, of which `.NAME.trash` needs some
 STEP_FILE = re.compile(r"step_(\d{1,12})\.parquet")  # of samples
 
 
@@ -230,9 +230,9 @@ def check_run_name(root: Path | str, name: str, *, resume: bool, overwrite: bool
 def check_plain_name(name: str) -> None:
     """Refuse the name of a run that can be no folder's (UserError)."""
     is_plain = name and not name.startswith(".") and os.sep not in name and name.isprintable()
-    if not is_plain or len(os.fsencode(name)) > _LONGEST_NAME:
+    if not is_plain or len(os.fsencode(name)) > _MAX_NAME_BYTES:
         raise UserError(
-            f"run.name must be a plain folder name of at most {_LONGEST_NAME} bytes that does not"
+            f"run.name must be a plain folder name of at most {_MAX_NAME_BYTES} bytes that does not"
             f" start with a dot, got {name!r}"
         )
 
@@ -258,7 +258,7 @@ def _check_is_run(path: Path) -> None:
 def _clear(path: Path) -> list[str]:
     """Delete what a run writes, the lock apart. Returns the names of everything else, which stays.
 
-    It is moved to `.<name>.trash` beside the folder first. config.yaml goes last: by it a folder
+    It is moved to `.<name>.trash` next to the folder first. config.yaml goes last: by it a folder
     that a kill left half empty is still known for a run.
     """
     path = path.resolve()  # behind a link

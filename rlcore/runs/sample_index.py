@@ -133,7 +133,7 @@ def _mean(values: Any) -> float | None:
 
 
 def _staleness(record: Mapping[str, Any]) -> float | None:
-    """Return the steps behind of the oldest token; None where nothing tells."""
+    """Return the steps behind of the oldest token; None where that is unknown."""
     if not record["versions"]:
         return None
     if steps := record.get("policy_steps"):

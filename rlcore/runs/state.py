@@ -24,7 +24,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
     Raises:
         TypeError: anything else, named by its place. Also a key that is no string: JSON would turn
-            it into one, and a resumed run would look it up in vain.
+            it into one, and a resumed run would not find it.
     """
     return json.dumps(_plain(state, "state")).encode()
 

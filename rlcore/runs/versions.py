@@ -10,7 +10,7 @@ from pathlib import Path
 from rlcore.errors import DataError
 from rlcore.runs.files import cut_torn_line, read_json_lines, sync
 
-LARGEST = 1 << 53  # of a number in the journal
+MAX_NUMBER = 1 << 53  # of a number in the journal
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Version:
 
     def __post_init__(self) -> None:
         for value in (self.version, self.step, self.incarnation):
-            if type(value) is not int or not 0 <= value < LARGEST:
+            if type(value) is not int or not 0 <= value < MAX_NUMBER:
                 raise ValueError(f"{str(self)[:80]}, expected whole numbers from 0")
 
 

@@ -159,7 +159,7 @@ class _Span:
 
 
 class Lanes:
-    """Numbers lanes of a group, so that spans which overlap lie beside each other.
+    """Numbers lanes of a group, so that spans which overlap lie next to each other.
 
     Used by the tasks of one event loop.
     """

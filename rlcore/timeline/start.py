@@ -67,17 +67,17 @@ class StartClock:
         return total
 
     def line(self, total: float) -> str:
-        """Tell a finished start in a line: "started in 41.0 s: imports 3.1, ranks 0.5, ..."."""
+        """Describe a finished start in a line: "started in 41.0 s: imports 3.1, ranks 0.5, ..."."""
         parts = [f"{name} {spent:.1f}" for name, spent in self.seconds.items() if spent >= SHORT_S]
-        told = f"started in {total:.1f} s"
-        return f"{told}: {', '.join(parts)}" if parts else told
+        phases = f": {', '.join(parts)}" if parts else ""
+        return f"started in {total:.1f} s{phases}"
 
 
 START = StartClock()
 
 
 def process_start() -> float:
-    """Return when this process was made, on the clock of `now`; the present where nobody tells."""
+    """Return when this process was made, on the clock of `now`; the present if that is unknown."""
     moment = now()
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()

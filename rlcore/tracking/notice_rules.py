@@ -15,7 +15,7 @@ from rlcore.tracking.format import LENGTH, LOSS, REWARD, TOKENS_PER_SECOND, firs
 
 Row = Mapping[str, float]
 WINDOW = 20  # rows before the newest that it is compared with
-LEAST = 5  # of them, for a comparison
+MIN_ROWS = 5  # of them, for a comparison
 FAR = 0.1  # nats a token: PPO's usual target for a step is 0.01 to 0.02
 THROWN = 1.0
 FALLEN = 0.5  # of the reward's standard deviation
@@ -28,7 +28,7 @@ class History:
 
     Attributes:
         lately: up to `WINDOW` of them, those just before it.
-        first: the first `LEAST` of the run.
+        first: the first `MIN_ROWS` of the run.
         groups: that a step trains on; 0 if there are none.
     """
 
@@ -40,7 +40,7 @@ class History:
         """Say how the reward has risen since the first rows; "" where it has not."""
         reward = first(row, REWARD)
         earlier = _firsts(self.first, REWARD)
-        if reward is None or len(earlier) < LEAST:
+        if reward is None or len(earlier) < MIN_ROWS:
             return ""
         began = statistics.mean(earlier)
         spread = [*_values(self.first, "rollout/reward_std"), row.get("rollout/reward_std", 0.0)]
@@ -85,7 +85,7 @@ def _kl(row: Row, history: History) -> str:
     length = first(row, LENGTH)
     kl = row.get("objective/kl")
     earlier = _values(history.lately, "objective/kl")
-    if kl is None or not length or len(earlier) < LEAST:
+    if kl is None or not length or len(earlier) < MIN_ROWS:
         return ""
     usual = statistics.median(earlier)
     if kl / length < 0.02 or kl < 5 * usual:
@@ -111,10 +111,10 @@ def _collapsed(row: Row, history: History) -> str:
     earlier = _firsts(history.lately, REWARD)
     if reward is None or not earlier:
         return ""
-    starts = range(max(1, len(earlier) - LEAST + 1))
-    best = max(statistics.median(earlier[k : k + LEAST]) for k in starts)
+    starts = range(max(1, len(earlier) - MIN_ROWS + 1))
+    best = max(statistics.median(earlier[k : k + MIN_ROWS]) for k in starts)
     least = FALLEN * max(_values([*history.lately, row], "rollout/reward_std"), default=0.0)
-    if len(earlier) > LEAST:
+    if len(earlier) > MIN_ROWS:
         # the deviation of a step's mean from its trend, by the median difference of two steps
         between = statistics.median(abs(b - a) for a, b in pairwise(earlier))
         least = max(least, 4 * 1.48 / math.sqrt(2) * between)
@@ -148,7 +148,7 @@ def _entropy(row: Row, history: History) -> str:
     entropy = row.get("policy/entropy_avg")
     earlier = _values(history.lately, "policy/entropy_avg")
     # supervised fine-tuning, which has no groups, is for that
-    if not history.groups or entropy is None or len(earlier) < LEAST:
+    if not history.groups or entropy is None or len(earlier) < MIN_ROWS:
         return ""
     most = max(earlier)
     if entropy >= 0.1 * most and entropy >= 0.005:
@@ -222,7 +222,7 @@ def _speed(row: Row, history: History) -> str:
     earlier = [
         value for one in history.lately if (value := first(one, TOKENS_PER_SECOND)) is not None
     ]
-    if speed is None or len(earlier) < LEAST or speed >= 0.5 * statistics.median(earlier):
+    if speed is None or len(earlier) < MIN_ROWS or speed >= 0.5 * statistics.median(earlier):
         return ""
     usual = statistics.median(earlier)
     return (
@@ -270,7 +270,7 @@ def _grows(row: Row, history: History) -> str:
     length = first(row, LENGTH)
     earlier = _firsts(history.lately, LENGTH)
     risen = history.risen(row)
-    if not risen or length is None or len(earlier) < LEAST:
+    if not risen or length is None or len(earlier) < MIN_ROWS:
         return ""
     usual = statistics.median(earlier)
     if length < 2 * usual:

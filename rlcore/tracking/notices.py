@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlcore.runs.files import append_json_line, read_json_lines, write_atomic
-from rlcore.tracking.notice_rules import LEAST, RULES, WINDOW, History, Row, Rule
+from rlcore.tracking.notice_rules import MIN_ROWS, RULES, WINDOW, History, Row, Rule
 
 RAISED: Literal["raised"] = "raised"
 CLEARED: Literal["cleared"] = "cleared"
@@ -126,7 +126,7 @@ class Notices:
 
     def _remember(self, rows: Sequence[Row]) -> None:
         self._rows.extend(rows)
-        self._first += rows[: LEAST - len(self._first)]
+        self._first += rows[: MIN_ROWS - len(self._first)]
 
 
 def read_notices(path: Path) -> list[Notice]:

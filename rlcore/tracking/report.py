@@ -17,7 +17,7 @@ from rlcore.tracking.format import (
     of_set,
 )
 
-# Totals, a part of generation, and work beside the training: not phases of a step.
+# Totals, a part of generation, and work besides the training: not phases of a step.
 NOT_PHASES = frozenset(
     {"time/start", "time/step", "time/from_scratch", "time/engine", "time/checkpoint_write"}
 )

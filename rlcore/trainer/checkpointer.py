@@ -154,8 +154,8 @@ class Checkpointer:
         """
         assert self._step is not None
         for rank, report in enumerate(reports):
-            if "error" in (told := json.loads(report)):
-                raise self._failure(self._step, RunFailed(f"rank {rank}: {told['error']}"))
+            if "error" in (said := json.loads(report)):
+                raise self._failure(self._step, RunFailed(f"rank {rank}: {said['error']}"))
         if STILL_WRITING in reports:
             return WAIT
         self._slowest = max(json.loads(report)["seconds"] for report in reports)

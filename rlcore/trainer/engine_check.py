@@ -65,7 +65,7 @@ class EngineCheck:
 
         Args:
             samples: those of the batch, in its order.
-            engines: draw -> the engine that made its samples; {} if engines are not told apart.
+            engines: draw -> the engine that made its samples; {} if that is unknown.
 
         Returns:
             The metrics of the difference ({} without a token of the batch's version), and what is

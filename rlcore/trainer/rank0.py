@@ -438,8 +438,8 @@ class RankZero:
         """
         if not reason:
             self.recorder.finish()
-        told = self.reason if self.best is None else self.reason | {"best": asdict(self.best)}
-        self.directory.write_result(status, self.step, reason, seconds=self._elapsed, **told)
+        more = self.reason if self.best is None else self.reason | {"best": asdict(self.best)}
+        self.directory.write_result(status, self.step, reason, seconds=self._elapsed, **more)
         rows = read_metrics(self.directory.metrics_path)
         if rows and status != "failed":
             self.tracker.note(format_report(summarize(rows), result=self.directory.read_result()))

@@ -34,7 +34,7 @@ def export_page(api: Api, target: Path, *, step: int | None) -> str:
     Raises:
         UserError: no run has that step, or the file cannot be written.
     """
-    told = []
+    described = []
     runs = {}
     answers: dict[str, Any] = {}
     for run in api.runs.values():
@@ -43,7 +43,7 @@ def export_page(api: Api, target: Path, *, step: int | None) -> str:
             {"rows": [], "texts": {}, "samples": {}} if chosen is None else _samples(run, chosen)
         )
         runs[run.name]["prompts"] = _prompts(api, run, runs[run.name]["rows"])
-        told.append(f"{run.name} step {chosen} ({len(runs[run.name]['rows'])} samples)")
+        described.append(f"{run.name} step {chosen} ({len(runs[run.name]['rows'])} samples)")
         answers |= _answers(api, run, runs[run.name])
     names = {name for run in api.runs.values() for name in run.metrics.names()}
     data = {
@@ -61,7 +61,7 @@ def export_page(api: Api, target: Path, *, step: int | None) -> str:
         write_atomic(target, page_with(to_json(without_folders(data))), mode=0o600)
     except OSError as error:
         raise UserError(f"--export {target}: {error.strerror}") from error
-    return f"{target}: {', '.join(told)}"
+    return f"{target}: {', '.join(described)}"
 
 
 def without_folders(value: Any, known: Set[str] = _OF_THE_RUN, *, cut: bool = False) -> Any:

@@ -125,7 +125,7 @@ def inside(folder: Path, path: Path) -> Path:
 
 BROKEN = "\ufffd"  # stands for bytes that are no whole character yet
 SPACE = "\u2581"  # in the names of SentencePiece's tokens
-LONGEST_CHARACTER = 8  # tokens that make one character, at most
+MAX_CHARACTER_TOKENS = 8  # tokens that make one character, at most
 
 
 class TokenTexts:
@@ -167,7 +167,7 @@ class TokenTexts:
         while place < len(tokens):
             size = 1
             if BROKEN in pieces[place]:
-                for longer in range(2, LONGEST_CHARACTER + 1):
+                for longer in range(2, MAX_CHARACTER_TOKENS + 1):
                     text = tokenizer.decode(
                         list(tokens[place : place + longer]), skip_special_tokens=False
                     )

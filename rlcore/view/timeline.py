@@ -33,7 +33,7 @@ def timeline_of(run: RunView, step: int | None) -> dict[str, Any]:
         if span.kind == "X" and span.group.startswith(ORDER):
             lanes.setdefault((span.group, span.lane), []).append(span)
     groups: dict[str, list[str]] = {}
-    for group, lane in sorted(lanes, key=lambda key: (_place(key[0]), key[0], _natural(key[1]))):
+    for group, lane in sorted(lanes, key=lambda key: (_order_of(key[0]), key[0], _natural(key[1]))):
         groups.setdefault(group, []).append(lane)
     return {
         "step": chosen,
@@ -83,7 +83,7 @@ def _drawn(spans: list[Span], begin: float, end: float) -> list[dict[str, Any]]:
 
 
 def _sums(waits: list[Span], begin: float, end: float) -> list[dict[str, Any]]:
-    """Return who waited for whom, the longest first."""
+    """Return how long each waited for which other, the longest first."""
     sums: dict[tuple[str, str], float] = {}
     for span in waits:
         key = (span.group, span.name.removeprefix("waits for "))
@@ -92,7 +92,7 @@ def _sums(waits: list[Span], begin: float, end: float) -> list[dict[str, Any]]:
     return [{"who": who, "whom": whom, "seconds": seconds} for (who, whom), seconds in longest]
 
 
-def _place(group: str) -> int:
+def _order_of(group: str) -> int:
     return next(at for at, start in enumerate(ORDER) if group.startswith(start))
 
 
@@ -105,7 +105,7 @@ def _natural(lane: str) -> tuple[bool, str, int]:
 
 # --- idle time ------------------------------------------------------------------------------------
 
-LEAST = 1e-4  # seconds; shorter gaps are no wait
+MIN_GAP_S = 1e-4  # seconds; shorter gaps are no wait
 IDLE = "idle"  # the lane
 NOT_OWN = ("step", "generation", "evaluation")  # phases in which the trainer itself waits
 Interval = tuple[float, float]
@@ -190,7 +190,7 @@ def gaps(busy: Sequence[Interval], begin: float, end: float) -> list[Interval]:
             found.append((at, min(start, end)))
         at = max(at, stop)
     found.append((at, end))
-    return [(a, b) for a, b in found if b - a > LEAST]
+    return [(a, b) for a, b in found if b - a > MIN_GAP_S]
 
 
 def named(idle: Sequence[Interval], reasons: Sequence[Named], *, default: str) -> list[Named]:
@@ -210,4 +210,4 @@ def named(idle: Sequence[Interval], reasons: Sequence[Named], *, default: str) -
                 found[-1] = (found[-1][0], b, name)
             else:
                 found.append((a, b, name))
-    return [piece for piece in found if piece[1] - piece[0] > LEAST]
+    return [piece for piece in found if piece[1] - piece[0] > MIN_GAP_S]

@@ -131,7 +131,7 @@ def _shards(folder: Path, own_split: str | None, split: str) -> list[Path]:
     """Return the files of rows in a folder; where they are named after splits, those of one."""
     kinds = (".parquet", *JSONL_SUFFIXES)
     files = sorted(f for f in folder.iterdir() if f.suffix in kinds and f.name[0] not in "._")
-    # beside shards a file with this ending describes them, as dataset_info.json
+    # next to shards a file with this ending describes them, as dataset_info.json
     files = [file for file in files if file.suffix != ".json"] or files
     found = sorted({file.suffix for file in files})
     if len(found) != 1:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlcore.data.generation import Completion, GenerateRequest
-from rlcore.data.sample import LARGEST_LOGPROB, Experts, FinishReason, SamplingMasks, VersionSpan
+from rlcore.data.sample import MAX_LOGPROB, Experts, FinishReason, SamplingMasks, VersionSpan
 from rlcore.errors import EngineFailed
 from rollout.engines.sglang.limits import Limits, asks_sampling_mask
 
@@ -120,7 +120,7 @@ def _logprobs(rows: list[Any], ids: list[int]) -> NDArray[np.float32]:
 def _finite(values: list[float], count: int) -> NDArray[np.float32]:
     if len(values) != count:
         raise ValueError(f"{len(values)} log-probs, expected {count}")
-    if values and not (math.isfinite(sum(values)) and max(values) <= LARGEST_LOGPROB):
+    if values and not (math.isfinite(sum(values)) and max(values) <= MAX_LOGPROB):
         raise ValueError(
             f"log-probs from {min(values)} to {max(values)}, expected finite ones up to 0"
         )
