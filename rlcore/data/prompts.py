@@ -221,15 +221,25 @@ def _warn_of(what: str, rows: Examples, total: int, limit: LengthLimit) -> None:
     logger.warning(text, len(rows), total, what, limit, rows.where(0))
 
 
-def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a prompt; a chat is rendered up to the assistant's turn."""
-    if isinstance(example.prompt, str):
-        return example.prompt
+def render_messages(
+    example: Example,
+    messages: str | Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    generate: bool = True,
+) -> str:
+    """Return messages as the template of a row's chat writes them; a text is one already.
+
+    Args:
+        generate: up to the assistant's turn.
+    """
+    if isinstance(messages, str):
+        return messages
     return render_chat(
         tokenizer,
-        example.prompt,
+        messages,
         example.where,
-        add_generation_prompt=True,
+        add_generation_prompt=generate,
         tools=example.tools,
         chat_kwargs=example.chat_kwargs,
     )
@@ -239,7 +249,7 @@ def tokenize_prompts(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[NDArray[np.int32]]]:
     """Return text and tokens of each prompt. Raises DataError for a prompt without tokens."""
-    texts = [render_prompt(example, tokenizer) for example in examples]
+    texts = [render_messages(example, example.prompt, tokenizer) for example in examples]
     tokens = encode(tokenizer, texts, [example.where for example in examples])
     bos = leading_bos(tokenizer)
     if bos:  # not for chats: a template writes its own

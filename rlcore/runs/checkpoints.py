@@ -70,14 +70,10 @@ class Best:
     mode: str
     value: float
 
-    @classmethod
-    def of(cls, found: Any) -> Best:
-        """Read what `asdict` wrote. Raises ValueError or TypeError for anything else."""
-        best = cls(**found)
-        words = isinstance(best.metric, str) and best.mode in ("max", "min")
-        if not words or type(best.step) is not int or type(best.value) not in (int, float):
-            raise ValueError(f"{str(found)[:80]} names no checkpoint as the best")
-        return best
+    def __post_init__(self) -> None:
+        words = isinstance(self.metric, str) and self.mode in ("max", "min")
+        if not words or type(self.step) is not int or not isinstance(self.value, int | float):
+            raise ValueError(f"{str(self)[:80]} names no checkpoint as the best")
 
 
 class CheckpointStore:
@@ -286,7 +282,7 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 def best_of(state: Mapping[str, Any]) -> Best | None:
     """Return the best checkpoint that a run's state names, if it names one."""
     found = state.get("best")
-    return None if found is None else Best.of(found)
+    return None if found is None else Best(**found)
 
 
 def read_best(folder: Path) -> Best | None:
@@ -297,7 +293,7 @@ def read_best(folder: Path) -> Best | None:
     """
     path = folder / BEST
     try:
-        return Best.of(json.loads(path.read_bytes()))
+        return Best(**json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, RecursionError) as error:

@@ -27,9 +27,9 @@ from rlcore.config.sections.data import DataConfig
 from rlcore.data.examples import Example, open_examples
 from rlcore.data.loading import sft_limits
 from rlcore.data.messages import Message, check_messages
-from rlcore.data.prompts import LengthLimit, PromptSet, chunks
+from rlcore.data.prompts import LengthLimit, PromptSet, chunks, render_messages
 from rlcore.data.ragged_file import RaggedArray, RaggedWriter
-from rlcore.data.tokenizer import encode, render_chat, shows_calls
+from rlcore.data.tokenizer import encode, shows_calls
 from rlcore.errors import DataError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def render_turns(
     earlier = [] if which == "last" else range(len(example.prompt))
     turns = []
     for place in (i for i in earlier if chat[i]["role"] == "assistant"):
-        prompt = _render(example, chat[:place], tokenizer, generate=True)
+        prompt = render_messages(example, chat[:place], tokenizer)
         turns.append((prompt, _written(example, chat[: place + 1], prompt, tokenizer)))
     return [*turns, (prompt_text, _written(example, chat, prompt_text, tokenizer))]
 
@@ -206,7 +206,7 @@ def _behind(
     Most write the message there as it is. DeepSeek-R1's leaves a thought out of every message,
     though its prompt opens one: the thought of the row stands there then, or an empty one.
     """
-    whole = _render(example, chat, tokenizer, generate=False)
+    whole = render_messages(example, chat, tokenizer, generate=False)
     content = chat[-1].get("content") or ""
     if whole.startswith(prompt):
         written = whole[len(prompt) :]
@@ -295,20 +295,3 @@ def _sequences(
             places[-1][1] += 1
         yield sequence, places
         places = []
-
-
-def _render(
-    example: Example,
-    messages: Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    generate: bool,
-) -> str:
-    return render_chat(
-        tokenizer,
-        messages,
-        example.where,
-        add_generation_prompt=generate,
-        tools=example.tools,
-        chat_kwargs=example.chat_kwargs,
-    )

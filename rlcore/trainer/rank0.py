@@ -341,7 +341,7 @@ class RankZero:
         sign = 1 if wanted.mode == "max" else -1
         if self.best is not None and sign * value <= sign * self.best.value:
             return False
-        self.best = Best(step, wanted.metric, wanted.mode, value)
+        self.best = Best(step, wanted.metric, wanted.mode, float(value))
         self.tracker.note(f"the best {wanted.metric} so far is {value:.6g}, after step {step}")
         return True
 

@@ -60,18 +60,16 @@ class RunView:
 
     def config(self) -> dict[str, Any]:
         """Return the run's configuration; {} where there is none or it cannot be read."""
-        try:
-            text = self.inside(self.directory.config_path).read_text(encoding="utf-8")
-            found = yaml.safe_load(text)
-        except (OSError, ValueError, yaml.YAMLError, DataError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return self._map_in(self.directory.config_path, yaml.safe_load)
 
     def result(self) -> dict[str, Any]:
         """Return how the run ended; {} while it goes on or after a kill."""
+        return self._map_in(self.directory.result_path, json.loads)
+
+    def _map_in(self, path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         try:
-            found = json.loads(self.inside(self.directory.result_path).read_bytes())
-        except (OSError, ValueError, DataError):
+            found = parse(self.inside(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError, DataError):
             return {}
         return found if isinstance(found, dict) else {}
 
