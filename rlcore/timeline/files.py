@@ -1,10 +1,11 @@
 """The files of a timeline: timeline/<process>.json.gz, events in Chrome's trace-event format.
 
-Perfetto and chrome://tracing read a file as it is: an array of events, which needs no closing
-bracket. A process appends its events as one gzip member a step. The member's header has a field of
-ours with its size and its step, so a reader unpacks only the steps that it wants. What a kill tore
-is cut off at the next start. A member without events makes void what was recorded before of steps
-after its own. A full file becomes <process>.older.json.gz, over the one before.
+Unpacked, a file is an array of events without its closing bracket, as Perfetto and chrome://tracing
+accept it. They read only the first member of a gzip file, so it must be unpacked. A process appends
+its events as one gzip member a step. The member's header has a field of ours with its size and its
+step, so a reader unpacks only the steps that it wants. What a kill tore is cut off at the next
+start. A member without events makes void what was recorded before of steps after its own. A full
+file becomes <process>.older.json.gz, over the one before.
 
 Times are of the wall clock, in microseconds.
 """

@@ -19,7 +19,7 @@ Views.timeline = {
         el("tr", { "data-row": true }, el("td", {}, wait.who), el("td", {}, wait.whom), el("td", { class: "n" }, number(wait.seconds)),
           el("td", { class: "n" }, Math.round((100 * wait.seconds) / found.seconds) + " %"))))
         : note("Nobody waited."),
-      note("Perfetto (ui.perfetto.dev) opens the files of ", run.path + "/timeline", " as they are."));
+      note("For Perfetto (ui.perfetto.dev), join the files of ", run.path + "/timeline", " by zcat: see docs/trace.md."));
   },
 };
 
