@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 
 from rlcore.algorithms import AlgorithmError
 from rlcore.config import Config
-from rlcore.config.derived import all_engines_timeout_s, generates, recorded_fields
+from rlcore.config.derived import (
+    all_engines_timeout_s,
+    comeback_s,
+    engine_place_s,
+    generates,
+    recorded_fields,
+)
 from rlcore.config.load import Loaded
 from rlcore.data.loading import prompt_notes
 from rlcore.errors import ConfigError
@@ -27,12 +33,14 @@ from rlcore.launch.process import Process
 from rlcore.launch.run_folder import OpenRun, find_checkpoint
 from rlcore.planning.devices import peak_flops
 from rlcore.runs.versions import VersionJournal
+from rlcore.timeline.start import START
 from rlcore.tracking import build_trackers
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.gpu_sharing import GpuSharing
 from rlcore.trainer.handle_exchange import HandleExchange
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.rank0 import RankZero
+from rlcore.trainer.rank_sync import on_rank0
 from rlcore.trainer.sender_ranks import SenderRanks
 from rlcore.trainer.step_metrics import Utilization
 from rlcore.trainer.weight_publisher import WeightPublisher
@@ -185,6 +193,18 @@ def _open_service_here(
     return RolloutHandles(service, sink, len(service.prompts), service.prompts.lengths, memory)
 
 
+def start_engines(process: Process, config: Config, handles: RolloutHandles | None) -> None:
+    """Let rank 0 start the engines. Collective."""
+    # a large model loads for long
+    limit_s = config.cluster.start_timeout_s + comeback_s(
+        config.rollout.engine, engine_place_s(config)
+    )
+    with START.phase("engines"):
+        process.sync.run_on_rank0(
+            "starting the engines", lambda: on_rank0(handles).source.start(), timeout_s=limit_s
+        )
+
+
 def build_weight_publisher(
     config: Config,
     process: Process,
@@ -302,9 +322,7 @@ def build_rank0(
         origins=loaded.origins,
         utilization=build_utilization(config, process, credit),
     )
-    for note in loaded.notes:
-        tracker.note(note)
-    for note in prompt_notes(config, handles.num_prompts):
+    for note in (*loaded.notes, *prompt_notes(config, handles.num_prompts)):
         tracker.note(note)
     if rank0.early_stopping is not None:
         tracker.note(rank0.early_stopping.armed)

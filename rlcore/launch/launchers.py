@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rlcore.config.load import Loaded
 from rlcore.errors import ConfigError, UserError
-from rlcore.launch.environment import is_rank
+from rlcore.launch.environment import is_rank, resolved_by_launcher
 
 
 def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[str] = ()) -> int:
@@ -40,7 +40,8 @@ def train(loaded: Loaded, *, resume: bool, overwrite: bool, arguments: Sequence[
         return drive(loaded, resume=resume, overwrite=overwrite)
     from rlcore.launch.rank import train_rank
 
-    return train_rank(loaded, resume=resume, overwrite=overwrite)
+    is_checked = resolved_by_launcher() is not None
+    return train_rank(loaded, resume=resume, overwrite=overwrite, is_checked=is_checked)
 
 
 def need_ray() -> None:

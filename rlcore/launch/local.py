@@ -40,7 +40,7 @@ from rlcore.launch.logs import (
     log_folder,
     rank_log_path,
 )
-from rlcore.launch.run_folder import conclude_if_opened, result_mark, was_opened
+from rlcore.launch.run_folder import conclude_unless_written, result_mark, was_opened
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.stores import FolderStore, loopback_interface
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
@@ -108,7 +108,7 @@ class _LocalRanks:
             codes = [worker.poll() for worker in self.workers]
             failure = read_failure(self.store) or self._died(codes) or self._fell_silent(codes)
             if failure is not None:
-                post_failure(self.store, failure)  # tells the other ranks
+                post_failure(self.store, failure)  # for the other ranks
                 return failure
             if None not in codes:
                 return None
@@ -147,7 +147,8 @@ class _LocalRanks:
             and not was_opened(self.store)
         ):
             return INTERRUPTED  # a rank that does not handle signals yet dies of them
-        conclude_if_opened(self.config, self.store, failure, earlier=self._earlier)
+        if was_opened(self.store):
+            conclude_unless_written(self.config, "failed", str(failure), earlier=self._earlier)
         raise_if_stuck(self.store, failure, self.config.run)
         if failure.rank == 0 and code_of_rank0 is not None and code_of_rank0 > 0:
             return code_of_rank0

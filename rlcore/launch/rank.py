@@ -8,11 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rlcore.config import Config
-from rlcore.config.derived import comeback_s, engine_place_s, total_steps, updates_per_step
+from rlcore.config.derived import total_steps, updates_per_step
 from rlcore.config.load import Loaded
 from rlcore.errors import FAILED, DataError, RunFailed, UserError, exit_code
 from rlcore.launch.compose import (
-    RolloutHandles,
     build_algorithm,
     build_backend,
     build_gpu_sharing,
@@ -21,8 +20,9 @@ from rlcore.launch.compose import (
     export_policy,
     open_handles,
     replay_from,
+    start_engines,
 )
-from rlcore.launch.environment import resolved_by_launcher, supervised, wait_for_reporter
+from rlcore.launch.environment import supervised, wait_for_reporter
 from rlcore.launch.input_checks import check_input
 from rlcore.launch.logs import describe_failure, log_folder
 from rlcore.launch.process import Process, join
@@ -39,8 +39,12 @@ from rlcore.trainer.rank_sync import PeerFailed, in_one_line, on_rank0
 logger = logging.getLogger(__name__)
 
 
-def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
-    """Train as the rank that the environment names, or as the only one; return its exit code."""
+def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool, is_checked: bool) -> int:
+    """Train as the rank that the environment names, or as the only one; return its exit code.
+
+    Args:
+        is_checked: a launcher has checked the input for all ranks.
+    """
     rank = 0
     START.begin()
     try:
@@ -54,6 +58,7 @@ def train_rank(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
                 loaded,
                 resume=resume or resumes,
                 overwrite=overwrite and not resumes,  # the first attempt has done it
+                is_checked=is_checked,
                 service=service,
             )
     except RunHasEnded as ended:
@@ -72,6 +77,7 @@ def run_rank(
     *,
     resume: bool,
     overwrite: bool,
+    is_checked: bool,
     service: ServiceClient | None,
 ) -> Outcome:
     """Build the parts of this rank, train, and end the run.
@@ -80,7 +86,7 @@ def run_rank(
         service: the process of the rollout service; None: the service is in this process, if any.
     """
     with START.phase("input"):
-        if resolved_by_launcher() is None:
+        if not is_checked:
             check_input(loaded.config, process.world_size, resume=resume, overwrite=overwrite)
         loaded = pin_initial_policy(loaded, resume=resume)
     config = loaded.config
@@ -123,7 +129,7 @@ def run_rank(
         if run is not None:
             mark_opened(sync.store)
             process.on_failure.append(lambda failure: run.end_with(RunFailed(str(failure))))
-        _start_engines(process, config, handles)
+        start_engines(process, config, handles)
         rank0 = journal = None
         if run is not None:
             journal = run.version_journal()
@@ -135,18 +141,6 @@ def run_rank(
             config, sync, backend, credit, steps, publisher, rank0, sharing, replay_from(config)
         )
         return finish(trainer, process)
-
-
-def _start_engines(process: Process, config: Config, handles: RolloutHandles | None) -> None:
-    """Let rank 0 start the engines. Collective."""
-    # a large model loads for long
-    limit_s = config.cluster.start_timeout_s + comeback_s(
-        config.rollout.engine, engine_place_s(config)
-    )
-    with START.phase("engines"):
-        process.sync.run_on_rank0(
-            "starting the engines", lambda: on_rank0(handles).source.start(), timeout_s=limit_s
-        )
 
 
 def finish(trainer: Trainer, process: Process) -> Outcome:
@@ -163,7 +157,11 @@ def finish(trainer: Trainer, process: Process) -> Outcome:
         if rank0 is not None:
             status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             if not isinstance(error, UserError):
-                _conclude_failed(rank0, status, error)
+                try:
+                    rank0.conclude(status, reason=in_one_line(error))
+                # A full disk or damaged metrics: the user must see the first error, not this one.
+                except (OSError, DataError) as second:
+                    logger.error("result.json could not be written: %s", second)
             rank0.tracker.close(status)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise RunFailed(
@@ -205,11 +203,3 @@ def _export_best(config: Config, rank0: RankZero) -> None:
             f"WARNING {folder} could not be written: {in_one_line(error)}; try again by `rlcore"
             f" export {rank0.directory.path} FOLDER --best`"
         )
-
-
-def _conclude_failed(rank0: RankZero, status: Status, error: BaseException) -> None:
-    try:
-        rank0.conclude(status, reason=in_one_line(error))
-    # A full disk or damaged metrics: the user must hear the first error, not this one.
-    except (OSError, DataError) as second:
-        logger.error("result.json could not be written: %s", second)

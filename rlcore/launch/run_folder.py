@@ -32,7 +32,7 @@ from rlcore.runs.versions import VersionJournal
 from rlcore.stores import Store
 from rlcore.timeline.recorder import RECORDER
 from rlcore.trainer.rank0 import FINISHED, EarlyStopping
-from rlcore.trainer.rank_sync import Failure, in_one_line
+from rlcore.trainer.rank_sync import in_one_line
 
 _OPENED = "opened"
 logger = logging.getLogger(__name__)
@@ -78,19 +78,6 @@ def conclude(directory: RunDirectory, status: Status, reason: str) -> None:
 def result_mark(config: Config) -> ResultMark | None:
     """Return the mark of the result of an earlier start of this run, if there is one."""
     return RunDirectory(Path(config.run.dir) / config.run.name).result_mark()
-
-
-def conclude_if_opened(
-    config: Config, store: Store, failure: Failure, *, earlier: ResultMark | None
-) -> None:
-    """Write the result of a run whose ranks have ended, if they had taken its folder.
-
-    Args:
-        store: the ranks' store.
-        earlier: see `conclude_unless_written`.
-    """
-    if was_opened(store):
-        conclude_unless_written(config, "failed", str(failure), earlier=earlier)
 
 
 def conclude_unless_written(
@@ -219,7 +206,19 @@ def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
     """
     run, which = split_reference(path)
     if which:
-        return _checkpoint_of(run / "checkpoints", which, key).model
+        folder = run / "checkpoints"
+        best = read_best(folder) if which == "best" else None
+        if which == "best" and best is None:
+            raise UserError(
+                f"{key}: {run} has no best checkpoint: checkpoint.best was not given, or no"
+                " evaluation after a step had its metric"
+            )
+        step = int(which) if best is None else best.step
+        steps = committed_steps(folder)
+        if step not in steps:
+            known = ", ".join(map(str, steps)) or "none"
+            raise UserError(f"{key}: {run} has no checkpoint of step {step}, but of: {known}")
+        return read_checkpoint(folder / step_name(step)).model
     if (path / "checkpoints").is_dir():
         found = latest_checkpoint(path / "checkpoints")
         if found is None:
@@ -232,22 +231,6 @@ def find_checkpoint(path: Path, key: str = "policy.checkpoint") -> Path:
     return path
 
 
-def _checkpoint_of(folder: Path, which: str, key: str) -> Checkpoint:
-    """Read the checkpoint of step `which`, or the best, in a run's `checkpoints/`."""
-    best = read_best(folder) if which == "best" else None
-    if which == "best" and best is None:
-        raise UserError(
-            f"{key}: {folder.parent} has no best checkpoint: checkpoint.best was not given, or no"
-            " evaluation after a step had its metric"
-        )
-    step = int(which) if best is None else best.step
-    steps = committed_steps(folder)
-    if step not in steps:
-        known = ", ".join(map(str, steps)) or "none"
-        raise UserError(f"{key}: {folder.parent} has no checkpoint of step {step}, but of: {known}")
-    return read_checkpoint(folder / step_name(step))
-
-
 def pin_initial_policy(loaded: Loaded, *, resume: bool) -> Loaded:
     """Resolve `policy.checkpoint` to its folder of shards, which config.yaml then holds.
 
@@ -257,10 +240,15 @@ def pin_initial_policy(loaded: Loaded, *, resume: bool) -> Loaded:
     Raises:
         UserError: that folder is gone.
     """
-    given = loaded.config.policy.checkpoint
+    config = loaded.config.model_copy(deep=True)
+    given = config.policy.checkpoint
     if given is None:
         return loaded
-    pinned = _started_from(loaded) if resume else None
+    written = RunDirectory(Path(config.run.dir) / config.run.name).config_path
+    before = load_config([written]).config if resume and written.is_file() else None
+    pinned = None
+    if before is not None and before.policy.checkpoint is not None:
+        pinned = Path(before.policy.checkpoint)
     run, _ = split_reference(Path(given))
     if pinned is None or not pinned.resolve().is_relative_to(run.resolve()):
         pinned = find_checkpoint(Path(given))
@@ -269,13 +257,5 @@ def pin_initial_policy(loaded: Loaded, *, resume: bool) -> Loaded:
             f"policy.checkpoint: the run started from {pinned}, which is gone: restore it, or name"
             " another checkpoint to measure the KL against"
         )
-    config = loaded.config.model_copy(deep=True)
     config.policy.checkpoint = str(pinned)
     return replace(loaded, config=config)
-
-
-def _started_from(loaded: Loaded) -> Path | None:
-    run = loaded.config.run
-    written = RunDirectory(Path(run.dir) / run.name).config_path
-    checkpoint = load_config([written]).config.policy.checkpoint if written.is_file() else None
-    return None if checkpoint is None else Path(checkpoint)

@@ -15,11 +15,10 @@ from ray.exceptions import RayActorError
 
 from rlcore.errors import DeadlineExceeded
 from rlcore.launch.ray import engine_hosts
-from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.engine_hosts import EngineHost, HostedServer
 from rollout.engines.child_process import ChildServer, members
 from rollout.engines.factories import Keys
-from tests.ray.actors import config_of_a_run
+from tests.configs import small_config
 
 LOADS = """
 import os, sys, time
@@ -78,9 +77,7 @@ async def until(reached: Callable[[], bool]) -> None:
 
 def on_host(use: Callable[[EngineHost], Awaitable[None]]) -> None:
     async def main() -> None:
-        host = EngineHost(
-            ActorEnv(os.getcwd(), "127.0.0.1", 1), config_of_a_run(), 0, Keys("api", "admin")
-        )
+        host = EngineHost(os.getcwd(), small_config(), 0, Keys("api", "admin"))
         try:
             await use(host)
         finally:
@@ -169,9 +166,9 @@ class Handle:
         return await getattr(self._host, method)()
 
 
-def hosted(host: Any, place_timeout_s: float = 20.0) -> tuple[HostedServer, Handle]:
+def hosted(host: Any, placement_timeout_s: float = 20.0) -> tuple[HostedServer, Handle]:
     handle = Handle(host)
-    return HostedServer(handle, "e", place_timeout_s=place_timeout_s), handle
+    return HostedServer(handle, "e", placement_timeout_s=placement_timeout_s), handle
 
 
 def test_a_server_that_is_still_starting_is_ended_when_it_is_given_up(server: Loading) -> None:
@@ -192,7 +189,7 @@ def test_a_server_that_is_still_starting_is_ended_when_it_is_given_up(server: Lo
 
 def test_where_the_cluster_has_no_place_it_is_said_and_nobody_is_ended(server: Loading) -> None:
     async def use(host: EngineHost) -> None:
-        one, handle = hosted(host, place_timeout_s=0.3)
+        one, handle = hosted(host, placement_timeout_s=0.3)
         handle.there = False
         with pytest.raises(
             DeadlineExceeded,

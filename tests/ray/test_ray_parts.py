@@ -10,8 +10,7 @@ import pytest
 import ray
 
 from rlcore.errors import RunFailed
-from rlcore.launch.ray.actor_env import ActorEnv
-from rlcore.launch.ray.calls import ActorLost, get
+from rlcore.launch.ray.calls import ActorLost, enter_folder, get
 
 START_S = 240.0  # for a process, on a busy machine
 
@@ -30,15 +29,13 @@ def test_an_actor_that_cannot_begin_says_why_at_once() -> None:
 
     @ray.remote
     class Part:
-        def __init__(self, actor_env: ActorEnv) -> None:
-            actor_env.enter()
+        def __init__(self, folder: str) -> None:
+            enter_folder(folder)
 
         def where(self) -> str:
             return os.getcwd()
 
-    part = Part.options(max_restarts=-1, num_cpus=0).remote(
-        ActorEnv("/nowhere/at all", "127.0.0.1", 1)
-    )
+    part = Part.options(max_restarts=-1, num_cpus=0).remote("/nowhere/at all")
     with pytest.raises(
         RunFailed, match=r"^rank 3: it could not begin: /nowhere/at all cannot be entered on node "
     ) as caught:

@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore.config import Config
-from rlcore.launch.ray.cluster import Cluster, reserve
+from rlcore.launch.ray.cluster import reserve, wait_for_room
 from rlcore.launch.ray.placement import place
 from tests.integration.workspace import Run, Workspace
 from tests.ray.actors import Nobody
@@ -147,8 +147,8 @@ def test_no_share_is_cut_over_two_gpus(
         }
     )
     placement = place(config, has_gpus=True)
-    with connected_to(gpu_runs.address), reserve(placement.trainer, "PACK", "the trainer") as asked:
-        group = asked.wait(Cluster(placement, ""), limit_s=60, tick=lambda: None)
+    with connected_to(gpu_runs.address), reserve(placement.trainer, "PACK") as group:
+        wait_for_room(group, "the trainer", placement, limit_s=60, tick=lambda: None)
         inside = PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=0
         )

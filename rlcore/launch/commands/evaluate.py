@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from rlcore.config import Config
-from rlcore.config.derived import comeback_s, engine_place_s
 from rlcore.config.evaluation_sets import SET_KEY
 from rlcore.config.load import Loaded
 from rlcore.config.sections.algorithm import LossConfig
@@ -27,6 +26,7 @@ from rlcore.launch.compose import (
     build_gpu_sharing,
     build_weight_publisher,
     open_handles,
+    start_engines,
 )
 from rlcore.launch.environment import is_rank, resolved_by_launcher
 from rlcore.launch.input_checks import check_model
@@ -77,7 +77,12 @@ def evaluate_model(
         config.run.dir = stack.enter_context(TemporaryDirectory())
         config.run.name = "eval"
         if all_ranks and not is_rank():
-            _check_launcher(loaded)
+            if (launcher := config.cluster.launcher) != "local":
+                raise loaded.error(
+                    "cluster.launcher",
+                    f"{launcher} starts no ranks for an evaluation: start `rlcore eval` itself by"
+                    " torchrun, or set cluster.launcher=local and cluster.processes_per_node",
+                )
             check_model(config, config.cluster.processes_per_node)
             if config.cluster.processes_per_node > 1:
                 return launch_ranks(replace(loaded, config=config), arguments)
@@ -90,16 +95,6 @@ def evaluate_model(
     if scored is not None:
         _show(config, *scored, output)
     return 0
-
-
-def _check_launcher(loaded: Loaded) -> None:
-    launcher = loaded.config.cluster.launcher
-    if launcher != "local":
-        raise loaded.error(
-            "cluster.launcher",
-            f"{launcher} starts no ranks for an evaluation: start `rlcore eval` itself by torchrun,"
-            " or set cluster.launcher=local and cluster.processes_per_node",
-        )
 
 
 def _evaluate(
@@ -118,11 +113,7 @@ def _evaluate(
     backend = _policy_only(config, process, stack)
     sharing = build_gpu_sharing(config, process, backend, handles)
     sync.barrier("building the model", timeout_s=start_s)
-    sync.run_on_rank0(
-        "starting the engines",
-        lambda: on_rank0(handles).source.start(),
-        timeout_s=start_s + comeback_s(config.rollout.engine, engine_place_s(config)),
-    )
+    start_engines(process, config, handles)
     journal = None
     if handles is not None:
         journal = VersionJournal(Path(config.run.dir) / "versions.jsonl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -87,6 +88,20 @@ def _lines(error: BaseException) -> list[str]:
 def actor_name(run: str, part: str) -> str:
     """The name of an actor of a run, in NAMESPACE."""
     return f"{run}/{part}"
+
+
+def enter_folder(folder: str) -> None:
+    """Change an actor to the driver's folder, where relative paths of the configuration begin.
+
+    Raises RunFailed where this node has no such folder.
+    """
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise RunFailed(
+            f"{folder} cannot be entered on node {os.uname().nodename} ({error}): a run's nodes"
+            " share the folder that it is started in, under one path"
+        ) from error
 
 
 def end_named(names: Iterable[str]) -> None:

@@ -1,9 +1,14 @@
-"""Connects to a Ray cluster, running or started for the run, and reserves resources in it."""
+"""Connects to a Ray cluster, running or started for the run, and reserves resources in it.
+
+Unasked, only a cluster of this user is joined: Ray's own search takes the newest cluster of any
+user, who could then read a run's data and keys.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,30 +19,25 @@ from typing import Any
 
 import ray
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray._private.utils import read_ray_address
 from ray.exceptions import AuthenticationError
 from ray.runtime_env import RuntimeEnv
 from ray.util import placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from rlcore.config import Config
+from rlcore.deadlines import RAY_REACH_S
 from rlcore.errors import RunFailed, UserError
 from rlcore.launch.ray.calls import NAMESPACE, first_line
-from rlcore.launch.ray.discovery import (
-    AUTO,
-    LOCAL,
-    check_reachable,
-    clusters_of_others,
-    find_cluster,
-)
 from rlcore.launch.ray.placement import Placement, Resources, bundles, lacking, place
 
-NO_TOKEN = (
-    "it wants a token (RAY_AUTH_MODE=token) and this process has none: set RAY_AUTH_TOKEN, or"
-    " RAY_AUTH_TOKEN_PATH"
-)
+AUTO = "auto"  # Ray's own search
+LOCAL = "local"  # as cluster.ray.address: always a cluster of our own
 ROOT = Path(__file__).resolve().parents[3]
 # Whole seconds: Ray rounds less to nothing, and such a loop keeps a core busy.
 WAIT_S = 1
+_PROCESSES = Path("/proc")
+_OPTION = b"--gcs-address="
 
 
 @dataclass(frozen=True)
@@ -69,58 +69,45 @@ def connected(config: Config) -> Iterator[Cluster]:
 
 
 def _connect(address: str | None, config: Config) -> None:
-    options: dict[str, Any] = {
-        "namespace": NAMESPACE,
-        "runtime_env": runtime_env(
-            config.cluster.ray.runtime_env, config.cluster.ray.env_from_shell
-        ),
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-    }
+    asked = config.cluster.ray
+    environment = runtime_env(asked.runtime_env, asked.env_from_shell)
     try:
-        RuntimeEnv(**options["runtime_env"])
+        RuntimeEnv(**environment)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"cluster.ray.runtime_env: Ray does not take it: {first_line(error)}"
         ) from error
-    joined = address or find_cluster()
-    if joined is None and (others := clusters_of_others()):
+    found = address or find_cluster()
+    if found is None and (others := clusters_of_others()):
         warn(
             f"the Ray cluster {', '.join(sorted(others))} on this machine is another user's and is"
             " not joined: name it (cluster.ray.address) if that is meant"
         )
-    if joined not in (None, LOCAL):
+    if found not in (None, LOCAL):
         try:
-            check_reachable(joined)
-            ray.init(address=joined, **options)
-            _tell(joined)
+            join(found, key="cluster.ray.address: ", runtime_env=environment)
+            _report(found)
             return
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            why = first_line(error)
+        except ConnectionError as error:
             if named := address or os.environ.get("RAY_ADDRESS"):
                 where = "cluster.ray.address" if address else "RAY_ADDRESS"
-                raise UserError(f"{where}: no Ray cluster at {named!r}: {why}") from error
+                raise UserError(f"{where}: no Ray cluster at {named!r}: {error}") from error
             warn(
-                f"the Ray cluster {joined} on this machine is not joined, and the run starts its"
-                f" own: {why}"
+                f"the Ray cluster {found} on this machine is not joined, and the run starts its"
+                f" own: {error}"
             )
-        except AuthenticationError as error:  # so there is a cluster
-            raise UserError(
-                f"cluster.ray.address: the Ray cluster refuses us: {NO_TOKEN}"
-            ) from error
-    # Ray only counts CPUs, so a machine with few can be told of more, and still runs a small job.
+    # Ray only counts CPUs: a machine with few can declare more, and still runs a small job.
     cpus = max(
         os.cpu_count() or 1, *(place(config, has_gpus=some).total["CPU"] for some in (False, True))
     )
-    # As under the other launchers; Ray's default, 15, starves a run on a machine that others use.
-    niceness = {"worker_niceness": 0}
     try:
-        ray.init(
-            address=LOCAL,
+        _init(
+            LOCAL,
             num_cpus=int(-(-cpus // 1)),
             include_dashboard=False,
-            _system_config=niceness,
-            **options,
+            # As under the other launchers; Ray's default, 15, starves a run on a shared machine.
+            _system_config={"worker_niceness": 0},
+            runtime_env=environment,
         )
     # Ray raises nothing narrower when its own processes do not start in time.
     except Exception as error:
@@ -131,8 +118,42 @@ def _connect(address: str | None, config: Config) -> None:
         ) from error
 
 
-def _tell(joined: str) -> None:
-    """Say which cluster was joined, and warn of one that is open to everybody."""
+def join(address: str, *, key: str = "", **options: Any) -> None:
+    """Connect to a running cluster.
+
+    Args:
+        address: as `ray.init` takes it.
+        key: begins the message about a token.
+        options: further arguments of `ray.init`.
+
+    Raises:
+        ConnectionError: nobody answers there, or Ray does not take the cluster.
+        UserError: the cluster asks for a token, and this process has none.
+    """
+    try:
+        check_reachable(address)
+        _init(address, **options)
+    except AuthenticationError as error:  # so there is a cluster
+        raise UserError(
+            f"{key}the Ray cluster refuses us: it wants a token (RAY_AUTH_MODE=token) and this"
+            " process has none: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH"
+        ) from error
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConnectionError(first_line(error)) from error
+
+
+def _init(address: str, **options: Any) -> None:
+    ray.init(
+        address=address,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        **options,
+    )
+
+
+def _report(joined: str) -> None:
+    """Print which cluster was joined, and warn of one that is open to everybody."""
     if joined == AUTO:
         joined = ray.get_runtime_context().gcs_address
     if is_token_auth_enabled():
@@ -164,65 +185,127 @@ def runtime_env(given: dict[str, Any], from_shell: Sequence[str] = ()) -> dict[s
             f"cluster.ray.env_from_shell: {', '.join(missing)} is not set where the run is started:"
             " export it, or leave it out"
         )
-    variables = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    } | {name: os.environ[name] for name in from_shell}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {"PYTHONPATH": path} | {name: os.environ[name] for name in from_shell}
     own = given.get("env_vars", {})
     # Where `env_vars` is no mapping, Ray words the error.
     return given | {"env_vars": variables | own} if isinstance(own, dict) else given
 
 
-@dataclass(frozen=True)
-class Reservation:
-    """Bundles of resources on the cluster. Ray replaces those of a node that is lost."""
+# --- search ---------------------------------------------------------------------------------------
 
-    group: PlacementGroup
-    parts: Sequence[Resources]
-    what: str  # "the trainer", for messages
 
-    def wait(self, cluster: Cluster, *, limit_s: float, tick: Callable[[], None]) -> PlacementGroup:
-        """Wait until all bundles are reserved.
+def find_cluster(proc: Path = _PROCESSES) -> str | None:
+    """Return the address of the cluster of `RAY_ADDRESS`, or of this user's raylets here.
 
-        Args:
-            tick: called all the time meanwhile.
+    Args:
+        proc: where the kernel shows processes.
 
-        Raises RunFailed where there is no room within `limit_s` (cluster.start_timeout_s).
-        """
-        deadline = time.monotonic() + limit_s
-        while not self.group.wait(timeout_seconds=WAIT_S):
-            tick()
-            if time.monotonic() > deadline:
-                raise RunFailed(_no_room(self.parts, cluster, self.what, limit_s))
-        return self.group
+    Returns:
+        None if there is neither.
+
+    Raises:
+        UserError: this user has several clusters here, and Ray does not say which is the newest.
+    """
+    if given := os.environ.get("RAY_ADDRESS"):
+        return given if given == LOCAL else AUTO
+    found = _clusters(proc).get(os.getuid(), set())
+    newest = read_ray_address()
+    if newest in found or len(found) < 2:
+        return newest if newest in found else next(iter(found), None)
+    raise UserError(
+        f"cluster.ray.address: this machine has the Ray clusters {', '.join(sorted(found))}: name"
+        " one of them, or `local` for one of the run's own"
+    )
+
+
+def check_reachable(address: str) -> None:
+    """Raise ConnectionError if nobody listens at HOST:PORT: Ray itself tries for 14 minutes.
+
+    Args:
+        address: as `ray.init` takes it; of `auto` that of `RAY_ADDRESS`. Others pass.
+    """
+    given = os.environ.get("RAY_ADDRESS", "") if address == AUTO else address
+    host, _, port = given.rpartition(":")
+    if not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=RAY_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"nobody answers at {given}: {error}") from error
+
+
+def clusters_of_others(proc: Path = _PROCESSES) -> set[str]:
+    """Return the addresses of the clusters whose raylets here are of other users."""
+    found = _clusters(proc)
+    own = found.pop(os.getuid(), set())
+    return set().union(*found.values()) - own
+
+
+def _clusters(proc: Path) -> dict[int, set[str]]:
+    """Return the clusters' addresses by the user whose raylets here belong to them."""
+    found: dict[int, set[str]] = {}
+    for process in proc.glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            user = process.stat().st_uid
+        except OSError:  # it has ended
+            continue
+        if os.path.basename(words[0]) == b"raylet":
+            addresses = [w.removeprefix(_OPTION) for w in words if w.startswith(_OPTION)]
+            found.setdefault(user, set()).update(address.decode() for address in addresses)
+    return found
+
+
+# --- room -----------------------------------------------------------------------------------------
 
 
 @contextmanager
-def reserve(parts: Sequence[Resources], strategy: str, what: str) -> Iterator[Reservation]:
-    """Ask for bundles, and keep them while open.
+def reserve(parts: Sequence[Resources], strategy: str) -> Iterator[PlacementGroup]:
+    """Ask for bundles, and keep them while open. Ray replaces those of a node that is lost.
 
     Args:
         strategy: PACK | SPREAD.
     """
     group = placement_group(bundles(parts), strategy=strategy)
     try:
-        yield Reservation(group, parts, what)
+        yield group
     finally:
         if ray.is_initialized():
             remove_placement_group(group)
 
 
-def _no_room(parts: Sequence[Resources], cluster: Cluster, what: str, limit_s: float) -> str:
-    asked = "; ".join(
-        ", ".join(f"{amount:g} {name}" for name, amount in part.items()) for part in parts
-    )
-    short = lacking(cluster.placement, ray.cluster_resources())
-    why = (
-        f"it lacks {short}"
-        if short
-        else "others use it, or no node has a whole bundle free (`ray status`)"
-    )
-    return (
-        f"the Ray cluster has no room for {what} within {limit_s:g} s (cluster.start_timeout_s):"
-        f" asked is [{asked}]; {why}; free nodes, ask for less (cluster.ray), or use fewer"
-        " processes or engines"
-    )
+def wait_for_room(
+    group: PlacementGroup,
+    what: str,
+    placement: Placement,
+    *,
+    limit_s: float,
+    tick: Callable[[], None],
+) -> None:
+    """Wait until all bundles of `group` are reserved.
+
+    Args:
+        what: "the trainer" or "the engines", for messages.
+        tick: called all the time while this waits.
+
+    Raises RunFailed where there is no room within `limit_s` (cluster.start_timeout_s).
+    """
+    deadline = time.monotonic() + limit_s
+    while not group.wait(timeout_seconds=WAIT_S):
+        tick()
+        if time.monotonic() < deadline:
+            continue
+        asked = "; ".join(
+            ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+            for bundle in group.bundle_specs
+        )
+        short = lacking(placement, ray.cluster_resources())
+        why = f"it lacks {short}"
+        if short is None:
+            why = "others use it, or no node has a whole bundle free (`ray status`)"
+        raise RunFailed(
+            f"the Ray cluster has no room for {what} within {limit_s:g} s"
+            f" (cluster.start_timeout_s): asked is [{asked}]; {why}; free nodes, ask for less"
+            " (cluster.ray), or use fewer processes or engines"
+        )

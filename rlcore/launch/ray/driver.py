@@ -1,7 +1,7 @@
 """`rlcore train` with `cluster.launcher: ray`: places the parts of a run and restarts lost ones.
 
 this process    the ranks' store, the terminal, signals
-run status      a small actor for `rlcore status` and `rlcore stop`
+run status      a small actor for `rlcore status`, `rlcore stop` and the output of rank 0
 engine hosts    an actor for each engine; Ray starts it elsewhere when its node is lost
 ranks           an actor each; when one is lost all restart from the last checkpoint; rank 0 has the
                 rollout service, as under every launcher
@@ -28,19 +28,12 @@ from rlcore.config.load import Loaded
 from rlcore.errors import INTERRUPTED, RlcoreError, UserError
 from rlcore.launch.environment import RESTARTED
 from rlcore.launch.input_checks import check_input
-from rlcore.launch.ray.actor_env import ActorEnv, LogRelay
 from rlcore.launch.ray.calls import NAMESPACE, actor_name, end_named
-from rlcore.launch.ray.cluster import (
-    Cluster,
-    Reservation,
-    connected,
-    reserve,
-    warn,
-)
+from rlcore.launch.ray.cluster import Cluster, connected, reserve, wait_for_room, warn
 from rlcore.launch.ray.engine_hosts import EngineHost, host_name
 from rlcore.launch.ray.placement import bundles
 from rlcore.launch.ray.ranks import Ranks
-from rlcore.launch.ray.status import RunStatus, StopRequests
+from rlcore.launch.ray.status import Requests, RunStatus
 from rlcore.launch.run_folder import conclude_unless_written, result_mark
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.lock import wait_until_free
@@ -60,7 +53,7 @@ def drive(loaded: Loaded, *, resume: bool, overwrite: bool) -> int:
             as under `local`.
     """
     check_input(loaded.config, world_size(loaded.config), resume=resume, overwrite=overwrite)
-    requests = StopRequests()
+    requests = Requests()
     with ExitStack() as last, connected(loaded.config) as cluster, ExitStack() as stack:
         # Signals are counted until all is closed, so that they do not change the exit code.
         last.enter_context(requests.counting_signals())
@@ -71,21 +64,18 @@ class Driver:
     """Drives one run. Whatever it makes ends with `stack`."""
 
     def __init__(
-        self, loaded: Loaded, cluster: Cluster, stack: ExitStack, requests: StopRequests
+        self, loaded: Loaded, cluster: Cluster, stack: ExitStack, requests: Requests
     ) -> None:
         self._loaded = loaded
         self._cluster = cluster
         self._stack = stack
         self.config = loaded.config
         self._folder = Path(self.config.run.dir) / self.config.run.name
-        self._log_relay = LogRelay(cluster.address)
-        self._actor_env = ActorEnv(os.getcwd(), cluster.address, self._log_relay.port)
         self._keys = Keys.from_environment()
         self._requests = requests
         self._ranks: Ranks | None = None
         self._stopping = False  # the ranks were asked to end
         self._run_status: Any = None
-        self._statuses_written = 0
         self._hosts: list[Any] = []
         self._restarts = 0
         self._opened = False  # the ranks have taken the run's folder
@@ -96,18 +86,16 @@ class Driver:
     def run(self, *, resume: bool, overwrite: bool) -> int:
         """Place all parts, start the ranks until they end well, and return the exit code."""
         with self._requests.interrupting_on_second(), self._writing_a_result():
-            self._stack.callback(self._log_relay.show, wait_s=0.0)  # when all actors have ended
             self._open_run_status()
             placement = self._cluster.placement
             # The trainer's bundles come first and stay for all attempts: it needs whole nodes, and
             # engines go anywhere.
-            trainer = self._stack.enter_context(reserve(placement.trainer, "PACK", "the trainer"))
-            self._wait_for(trainer)
+            trainer = self._stack.enter_context(reserve(placement.trainer, "PACK"))
+            self._wait_for(trainer, "the trainer")
             engines = None
             if placement.engines:
-                engines = self._wait_for(
-                    self._stack.enter_context(reserve(placement.engines, "SPREAD", "the engines"))
-                )
+                engines = self._stack.enter_context(reserve(placement.engines, "SPREAD"))
+                self._wait_for(engines, "the engines")
             # before the engines' bundles are given back
             self._stack.callback(self._end_hosts)
             if not placement.shares_gpus:
@@ -119,12 +107,11 @@ class Driver:
                 )
             return code
 
-    def _wait_for(self, reservation: Reservation) -> PlacementGroup:
-        return reservation.wait(
-            self._cluster, limit_s=self.config.cluster.start_timeout_s, tick=self._tick
-        )
+    def _wait_for(self, group: PlacementGroup, what: str) -> None:
+        limit_s = self.config.cluster.start_timeout_s
+        wait_for_room(group, what, self._cluster.placement, limit_s=limit_s, tick=self._tick)
 
-    def _attempt(self, trainer: Reservation, *, resume: bool, overwrite: bool) -> int | None:
+    def _attempt(self, trainer: PlacementGroup, *, resume: bool, overwrite: bool) -> int | None:
         """Start the ranks, and return the run's exit code, or None for another attempt."""
         self._resumes = self._opened
         if self._resumes:
@@ -132,10 +119,10 @@ class Driver:
             wait_until_free(
                 self._folder, limit_s=limit, key="cluster.start_timeout_s", tick=self._tick
             )
-        group = self._wait_for(trainer)
-        ranks = Ranks(self._cluster, group, self._loaded, self._actor_env, self._tick)
+        self._wait_for(trainer, "the trainer")
+        ranks = Ranks(self._cluster, trainer, self._loaded, self._tick)
         try:
-            failure = ranks.place() or self._run(ranks, group, resume=resume, overwrite=overwrite)
+            failure = ranks.place() or self._run(ranks, trainer, resume=resume, overwrite=overwrite)
             if failure is None:
                 return max(ranks.codes.values())
             is_loss = ranks.is_loss(failure)
@@ -150,11 +137,11 @@ class Driver:
             may_restart = self._restarts < self.config.cluster.max_restarts and not self._stopping
             if not (is_loss and may_restart):
                 ranks.wait_for_peers()
-                self._log_relay.show()
                 return ranks.report(failure)
         finally:
             self._opened |= ranks.was_opened
             ranks.end()
+            self._requests.finish()
             self._ranks = None
             self._write_run_status([])
         self._restarts += 1
@@ -171,13 +158,11 @@ class Driver:
         """Run the ranks, which have been placed, to their end."""
         if self._cluster.placement.shares_gpus:
             self._end_hosts()
-            self._host_engines(group, ranks.gpus)
+            self._host_engines(group, [gpus for _, _, gpus in ranks.where])
         self._write_run_status(
             [
                 {"rank": rank, "node": node, "pid": pid, "gpus": gpus}
-                for rank, (node, pid, gpus) in enumerate(
-                    zip(ranks.nodes, ranks.pids, ranks.gpus, strict=True)
-                )
+                for rank, (node, pid, gpus) in enumerate(ranks.where)
             ]
         )
         self._ranks = ranks  # from here on a stop request ends them cleanly
@@ -195,7 +180,6 @@ class Driver:
             name=actor_name(name, "status"),
             namespace=NAMESPACE,
             num_cpus=0,
-            max_concurrency=CONCURRENT,
             # With the loss of the driver's node the run is lost anyway.
             scheduling_strategy=NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False
@@ -214,15 +198,12 @@ class Driver:
 
     def _write_run_status(self, ranks: list[dict[str, Any]]) -> None:
         facts = {
-            "run": self.config.run.name,
             "folder": str(self._folder.absolute()),
-            "driver": os.getpid(),
             "began": self._began,
             "ranks": ranks,
             "restarts": self._restarts,
         }
-        self._statuses_written += 1
-        self._run_status.write.remote(self._statuses_written, facts)
+        self._run_status.write.remote(facts)
 
     def _host_engines(self, group: PlacementGroup | None, gpus: list[list[str]]) -> None:
         """Make an actor for each engine, in its bundle.
@@ -248,7 +229,7 @@ class Driver:
                     placement_group=group, placement_group_bundle_index=bundle
                 ),
             )
-            self._hosts.append(host.remote(self._actor_env, self.config, index, self._keys, shared))
+            self._hosts.append(host.remote(os.getcwd(), self.config, index, self._keys, shared))
 
     def _end_hosts(self) -> None:
         """End the engines."""
@@ -259,8 +240,7 @@ class Driver:
     # --- meanwhile --------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Print the actors' output, and pass on requests to stop."""
-        self._log_relay.show()
+        """Print the output of rank 0, and pass on requests to stop."""
         self._requests.check()
         if not self._requests.count:
             return

@@ -20,8 +20,7 @@ from rlcore.deadlines import END_SERVER_S
 from rlcore.errors import DeadlineExceeded, RlcoreError
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.logs import log_folder
-from rlcore.launch.ray.actor_env import ActorEnv
-from rlcore.launch.ray.calls import NAMESPACE, actor_name, answer, answer_when_up
+from rlcore.launch.ray.calls import NAMESPACE, actor_name, answer, answer_when_up, enter_folder
 from rollout.asyncio_utils import within
 from rollout.engines.child_process import Server
 from rollout.engines.factories import HostedFactory, Keys, engine_name, factory_of
@@ -38,14 +37,15 @@ class EngineHost:
     """The actor of one engine: starts, watches and ends its server, which also ends with the actor.
 
     Args:
+        folder: the driver's.
         keys: for SGLang's servers; an embedded engine takes one of them.
         gpus: the names of its GPUs; empty for those that Ray lets this process see.
     """
 
     def __init__(
-        self, actor_env: ActorEnv, config: Config, index: int, keys: Keys, gpus: Sequence[str] = ()
+        self, folder: str, config: Config, index: int, keys: Keys, gpus: Sequence[str] = ()
     ) -> None:
-        actor_env.enter()
+        enter_folder(folder)
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._gpus = tuple(gpus)
@@ -62,7 +62,7 @@ class EngineHost:
         return await asyncio.shield(starting)
 
     async def wait_ended(self) -> str:
-        """Wait until the server has ended; tell how, with the last lines of its log."""
+        """Wait until the server has ended; describe how, with the last lines of its log."""
         ended = self._server.ended
         if ended is not None:
             await asyncio.wait({ended})
@@ -95,14 +95,12 @@ class EngineHost:
 
 def _server(config: Config, index: int, keys: Keys, gpus: Sequence[str]) -> Server:
     """Make a server, not started, that listens where other nodes reach it."""
-    engine = config.rollout.engine.model_copy()
+    config = config.model_copy(deep=True)
+    engine = config.rollout.engine
     if engine.host == LOOPBACK:
         engine.host = ray.util.get_node_ip_address()
-    config = config.model_copy(deep=True)
-    config.rollout.engine = engine
-    logs = log_folder(config.run)
     factory: HostedFactory = factory_of(engine.kind)
-    return factory.build_server(config, index, logs=logs, gpus=gpus, keys=keys)
+    return factory.build_server(config, index, logs=log_folder(config.run), gpus=gpus, keys=keys)
 
 
 class HostedServer:
@@ -111,16 +109,16 @@ class HostedServer:
     Implements `rollout.engines.child_process.Server`.
 
     Args:
-        place_timeout_s: for the actor to be up, before the server's own deadline begins: Ray may
-            notice a lost node after half a minute, and has to find another one.
+        placement_timeout_s: for the actor to be up, before the server's own deadline begins: Ray
+            may notice a lost node after half a minute, and has to find another one.
     """
 
     managed = True
 
-    def __init__(self, host: Any, name: str, *, place_timeout_s: float) -> None:
+    def __init__(self, host: Any, name: str, *, placement_timeout_s: float) -> None:
         self._host = host
         self.name = name
-        self._place_s = place_timeout_s
+        self._placement_timeout_s = placement_timeout_s
         self._begun = False  # the host was asked to start it
         # for the newest start; None while it is starting
         self._ended: asyncio.Task[str] | None = None
@@ -133,10 +131,10 @@ class HostedServer:
         Raises what `EngineHost.start` raises, or DeadlineExceeded where Ray finds no place for it.
         """
         await within(
-            self._place_s,
+            self._placement_timeout_s,
             answer_when_up(self._host.pid.remote, what=f"engine {self.name}"),
             lambda: (
-                f"engine {self.name} has no process after {self._place_s:g} s"
+                f"engine {self.name} has no process after {self._placement_timeout_s:g} s"
                 " (cluster.start_timeout_s): the cluster has no room for it (`ray status`)"
             ),
         )
@@ -162,12 +160,10 @@ class HostedServer:
         return self._ended
 
     def describe_end(self) -> str:
-        """Tell how the server has ended."""
-        return (
-            self._ended.result()
-            if self._ended is not None and self._ended.done()
-            else "it still runs"
-        )
+        """Describe how the server has ended."""
+        if self._ended is None or not self._ended.done():
+            return "it still runs"
+        return self._ended.result()
 
     async def stop(self) -> None:
         """Ask the server to end, and wait."""
@@ -218,7 +214,7 @@ def cluster_engines(config: Config) -> list[RolloutEngine]:
         HostedServer(
             ray.get_actor(host_name(config.run.name, index), namespace=NAMESPACE),
             engine_name(index),
-            place_timeout_s=limit_s,
+            placement_timeout_s=limit_s,
         )
         for index in range(hosted_engines(config))
     ]

@@ -16,21 +16,11 @@ Resources = dict[str, float]
 
 
 @dataclass(frozen=True)
-class NodeSlot:
-    """The place of a rank."""
-
-    rank: int
-    node: int  # the trainer's bundle
-    local_rank: int
-
-
-@dataclass(frozen=True)
 class Placement:
     """The resources of each part, by Ray's names."""
 
-    ranks: tuple[NodeSlot, ...]
     rank: Resources  # of one rank
-    trainer: tuple[Resources, ...]  # a bundle a node
+    trainer: tuple[Resources, ...]  # a bundle a node, for its ranks one after the other
     engine: Resources  # of one engine
     # a bundle for each engine; () where there are none, or they are in the trainer's
     engines: tuple[Resources, ...]
@@ -52,33 +42,25 @@ def place(config: Config, *, has_gpus: bool) -> Placement:
     """Place a run on a cluster with GPUs, or with CPUs only."""
     cluster = config.cluster
     engine = config.rollout.engine
-    asked = config.cluster.ray
-    on_gpu = has_gpus and engine.device != "cpu"
+    asked = cluster.ray
     count = hosted_engines(config)
-    rank = _resources(asked.rank_cpus, asked.rank_gpus if has_gpus else 0.0)
-    one_engine = _resources(
-        asked.engine_cpus, asked.engine_gpus * engine.tensor_parallel if on_gpu else 0.0
-    )
+    engine_gpus = asked.engine_gpus * engine.tensor_parallel if has_gpus else 0.0
+    host = _resources(asked.engine_cpus, 0.0 if engine.device == "cpu" else engine_gpus)
     hosts = tuple(range(count))
-    engines = (one_engine,) * count
+    engines = (host,) * count
     node = _resources(
         asked.rank_cpus * cluster.processes_per_node, gpus_of_a_node(config) if has_gpus else 0.0
     )
     # Colocated engines are on one node, on the GPUs of its ranks, and need CPUs of their own.
     if engine.colocated and count:
-        one_engine = _resources(asked.engine_cpus, 0.0)
-        node = added(node, *(one_engine,) * count)
+        host = _resources(asked.engine_cpus, 0.0)
+        node = added(node, *(host,) * count)
         hosts = (0,) * count
         engines = ()
     return Placement(
-        ranks=tuple(
-            NodeSlot(index * cluster.processes_per_node + local, index, local)
-            for index in range(cluster.nodes)
-            for local in range(cluster.processes_per_node)
-        ),
-        rank=rank,
+        rank=_resources(asked.rank_cpus, asked.rank_gpus if has_gpus else 0.0),
         trainer=(node,) * cluster.nodes,
-        engine=one_engine,
+        engine=host,
         engines=engines,
         hosts=hosts,
     )
@@ -90,13 +72,12 @@ def lacking(placement: Placement, cluster: Mapping[str, float]) -> str | None:
     Args:
         cluster: its resources, used and free.
     """
-    wanted = placement.total
-    short = [name for name, amount in wanted.items() if amount > cluster.get(name, 0.0) + 1e-6]
-    if not short:
-        return None
-    return ", ".join(
-        f"{wanted[name]:g} {name} (the cluster has {cluster.get(name, 0.0):g})" for name in short
-    )
+    short = [
+        f"{amount:g} {name} (the cluster has {cluster.get(name, 0.0):g})"
+        for name, amount in placement.total.items()
+        if amount > cluster.get(name, 0.0) + 1e-6
+    ]
+    return ", ".join(short) or None
 
 
 def added(*parts: Resources) -> Resources:

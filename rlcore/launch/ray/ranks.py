@@ -1,4 +1,4 @@
-"""One attempt of the trainer's ranks: their actors, their store, and what their end means.
+"""Trainer ranks as actors: one attempt of them all, their store, and what their end means.
 
 The first rank that dies or falls silent ends them all, as in rlcore/launch/local.py. A loss (of a
 process, of a node, by a hang) is worth another attempt; an error of a rank would only repeat.
@@ -29,6 +29,7 @@ from rlcore.errors import (
     UserError,
 )
 from rlcore.launch.environment import (
+    SUPERVISED,
     THREADS,
     allow_connections,
     rank_environment,
@@ -37,18 +38,63 @@ from rlcore.launch.environment import (
 )
 from rlcore.launch.heartbeat import HeartbeatMonitor, raise_if_stuck, read_stuck
 from rlcore.launch.logs import describe_failure
-from rlcore.launch.ray.actor_env import ActorEnv
-from rlcore.launch.ray.calls import ActorLost, first_line, get, translate_error
+from rlcore.launch.ray.calls import ActorLost, enter_folder, first_line, get, translate_error
 from rlcore.launch.ray.cluster import Cluster
+from rlcore.launch.ray.engine_hosts import ADDRESS, NODE_ADDRESS
 from rlcore.launch.ray.placement import bundles
-from rlcore.launch.ray.rank_actor import RankActor
-from rlcore.launch.run_folder import conclude_if_opened, result_mark, was_opened
+from rlcore.launch.ray.status import print_on_driver
+from rlcore.launch.run_folder import conclude_unless_written, result_mark, was_opened
 from rlcore.launch.torchrun_attempts import has_ended
 from rlcore.stores import bound_store
+from rlcore.timeline.start import START, now
 from rlcore.trainer.rank_sync import Failure, post_failure, read_failure
 
 POLL_S = 0.1
 CONNECTIONS_OF_A_RANK = 2  # to the store: its own, and its heartbeat's
+Where = tuple[str, int, list[str]]  # a node's id, a process id, names of GPUs
+
+
+class RankActor:
+    """Runs one rank, once, in the main thread of its process, in torchrun's environment.
+
+    Args:
+        folder: the driver's.
+    """
+
+    def __init__(self, folder: str) -> None:
+        enter_folder(folder)
+
+    def where(self) -> Where:
+        """The node's id, the process id, the GPUs that Ray gave it."""
+        gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        return ray.get_runtime_context().get_node_id(), os.getpid(), gpus
+
+    def run(
+        self, environment: Mapping[str, str], loaded: Loaded, *, resume: bool, overwrite: bool
+    ) -> int:
+        """Train, and return the rank's exit code.
+
+        Args:
+            environment: the variables that torchrun would set, and for rank 0 the engines' keys.
+
+        Raises:
+            RlcoreError: as `rlcore.launch.rank.train_rank`.
+        """
+        START.origin = now()  # the process may have waited for this since long ago
+        # A rank that Ray gave GPUs sees only those, numbered from 0. Else it is as under torchrun.
+        has_own = loaded.config.cluster.ray.rank_gpus > 0 and bool(self.where()[2])
+        local = {"LOCAL_RANK": "0"} if has_own else {}
+        # Ray's own setting is one thread; the user's is among the variables.
+        os.environ.pop(THREADS, None)
+        os.environ.update({**environment, **local, SUPERVISED: str(os.getppid())})
+        from rlcore.launch.rank import train_rank
+
+        if environment["RANK"] == "0":
+            print_on_driver(loaded.config.run.name)
+            # for the rollout service, which is a process of its own
+            os.environ[ADDRESS] = ray.get_runtime_context().gcs_address
+            os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
+        return train_rank(loaded, resume=resume, overwrite=overwrite, is_checked=True)
 
 
 class Ranks:
@@ -64,25 +110,22 @@ class Ranks:
         cluster: Cluster,
         group: PlacementGroup,
         loaded: Loaded,
-        actor_env: ActorEnv,
         tick: Callable[[], None],
     ) -> None:
         self._cluster = cluster
         self._group = group
         self._loaded = loaded
-        self._actor_env = actor_env
         self._tick = tick
         self.config = loaded.config
         self._earlier = result_mark(self.config)
-        ranks = range(len(cluster.placement.ranks))
-        allow_connections(CONNECTIONS_OF_A_RANK * len(ranks))
+        self._per_node = self.config.cluster.processes_per_node
+        self._count = self.config.cluster.nodes * self._per_node
+        allow_connections(CONNECTIONS_OF_A_RANK * self._count)
         self._host = bound_store(cluster.address, STORE_S)
         self.store = dist.PrefixStore(store_prefix(), self._host)
-        self._monitor = HeartbeatMonitor(self.store, ranks, self.config.cluster)
+        self._monitor = HeartbeatMonitor(self.store, range(self._count), self.config.cluster)
         self.actors: list[Any] = []
-        self.nodes: list[str] = []  # the id of each rank's node
-        self.pids: list[int] = []
-        self.gpus: list[list[str]] = []
+        self.where: list[Where] = []  # of each rank
         self._runs: dict[Any, int] = {}  # the unfinished call of each rank -> the rank
         self.codes: dict[int, int] = {}  # exit codes of ranks that have ended
         self.errors: dict[int, RlcoreError] = {}  # errors of ranks that have ended with one
@@ -99,16 +142,17 @@ class Ranks:
         """
         limit = self.config.cluster.start_timeout_s
         resources = bundles([self._cluster.placement.rank])[0]
-        for place in self._cluster.placement.ranks:
+        for rank in range(self._count):
+            bundle = PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=rank // self._per_node
+            )
             actor = ray.remote(RankActor).options(
                 num_cpus=resources.get("CPU", 0.0),
                 num_gpus=resources.get("GPU", 0.0),
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=place.node
-                ),
+                scheduling_strategy=bundle,
             )
-            self.actors.append(actor.remote(self._actor_env))
+            self.actors.append(actor.remote(os.getcwd()))
         asked = [actor.where.remote() for actor in self.actors]
         deadline = time.monotonic() + limit
         late = asked
@@ -122,15 +166,12 @@ class Ranks:
             )
         for rank, ref in enumerate(asked):
             try:
-                node, pid, gpus = get(
-                    ref, limit_s=limit, what=f"rank {rank}", key="cluster.start_timeout_s"
+                self.where.append(
+                    get(ref, limit_s=limit, what=f"rank {rank}", key="cluster.start_timeout_s")
                 )
             except ActorLost:
                 self._lost[rank] = time.monotonic()
                 return self._first_lost()
-            self.nodes.append(node)
-            self.pids.append(pid)
-            self.gpus.append(gpus)
         return None
 
     def run(self, *, resume: bool, overwrite: bool, for_rank0: Mapping[str, str]) -> Failure | None:
@@ -139,27 +180,26 @@ class Ranks:
         Args:
             for_rank0: variables for rank 0 and its rollout service.
         """
-        places = self._cluster.placement.ranks
-        for place, actor in zip(places, self.actors, strict=True):
+        for rank, actor in enumerate(self.actors):
             environment = rank_environment(
-                place.rank,
-                len(places),
-                local_rank=place.local_rank,
-                local_world_size=sum(other.node == place.node for other in places),
+                rank,
+                self._count,
+                local_rank=rank % self._per_node,
+                local_world_size=self._per_node,
             ) | store_environment(self._cluster.address, self._host.port)
             if THREADS in os.environ:
                 environment[THREADS] = os.environ[THREADS]
-            if place.rank == 0:
+            if rank == 0:
                 environment |= for_rank0
             ref = actor.run.remote(environment, self._loaded, resume=resume, overwrite=overwrite)
-            self._runs[ref] = place.rank
+            self._runs[ref] = rank
         while True:
             self._tick()
             self._collect()
             failure = read_failure(self.store) or self._died() or self._fell_silent()
             if failure is not None:
                 self._failed_at = time.monotonic()
-                post_failure(self.store, failure)  # tells the other ranks
+                post_failure(self.store, failure)  # for the other ranks
                 return self._cause(failure)
             if not self._runs:
                 return None
@@ -194,7 +234,7 @@ class Ranks:
         if any(seen < self._failed_at + NOTICE_S for seen in self._lost.values()):
             return True
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return any(node not in alive for node in self.nodes)
+        return any(node not in alive for node, _, _ in self.where)
 
     @property
     def was_opened(self) -> bool:
@@ -212,7 +252,8 @@ class Ranks:
             raise error
         if self.codes.get(0) == INTERRUPTED:
             return INTERRUPTED
-        conclude_if_opened(self.config, self.store, failure, earlier=self._earlier)
+        if self.was_opened:
+            conclude_unless_written(self.config, "failed", str(failure), earlier=self._earlier)
         raise_if_stuck(self.store, failure, self.config.run)
         if failure.rank == 0 and error is not None:
             raise error
@@ -258,12 +299,10 @@ class Ranks:
     def _first_lost(self) -> Failure | None:
         """The failure of the first rank whose process is gone."""
         for rank in self._lost:
-            known = rank < len(self.pids)
-            where = (
-                f"(node {self.nodes[rank][:8]}, pid {self.pids[rank]})"
-                if known
-                else "before it could begin"
-            )
+            where = "before it could begin"
+            if rank < len(self.where):
+                node, pid, _ = self.where[rank]
+                where = f"(node {node[:8]}, pid {pid})"
             return Failure(rank, f"its process or node is gone {where}")
         return None
 

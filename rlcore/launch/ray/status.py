@@ -1,9 +1,13 @@
-"""`rlcore status` and `rlcore stop RUN`, and what each run has for them: an actor, and a count."""
+"""The actor of a run that its driver, its rank 0 and other shells share, and who calls it.
+
+`rlcore status` reads facts of the run there, `rlcore stop` asks it for the end of the run, and rank
+0 leaves there the lines that the driver prints.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,20 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import AuthenticationError, RayError
+from ray.exceptions import RayError
 
 from rlcore.deadlines import STATUS_ANSWER_S
-from rlcore.errors import DeadlineExceeded, RlcoreError, UserError
-from rlcore.launch.ray.calls import NAMESPACE, actor_name, first_line, get
-from rlcore.launch.ray.cluster import NO_TOKEN
-from rlcore.launch.ray.discovery import LOCAL, check_reachable, find_cluster
+from rlcore.errors import DeadlineExceeded, RlcoreError, RunFailed, UserError
+from rlcore.launch.logs import LineStream
+from rlcore.launch.ray.calls import NAMESPACE, actor_name, get
+from rlcore.launch.ray.cluster import LOCAL, find_cluster, join
 from rlcore.launch.run_folder import engine_lines
 from rlcore.launch.signals import handling_stop_signals
 from rlcore.runs.directory import RunDirectory
 from rlcore.runs.metrics import read_metrics
+from rlcore.terminal import printable
 
 POLL_S = 0.5
 KEY = "a fixed limit"
+MAX_LINE = 1 << 16  # characters of a line that are shown
+logger = logging.getLogger(__name__)
+
+
+# --- commands -------------------------------------------------------------------------------------
 
 
 def status(address: str | None) -> Iterator[str]:
@@ -51,7 +61,7 @@ def stop(run: str, address: str | None, *, timeout_s: float) -> str:
     """
     with _connected(address):
         try:
-            run_status = ray.get_actor(actor_name(run, "status"), namespace=NAMESPACE)
+            run_status = status_of(run)
         except ValueError as error:
             there = ", ".join(_runs()) or "none"
             raise UserError(f"no run {run!r} goes on here; there is {there}") from error
@@ -71,22 +81,12 @@ def stop(run: str, address: str | None, *, timeout_s: float) -> str:
 @contextmanager
 def _connected(address: str | None) -> Iterator[None]:
     found = address or find_cluster()
-    if found in (None, LOCAL):
+    if found is None or found == LOCAL:
         raise UserError("no Ray cluster of yours runs on this machine (--address HOST:PORT)")
     try:
-        check_reachable(found)
-        ray.init(
-            address=found,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"no Ray cluster at {found!r} (--address HOST:PORT): {first_line(error)}"
-        ) from error
-    except AuthenticationError as error:
-        raise UserError(f"the Ray cluster refuses us: {NO_TOKEN}") from error
+        join(found)
+    except ConnectionError as error:
+        raise UserError(f"no Ray cluster at {found!r} (--address HOST:PORT): {error}") from error
     try:
         yield
     finally:
@@ -102,15 +102,18 @@ def _runs() -> list[str]:
 
 def _describe(run: str) -> Iterator[str]:
     try:
-        run_status = ray.get_actor(actor_name(run, "status"), namespace=NAMESPACE)
         facts: dict[str, Any] = get(
-            run_status.read.remote(), limit_s=STATUS_ANSWER_S, what=f"run {run}", key=KEY
+            status_of(run).read.remote(), limit_s=STATUS_ANSWER_S, what=f"run {run}", key=KEY
         )
     except (RlcoreError, ValueError):  # it has ended meanwhile
         return
     folder = Path(facts["folder"])
-    yield f"{run}: step {_step(folder)}, for {time.time() - facts['began']:.0f} s, in {folder}"
-    yield f"  restarts of the ranks: {facts.get('restarts', 0)}"
+    # this machine may lack the file
+    metrics = RunDirectory(folder).metrics_path
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    step = rows[-1]["step"] if rows else 0
+    yield f"{run}: step {step}, for {time.time() - facts['began']:.0f} s, in {folder}"
+    yield f"  restarts of the ranks: {facts['restarts']}"
     if not facts["ranks"]:
         yield "  ranks: being started"
     for rank in facts["ranks"]:
@@ -120,68 +123,85 @@ def _describe(run: str) -> Iterator[str]:
         yield f"  {line}"
 
 
-def _step(folder: Path) -> str:
-    """The last step in metrics.jsonl, if this machine has that file."""
-    path = RunDirectory(folder).metrics_path
-    rows = read_metrics(path) if path.is_file() else []
-    return str(rows[-1]["step"]) if rows else "0"
+# --- the actor ------------------------------------------------------------------------------------
 
 
 class RunStatus:
-    """The actor in which a run's driver writes for `rlcore status`, and hears `rlcore stop`."""
+    """The actor: one call at a time, those of one caller in their order."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
-        self._written = 0  # the number of the newest facts
         self._stops = 0
-        self._asked = asyncio.Condition()
+        self._lines: list[tuple[str, str]] = []
 
-    async def write(self, number: int, facts: dict[str, Any]) -> None:
-        """Replace the facts, unless newer ones came first: Ray keeps no order of a start's calls.
+    def write(self, facts: dict[str, Any]) -> None:
+        """Replace the facts."""
+        self._facts = facts
 
-        Args:
-            number: rises with each call of the driver.
-        """
-        if number > self._written:
-            self._written = number
-            self._facts = facts
-
-    async def read(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
         """All facts."""
         return self._facts
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """Ask for a clean end after the current step; a second request ends the run at once."""
-        async with self._asked:
-            self._stops += 1
-            self._asked.notify_all()
+        self._stops += 1
 
-    async def until_stop(self, times: int) -> None:
-        """Return when the run has been asked to stop so many times."""
-        async with self._asked:
-            await self._asked.wait_for(lambda: self._stops >= times)
+    def say(self, stream: str, line: str) -> None:
+        """Keep a line for the driver to print on `stream`, "out" or "err"."""
+        self._lines.append((stream, line))
+
+    def news(self) -> tuple[int, list[tuple[str, str]]]:
+        """Return how often `stop` was called so far, and the lines since the last call."""
+        lines = self._lines
+        self._lines = []
+        return self._stops, lines
 
 
-class StopRequests:
-    """Counts requests to end a run: signals of the driver's process, and `rlcore stop`.
+def status_of(run: str) -> Any:
+    """Find the status actor of a run. Raises ValueError where there is none."""
+    return ray.get_actor(actor_name(run, "status"), namespace=NAMESPACE)
 
-    The first asks for a clean end after this step, the second ends it at once.
+
+def print_on_driver(run: str) -> None:
+    """Send what this process prints to the driver's terminal from now on."""
+    run_status = status_of(run)
+
+    def send(stream: str, line: str) -> None:
+        try:
+            call = run_status.say.remote(stream, line[:MAX_LINE])
+            get(call, limit_s=STATUS_ANSWER_S, what="the driver", key=KEY)
+        except RunFailed:  # recovery: the driver is gone, and with it the terminal
+            logger.info("not printed: %s", line.rstrip())
+
+    sys.stdout = LineStream(lambda line: send("out", line))
+    sys.stderr = LineStream(lambda line: send("err", line))
+
+
+class Requests:
+    """In the driver: prints the lines of rank 0, and counts requests to end the run.
+
+    Requests are signals of this process and calls of `rlcore stop`. The first asks for a clean end
+    after this step, the second ends the run at once.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self._signals = 0
+        self._stops = 0
         self._interrupts = False
         self._run_status: Any = None
-        self._stops = 0  # requests in `count` that came from the run status
-        # The call that returns when the run status has one more; none once that actor is lost.
-        self._next_stop: list[Any] = []
+        self._news: list[Any] = []  # the call that is under way; none once the actor is lost
+
+    @property
+    def count(self) -> int:
+        """The requests so far."""
+        return self._signals + self._stops
 
     @contextmanager
     def counting_signals(self) -> Iterator[None]:
         """Only count signals while open, so that they do not interrupt what is being closed."""
 
         def count(_number: int, _frame: object) -> None:
-            self.count += 1
+            self._signals += 1
             if self._interrupts and self.count > 1:
                 raise KeyboardInterrupt
 
@@ -198,22 +218,28 @@ class StopRequests:
             self._interrupts = False
 
     def follow(self, run_status: Any) -> None:
-        """Count the requests that `rlcore stop` makes at this actor."""
+        """Take lines and requests from this actor from now on."""
         self._run_status = run_status
-        self._await_stop()
+        self._news = [run_status.news.remote()]
 
     def check(self) -> None:
-        """Count a new request of the run status; never waits."""
-        if not self._next_stop or not ray.wait(self._next_stop, timeout=0)[0]:
-            return
-        try:
-            ray.get(self._next_stop)
-        except RayError:  # the actor is lost, and `rlcore stop` with it
-            self._next_stop = []
-            return
-        self.count += 1
-        self._stops += 1
-        self._await_stop()
+        """Take what the actor has for the driver; never waits."""
+        if self._news and ray.wait(self._news, timeout=0)[0]:
+            self._take()
 
-    def _await_stop(self) -> None:
-        self._next_stop = [self._run_status.until_stop.remote(self._stops + 1)]
+    def finish(self) -> None:
+        """Print the lines that are left, once rank 0 has ended."""
+        for _ in range(2):  # the call under way may have been answered before the last line came
+            if self._news:
+                self._take()
+
+    def _take(self) -> None:
+        try:
+            self._stops, lines = ray.get(self._news[0], timeout=STATUS_ANSWER_S)
+        except RayError:  # the actor is lost, and `rlcore stop` with it
+            self._news = []
+            return
+        self._news = [self._run_status.news.remote()]
+        for stream, line in lines:
+            file = sys.stdout if stream == "out" else sys.stderr
+            print(printable(line), end="", file=file, flush=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config import Config
 from rlcore.errors import RunFailed, UserError
 from rlcore.launch.run_folder import (
     OpenRun,
@@ -22,6 +21,7 @@ from rlcore.launch.run_folder import (
 )
 from rlcore.runs.checkpoints import CheckpointStore
 from rlcore.runs.directory import RunDirectory
+from tests.configs import small_config
 
 
 def test_the_result_counts_the_steps_of_the_log(tmp_path: Path) -> None:
@@ -90,14 +90,7 @@ def test_a_folder_that_cannot_be_removed_does_not_hide_the_error(
 
 def test_only_a_result_of_this_start_counts(tmp_path: Path) -> None:
     """A killed rank 0 leaves that of an earlier start, on a server with a clock of its own."""
-    config = Config.model_validate(
-        {
-            "run": {"name": "a", "dir": str(tmp_path)},
-            "model": {"path": "model"},
-            "data": {"paths": "train.jsonl"},
-            "training": {"steps": 9},
-        }
-    )
+    config = small_config(run={"name": "a", "dir": str(tmp_path)})
     assert result_mark(config) is None
     directory = RunDirectory.create(tmp_path, "a")
     directory.write_result("completed", 3)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config import Config
 from rlcore.errors import UserError
-from rlcore.launch.ray import cluster, discovery, status
-from rlcore.launch.ray.discovery import AUTO, clusters_of_others, find_cluster
+from rlcore.launch.ray import cluster, status
+from rlcore.launch.ray.cluster import AUTO, clusters_of_others, find_cluster
+from tests.configs import small_config
 
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(discovery, "read_ray_address", lambda: None)
+    monkeypatch.setattr(cluster, "read_ray_address", lambda: None)
 
 
 def processes(folder: Path, *commands: list[str]) -> Path:
@@ -46,7 +46,7 @@ def test_the_cluster_of_another_user_is_not_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proc = processes(tmp_path, raylet("10.0.0.1:6379"))
-    monkeypatch.setattr(discovery, "read_ray_address", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(cluster, "read_ray_address", lambda: "10.0.0.1:6379")
     me = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
     assert find_cluster(proc) is None
@@ -61,29 +61,26 @@ def test_of_several_the_newest_is_taken(tmp_path: Path, monkeypatch: pytest.Monk
     proc = processes(tmp_path, raylet("10.0.0.1:6379"), raylet("10.0.0.2:6379"))
     with pytest.raises(UserError, match=r"10\.0\.0\.1:6379, 10\.0\.0\.2:6379: name one"):
         find_cluster(proc)
-    monkeypatch.setattr(discovery, "read_ray_address", lambda: "10.0.0.2:6379")
+    monkeypatch.setattr(cluster, "read_ray_address", lambda: "10.0.0.2:6379")
     assert find_cluster(proc) == "10.0.0.2:6379"
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The clusters that Ray is told to join; none is."""
+def inits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The clusters that Ray shall join, if they are reached; none is joined."""
     asked: list[str] = []
-    monkeypatch.setattr(cluster, "check_reachable", lambda address: None)
     monkeypatch.setattr(cluster.ray, "init", lambda *, address, **_: asked.append(address))
     return asked
 
 
-def config() -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "x"},
-            "model": {"path": "m"},
-            "data": {"paths": ["p"]},
-            "training": {"steps": 1},
-            "cluster": {"launcher": "ray"},
-        }
-    )
+@pytest.fixture
+def joined(inits: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The clusters that Ray shall join, all of which can be reached."""
+    monkeypatch.setattr(cluster, "check_reachable", lambda address: None)
+    return inits
+
+
+CONFIG = small_config(cluster={"launcher": "ray"})
 
 
 def test_a_cluster_that_is_passed_by_is_named(
@@ -91,7 +88,7 @@ def test_a_cluster_that_is_passed_by_is_named(
 ) -> None:
     monkeypatch.setattr(cluster, "find_cluster", lambda: None)
     monkeypatch.setattr(cluster, "clusters_of_others", lambda: {"10.0.0.1:6379"})
-    cluster._connect(None, config())
+    cluster._connect(None, CONFIG)
     assert joined == [cluster.LOCAL]
     assert "10.0.0.1:6379 on this machine is another user's" in capsys.readouterr().err
 
@@ -105,7 +102,7 @@ def test_a_cluster_that_asks_for_no_token_is_warned_of(
 ) -> None:
     monkeypatch.setattr(cluster, "find_cluster", lambda: "10.0.0.1:6379")
     monkeypatch.setattr(cluster, "is_token_auth_enabled", lambda: asks)
-    cluster._connect(None, config())
+    cluster._connect(None, CONFIG)
     assert joined == ["10.0.0.1:6379"]
     said = capsys.readouterr()
     assert ("whoever reaches it runs code as its user" in said.err) is not asks
@@ -118,7 +115,7 @@ def test_the_cluster_that_is_named_counts(
     joined: list[str], monkeypatch: pytest.MonkeyPatch, named: str, found: str | None
 ) -> None:
     monkeypatch.setattr(cluster, "find_cluster", lambda: found)
-    cluster._connect(named, config())
+    cluster._connect(named, CONFIG)
     assert joined == [named]
 
 
@@ -130,23 +127,15 @@ def dead() -> str:
         return f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-@pytest.fixture
-def inits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The clusters that Ray is told to join, if they are reached."""
-    asked: list[str] = []
-    monkeypatch.setattr(cluster.ray, "init", lambda *, address, **_: asked.append(address))
-    return asked
-
-
 def test_a_cluster_of_the_user_that_does_not_answer_ends_the_run_at_once(
     inits: list[str], dead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray tries for 14 minutes, and the run would go on on this machine alone."""
     monkeypatch.setenv("RAY_ADDRESS", dead)
     with pytest.raises(UserError, match=f"^RAY_ADDRESS: no Ray cluster at '{dead}': nobody answ"):
-        cluster._connect(None, config())
+        cluster._connect(None, CONFIG)
     with pytest.raises(UserError, match=f"^cluster\\.ray\\.address: no Ray cluster at '{dead}': "):
-        cluster._connect(dead, config())
+        cluster._connect(dead, CONFIG)
     for address in (None, dead):
         with pytest.raises(UserError, match=r"no Ray cluster at .* nobody answers at"):
             next(status.status(address))
@@ -157,7 +146,7 @@ def test_a_cluster_that_was_found_and_does_not_answer_is_told(
     inits: list[str], dead: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cluster, "find_cluster", lambda: dead)
-    cluster._connect(None, config())
+    cluster._connect(None, CONFIG)
     assert inits == [cluster.LOCAL]
     assert f"the Ray cluster {dead} on this machine is not joined" in capsys.readouterr().err
 
@@ -165,6 +154,6 @@ def test_a_cluster_that_was_found_and_does_not_answer_is_told(
 def test_what_is_no_port_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     for address in (AUTO, "ray://10.0.0.1:10001", "auto"):
-        discovery.check_reachable(address)
+        cluster.check_reachable(address)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        discovery.check_reachable(f"127.0.0.1:{listening.getsockname()[1]}")
+        cluster.check_reachable(f"127.0.0.1:{listening.getsockname()[1]}")

@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 
-from rlcore.config import Config
 from rlcore.launch.ray import driver as driver_module
-from rlcore.launch.ray.actor_env import ActorEnv
 from rlcore.launch.ray.cluster import Cluster
 from rlcore.launch.ray.driver import Driver
-
-RELAY_PORT = 4321
+from tests.configs import small_config
 
 
 class FakeRay:
@@ -38,8 +35,6 @@ class FakeRay:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    relay = SimpleNamespace(port=RELAY_PORT)
-    monkeypatch.setattr(driver_module, "LogRelay", lambda address: relay)
     monkeypatch.setattr(driver_module, "ray", fake)
     monkeypatch.setattr(driver_module, "bundles", lambda needs: [{"CPU": 2.0, "GPU": 1.0}])
     monkeypatch.setattr(
@@ -49,15 +44,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 def test_each_engine_has_a_host_in_its_bundle_with_its_share_of_gpus(fake: FakeRay) -> None:
-    config = Config.model_validate(
-        {
-            "run": {"name": "a"},
-            "model": {"path": "m"},
-            "data": {"paths": "d.jsonl"},
-            "training": {"steps": 1},
-            "rollout": {"engine": {"kind": "sglang", "tensor_parallel": 2}},
-        }
-    )
+    config = small_config(rollout={"engine": {"kind": "sglang", "tensor_parallel": 2}})
     placement = SimpleNamespace(hosts=[4, 6], engine=object())
     cluster = Cluster(placement, "10.0.0.1")  # type: ignore[arg-type]
     loaded: Any = SimpleNamespace(config=config)
@@ -65,9 +52,8 @@ def test_each_engine_has_a_host_in_its_bundle_with_its_share_of_gpus(fake: FakeR
         driver = Driver(loaded, cluster, stack, SimpleNamespace())  # type: ignore[arg-type]
         group: Any = object()
         driver._host_engines(group, [["0", "1"], ["1", "2"], ["3"]])
-    environment = ActorEnv(os.getcwd(), "10.0.0.1", RELAY_PORT)
     for index, (options, arguments) in enumerate(fake.made):
-        assert arguments[:3] == (environment, config, index)
+        assert arguments[:3] == (os.getcwd(), config, index)
         assert arguments[4] == [["0", "1"], ["2", "3"]][index]
         assert options["scheduling_strategy"] == {
             "placement_group": group,

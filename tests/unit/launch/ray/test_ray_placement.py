@@ -12,28 +12,16 @@ from rlcore.config import Config
 from rlcore.config.checks.all_checks import check
 from rlcore.config.checks.all_checks import notes_on as notes
 from rlcore.errors import UserError
-from rlcore.launch.ray.placement import NodeSlot, Placement, bundles, lacking, place
+from rlcore.launch.ray.placement import Placement, bundles, lacking, place
+from tests.configs import small_config
 
 
 def config(
     *, nodes: int = 1, per_node: int = 1, ray: dict[str, Any] | None = None, **engine: Any
 ) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "x"},
-            "model": {"path": "m"},
-            "data": {"paths": ["p"]},
-            "training": {"steps": 1},
-            "reward": {"parts": {"a": {"function": "exact_match"}}},
-            "rollout": {"engine": engine},
-            "cluster": {
-                "launcher": "ray",
-                "nodes": nodes,
-                "processes_per_node": per_node,
-                "ray": ray or {},
-            },
-        }
-    )
+    cluster = {"launcher": "ray", "nodes": nodes, "processes_per_node": per_node, "ray": ray or {}}
+    reward = {"parts": {"a": {"function": "exact_match"}}}
+    return small_config(reward=reward, rollout={"engine": engine}, cluster=cluster)
 
 
 def placed(*, has_gpus: bool = False, **given: Any) -> Placement:
@@ -47,15 +35,6 @@ def test_a_node_of_the_trainer_is_one_bundle_and_an_engine_another() -> None:
     assert found.hosts == (0, 1, 2)
     assert found.total == {"CPU": 19.0, "GPU": 28.0}
     assert not found.shares_gpus
-
-
-def test_ranks_fill_one_node_after_the_other() -> None:
-    assert placed(nodes=2, per_node=2).ranks == (
-        NodeSlot(0, 0, 0),
-        NodeSlot(1, 0, 1),
-        NodeSlot(2, 1, 0),
-        NodeSlot(3, 1, 1),
-    )
 
 
 @pytest.mark.parametrize(("has_gpus", "device"), [(False, None), (True, "cpu")])

@@ -1,4 +1,4 @@
-"""A rank under Ray: torchrun's environment, its device's number, and when its loss counts."""
+"""A rank under Ray: torchrun's environment, its device and threads, and when its loss counts."""
 
 from __future__ import annotations
 
@@ -13,51 +13,54 @@ from ray.exceptions import RayActorError
 from torch.distributed import HashStore
 
 import rlcore.launch.rank
-from rlcore.config import Config
 from rlcore.launch.environment import rank_environment, store_environment
-from rlcore.launch.ray import rank_actor as rank_module
 from rlcore.launch.ray import ranks as ranks_module
-from rlcore.launch.ray.actor_env import ActorEnv
-from rlcore.launch.ray.rank_actor import RankActor
-from rlcore.launch.ray.ranks import Ranks
+from rlcore.launch.ray.ranks import RankActor, Ranks
 from rlcore.launch.torchrun_attempts import mark_ended
+from tests.configs import small_config
 
 ENVIRONMENT = rank_environment(7, 8, local_rank=3, local_world_size=4) | store_environment(
     "10.0.0.1", 2345
 )
 
 
-class Here(ActorEnv):
-    def __init__(self) -> None:
-        pass
-
-    def enter(self) -> None:
-        pass
-
-
 def found_by_the_rank(
-    monkeypatch: pytest.MonkeyPatch, *, rank_gpus: float, visible: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    rank_gpus: float = 0.0,
+    visible: str | None = None,
+    **given: str,
 ) -> dict[str, str]:
+    """The environment in which the rank trains."""
     found: dict[str, str] = {}
 
-    def train_rank(loaded: Any, *, resume: bool, overwrite: bool) -> int:
-        assert (resume, overwrite) == (True, False)
+    def train_rank(loaded: Any, *, resume: bool, overwrite: bool, is_checked: bool) -> int:
+        assert (resume, overwrite, is_checked) == (True, False, True)
         found.update(os.environ)
         return 5
 
     before = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    before["OMP_NUM_THREADS"] = "1"  # as Ray sets it
     monkeypatch.setattr(
         os, "environ", before | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     )
     monkeypatch.setattr(rlcore.launch.rank, "train_rank", train_rank)
     monkeypatch.setattr(
-        rank_module.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node")
+        ranks_module.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node")
     )
     loaded: Any = SimpleNamespace(
         config=SimpleNamespace(cluster=SimpleNamespace(ray=SimpleNamespace(rank_gpus=rank_gpus)))
     )
-    assert RankActor(Here()).run(ENVIRONMENT, loaded, resume=True, overwrite=False) == 5
+    actor = RankActor(os.getcwd())
+    assert actor.run(ENVIRONMENT | given, loaded, resume=True, overwrite=False) == 5
     return found
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, None), ({"OMP_NUM_THREADS": "3"}, "3")])
+def test_of_the_two_settings_of_threads_the_users_counts(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+) -> None:
+    assert found_by_the_rank(monkeypatch, **given).get("OMP_NUM_THREADS") == expected
 
 
 @pytest.mark.parametrize(("rank_gpus", "visible", "local_rank"), [
@@ -106,8 +109,7 @@ def test_after_the_end_of_the_run_only_rank_0_is_missed(
     ranks.codes = {}
     ranks._lost = {}
     ranks._runs = {"call": rank}
-    ranks.pids = [1, 2]
-    ranks.nodes = ["a", "b"]
+    ranks.where = [("a", 1, []), ("b", 2, [])]
     if has_ended:
         mark_ended(ranks.store, 0)
     monkeypatch.setattr(ranks_module.ray, "wait", lambda refs, **_: (refs, []))
@@ -121,18 +123,11 @@ def test_the_store_of_the_ranks_listens_on_the_drivers_address_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whoever reaches it can end the run."""
-    config = Config.model_validate(
-        {
-            "run": {"name": "a", "dir": str(tmp_path)},
-            "model": {"path": "m"},
-            "data": {"paths": "d.jsonl"},
-            "training": {"steps": 1},
-        }
-    )
+    config = small_config(run={"dir": str(tmp_path)})
     monkeypatch.setattr(ranks_module, "store_prefix", lambda: "rlcore/0")
-    cluster: Any = SimpleNamespace(address="127.0.0.1", placement=SimpleNamespace(ranks=[0, 1]))
+    cluster: Any = SimpleNamespace(address="127.0.0.1")
     loaded: Any = SimpleNamespace(config=config)
     group: Any = None
-    ranks = Ranks(cluster, group, loaded, Here(), lambda: None)
+    ranks = Ranks(cluster, group, loaded, lambda: None)
     found = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"]
     assert [address.ip for address in found if address.port == ranks._host.port] == ["127.0.0.1"]
