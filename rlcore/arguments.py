@@ -156,7 +156,6 @@ def _add_others(commands: Commands) -> None:
     sub.add_argument("b", type=Path, metavar="B", help="the folder of another")
     text = "by which part of its size a metric may differ (0.001)"
     sub.add_argument("--tolerance", type=float, default=1e-3, metavar="SHARE", help=text)
-    _flag(sub, "--json", "as one JSON object")
     text = "look at runs in a browser: curves, samples, tokens, what was not trained and why"
     sub = _command(commands, "view", text)
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")

@@ -212,9 +212,7 @@ def compare(arguments: argparse.Namespace) -> int:
     """Print what differs between two runs; exit code 1 if anything does."""
     from rlcore.launch.commands.compare import compare_runs
 
-    return compare_runs(
-        arguments.a, arguments.b, tolerance=arguments.tolerance, as_json=arguments.json
-    )
+    return compare_runs(arguments.a, arguments.b, tolerance=arguments.tolerance)
 
 
 def plan_layouts(arguments: argparse.Namespace) -> int:

@@ -21,84 +21,63 @@ MAX_SHOWN = 12  # metrics that are printed
 ABSENT = "(absent)"
 START = ("rlcore", "commit", "python", "platform", "gpus")
 
-Pair = tuple[Any, Any]
+Pairs = dict[str, tuple[Any, Any]]
 Rows = Mapping[int, Mapping[str, Any]]
 
 
-def compare_runs(a: Path, b: Path, *, tolerance: float, as_json: bool) -> int:
-    """Print what differs; return 0 if nothing does, else 1.
+def compare_runs(a: Path, b: Path, *, tolerance: float) -> int:
+    """Print what differs between two runs, which may be running; return 0 if nothing does, else 1.
 
     Raises:
         DataError: one of them is no run.
     """
-    found = compare(RunDirectory(a), RunDirectory(b), tolerance)
-    if as_json:
-        print(json.dumps(_in_json(found), indent=2, allow_nan=False))
-    else:
-        for line in _described(found, a.name, b.name, tolerance):
-            print(printable(line))
-    return int(found["differs"])
-
-
-def compare(a: RunDirectory, b: RunDirectory, tolerance: float) -> dict[str, Any]:
-    """Compare two runs, which may be going on.
-
-    Returns:
-        Pairs of values by name for `config`, `environment` and `data`; the last `steps`; and the
-        first steps at which metrics part at all (`exact`) and by more than the tolerance
-        (`beyond`), None where they do not.
-    """
-    for run in (a, b):
+    runs = (RunDirectory(a), RunDirectory(b))
+    for run in runs:
         if not run.config_path.is_file():
             raise DataError(
                 f"{run.path} is no run: it has no config.yaml; give folders, as runs/NAME"
             )
-    notes: list[str] = []
-    environment: dict[str, Pair] = {}
-    data: dict[str, Pair] = {}
-    starts = [read_json_lines(run.environment_path) for run in (a, b)]
-    if all(starts):
-        one, other = (its[-1] for its in starts)
-        environment = _different(
-            {key: one[key] for key in START if key in one},
-            {key: other[key] for key in START if key in other},
-        )
-        packages = _different(one.get("packages", {}), other.get("packages", {}))
-        environment |= {f"packages.{key}": pair for key, pair in packages.items()}
-        data = _different(one["data"], other["data"])
-    else:
-        lacking = ", ".join(str(run.path) for run, its in zip((a, b), starts) if not its)
-        notes.append(f"no record of packages and data: {lacking}")
-    config = _different_settings(a.config_path, b.config_path)
-    rows, others = ({row["step"]: row for row in read_metrics(run.metrics_path)} for run in (a, b))
+    rows, others = ({row["step"]: row for row in read_metrics(run.metrics_path)} for run in runs)
     steps = (max(rows, default=0), max(others, default=0))
-    exact = _divergence(rows, others, 0.0)
-    return {
-        "config": config,
-        "environment": environment,
-        "data": data,
-        "steps": steps,
-        "common_steps": len(rows.keys() & others.keys()),
-        "exact": exact,
-        "beyond": _divergence(rows, others, tolerance),
-        "notes": notes,
-        "differs": bool(config or environment or data or exact or steps[0] != steps[1]),
-    }
+    differs = steps[0] != steps[1] or _divergence(rows, others, 0.0) is not None
+    lines = [f"{name}  {run.name}: {last} steps" for name, run, last in zip("AB", (a, b), steps)]
+    sections = {"configuration": _different_settings(a, b)}
+    starts = [read_json_lines(run.environment_path) for run in runs]
+    lacking = [str(run.path) for run, found in zip(runs, starts) if not found]
+    if lacking:
+        lines.append(f"no record of packages and data: {', '.join(lacking)}")
+    else:
+        newest, other = (found[-1] for found in starts)
+        sections["environment"] = _different(_environment(newest), _environment(other))
+        sections["data"] = _different(newest["data"], other["data"])
+    for title, pairs in sections.items():
+        differs |= bool(pairs)
+        lines.append(f"{title}: {f'{len(pairs)} differ' if pairs else 'the same'}")
+        for name, (mine, theirs) in pairs.items():
+            lines += [f"  {name}", f"    A  {mine}", f"    B  {theirs}"]
+    for line in (*lines, *_described_metrics(rows, others, tolerance)):
+        print(printable(line))
+    return int(differs)
 
 
-def _different_settings(a: Path, b: Path) -> dict[str, Pair]:
+def _environment(start: Mapping[str, Any]) -> dict[str, Any]:
+    packages = {f"packages.{name}": version for name, version in start["packages"].items()}
+    return {key: start[key] for key in START if key in start} | packages
+
+
+def _different_settings(a: Path, b: Path) -> Pairs:
     """Return the keys whose values differ, each value with the origin that stands behind it."""
     values: list[dict[str, str]] = []
     shown: list[dict[str, str]] = []
-    for path in (a, b):
+    for run in (a, b):
+        path = RunDirectory(run).config_path
         lines = path.read_text(encoding="utf-8").splitlines()
         values.append({})
         shown.append({})
         for keys, setting in settings(read_file(path)):
             name = ".".join(keys)
             value = json.dumps(setting.value)
-            line = lines[int(setting.origin.rpartition(":")[2]) - 1]
-            _, mark, origin = line.rpartition("  # ")
+            _, mark, origin = lines[int(setting.origin.rpartition(":")[2]) - 1].rpartition("  # ")
             values[-1][name] = value
             shown[-1][name] = f"{value}  ({origin})" if mark else value
     return {
@@ -108,23 +87,19 @@ def _different_settings(a: Path, b: Path) -> dict[str, Pair]:
     }
 
 
-def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
+def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
     pairs = {key: (a.get(key, ABSENT), b.get(key, ABSENT)) for key in dict.fromkeys([*a, *b])}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _divergence(a: Rows, b: Rows, tolerance: float) -> dict[str, Any] | None:
+def _divergence(a: Rows, b: Rows, tolerance: float) -> tuple[int, Pairs] | None:
     """Return the first step at which metrics differ, with those that do, the farthest first."""
     for step in sorted(a.keys() & b.keys()):
-        pairs = {
-            name: (a[step].get(name, ABSENT), b[step].get(name, ABSENT))
-            for name in dict.fromkeys([*a[step], *b[step]])
-            if not _is_time(name)
-        }
-        apart = {name: gap for name, pair in pairs.items() if (gap := _gap(*pair)) > tolerance}
+        different = _different(a[step], b[step])
+        gaps = {name: _gap(*pair) for name, pair in different.items() if not _is_time(name)}
+        apart = sorted((name for name in gaps if gaps[name] > tolerance), key=lambda n: -gaps[n])
         if apart:
-            names = sorted(apart, key=lambda name: -apart[name])
-            return {"step": step, "metrics": {name: pairs[name] for name in names}}
+            return step, {name: different[name] for name in apart}
     return None
 
 
@@ -138,49 +113,30 @@ def _gap(a: Any, b: Any) -> float:
     """Return the difference of two values by the larger of them; infinite if one is absent."""
     if ABSENT in (a, b):
         return math.inf
-    if a == b or (math.isnan(a) and math.isnan(b)):
+    if math.isnan(a) and math.isnan(b):
         return 0.0
     gap = abs(a - b) / max(abs(a), abs(b))
     return math.inf if math.isnan(gap) else gap
 
 
-def _described(found: Mapping[str, Any], a: str, b: str, tolerance: float) -> Iterator[str]:
-    """Yield what a person reads."""
-    yield f"A  {a}: {found['steps'][0]} steps"
-    yield f"B  {b}: {found['steps'][1]} steps"
-    yield from found["notes"]
-    for key in ("config", "environment", "data"):
-        pairs = found[key]
-        title = "configuration" if key == "config" else key
-        yield f"{title}: {f'{len(pairs)} differ' if pairs else 'the same'}"
-        for name, (one, other) in pairs.items():
-            yield from (f"  {name}", f"    A  {one}", f"    B  {other}")
-    if not found["common_steps"]:
+def _described_metrics(a: Rows, b: Rows, tolerance: float) -> Iterator[str]:
+    common = len(a.keys() & b.keys())
+    if not common:
         yield "metrics: no step is in both"
         return
-    titles = {"exact": "metrics, exactly", "beyond": f"metrics, beyond {tolerance:g} of their size"}
-    for key, title in titles.items():
-        parted = found[key]
-        if parted is None:
-            yield f"{title}: the same in all {found['common_steps']} steps of both (times aside)"
+    for limit, title in ((0.0, "exactly"), (tolerance, f"beyond {tolerance:g} of their size")):
+        found = _divergence(a, b, limit)
+        if found is None:
+            yield f"metrics, {title}: the same in all {common} steps of both (times aside)"
             continue
-        metrics = parted["metrics"]
-        yield f"{title}: they part at step {parted['step']}, {len(metrics)} of them"
+        step, metrics = found
+        yield f"metrics, {title}: they part at step {step}, {len(metrics)} of them"
         shown = [*metrics.items()][:MAX_SHOWN]
         width = max(len(name) for name, _ in shown)
         for name, pair in shown:
             yield f"  {name:<{width}}  " + "  ".join(_short(*pair))
         if len(metrics) > MAX_SHOWN:
             yield f"  and {len(metrics) - MAX_SHOWN} more"
-
-
-def _in_json(value: Any) -> Any:
-    """Return a value without numbers that JSON does not have: they become text."""
-    if isinstance(value, dict):
-        return {key: _in_json(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_in_json(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _short(a: Any, b: Any) -> tuple[str, str]:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from rlcore import cli
-from rlcore.config import Config
 from rlcore.data.sample import Sample
 from rlcore.launch.commands import compare, engine, evaluate, ledger
+from tests.configs import small_config
 
 TEXT = "\x1b[2Jgone"
 SHOWN = r"\x1b[2Jgone"
@@ -31,15 +31,7 @@ def test_lines_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_answers_of_an_evaluation(
     make_sample: Callable[..., Sample], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = Config.model_validate(
-        {
-            "run": {"name": "a"},
-            "model": {"path": "m"},
-            "data": {"paths": "d.jsonl"},
-            "training": {"steps": 1},
-        }
-    )
-    evaluate._show(config, {"eval/score": 0.5}, [make_sample(response_text=TEXT)], None)
+    evaluate._show(small_config(), {"eval/score": 0.5}, [make_sample(response_text=TEXT)], None)
     assert SHOWN in read(capsys)
 
 
@@ -69,7 +61,8 @@ def test_words_of_an_engine_that_ended(capsys: pytest.CaptureFixture[str]) -> No
 def test_differences_of_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare, "compare", lambda *_, **__: {"differs": False})
-    monkeypatch.setattr(compare, "_described", lambda *_, **__: [TEXT])
-    compare.compare_runs(tmp_path, tmp_path, tolerance=0.0, as_json=False)
-    assert read(capsys) == f"{SHOWN}\n"
+    (tmp_path / "config.yaml").write_text("training: {steps: 1}\n")
+    monkeypatch.setattr(compare, "read_metrics", lambda _: [])
+    monkeypatch.setattr(compare, "_described_metrics", lambda *_: [TEXT])
+    compare.compare_runs(tmp_path, tmp_path, tolerance=0.0)
+    assert read(capsys).splitlines()[-1] == SHOWN
