@@ -20,7 +20,7 @@ OTHER_FILES = 1024
 # The network interface that gloo listens on.
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
-# The process id of our own supervisor, which tells the user how its ranks ended.
+# The process id of our own supervisor, which reports how its ranks ended.
 SUPERVISED = "RLCORE_SUPERVISOR"
 
 # A file with the configuration that a launcher on this machine has resolved and checked for its

@@ -52,8 +52,12 @@ class RankLog:
         self._early.flush()
         logging.getLogger().removeHandler(self._early)
         logging.getLogger().addHandler(self._file)
-        if self.rank != 0:
-            log_output(self._file.stream)
+        if self.rank == 0:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor in (1, 2):  # so that the output of native code goes there, too
+            os.dup2(self._file.stream.fileno(), descriptor)
 
     def log_error(self, error: BaseException) -> None:
         """End the file with the error that ended this rank.
@@ -96,14 +100,6 @@ def open_log(path: Path) -> logging.StreamHandler[TextIO]:
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file)
     return handler
-
-
-def log_output(file: TextIO) -> None:
-    """Send this process's whole output to `file`, that of native code too."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(file.fileno(), 1)
-    os.dup2(file.fileno(), 2)
 
 
 class LineStream(io.TextIOBase):
@@ -190,22 +186,19 @@ def log_folder(run: RunConfig) -> Path:
 
 
 def describe_failure(failure: Failure, run: RunConfig, *, lines: int = LAST_LINES) -> str:
-    """Tell the user what ended a run, how it goes on, and the last lines of the rank's log."""
+    """Describe what ended a run, how to continue it, and the last lines of the rank's log."""
     path = rank_log_path(log_folder(run), failure.rank)
     if not path.exists():  # of an evaluation's ranks, which print, or of a rank that just began
         return f"trainer {failure}"
     head = f"trainer {failure}"
     if not failure.bad_input:
-        head += f"; {_way_on(Path(run.dir) / run.name)}"
+        steps = committed_steps(Path(run.dir) / run.name / "checkpoints")
+        head += (
+            f"; continue after step {max(steps)} with --resume"
+            if steps
+            else "; it has no checkpoint yet: start it again with --overwrite"
+        )
     tail = path.read_text(errors="replace").splitlines()[-lines:]
     if not tail:
         return f"{head}; its log {path} is empty"
     return f"{head}; the last lines of {path}:" + "".join(f"\n  {line}" for line in tail)
-
-
-def _way_on(run: Path) -> str:
-    """Say how a run goes on whose processes have ended."""
-    steps = committed_steps(run / "checkpoints")
-    if not steps:
-        return "it has no checkpoint yet: start it again with --overwrite"
-    return f"continue after step {max(steps)} with --resume"

@@ -25,6 +25,7 @@ from rlcore.config.checks.engine import argument_name
 from rlcore.config.derived import in_weight_group
 from rlcore.config.engine_registry import KINDS
 from rlcore.config.secrets import hide_secrets
+from rlcore.config.sections.training import ClusterConfig
 from rlcore.deadlines import SAME_SIGNAL_S, STORE_S
 from rlcore.errors import ConfigError, DeadlineExceeded, RlcoreError, RunFailed
 from rlcore.hf_config.read import text_model_size
@@ -238,7 +239,8 @@ def _among_ranks(config: Config, log: RankLog, has_steps: bool) -> Iterator[Proc
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cluster = config.cluster
     device = pick_device(local_rank)
-    sync, attempt = _rendezvous(device, cluster.start_timeout_s, cluster.collective_timeout_s)
+    with START.phase("ranks"):
+        sync, attempt = _rendezvous(device, cluster)
     store = sync.store
     rank = sync.rank
     world_size = sync.world_size
@@ -269,9 +271,7 @@ def _among_ranks(config: Config, log: RankLog, has_steps: bool) -> Iterator[Proc
         dist.destroy_process_group()
 
 
-def _rendezvous(
-    device: torch.device, start_timeout_s: float, collective_timeout_s: float
-) -> tuple[RankSync, Attempt]:
+def _rendezvous(device: torch.device, cluster: ClusterConfig) -> tuple[RankSync, Attempt]:
     """Join the default process group.
 
     Returns:
@@ -281,31 +281,27 @@ def _rendezvous(
         PeerFailed: another rank was lost meanwhile.
         RunFailed: the other ranks cannot be reached, or do not come.
     """
-    place = _store_place()
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    where = os.environ.get(STORE_FOLDER) or address
     if orphaned():
         raise RunFailed(
             f"rank {os.environ['RANK']} has lost its supervisor before it met the other ranks"
         )
-    with START.phase("ranks"):
-        return _meet(device, place, start_timeout_s, collective_timeout_s)
-
-
-def _meet(
-    device: torch.device, place: str, start_timeout_s: float, collective_timeout_s: float
-) -> tuple[RankSync, Attempt]:
-    store_s = min(start_timeout_s, STORE_S) if supervised() else start_timeout_s
+    start_s = cluster.start_timeout_s
     sync: RankSync | None = None
     try:
-        store, rank, world_size = _launchers_store(store_s)
+        store, rank, world_size = _launchers_store(
+            min(start_s, STORE_S) if supervised() else start_s
+        )
         allow_connections(GROUPS_OF_ALL_RANKS * world_size)
-        attempt = join_attempt(store, rank, world_size, timeout_s=start_timeout_s)
+        attempt = join_attempt(store, rank, world_size, timeout_s=start_s)
         keys = keys_under(attempt.prefix, store)
-        sync = RankSync(keys, rank, world_size, timeout_s=collective_timeout_s)
-        timeout = timedelta(seconds=collective_timeout_s)
+        sync = RankSync(keys, rank, world_size, timeout_s=cluster.collective_timeout_s)
+        timeout = timedelta(seconds=cluster.collective_timeout_s)
         with meeting_briefly():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=_of_groups(store, f"{attempt.prefix}/ranks", world_size, timeout),
+                store=_store_of_groups(store, f"{attempt.prefix}/ranks", world_size, timeout),
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
@@ -317,14 +313,9 @@ def _meet(
             raise cause from error
         reason = str(error).splitlines()[0]
         raise RunFailed(
-            f"rank {os.environ['RANK']} cannot meet the other ranks at {place}: {reason}"
+            f"rank {os.environ['RANK']} cannot meet the other ranks at {where}: {reason}"
         ) from error
     return sync, attempt
-
-
-def _store_place() -> str:
-    folder = os.environ.get(STORE_FOLDER)
-    return folder or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _launchers_store(timeout_s: float) -> tuple[Store, int, int]:
@@ -335,7 +326,7 @@ def _launchers_store(timeout_s: float) -> tuple[Store, int, int]:
     return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
 
 
-def _of_groups(store: Store, prefix: str, world_size: int, timeout: timedelta) -> dist.Store:
+def _store_of_groups(store: Store, prefix: str, world_size: int, timeout: timedelta) -> dist.Store:
     """The store in which torch's own process groups meet, and wait `timeout` for each other."""
     if isinstance(store, FolderStore):
         return dist.FileStore(str(store.under(prefix).folder / "groups"), world_size)

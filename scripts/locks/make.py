@@ -26,6 +26,10 @@ import tomllib
 FOLDER = Path(__file__).resolve().parent
 PYPROJECT = FOLDER.parents[1] / "pyproject.toml"
 UV = "uv==0.13.9"
+COMPILE = (
+    "pip compile --universal --quiet --generate-hashes --no-header --no-python-downloads"
+    " --only-binary :all:"
+)
 
 # Its interface is the same from 2.29.7, which the trainer's torch asks for, to 2.30.7, which the
 # engines' asks for; ranks of different versions make no communicator.
@@ -136,17 +140,7 @@ def resolve(
             found.write_text("\n".join(one for one in old if "+cpu" not in one) + "\n")
         (there / "overrides.txt").write_text("\n".join(overrides) + "\n")
         (there / "uv.toml").write_text(SOURCE_METADATA)
-        command: list[str | Path] = [
-            uv,
-            "pip",
-            "compile",
-            "--universal",
-            "--python-version",
-            python,
-            "--quiet",
-        ]
-        command += ["--generate-hashes", "--no-header", "--no-python-downloads"]
-        command += ["--only-binary", ":all:"]
+        command = [uv, *COMPILE.split(), "--python-version", python]
         command += [part for one in SOURCES for part in ("--no-binary", one)]
         command += ["--config-file", there / "uv.toml", "--override", there / "overrides.txt"]
         if isinstance(source, str):

@@ -12,7 +12,6 @@ from rlcore.algorithms import (
     AlgorithmError,
     GuardedEstimator,
     GuardedPolicyLoss,
-    MetricSpec,
     build_estimator,
     build_policy_loss,
     estimator_names,
@@ -46,7 +45,9 @@ def list_metrics() -> Iterator[str]:
 def metrics_page() -> str:
     """Return docs/metrics.md, for `rlcore metrics --markdown`."""
     rows = "\n".join(
-        f"| `{spec.name}` | {spec.definition} | {_unit_and_denominator(spec)} |"
+        f"| `{spec.name}` | {spec.definition} | {spec.unit}"
+        + ("" if spec.denominator == "-" else f", {spec.denominator}")
+        + " |"
         for spec in METRICS.values()
     )
     return f"""# Metrics
@@ -66,10 +67,6 @@ optimizer steps, from a forward pass over one micro-batch after the last of them
 |---|---|---|
 {rows}
 """
-
-
-def _unit_and_denominator(spec: MetricSpec) -> str:
-    return spec.unit if spec.denominator == "-" else f"{spec.unit}, {spec.denominator}"
 
 
 def list_algorithms() -> Iterator[str]:

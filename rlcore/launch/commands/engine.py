@@ -24,7 +24,7 @@ from rlcore.terminal import printable
 from rollout.fleet.engine_states import pause_before
 
 if TYPE_CHECKING:
-    from rollout.engines.factories import EngineNode, Keys
+    from rollout.engines.factories import EngineNode
     from rollout.engines.sglang.server_process import ManagedServer
 
 Follow = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
@@ -68,24 +68,25 @@ def serve_engines(
         RunFailed: an engine did not start, or none is left; all have been ended. Shows the last
             lines of a log.
     """
-    from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys
+    from rlcore.launch.engines import engine_site
+    from rollout.engines.factories import ADMIN_KEY, API_KEY, Keys, factory_of
 
-    _check(config, urls_file)
-    if node is not None:
-        _check_node(config, node)
+    _check(config, urls_file, node)
     keys = Keys.from_environment()
-    generated = {
+    made = {
         name: key
         for name, key in ((API_KEY, keys.api), (ADMIN_KEY, keys.admin))
         if not os.environ.get(name)
     }
-    # Beside the run's own folder, which the trainer must be the first to make. Several machines may
-    # share it.
+    # Next to the run's own folder, which the trainer must be the first to make. Several machines
+    # may share it.
     logs = Path(config.run.dir) / f"{config.run.name}-engines" / socket.gethostname()
     if node is not None:
         logs = logs / f"node-{node.rank}"
-    servers = build_servers(config, keys, logs, node)
     kind = config.rollout.engine.kind
+    site = engine_site(config, local_ranks=0, logs=logs, node=node)
+    servers: Sequence[ManagedServer] = factory_of(kind).build_servers(site, keys)
+    print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
     keys_file = logs / "keys.sh"
 
     def announce(urls: Sequence[str]) -> None:
@@ -94,17 +95,17 @@ def serve_engines(
             if urls_file is not None:
                 write_atomic(urls_file, b"[]")
             return
-        exports = [f"export {name}={key}\n" for name, key in generated.items()]
-        if exports:  # standard output may be a file that others read
+        lines = ["ready. For the trainer:"]
+        if made:  # standard output may be a file that others read
+            exports = "".join(f"export {name}={key}\n" for name, key in made.items())
             logs.mkdir(parents=True, exist_ok=True)
-            write_atomic(keys_file, "".join(exports).encode(), mode=0o600)
-        listed = orjson.dumps(list(urls)).decode()
-        told = f"rollout.engine.kind={kind} rollout.engine.urls='{listed}'"
-        keys_line = [f". {shlex.quote(str(keys_file.absolute()))}"] if exports else []
-        lines = ("ready. For the trainer:", *keys_line, f"rlcore train ... {told}")
-        print(*lines, sep="\n  ", flush=True)
+            write_atomic(keys_file, exports.encode(), mode=0o600)
+            lines.append(f". {shlex.quote(str(keys_file.absolute()))}")
+        listed = orjson.dumps(list(urls))
+        given = f"rollout.engine.kind={kind} rollout.engine.urls='{listed.decode()}'"
+        print(*lines, f"rlcore train ... {given}", sep="\n  ", flush=True)
         if urls_file is not None:
-            write_atomic(urls_file, orjson.dumps(list(urls)))
+            write_atomic(urls_file, listed)
 
     if urls_file is not None:
         urls_file.unlink(missing_ok=True)  # left by engines that were killed
@@ -118,59 +119,34 @@ def serve_engines(
     return 0
 
 
-def build_servers(
-    config: Config, keys: Keys, logs: Path, node: EngineNode | None = None
-) -> Sequence[ManagedServer]:
-    """Make the servers of a configuration on this machine, not started."""
-    from rlcore.launch.engines import engine_site
-    from rollout.engines.factories import factory_of
-
-    site = engine_site(config, local_ranks=0, logs=logs, node=node)
-    servers: Sequence[ManagedServer]
-    servers = factory_of(config.rollout.engine.kind).build_servers(site, keys)
-    print(f"starting {len(servers)} engine{'s' * (len(servers) != 1)}; logs in {logs}", flush=True)
-    return servers
-
-
-def _check(config: Config, urls_file: Path | None) -> None:
+def _check(config: Config, urls_file: Path | None, node: EngineNode | None) -> None:
     from rollout.engines.factories import kind_of
 
     engine = config.rollout.engine
-    if not kind_of(engine.kind).standalone:
-        raise ConfigError(
-            f"rollout.engine.kind: got {engine.kind!r}, expected 'sglang': other engines are the"
-            " trainer's own"
-        )
-    if engine.is_external:
-        raise ConfigError(
-            "rollout.engine.urls: these engines run already: leave it out to start others"
-        )
-    if engine.colocated:
-        raise ConfigError(
-            "rollout.engine.colocated: the trainer itself starts engines that share its GPUs: leave"
-            " it out"
-        )
-    if urls_file is not None and not urls_file.parent.is_dir():
-        raise ConfigError(f"--urls-file: there is no folder {urls_file.parent}")
-
-
-def _check_node(config: Config, node: EngineNode) -> None:
-    engine = config.rollout.engine
-    if engine.count > 1:
-        raise ConfigError(
-            f"rollout.engine.count: got {engine.count} with --nodes {node.nodes}, expected 1: call"
-            " the command once for each engine, with a --head of its own"
-        )
-    if engine.tensor_parallel % node.nodes:
-        raise ConfigError(
-            f"rollout.engine.tensor_parallel: got {engine.tensor_parallel}, expected a multiple of"
-            f" --nodes {node.nodes}: each machine has as many ranks"
-        )
-    if engine.transport == "delta":
-        raise ConfigError(
-            "rollout.engine.transport: got delta with --nodes, but whole weights are kept on one"
-            " machine there: take auto, or disk with a folder that all machines share"
-        )
+    nodes = 1 if node is None else node.nodes
+    wrong = {
+        f"rollout.engine.kind: got {engine.kind!r}, expected 'sglang': other engines are the"
+        " trainer's own": not kind_of(engine.kind).standalone,
+        "rollout.engine.urls: these engines run already: leave it out to start others": (
+            engine.is_external
+        ),
+        "rollout.engine.colocated: the trainer itself starts engines that share its GPUs: leave it"
+        " out": engine.colocated,
+        f"--urls-file: there is no folder {urls_file and urls_file.parent}": (
+            urls_file is not None and not urls_file.parent.is_dir()
+        ),
+        f"rollout.engine.count: got {engine.count} with --nodes {nodes}, expected 1: call the"
+        " command once for each engine, with a --head of its own": nodes > 1 and engine.count > 1,
+        f"rollout.engine.tensor_parallel: got {engine.tensor_parallel}, expected a multiple of"
+        f" --nodes {nodes}: each machine has as many ranks": engine.tensor_parallel % nodes,
+        "rollout.engine.transport: got delta with --nodes, but whole weights are kept on one"
+        " machine there: take auto, or disk with a folder that all machines share": (
+            nodes > 1 and engine.transport == "delta"
+        ),
+    }
+    for message, holds in wrong.items():
+        if holds:
+            raise ConfigError(message)
 
 
 def followers(config: Config) -> list[Follow]:
@@ -200,7 +176,7 @@ async def run_servers(
 
     Args:
         announce: called with the URLs once all have started.
-        follow: run beside the servers; the end of one ends them too.
+        follow: run next to the servers; the end of one ends them too.
         restart: how often and when a server is restarted; the command goes on while one is left.
 
     Raises:
@@ -212,7 +188,7 @@ async def run_servers(
     stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     starting = [asyncio.ensure_future(server.start()) for server in servers]
     all_started = asyncio.gather(*starting)
-    beside: list[asyncio.Future[Any]] = []
+    working: list[asyncio.Future[Any]] = []
     try:
         await asyncio.wait({all_started, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
@@ -220,21 +196,21 @@ async def run_servers(
         urls = all_started.result()
         announce(urls)
         keepers = [_keep(server, url, restart) for server, url in zip(servers, urls, strict=True)]
-        beside = [asyncio.ensure_future(asyncio.gather(*keepers))]
-        beside += [asyncio.ensure_future(one(urls)) for one in follow]
-        await asyncio.wait({stopping, *beside}, return_when=asyncio.FIRST_COMPLETED)
+        working = [asyncio.ensure_future(asyncio.gather(*keepers))]
+        working += [asyncio.ensure_future(one(urls)) for one in follow]
+        await asyncio.wait({stopping, *working}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             return
-        if beside[0].done():
-            raise RunFailed("no engine is left: " + "; ".join(beside[0].result()))
-        for work in beside:
+        if working[0].done():
+            raise RunFailed("no engine is left: " + "; ".join(working[0].result()))
+        for work in working:
             if work.done():
                 work.result()
     finally:
         stopping.cancel()
-        for work in (*beside, *starting):  # a server that is starting ends by its cancellation
+        for work in (*working, *starting):  # a server that is starting ends by its cancellation
             work.cancel()
-        await asyncio.gather(*beside, *starting, all_started, return_exceptions=True)
+        await asyncio.gather(*working, *starting, all_started, return_exceptions=True)
         await asyncio.gather(*(server.stop() for server in servers))
 
 

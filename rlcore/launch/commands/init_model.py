@@ -49,6 +49,10 @@ CHATML_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ROLES = "systemuserassistant\n"
+COUNTS = (
+    *("hidden", "layers", "heads", "kv_heads", "intermediate"),
+    *("experts", "experts_per_token", "max_positions"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,47 +75,33 @@ class ModelSpec:
     chat: bool = False  # a chat template with roles
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden",
-            "layers",
-            "heads",
-            "kv_heads",
-            "intermediate",
-            "experts",
-            "experts_per_token",
-            "max_positions",
-        ):
+        """Raise UserError for sizes that do not fit each other."""
+        for name in COUNTS:
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected 1 or more")
-        if self.hidden % (2 * self.heads):
-            raise UserError(
-                f"hidden: got {self.hidden}, expected a multiple of 2 x heads ({self.heads})"
-            )
-        if self.heads % self.kv_heads:
-            raise UserError(
-                f"kv_heads: got {self.kv_heads}, expected a divisor of heads ({self.heads})"
-            )
-        if self.experts_per_token > self.experts:
-            raise UserError(
-                f"experts_per_token: got {self.experts_per_token}, more than the {self.experts}"
-                " experts"
-            )
-        if self.family == "deepseek_v3" and self.experts < 2:
-            raise UserError(
-                f"experts: got {self.experts}, expected 2 or more: a group of experts counts by its"
-                " two best"
-            )
         twice = "".join(c for c, n in Counter(self.alphabet).items() if n > 1)
-        if not self.alphabet or twice:
-            which = f"; {twice!r} come twice" if twice else ""
-            raise UserError(
-                f"alphabet: got {self.alphabet!r}, expected one character or more, each once{which}"
-            )
-        if self.chat and (missing := set(ROLES) - set(self.alphabet)):
-            raise UserError(
-                f"alphabet: it lacks {''.join(sorted(missing))!r}, with which the chat template of"
-                " `chat` writes its roles; take the preset ascii, or add them"
-            )
+        which = f"; {twice!r} come twice" if twice else ""
+        missing = "".join(sorted(set(ROLES) - set(self.alphabet))) if self.chat else ""
+        wrong = {
+            f"hidden: got {self.hidden}, expected a multiple of 2 x heads ({self.heads})": (
+                self.hidden % (2 * self.heads)
+            ),
+            f"kv_heads: got {self.kv_heads}, expected a divisor of heads ({self.heads})": (
+                self.heads % self.kv_heads
+            ),
+            f"experts_per_token: got {self.experts_per_token}, more than the {self.experts}"
+            " experts": self.experts_per_token > self.experts,
+            f"experts: got {self.experts}, expected 2 or more: a group of experts counts by its two"
+            " best": self.family == "deepseek_v3" and self.experts < 2,
+            f"alphabet: got {self.alphabet!r}, expected one character or more, each once{which}": (
+                not self.alphabet or twice
+            ),
+            f"alphabet: it lacks {missing!r}, with which the chat template of `chat` writes its"
+            " roles; take the preset ascii, or add them": missing,
+        }
+        for message, holds in wrong.items():
+            if holds:
+                raise UserError(message)
 
     @classmethod
     def preset(cls, name: str, **given: Any) -> ModelSpec:

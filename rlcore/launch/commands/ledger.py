@@ -13,9 +13,7 @@ from rlcore.terminal import printable
 from rollout.accounting.audit import Audit, audit
 from rollout.accounting.journal_reader import DETAILS, History, read_journal
 
-BALANCED = 0
-CONTRADICTED = 1
-MOST = 10  # contradictions to show
+MAX_SHOWN = 10  # contradictions
 NAMES = {**DETAILS, "drawn": "row", "finished": "passed"}  # of the detail of a transition
 
 
@@ -28,42 +26,35 @@ def show_ledger(path: Path, *, draw: int | None, as_json: bool, recordings: bool
     run = RunDirectory(path)
     if draw is not None:
         print(printable("\n".join(life_of(read_journal(run.ledger_path), draw))))
-        return BALANCED
+        return 0
     found = audit(run, recordings=recordings)
     if as_json:
         print(json.dumps({**asdict(found), "balanced": not found.contradictions}, indent=2))
     else:
         print(printable("\n".join(describe(found))))
-    return CONTRADICTED if found.contradictions else BALANCED
+    return int(bool(found.contradictions))
 
 
 def describe(found: Audit) -> Iterator[str]:
     """Yield the lines of a summary of the ledger."""
     states = ", ".join(f"{count} {state}" for state, count in found.states.items() if count)
-    yield (
-        f"draws            {found.draws}: {states}" if states else f"draws            {found.draws}"
-    )
+    yield f"draws            {found.draws}" + (f": {states}" if states else "")
     yield f"steps            {found.steps}"
-    if found.given_up:
-        yield "given up         " + ", ".join(
-            f"{count} {reason}" for reason, count in sorted(found.given_up.items())
-        )
-    if found.failed:
-        yield "failed           " + ", ".join(
-            f"{count} {kind}" for kind, count in sorted(found.failed.items())
-        )
-    yield f"restarts         {found.restarts}" + (
-        f", which rewound {found.rewound} lines" if found.restarts else ""
-    )
+    for title, counts in (("given up", found.given_up), ("failed", found.failed)):
+        if counts:
+            why = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
+            yield f"{title:<17}{why}"
+    rewound = f", which rewound {found.rewound} lines" if found.restarts else ""
+    yield f"restarts         {found.restarts}{rewound}"
     yield "checkpoint       " + ("none" if found.checkpoint is None else f"step {found.checkpoint}")
     yield f"recordings       of {found.recorded} steps"
     if not found.contradictions:
         yield "balanced"
         return
     yield "NOT balanced:"
-    yield from (f"  {line}" for line in found.contradictions[:MOST])
-    if len(found.contradictions) > MOST:
-        yield f"  and {len(found.contradictions) - MOST} more"
+    yield from (f"  {line}" for line in found.contradictions[:MAX_SHOWN])
+    if len(found.contradictions) > MAX_SHOWN:
+        yield f"  and {len(found.contradictions) - MAX_SHOWN} more"
 
 
 def life_of(history: History, draw: int) -> Iterator[str]:
@@ -76,9 +67,8 @@ def life_of(history: History, draw: int) -> Iterator[str]:
     yield f"draw {draw}: {_state_of(history, draw, rewound=bool(life))}"
     for number, transition, detail, rewound_by in life:
         suffix = "" if detail is None else f" ({NAMES[transition]} {detail})"
-        yield f"  line {number:<8} {transition}{suffix}" + (
-            "" if rewound_by is None else f", rewound by line {rewound_by}"
-        )
+        suffix += "" if rewound_by is None else f", rewound by line {rewound_by}"
+        yield f"  line {number:<8} {transition}{suffix}"
 
 
 def _state_of(history: History, draw: int, *, rewound: bool) -> str:

@@ -116,12 +116,9 @@ def greeting(server: ViewServer) -> list[str]:
     lines = [f"rlcore view: {server.url}"]
     if os.environ.get("SSH_CONNECTION"):
         tunnel = f"ssh -N -L {server.port}:127.0.0.1:{server.port}"
+        user = os.environ.get("USER") or "USER"
         lines.append(
-            f"  from your own machine first: {tunnel} {_user()}@{socket.gethostname()}"
+            f"  from your own machine first: {tunnel} {user}@{socket.gethostname()}"
             "   (then open the address above there)"
         )
     return [*lines, "  the address is a key to these runs; Ctrl-C ends it"]
-
-
-def _user() -> str:
-    return os.environ.get("USER") or "USER"

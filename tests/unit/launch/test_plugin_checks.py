@@ -80,31 +80,8 @@ def test_a_wrong_curriculum_is_refused_by_its_key(
         (["algorithm:", "  estimator: {name: gpg}", "  kl: {reward_coef: 0.1}"],
          "algorithm.kl.reward_coef", 7, "got 0.1, but estimator 'gpg' takes no KL into its reward "
          "and would ignore it: set algorithm.kl.loss_coef"),
-        (["teacher: {path: t}", "algorithm:", "  distillation: {coef: 0.1}"],
-         "algorithm.distillation.coef", 7, "got 0.1, but estimator 'grpo' takes no distillation "
-         "into its reward and would ignore it"),
-        (["algorithm:", "  estimator: {name: rloo}", "  distillation:", "    coef: 0.1"],
-         "teacher.path", None, "missing: algorithm.distillation.coef is not 0, so name the model "
-         "to learn from"),
-        (["algorithm:", "  estimator: {name: rloo, distill_coef: 0.1}"],
-         "algorithm.estimator.distill_coef", 6, "set algorithm.distillation.coef instead; "
-         "estimators are given it"),
-        (["algorithm:", "  old_logprobs: rollout", "  correction: {name: tis}"],
-         "algorithm.correction.name", 7, "'tis' compares the trainer's log-probs with the "
-         "engine's, and algorithm.old_logprobs: rollout takes the engine's"),
-        (["algorithm:", "  loss: {name: decoupled_ppo}", "  correction: {name: mis}"],
-         "algorithm.correction.name", 7, "loss 'decoupled_ppo' has this ratio as a weight of its "
-         "own, so 'mis' would apply it twice"),
-        (["algorithm:", "  correction:", "    level: sequence"], "algorithm.correction.level", 7,
-         "got 'sequence', but algorithm.correction.name is none"),
         (["algorithm:", "  correction: {name: tis, lower: -1}"], "algorithm.correction.lower", 6,
          "got -1, expected at least 0"),
-        (["algorithm:", "  kl:", "    loss_unbiased: true"], "algorithm.kl.loss_unbiased", 7,
-         "there is no KL in the loss to weigh"),
-        (["algorithm:", "  loss: {per_rollout: yes}"], "algorithm.loss.per_rollout", 6,
-         "would change nothing, as aggregation token-mean counts tokens alone"),
-        (["algorithm: {normalize_advantages: whiten}"], "algorithm.normalize_advantages", 5,
-         "got 'whiten', expected one of 'batch', 'group' or 'none'"),
         (["rollout: {samples_per_prompt: 1}", "algorithm: {estimator: {name: ppo}, "
          "normalize_advantages: group}"], "rollout.samples_per_prompt", 5,
          "algorithm.normalize_advantages: group compares the samples of one prompt"),
@@ -127,12 +104,11 @@ def test_a_refusal_names_key_file_and_line(
     capsys: pytest.CaptureFixture[str],
     lines: list[str],
     key: str,
-    line: int | None,
+    line: int,
     said: str,
 ) -> None:
     (message,) = validate(tmp_path, lines, capsys)
-    place = key if line is None else f"{key} (run.yaml:{line})"
-    assert message.startswith(f"{place}: "), message
+    assert message.startswith(f"{key} (run.yaml:{line}): "), message
     assert said in message
 
 

@@ -12,30 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.config import Config
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.launch import environment, local, process
 from rlcore.launch.environment import RESOLVED, SUPERVISED, resolved_by_launcher
 from rlcore.launch.process import cuda_environment, pick_device
 from rollout.weight_sync.process_group import SHARED_GPU
+from tests.configs import small_config
 
 ROOT = Path(__file__).parents[3]
 NEW = "2.14.1"
 OLD = "2.11.0+cu130"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-
-
-def make_config(**sections: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "a"},
-            "model": {"path": "model"},
-            "data": {"paths": "train.jsonl"},
-            "training": {"steps": 1},
-            **sections,
-        }
-    )
 
 
 # --- threads --------------------------------------------------------------------------------------
@@ -91,12 +79,12 @@ def test_a_run_computes_with_several_threads_where_they_are_faster(
     try:
         torch.set_num_threads(4)
         with caplog.at_level("INFO"):
-            process.choose_threads(make_config(model={"path": str(tiny_model)}))
+            process.choose_threads(small_config(model={"path": str(tiny_model)}))
         assert torch.get_num_threads() == chosen
         assert f"threads: {chosen} (a layer of width 32" in caplog.text
         torch.set_num_threads(4)
         deterministic = {"name": "a", "deterministic": True}
-        process.choose_threads(make_config(model={"path": str(tiny_model)}, run=deterministic))
+        process.choose_threads(small_config(model={"path": str(tiny_model)}, run=deterministic))
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
@@ -125,7 +113,7 @@ def test_local_ranks_share_the_cores_unless_the_user_decides(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    local._start(0, 2, Path(), make_config(run={"name": "a", "threads": threads}), [])
+    local._start(0, 2, Path(), small_config(run={"name": "a", "threads": threads}), [])
     assert started[0]["OMP_NUM_THREADS"] == expected
 
 
@@ -133,8 +121,8 @@ def test_local_ranks_share_the_cores_unless_the_user_decides(
 
 
 def test_megatrons_overlap_of_tensor_parallelism_gets_one_connection() -> None:
-    assert CONNECTIONS not in cuda_environment(make_config(), NEW)
-    split = make_config(policy={"parallel": {"tensor": 2, "sequence": True}})
+    assert CONNECTIONS not in cuda_environment(small_config(), NEW)
+    split = small_config(policy={"parallel": {"tensor": 2, "sequence": True}})
     assert cuda_environment(split, NEW)[CONNECTIONS] == "1"
 
 
@@ -159,7 +147,7 @@ def test_the_trainers_nccl_hands_memory_over_as_sglangs_does(
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         if allocator is not None:
             monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
-        found = cuda_environment(make_config(rollout={"engine": engine}), NEW)
+        found = cuda_environment(small_config(rollout={"engine": engine}), NEW)
         assert found.get("NCCL_CUMEM_ENABLE") == chosen
 
 
@@ -168,15 +156,15 @@ def test_the_allocator_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     segments = "expandable_segments:True"
     threads = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
     pinned = f"{threads},pinned_max_round_threshold_mb:1"
-    assert cuda_environment(make_config(), NEW) == {ALLOCATOR: f"{segments},{pinned}"}
+    assert cuda_environment(small_config(), NEW) == {ALLOCATOR: f"{segments},{pinned}"}
     # torch 2.11 refuses a setting that it does not know
-    assert cuda_environment(make_config(), OLD) == {ALLOCATOR: f"{segments},{threads}"}
+    assert cuda_environment(small_config(), OLD) == {ALLOCATOR: f"{segments},{threads}"}
     for engine in ({"colocated": True}, {"transport": "tensor"}):
-        by_handle = make_config(rollout={"engine": engine})
+        by_handle = small_config(rollout={"engine": engine})
         assert cuda_environment(by_handle, NEW) == {ALLOCATOR: pinned}
         assert cuda_environment(by_handle, OLD) == {ALLOCATOR: threads}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
-    assert cuda_environment(make_config(), NEW) == {}
+    assert cuda_environment(small_config(), NEW) == {}
 
 
 @pytest.mark.parametrize("cuda", [None, "13.0"])
@@ -189,7 +177,7 @@ def test_they_are_set_before_anything_else_where_torch_has_cuda(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(process, "seed_rng", lambda seed: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    process.set_up_torch(make_config(policy={"parallel": {"tensor": 2}}))
+    process.set_up_torch(small_config(policy={"parallel": {"tensor": 2}}))
     assert os.environ.get(CONNECTIONS) == (None if cuda is None else "1")
     assert os.environ[ALLOCATOR] == "mine"
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlcore.config.sections.training import ClusterConfig
 from rlcore.errors import RunFailed
 from rlcore.launch import process
 from rlcore.launch.environment import STORE_FOLDER
@@ -36,7 +37,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FolderStore:
 
 
 def meet() -> None:
-    process._rendezvous(torch.device("cpu"), 5.0, 5.0)
+    cluster = ClusterConfig(start_timeout_s=5.0, collective_timeout_s=5.0)
+    process._rendezvous(torch.device("cpu"), cluster)
 
 
 @pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)

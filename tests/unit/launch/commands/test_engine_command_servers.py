@@ -24,6 +24,7 @@ from rlcore.launch.commands import engine as serve
 from rlcore.launch.commands.engine import followers, node_of, run_servers, serve_engines
 from rollout.engines.factories import ADMIN_KEY, API_KEY, EngineNode, EngineSite, Keys
 from rollout.engines.sglang.factory import SGLangFactory
+from tests.configs import small_config
 
 QUICK = RestartConfig(limit=2, backoff_s=0.01)
 
@@ -230,44 +231,33 @@ def test_a_signal_while_they_start_ends_the_start() -> None:
     assert server.stopped
 
 
+MACHINE = EngineNode(2, 0, "10.0.0.7:20000")
+
+
+def served(run_dir: Path | str = "runs", **engine: object) -> Config:
+    return small_config(run={"dir": str(run_dir)}, rollout={"engine": {"kind": "sglang", **engine}})
+
+
 @pytest.mark.parametrize(
-    ("engine", "message"),
+    ("engine", "node", "message"),
     [
-        ({}, r"rollout\.engine\.kind: got 'embedded', expected 'sglang'"),
+        ({"kind": "embedded"}, None, "kind: got 'embedded', expected 'sglang'"),
+        ({"urls": ["http://a:1"]}, None, "urls: these engines run already"),
+        ({"colocated": True}, None, "colocated: the trainer itself starts"),
+        ({"tensor_parallel": 4, "count": 2}, MACHINE, "count: got 2 with --nodes 2"),
+        ({"tensor_parallel": 3}, MACHINE, "tensor_parallel: got 3, expected a multiple of"),
         (
-            {"kind": "sglang", "urls": ["http://a:1"]},
-            r"rollout\.engine\.urls: these engines run already",
-        ),
-        (
-            {"kind": "sglang", "colocated": True},
-            r"rollout\.engine\.colocated: the trainer itself starts",
+            {"tensor_parallel": 4, "transport": "delta", "weights_dir": "w"},
+            MACHINE,
+            "transport: got delta with --nodes",
         ),
     ],
 )
-def test_engines_that_cannot_run_alone_are_refused(engine: dict[str, object], message: str) -> None:
-    config = Config.model_validate(
-        {
-            "run": {"name": "test"},
-            "model": {"path": "none"},
-            "data": {"paths": "none.jsonl"},
-            "training": {"steps": 1},
-            "rollout": {"engine": engine},
-        }
-    )
-    with pytest.raises(ConfigError, match=message):
-        serve_engines(config)
-
-
-def served(run_dir: Path) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "test", "dir": str(run_dir)},
-            "model": {"path": "none"},
-            "data": {"paths": "none.jsonl"},
-            "training": {"steps": 1},
-            "rollout": {"engine": {"kind": "sglang"}},
-        }
-    )
+def test_engines_that_cannot_run_alone_or_on_several_machines_are_refused(
+    engine: dict[str, object], node: EngineNode | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^rollout.engine.{message}"):
+        serve_engines(served(**engine), node=node)
 
 
 def test_keys_are_not_printed_and_made_ones_stand_in_a_file_meanwhile(
@@ -379,29 +369,6 @@ def test_a_machine_of_an_engine_is_refused(
         node_of(nodes, rank, head)
 
 
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        ({"tensor_parallel": 4, "count": 2}, "rollout.engine.count: got 2 with --nodes 2"),
-        ({"tensor_parallel": 3}, "rollout.engine.tensor_parallel: got 3, expected a multiple of"),
-        (
-            {"tensor_parallel": 4, "transport": "delta", "weights_dir": "w"},
-            "rollout.engine.transport: got delta with --nodes",
-        ),
-    ],
-)
-def test_engines_that_are_not_for_several_machines(engine: dict[str, object], message: str) -> None:
-    sections = {
-        "run": {"name": "test"},
-        "model": {"path": "none"},
-        "data": {"paths": "none"},
-        "training": {"steps": 1},
-        "rollout": {"engine": {"kind": "sglang", **engine}},
-    }
-    with pytest.raises(ConfigError, match=message):
-        serve_engines(Config.model_validate(sections), node=EngineNode(2, 0, "10.0.0.7:20000"))
-
-
 def test_a_machine_of_an_engine() -> None:
     assert node_of(1, 0, None) is None
     assert node_of(4, 3, "10.0.0.7:20000") == EngineNode(4, 3, "10.0.0.7:20000")
@@ -409,22 +376,11 @@ def test_a_machine_of_an_engine() -> None:
 
 
 def test_engines_of_the_delta_transport_follow_a_folder(tmp_path) -> None:
-    def config(**engine) -> Config:
-        return Config.model_validate(
-            {
-                "run": {"name": "test"},
-                "model": {"path": "none"},
-                "data": {"paths": "none"},
-                "training": {"steps": 1},
-                "rollout": {"engine": {"kind": "sglang", **engine}},
-            }
-        )
-
-    assert followers(config()) == []
-    assert followers(config(transport="disk", weights_dir=str(tmp_path))) == []
+    assert followers(served()) == []
+    assert followers(served(transport="disk", weights_dir=str(tmp_path))) == []
     with pytest.raises(ConfigError, match=r"rollout\.engine\.weights_dir: not given"):
-        followers(config(transport="delta"))
-    [follow] = followers(config(transport="delta", weights_dir=str(tmp_path)))
+        followers(served(transport="delta"))
+    [follow] = followers(served(transport="delta", weights_dir=str(tmp_path)))
 
     async def run() -> None:
         following = asyncio.ensure_future(follow(["http://a"]))
