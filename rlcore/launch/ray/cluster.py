@@ -85,7 +85,7 @@ def _connect(address: str | None, config: Config) -> None:
         )
     if found not in (None, LOCAL):
         try:
-            join(found, key="cluster.ray.address: ", runtime_env=environment)
+            join(found, prefix="cluster.ray.address: ", runtime_env=environment)
             _report(found)
             return
         except ConnectionError as error:
@@ -118,12 +118,12 @@ def _connect(address: str | None, config: Config) -> None:
         ) from error
 
 
-def join(address: str, *, key: str = "", **options: Any) -> None:
+def join(address: str, *, prefix: str = "", **options: Any) -> None:
     """Connect to a running cluster.
 
     Args:
         address: as `ray.init` takes it.
-        key: begins the message about a token.
+        prefix: begins the message about a token.
         options: further arguments of `ray.init`.
 
     Raises:
@@ -135,7 +135,7 @@ def join(address: str, *, key: str = "", **options: Any) -> None:
         _init(address, **options)
     except AuthenticationError as error:  # so there is a cluster
         raise UserError(
-            f"{key}the Ray cluster refuses us: it wants a token (RAY_AUTH_MODE=token) and this"
+            f"{prefix}the Ray cluster refuses us: it wants a token (RAY_AUTH_MODE=token) and this"
             " process has none: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH"
         ) from error
     except (ConnectionError, RuntimeError, ValueError) as error:
