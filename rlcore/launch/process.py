@@ -281,8 +281,8 @@ def _rendezvous(device: torch.device, cluster: ClusterConfig) -> tuple[RankSync,
         PeerFailed: another rank was lost meanwhile.
         RunFailed: the other ranks cannot be reached, or do not come.
     """
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    where = os.environ.get(STORE_FOLDER) or address
+    folder = os.environ.get(STORE_FOLDER)
+    where = folder or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if orphaned():
         raise RunFailed(
             f"rank {os.environ['RANK']} has lost its supervisor before it met the other ranks"
@@ -290,9 +290,12 @@ def _rendezvous(device: torch.device, cluster: ClusterConfig) -> tuple[RankSync,
     start_s = cluster.start_timeout_s
     sync: RankSync | None = None
     try:
-        store, rank, world_size = _launchers_store(
-            min(start_s, STORE_S) if supervised() else start_s
-        )
+        rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        if folder is not None:
+            store: Store = FolderStore(Path(folder))
+        else:
+            limit_s = min(start_s, STORE_S) if supervised() else start_s
+            store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit_s)))
         allow_connections(GROUPS_OF_ALL_RANKS * world_size)
         attempt = join_attempt(store, rank, world_size, timeout_s=start_s)
         keys = keys_under(attempt.prefix, store)
@@ -316,14 +319,6 @@ def _rendezvous(device: torch.device, cluster: ClusterConfig) -> tuple[RankSync,
             f"rank {os.environ['RANK']} cannot meet the other ranks at {where}: {reason}"
         ) from error
     return sync, attempt
-
-
-def _launchers_store(timeout_s: float) -> tuple[Store, int, int]:
-    """The launcher's store, this rank, and the world size."""
-    if STORE_FOLDER in os.environ:
-        rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-        return FolderStore(Path(os.environ[STORE_FOLDER])), rank, world_size
-    return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
 
 
 def _store_of_groups(store: Store, prefix: str, world_size: int, timeout: timedelta) -> dist.Store:

@@ -114,9 +114,9 @@ def _plugin_entry(
         return
     module, qualname = (getattr(plugin.factory, key, "?") for key in ("__module__", "__qualname__"))
     rows = [("formula", plugin.formula), *_fields(plugin, keywords, build)]
-    rows += [
-        ("keywords" * (i == 0), _keyword(keyword)) for i, keyword in enumerate(keywords.values())
-    ]
+    for i, (key, keyword) in enumerate(keywords.items()):
+        elsewhere = f"    (set {COEFFICIENTS[key]})" if key in COEFFICIENTS else ""
+        rows.append(("keywords" * (i == 0), f"{keyword}{elsewhere}"))
     rows += [
         ("source", plugin.source),
         ("plugin", "" if module.startswith("rlcore.") else f"{module}:{qualname}"),
@@ -147,11 +147,6 @@ def _fields(
     if getattr(built, "has_batch_stats", False):
         needs.append("a look at the whole optimizer step")
     return [("needs", "; ".join(filter(None, needs))), ("takes", ", ".join(sorted(built.optional)))]
-
-
-def _keyword(keyword: Keyword) -> str:
-    elsewhere = COEFFICIENTS.get(keyword.name)
-    return f"{keyword}" + (f"    (set {elsewhere})" if elsewhere else "")
 
 
 def _entry(name: str, sentence: str, rows: list[tuple[str, str]]) -> Iterator[str]:

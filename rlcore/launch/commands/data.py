@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlcore.config import Config
 from rlcore.config.evaluation_sets import evaluation_sets
-from rlcore.data.examples import SOURCE, Example
+from rlcore.data.examples import SOURCE
 from rlcore.data.loading import load_prompts, prompt_stream, shares
 from rlcore.data.prompts import PromptSet
 from rlcore.data.tokenizer import load_tokenizer
@@ -168,7 +167,9 @@ class _Rewards:
             return
         for one in (*right, *wrong):
             what = one.answer.described if one in right else "a wrong answer"
-            yield f"reward   {_said(one)} for {what}: {one.answer.text!r}"
+            score = f"{one.sample.reward:g}" if one.sample.is_scored else "without a score"
+            failed = "" if one.failed is None else f"an error ({one.failed}), "
+            yield f"reward   {failed}{score} for {what}: {one.answer.text!r}"
         if self._left_out:
             yield f"         without {', '.join(self._left_out)}"
         if wrong and max(one.sample.reward for one in right) <= wrong[0].sample.reward:
@@ -194,21 +195,14 @@ class _Rewards:
             yield f"  the reward failed on {len(failed)} of them; the first: {failed[0]}"
 
 
-def _said(one: Scored) -> str:
-    scored = f"{one.sample.reward:g}" if one.sample.is_scored else "without a score"
-    return scored if one.failed is None else f"an error ({one.failed}), {scored}"
-
-
 # --- counts ---------------------------------------------------------------------------------------
 
 
 def _lengths(prompts: PromptSet, answers: Answers | None) -> Iterator[str]:
     """Yield a table of lengths by source, and which rows are left out."""
-    sources = [_source(example) for example in prompts.all_examples]
+    sources = [str(example.extra.get(SOURCE, "-")) for example in prompts.all_examples]
     kept: dict[str, list[int]] = defaultdict(list)
-    lengths = prompts.lengths
-    if answers is not None:
-        lengths = answers.lengths
+    lengths = prompts.lengths if answers is None else answers.lengths
     for row, length in zip(prompts.examples.rows, lengths):
         kept[sources[row]].append(int(length))
     left_out = Counter(sources[row] for rows in prompts.left_out.values() for row in rows.rows)
@@ -218,23 +212,15 @@ def _lengths(prompts: PromptSet, answers: Answers | None) -> Iterator[str]:
     yield f"tokens of {of_what}"
     yield f"{'source':{width}}" + "".join(f"{name:>10}" for name in names)
     for source in sorted({*kept, *left_out}):
-        numbers = [len(kept[source]), left_out[source], *_spread(np.array(kept[source]))]
+        numbers = [len(kept[source]), left_out[source]]
+        if kept[source]:
+            numbers += map(int, np.quantile(kept[source], (0, 0.5, 0.9, 1), method="lower"))
         yield f"{source:{width}}" + "".join(f"{number:>10,}" for number in numbers)
     if answers is not None:
         in_all = f"{len(answers.tokens):,} sequences of {len(prompts):,} rows"
         yield f"trained: {answers.trained:,} of {len(answers.tokens.values):,} tokens, in {in_all}"
     for limit, rows in prompts.left_out.items():
         yield f"left out: {len(rows):,} with more than {limit} tokens, the first is {rows.where(0)}"
-
-
-def _spread(lengths: NDArray[np.int64]) -> list[int]:
-    if not len(lengths):
-        return []
-    return [int(np.quantile(lengths, q, method="lower")) for q in (0, 0.5, 0.9, 1)]
-
-
-def _source(example: Example) -> str:
-    return str(example.extra.get(SOURCE, "-"))
 
 
 def _weights(config: Config, prompts: PromptSet) -> Iterator[str]:
