@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -298,109 +299,77 @@ class RolloutSource(Protocol):
         """Stop generation and end the engines."""
 
 
-class BucketHandles(Protocol):
-    """Makes handles of memory on this rank's GPU, which an engine on the same GPU reads."""
-
-    gpu: str  # its name, as in CUDA_VISIBLE_DEVICES
-
-    def make(self, bucket: Bucket, flat: Tensor) -> str:
-        """Copy the bucket into memory of its own, and return a handle of it for one reader.
-
-        The memory is free again once the reader has closed it.
-        """
-
-    def release(self, handle: str) -> None:
-        """Free the memory of a handle, made on any rank, whose reader is gone or never was."""
-
-    def collect(self) -> None:
-        """Give back the memory that readers have closed."""
-
-
-class WeightSink(Protocol):
-    """All engines of a publication, as rank 0 sees them. Calls block, each with a deadline."""
-
-    @property
-    def handle_gpus(self) -> Sequence[str]:
-        """The GPUs of the participants, if they take handles of memory there; else none."""
-
-    def prepare(
-        self,
-        buckets: Sequence[Bucket],
-        *,
-        only_stale: bool = False,
-        trainer_gpus: Sequence[str] = (),
-        trainer_ranks: Sequence[RankPlace] = (),
-    ) -> None:
-        """Pause the engines, agree on participants and layout, open the update.
-
-        Args:
-            only_stale: take only the engines that wait for weights; the others go on serving.
-            trainer_gpus: the GPUs on which a rank can make handles.
-            trainer_ranks: where each rank is, if all of them can send (`BucketSender`).
-        """
-
-    @property
-    def sender_orders(self) -> Mapping[int, str]:
-        """What `BucketSender.open` of each rank that serves engines, or helps, is told."""
-
-    def meet(self, places: Mapping[int, str]) -> None:
-        """Bring engines to ranks that serve them: `places` is what `BucketSender.open` returned."""
-
-    def send(self, bucket: Bucket, flat: Tensor, handles: Mapping[str, str] | None = None) -> None:
-        """Send the bytes of one bucket, uint8 [num_bytes].
-
-        Args:
-            handles: of the bucket on each of `handle_gpus`.
-        """
-
-    def send_called(self, bucket: Bucket, flat: Tensor) -> None:
-        """Send a bucket after one has failed, to engines that were called for it before."""
-
-    def finish(self, version: int) -> None:
-        """Close the update, verify, set the version, resume."""
-
-    @property
-    def stop_order(self) -> str:
-        """What `BucketSender.send` of those ranks is told when this publication has failed."""
-
-    def cancel(self) -> None:
-        """Give up this publication, once ranks have sent what `stop_order` lets them send. The
-        participants are then without whole weights.
-        """
-
-
-class RankPlace(NamedTuple):
-    """The machine of a rank, and what identifies its GPU there; None on the CPU."""
+class RankAddress(NamedTuple):
+    """The machine of a rank of the trainer, and its GPU there: both None on the CPU."""
 
     host: str
-    gpu: str | None
+    # the same in every process
+    gpu: str | None = None
+    # as in CUDA_VISIBLE_DEVICES
+    visible: str | None = None
 
 
-class BucketSender(Protocol):
-    """A rank of the trainer that sends weights to engines of its own, or helps one that does."""
+@dataclass(frozen=True)
+class Orders:
+    """The part that ranks of the trainer have in a publication, as the engines' side says.
 
-    gpu: str | None  # what identifies the rank's own
+    Attributes:
+        transport: whose `BucketSender` the ranks use.
+        ranks: `BucketSender.open` of each rank that sends gets its value; JSON-able.
+        meets: the ranks answer that, and the engines meet them there.
+        gathers: the engines take what `BucketSender.pack` of all these ranks returns.
+    """
 
-    def open(self, order: str) -> str:
-        """Begin a publication, by this rank's `WeightSink.sender_orders`. Returns its places."""
+    transport: str
+    ranks: Mapping[int, Any]
+    meets: bool = False
+    gathers: bool = False
 
-    def enter(self, places: Mapping[int, str]) -> None:
-        """Meet the ranks that this one helps; `places` is what `open` returned on each rank."""
 
-    def send(self, bucket: Bucket, flat: Tensor, given_up: Callable[[], str | None]) -> None:
-        """Send the bytes of one bucket, uint8 [num_bytes], to engines; wait until they have it.
+class BucketSender:
+    """The part of one rank in the publications by one transport; here, one that does nothing."""
 
-        An engine that fails is left out from there on; rank 0 hears of it from the engine.
+    def open(self, order: Any, buckets: Sequence[Bucket]) -> Any:
+        """Begin a publication. Returns where this rank meets engines, JSON-able."""
+
+    def enter(self, answers: Mapping[int, Any]) -> None:
+        """Meet the ranks that this one helps; `answers` is what `open` returned on each rank."""
+
+    def pack(self, bucket: Bucket, flat: Tensor) -> Any:
+        """Return what the engines get with the call for this bucket.
 
         Args:
-            given_up: `WeightSink.stop_order` once rank 0 has given up: what is still sent.
+            flat: uint8 [num_bytes]; it does not change until `send` and that call have returned.
         """
 
-    def abandon(self) -> None:
-        """Close the connections of an unfinished publication: not all that was sent is received."""
+    def send(self, bucket: Bucket, flat: Tensor, stopped: Callable[[], Any]) -> None:
+        """Send the bucket, and return when it has left this rank.
+
+        Args:
+            stopped: returns None until the publication has failed, and then what is still sent
+                (`Transport.stop`).
+        """
+
+    def discard(self, packed: Mapping[int, Any], stopped: Any) -> None:
+        """Free what ranks packed and no engine reads, after a failure (rank 0).
+
+        Args:
+            stopped: says which engines still read it; None: none does.
+        """
+
+    def finish(self) -> Any:
+        """Return what the engines' side gets when all buckets are sent (rank 0)."""
+
+    def end(self, *, done: bool, stopped: Any) -> None:
+        """End a publication.
+
+        Args:
+            done: every engine that is left has all weights.
+            stopped: what was still sent after a failure; None where nothing was.
+        """
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to engines."""
 
 
 class EngineMemory(Protocol):

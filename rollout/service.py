@@ -39,6 +39,7 @@ from rollout.engines.checks import check_vocabulary
 from rollout.fleet.dispatcher import Dispatcher
 from rollout.fleet.engine_list import EngineList, keep_shown
 from rollout.fleet.fleet import Fleet
+from rollout.fleet.publication import WeightPublication
 from rollout.rewards.audit import RewardAudit
 from rollout.rewards.labels import check_labels
 from rollout.rewards.scorer import build_scorer
@@ -98,6 +99,7 @@ class RolloutService:
             listed=None if engine.urls_file is None else EngineList(config),
             check=self._check_length,
         )
+        self.publication = WeightPublication(config, self.fleet)
         vocab_size = check_vocabulary(config.model.path, tokenizer)
         check_labels(config, prompts)
         self.prompts = prompts
@@ -407,7 +409,11 @@ class RolloutService:
         await self._collector.halt()
         await self.fleet.close()
         parties: dict[str, Any] = {f"engine {one.name}": one for one in self.fleet.engines}
-        parties |= {"the reward": self._scorer, "the reward of the evaluation": self._evaluator}
+        parties |= {
+            "the publication of weights": self.publication,
+            "the reward": self._scorer,
+            "the reward of the evaluation": self._evaluator,
+        }
         closing = {asyncio.ensure_future(one.close()): name for name, one in parties.items()}
         done, _ = await asyncio.wait(closing, timeout=CLOSE_ENGINES_S)
         for task, party in closing.items():

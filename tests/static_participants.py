@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class StaticParticipants:
-    """`Participants` of a fixed set: a failed engine is ended and forgotten."""
+    """A `Fleet` of a fixed set, for a publication: a failed engine is ended and forgotten."""
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         self.engines = list(engines)  # that are left

@@ -32,7 +32,7 @@ from rollout.weight_sync.process_group import (
     Backend,
     GroupAddress,
     WeightGroup,
-    meeting_place,
+    open_rendezvous,
 )
 
 LIMIT_S = 6.0  # of a meeting and of a broadcast
@@ -138,7 +138,7 @@ class Groups:
         """A group with the other process, which is started anew if it was lost."""
         if not self.member.is_alive:
             self.member = _Member(str(self.device))
-        address, store = meeting_place(URL, 1, self.backend, LIMIT_S)
+        address, store = open_rendezvous(URL, 1, self.backend, LIMIT_S)
         self.member.tell("join", asdict(address))
         group = WeightGroup(address, 0, device=self.device, store=store)
         try:
@@ -247,7 +247,7 @@ def _failure(work: Callable[[], object]) -> str:
 
 
 def _nobody(groups: Groups) -> str:
-    address, store = meeting_place(URL, 1, groups.backend, LIMIT_S)
+    address, store = open_rendezvous(URL, 1, groups.backend, LIMIT_S)
 
     def meet() -> None:
         group = WeightGroup(address, 0, device=groups.device, store=store)

@@ -1,7 +1,7 @@
 """A publication by handle to a process on the same GPU, and one whose reader is late.
 
 The exporter fills two buffers in turn, and an engine answers when its copies are queued. A handle
-of such a buffer would give a late reader the bytes of a later bucket. So `SerializedHandles` makes
+of such a buffer would give a late reader the bytes of a later bucket. So `SerializedSender` makes
 handles of memory of its own; both ways are tried with a reader that is late.
 """
 
@@ -21,14 +21,12 @@ from one_gpu.handle_reader import ReaderProcess
 from one_gpu.section import Found, Setting
 from one_gpu.step import Trainer, random_trainer
 from torch import Tensor
-from torch.distributed import HashStore
 
+from rlcore.interfaces import RankAddress
 from rlcore.launch.engines import visible_names
-from rlcore.trainer.handle_exchange import HandleExchange
-from rlcore.trainer.rank_sync import RankSync
 from rlcore.weights import Bucket, fingerprint
 from rollout.weight_sync.serialized import (
-    SerializedHandles,
+    SerializedSender,
     TensorTransport,
     by_handle,
     encode,
@@ -40,11 +38,11 @@ TOY_BUCKET = 1 << 16  # bytes: several buckets of the toy model
 LEFT = 0.01  # of the bytes of a publication that may stay allocated after it
 
 
-class SharedBuffers(SerializedHandles):
+class SharedBuffers(SerializedSender):
     """Makes handles of the buckets' own memory, without the copy: the naive way."""
 
-    def make(self, bucket: Bucket, flat: Tensor) -> str:
-        """See `BucketHandles.make`."""
+    def pack(self, bucket: Bucket, flat: Tensor) -> str:
+        """Return a handle of the bucket itself."""
         self._on_cuda = flat.is_cuda
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
@@ -60,7 +58,6 @@ class Publications:
     def __init__(self, made: Trainer, reader: ReaderProcess) -> None:
         self._made = made
         self._reader = reader
-        self._sync = RankSync(HashStore(), 0, 1, timeout_s=LIMIT_S)
         self._expected = {
             bucket.index: fingerprint(flat)
             for bucket, flat in made.backend.export_buckets()
@@ -68,11 +65,11 @@ class Publications:
         }
         self.num_bytes = sum(bucket.num_bytes for bucket in made.backend.buckets())
 
-    def run(self, maker: SerializedHandles, *, late: bool = False, holds: bool = True) -> float:
+    def run(self, maker: SerializedSender, *, late: bool = False, holds: bool = True) -> float:
         """Make one publication. Returns its seconds, to the reader's last copy."""
         self._reader.ask("begin", late, holds)
         began = time.perf_counter()
-        asyncio.run(self._publish(HandleExchange(self._sync, maker)))
+        asyncio.run(self._publish(maker))
         return time.perf_counter() - began
 
     def wrong(self) -> int:
@@ -80,18 +77,21 @@ class Publications:
         told = self._reader.ask("fingerprints")
         return sum(told[index] != known for index, known in self._expected.items())
 
-    async def _publish(self, exchange: HandleExchange) -> None:
+    async def _publish(self, maker: SerializedSender) -> None:
         transport = TensorTransport(timeout_s=LIMIT_S)
-        transport.trainer_gpus = exchange.trainer_gpus
-        await transport.open([self._reader], self._made.backend.buckets())
-        assert transport.by_handle
-        exchange.open(exchange.owners(self._reader.gpus))
+        [gpu] = self._reader.gpus
+        transport.ranks = [RankAddress("here", gpu, gpu)]
+        buckets = self._made.backend.buckets()
+        await transport.open([self._reader], buckets)
+        orders = transport.orders()
+        assert orders.gathers
+        maker.open(orders.ranks[0], buckets)
         for bucket, flat in self._made.backend.export_buckets(everywhere=True):
-            handles = exchange.collect(bucket, flat)
-            if failed := await transport.send_handles(bucket, handles):
+            assert flat is not None
+            if failed := await transport.send(bucket.index, {0: maker.pack(bucket, flat)}):
                 raise RuntimeError(f"bucket {bucket.index}: {'; '.join(failed.values())}")
         self._reader.ask("complete")
-        exchange.close()
+        maker.end(done=True, stopped=None)
 
 
 def publish_by_handle(setting: Setting) -> Found:
@@ -100,8 +100,7 @@ def publish_by_handle(setting: Setting) -> Found:
     # torch names the memory of a CPU tensor by a file; the other way needs an open connection
     torch.multiprocessing.set_sharing_strategy("file_system")
     with _publications(setting) as publications:
-        [gpu] = visible_names([0], os.environ)
-        ours, naive = SerializedHandles(gpu), SharedBuffers(gpu)
+        ours, naive = SerializedSender(), SharedBuffers()
         publications.run(ours)  # takes the exporter's buffers and the reader's weights
         before = _allocated(setting)
         for label, maker in (("by handle", ours), ("by handle of the buffers", naive)):
@@ -118,7 +117,7 @@ def publish_by_handle(setting: Setting) -> Found:
 
 
 def _try_the_race(
-    publications: Publications, ours: SerializedHandles, naive: SerializedHandles, found: Found
+    publications: Publications, ours: SerializedSender, naive: SerializedSender, found: Found
 ) -> None:
     """Publish to a reader whose copies run after the exporter's next ones."""
     for holds, reader in ((True, "late reader"), (False, "late reader that closes at once")):

@@ -7,45 +7,38 @@ and its links), and the turns that engines give to calls (`BucketTurns`). Simula
     a rank of the trainer   has a bucket when all ranks have sent the one before the last: buckets
                             are assembled over NVLink, and broadcast over the network cards of all
                             nodes, one ahead. It sends a bucket to its engines at once, and the next
-                            one when that has left, as `RankSender` does. Ranks that help it carry
+                            one when that has left, as `GroupSender` does. Ranks that help it carry
                             equal parts of each bucket, and wait as it does
     a network card          each rank has one, whose rate its transfers share
     an engine               has a card for each GPU; one with our patches has the GPU load a bucket
                             while it receives the next, and its process prepares that meanwhile; a
                             stock server takes a bucket, loads it, and then takes the next
-    a control call          costs rank 0, whose event loop makes one after the other, and the way
-                            to the engine and back
+    a control call          costs the event loop of the service, which makes one after the other,
+                            and the way to the engine and back
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from benchmarks.simulation.virtual_time import Link as Card
 from benchmarks.simulation.virtual_time import Turns, simulated
 from rlcore.config import Config
-from rlcore.interfaces import RankPlace
+from rlcore.interfaces import RankAddress
 from rlcore.weights import Bucket
 from rollout.engines.bucket_turns import BucketTurns
-from rollout.weight_sync.groups.assignment import Served
-from rollout.weight_sync.groups.link import EngineLink, Link, Order, RemoteLink
+from rollout.fleet.publication import WeightPublication
+from rollout.weight_sync.groups.link import Order
 from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.process_group import GroupAddress
-from rollout.weight_sync.publication import WeightPublication
 from tests.static_participants import StaticParticipants
 
 NODE = 8  # ranks of the trainer, each with a network card
-NOTHING = torch.empty(0, dtype=torch.uint8)  # in place of the bytes of a bucket
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ class Costs:
     digest_rate: float = 120e9  # bytes/s of a GPU, which has computed that before it copies
     quantise_rate: float = 85e9  # bytes/s in bf16 that a rank's GPU rounds to FP8
     way_s: float = 0.0035  # of a control call, there and back
-    call_s: float = 0.0003  # of rank 0's CPU, a control call
+    call_s: float = 0.0003  # of the service's CPU, a control call
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ class SimulatedEngine:
     @asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:
         costs = self._world.costs
-        await self._world.rank0.work(costs.call_s)
+        await self._world.service.work(costs.call_s)
         await asyncio.sleep(costs.way_s / 2)
         yield
         await asyncio.sleep(costs.way_s / 2)
@@ -149,60 +142,6 @@ class SimulatedEngine:
         self._world.sent[ranks[0]] += bucket.num_bytes
         self._received[bucket.index].set()
 
-    async def has(self, bucket: Bucket) -> None:
-        """Wait until a bucket has been received."""
-        await self._received[bucket.index].wait()
-
-
-class _Rank0Link(Link):
-    """The link of rank 0, without a process group."""
-
-    async def join(self) -> str | None:
-        await self.engine.join_group(_address(self.engine.name), 1)
-        return None
-
-    @property
-    def is_whole(self) -> bool:
-        return self.engine.in_group is not None
-
-    def _start_sending(self, flat: Tensor) -> Future[None]:
-        left: Future[None] = Future()
-        world = self.engine._world
-
-        async def send(bucket: Bucket) -> None:
-            await self.engine.take_from([0], bucket)
-            left.set_result(None)
-
-        world.start(send(world.on_rank0))
-        return left
-
-
-class _RemoteLink(RemoteLink):
-    """The link of another rank. Where rank 0 helps it, rank 0 is done when the engine is."""
-
-    async def _meet(self, enter: Any, place: GroupAddress, rank: int) -> None:
-        await self.engine.join_group(place, rank)
-
-    def _start_sending(self, flat: Tensor) -> Future[None] | None:
-        if 0 not in self.served.helpers:
-            return None
-        left: Future[None] = Future()
-        world = self.engine._world
-
-        async def pass_on(bucket: Bucket) -> None:
-            await self.engine.has(bucket)
-            left.set_result(None)
-
-        world.start(pass_on(world.on_rank0))
-        return left
-
-
-class _Transport(DistributedTransport):
-    def _new_link(self, engine: Any, gpu: str | None, served: Served) -> EngineLink:
-        if served.sender:
-            return _RemoteLink(engine, "nccl", served, self._device, self._timeout_s)
-        return _Rank0Link(engine, "nccl", self._device, self._timeout_s)
-
 
 def _address(engine: str) -> GroupAddress:
     return GroupAddress("10.1.0.1", 1, 2, "nccl", 300.0, f"weights-{engine}")
@@ -236,14 +175,13 @@ class World:
         self.buckets = buckets
         self._whole = whole
         self.costs = costs
-        self.rank0 = Turns()
+        self.service = Turns()
         self.cards = [Card(costs.card) for _ in range(ranks)]  # what leaves them
         self.sent: Counter[int] = Counter()
-        self.on_rank0 = buckets[0]  # the bucket that rank 0 sends
         self._engines = [
             SimulatedEngine(i, self, gpus=gpus, queues_buckets=calls_ahead) for i in range(engines)
         ]
-        self._places = [RankPlace(f"node-{rank // NODE}", f"gpu-{rank}") for rank in range(ranks)]
+        self._ranks = [RankAddress(f"node-{rank // NODE}", f"gpu-{rank}") for rank in range(ranks)]
         self._senders = senders
         self._rails = rails
         self._tasks: set[asyncio.Task[None]] = set()
@@ -259,32 +197,27 @@ class World:
 
     async def publish(self) -> Published:
         """Publish to all engines."""
-        participants = StaticParticipants(self._engines)  # type: ignore[arg-type]
-        publication = WeightPublication(_config(), participants, asyncio.get_running_loop())
-        transport = _Transport(
-            device=torch.device("cuda"),
-            timeout_s=300.0,
-            probe_s=10.0,
-            senders=self._senders,
-            rails=self._rails,
+        fleet: Any = StaticParticipants(self._engines)  # type: ignore[arg-type]
+        publication = WeightPublication(_config(), fleet)
+        publication._transport = DistributedTransport(
+            timeout_s=300.0, probe_s=10.0, senders=self._senders, rails=self._rails
         )
-        publication._transport = transport
-        await publication._prepare(self.buckets, False, (), self._places)
+        ordered = await publication.open(self.buckets, self._ranks, False)
         orders = {
-            rank: [Order(**one) for one in json.loads(said)]
-            for rank, said in transport.orders.items()
+            rank: [Order(**one) for one in order["engines"]]
+            for rank, order in ordered.ranks.items()
         }
-        places = {
-            rank: json.dumps({one.engine: asdict(_address(one.engine)) for one in order})
-            for rank, order in orders.items()
-        }
-        assert await transport.meet(places) == {}
-        sending = [own for order in orders.values() if (own := [o for o in order if not o.rank])]
-        self.start(self._make([*{0, *orders}]))
-        await asyncio.gather(
-            self._rank_0(publication, 1 + len(sending)), *(self._rank(own) for own in sending)
+        await publication.meet(
+            {
+                rank: {one.engine: asdict(_address(one.engine)) for one in order}
+                for rank, order in orders.items()
+            }
         )
-        await publication._finish(1)
+        sending = [own for order in orders.values() if (own := [o for o in order if not o.rank])]
+        self._senders_of_a_bucket = 1 + len(sending)
+        self.start(self._make([*orders]))
+        await asyncio.gather(self._rank_0(publication), *(self._rank(own) for own in sending))
+        await publication.finish(1, {})
         return Published(asyncio.get_running_loop().time(), dict(self.sent))
 
     async def _make(self, senders: Sequence[int]) -> None:
@@ -300,20 +233,18 @@ class World:
                 await asyncio.sleep(whole / self.costs.nvlink)
                 passing = [self.cards[rank].carry(size / NODE) for rank in senders]
                 await asyncio.gather(asyncio.sleep(size / self.costs.broadcast), *passing)
-            elif len(self._places) > 1:
+            elif len(self._ranks) > 1:
                 await asyncio.sleep(size / self.costs.card)  # into the card of rank 0
             self._made[index].set()
 
-    async def _rank_0(self, publication: WeightPublication, ranks: int) -> None:
-        self._ranks = ranks
+    async def _rank_0(self, publication: WeightPublication) -> None:
         for bucket in self.buckets:
             await self._made[bucket.index].wait()
-            self.on_rank0 = bucket
-            await publication._send(bucket, NOTHING, None)
+            await publication.send(bucket.index, {})
             self._leave(bucket)
 
     async def _rank(self, orders: Sequence[Order]) -> None:
-        """What `RankSender` does on a rank beside rank 0 that sends."""
+        """What `GroupSender` does on a rank that sends."""
         named = {engine.name: engine for engine in self._engines}
         for bucket in self.buckets:
             await self._made[bucket.index].wait()
@@ -324,7 +255,7 @@ class World:
 
     def _leave(self, bucket: Bucket) -> None:
         self._sent_by[bucket.index] += 1
-        if self._sent_by[bucket.index] == self._ranks:
+        if self._sent_by[bucket.index] == self._senders_of_a_bucket:
             self._free[bucket.index].set()
 
 

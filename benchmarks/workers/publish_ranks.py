@@ -35,7 +35,7 @@ from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded import factory
 from rollout.engines.factories import EngineSite
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup
-from rollout.weight_sync.publication import WeightPublication
+from tests.one_rank import OneRank
 from tests.static_participants import StaticParticipants
 
 LIMIT_S = 600.0
@@ -84,7 +84,7 @@ class Engines:
         self._version = 0
         for engine in self.engines:
             self._call(engine.start())
-        self._sink = WeightPublication(config, StaticParticipants(self.engines), self._loop.loop)
+        self._sink = OneRank(config, StaticParticipants(self.engines), self._loop.loop)
         self._raw = self._join_raw()
         self._buffer = torch.zeros(max(sizes), dtype=torch.uint8)
 

@@ -28,8 +28,10 @@ with importing_megatron():
     )
     from backends.megatron.parallel.state import destroy_parallel, init_parallel
     from backends.megatron.weights.export import WeightExporter
+
 from rlcore.config import Config
 from rlcore.config.sections.policy import ParallelConfig
+from rlcore.interfaces import RankAddress
 from rlcore.runs.versions import VersionJournal
 from rlcore.trainer.rank_sync import RankSync
 from rlcore.trainer.sender_ranks import SenderRanks
@@ -37,9 +39,10 @@ from rlcore.trainer.weight_publisher import WeightPublisher
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.embedded.factory import EmbeddedFactory
 from rollout.engines.factories import EngineSite
-from rollout.weight_sync.groups.rank_sender import RankSender
+from rollout.fleet.publication import WeightPublication
+from rollout.weight_sync.choose import make_sender
 from rollout.weight_sync.process_group import WeightGroup
-from rollout.weight_sync.publication import WeightPublication
+from tests.one_rank import calls_of
 from tests.static_participants import StaticParticipants
 
 LIMIT_S = 300.0
@@ -89,7 +92,7 @@ def build_exporter(folder: Path, layout: ParallelConfig, bucket_bytes: int) -> W
 
 
 class Engines:
-    """The engine processes and their sink, on rank 0."""
+    """The engine processes and their publications, on rank 0."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         site = EngineSite(
@@ -103,10 +106,10 @@ class Engines:
         for engine in self.engines:
             self._call(engine.start())
         self.participants = StaticParticipants(self.engines)
-        self.sink = WeightPublication(config, self.participants, self._loop.loop)
+        fleet: Any = self.participants
+        self.calls = calls_of(WeightPublication(config, fleet), self._loop.loop)
 
     def close(self) -> None:
-        self.sink.close()
         for engine in self.engines:
             self._call(engine.close())
         self._loop.close()
@@ -131,22 +134,26 @@ def main() -> None:
     layout = ParallelConfig(tensor=1 if ranks % 2 else 2)
     with megatron_device("cpu"):
         exporter = build_exporter(folder, layout, settings["bucket_bytes"])
-        sender = RankSender(torch.device("cpu"), LIMIT_S)
         engines = None if rank else Engines(config, folder)
+        sending = SenderRanks(
+            sync,
+            make=lambda transport: make_sender(transport, config, torch.device("cpu")),
+            address=RankAddress("here"),
+            calls=None if engines is None else engines.calls,
+        )
         publisher = WeightPublisher(
             SimpleNamespace(
                 buckets=lambda: exporter.buckets, export_buckets=exporter.export_buckets
             ),  # type: ignore[arg-type]
             sync,
-            sink=None if engines is None else engines.sink,
+            sending,
             journal=None if rank else VersionJournal(folder / "versions.jsonl"),
             timeout_s=LIMIT_S,
-            senders=SenderRanks(sync, sender) if ranks > 1 else None,
         )
         said = publisher.publish(1)
         assert said == "", said
         dist.barrier()
-        sender.close()
+        sending.close()
         if engines is not None:
             assert engines.participants.dropped == {}, engines.participants.dropped
             engines.close()

@@ -14,7 +14,7 @@ from rlcore.config.engine_registry import is_import_path
 from rlcore.config.evaluation_sets import evaluation_sets
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.config.sections.root import Config
-from rlcore.deadlines import REQUEST_S, TOKEN_S
+from rlcore.deadlines import ABORT_S, REQUEST_S, TOKEN_S, TRANSPORT_GRACE_S
 
 # keywords of estimators that have a key of their own elsewhere -> that key
 COEFFICIENTS = {
@@ -212,6 +212,20 @@ def all_engines_timeout_s(config: Config) -> float:
         + longest_request_s(config)
         + engine.update_timeout_s * 6
     )
+
+
+def publication_call_s(config: Config) -> float:
+    """Return the seconds after which the engines' event loop counts as blocked in a publication.
+
+    Each step of it has a deadline of its own: the longest one, times as many as a call has steps.
+    """
+    engine = config.rollout.engine
+    longest = max(
+        engine.update_timeout_s,
+        longest_request_s(config) + ABORT_S,
+        comeback_s(engine, engine_place_s(config)),
+    )
+    return 6 * (longest + TRANSPORT_GRACE_S)
 
 
 def gpus_of_a_node(config: Config) -> float:

@@ -5,11 +5,15 @@ Only this folder and the command line may name a backend or an engine in `rlcore
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,12 +26,13 @@ from rlcore.config.derived import (
     comeback_s,
     engine_place_s,
     generates,
+    publication_call_s,
     recorded_fields,
 )
 from rlcore.config.load import Loaded
 from rlcore.data.loading import prompt_notes
 from rlcore.errors import ConfigError
-from rlcore.interfaces import EngineMemory, PolicyBackend, RolloutSource, WeightSink
+from rlcore.interfaces import EngineMemory, PolicyBackend, RankAddress, RolloutSource
 from rlcore.launch.engines import build_engines, visible_names
 from rlcore.launch.process import Process
 from rlcore.launch.run_folder import OpenRun, find_checkpoint
@@ -37,14 +42,14 @@ from rlcore.timeline.start import START
 from rlcore.tracking import build_trackers
 from rlcore.trainer.credit import CreditAssignment
 from rlcore.trainer.gpu_sharing import GpuSharing
-from rlcore.trainer.handle_exchange import HandleExchange
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.rank0 import RankZero
 from rlcore.trainer.rank_sync import on_rank0
-from rlcore.trainer.sender_ranks import SenderRanks
+from rlcore.trainer.sender_ranks import PublicationCalls, SenderRanks
 from rlcore.trainer.step_metrics import Utilization
 from rlcore.trainer.weight_publisher import WeightPublisher
 from rlcore.weights import DTYPES
+from rollout.weight_sync.process_group import gpu_identity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +62,8 @@ class RolloutHandles:
     """Rank 0's handles on what gives it samples and takes its weights; other ranks have none."""
 
     source: RolloutSource
-    sink: WeightSink | None  # None where nothing generates
+    # begins a call of `WeightPublication`; None where nothing generates
+    publication: Callable[..., Future[Any]] | None
     num_prompts: int
     prompt_lengths: NDArray[np.int64] | None = None
     memory: EngineMemory | None = None
@@ -114,7 +120,6 @@ def export_policy(config: Config, shards: Path, folder: Path) -> None:
 
 def open_handles(
     config: Config,
-    process: Process,
     stack: ExitStack,
     *,
     greedy_baseline: bool = False,
@@ -130,7 +135,7 @@ def open_handles(
     from rlcore.data.tokenizer import load_tokenizer
 
     if service is not None:
-        return _open_service_process(service, config, process, stack, greedy_baseline)
+        return _open_service_process(service, config, stack, greedy_baseline)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     if config.is_sft:
         from rlcore.trainer.sources import SFTSource
@@ -148,49 +153,43 @@ def open_handles(
             recorded=recorded_fields(config),
         )
         return RolloutHandles(replay, None, 1)
-    return _open_service_here(config, process, tokenizer, stack, greedy_baseline=greedy_baseline)
+    return _open_service_here(config, tokenizer, stack, greedy_baseline=greedy_baseline)
 
 
 def _open_service_process(
-    client: ServiceClient,
-    config: Config,
-    process: Process,
-    stack: ExitStack,
-    greedy_baseline: bool,
+    client: ServiceClient, config: Config, stack: ExitStack, greedy_baseline: bool
 ) -> RolloutHandles:
-    from rlcore.launch.service.engine_handles import RemoteParticipants
     from rlcore.launch.service.handles import RemoteMemory, RemoteSource
-    from rollout.asyncio_utils import LoopThread
-    from rollout.weight_sync.publication import WeightPublication
 
     stack.callback(client.close)
     opened = client.open(config, greedy_baseline=greedy_baseline)
-    thread = LoopThread("publication")
-    stack.callback(thread.close)
-    sink = WeightPublication(config, RemoteParticipants(client), thread.loop, device=process.device)
-    stack.callback(sink.close)
-    source = RemoteSource(client)
-    memory = RemoteMemory(client)
-    return RolloutHandles(source, sink, opened.num_prompts, opened.prompt_lengths, memory)
+    return RolloutHandles(
+        RemoteSource(client),
+        client.begin_publication,
+        opened.num_prompts,
+        opened.prompt_lengths,
+        RemoteMemory(client),
+    )
 
 
 def _open_service_here(
     config: Config,
-    process: Process,
     tokenizer: PreTrainedTokenizerBase,
     stack: ExitStack,
     *,
     greedy_baseline: bool,
 ) -> RolloutHandles:
     from rlcore.launch.service.host import build_service
-    from rollout.weight_sync.publication import WeightPublication
 
     engines = build_engines(config)
     service, memory = build_service(config, tokenizer, engines, greedy_baseline=greedy_baseline)
     stack.callback(service.close)
-    sink = WeightPublication(config, service.fleet, service.loop, device=process.device)
-    stack.callback(sink.close)
-    return RolloutHandles(service, sink, len(service.prompts), service.prompts.lengths, memory)
+
+    def begin(method: str, *arguments: Any) -> Future[Any]:
+        work = getattr(service.publication, method)(*arguments)
+        return asyncio.run_coroutine_threadsafe(work, service.loop)
+
+    return RolloutHandles(service, begin, len(service.prompts), service.prompts.lengths, memory)
 
 
 def start_engines(process: Process, config: Config, handles: RolloutHandles | None) -> None:
@@ -220,41 +219,37 @@ def build_weight_publisher(
     """
     if not generates(config):
         return None
-    senders = build_senders(config, process)
-    if senders is not None:
-        stack.callback(senders.close)
+    from rollout.weight_sync.choose import make_sender
+
+    calls = None
+    if handles is not None and handles.publication is not None:
+        calls = PublicationCalls(handles.publication, publication_call_s(config))
+    ranks = SenderRanks(
+        process.sync,
+        make=lambda transport: make_sender(transport, config, process.device),
+        address=rank_address(process.device),
+        calls=calls,
+    )
+    stack.callback(ranks.close)
     publisher = WeightPublisher(
         backend,
         process.sync,
-        sink=None if handles is None else handles.sink,
+        ranks,
         journal=journal,
         timeout_s=all_engines_timeout_s(config),
-        exchange=build_exchange(process),
-        senders=senders,
     )
     if handles is not None:
         publisher.published = handles.source.published
     return publisher
 
 
-def build_exchange(process: Process) -> HandleExchange | None:
-    """Make what hands buckets to engines on this rank's GPU; None on the CPU. All ranks do."""
-    if process.device.type != "cuda":
-        return None
-    from rollout.weight_sync.serialized import SerializedHandles
-
-    [gpu] = visible_names([process.device.index], os.environ)
-    return HandleExchange(process.sync, SerializedHandles(gpu))
-
-
-def build_senders(config: Config, process: Process) -> SenderRanks | None:
-    """Make what lets every rank send weights; None where there is one. All ranks do."""
-    if process.world_size == 1:
-        return None
-    from rollout.weight_sync.groups.rank_sender import RankSender
-
-    sender = RankSender(process.device, config.rollout.engine.update_timeout_s)
-    return SenderRanks(process.sync, sender)
+def rank_address(device: torch.device) -> RankAddress:
+    """The address of this rank, which is on `device`."""
+    host = socket.gethostname()
+    if device.type != "cuda":
+        return RankAddress(host)
+    [visible] = visible_names([device.index], os.environ)
+    return RankAddress(host, gpu_identity(device), visible)
 
 
 def build_gpu_sharing(

@@ -99,7 +99,7 @@ def run_rank(
             handles = sync.run_on_rank0(
                 "reading the data",
                 lambda: open_handles(
-                    config, process, stack, greedy_baseline=credit.needs_baseline, service=service
+                    config, stack, greedy_baseline=credit.needs_baseline, service=service
                 ),
                 timeout_s=start_s,
             )

@@ -1,16 +1,17 @@
-"""The seam between a publication (publication.py) and the transports that carry its bytes.
+"""The seam between a publication and the transports that carry its bytes.
 
-A transport is chosen once for a run. Its methods run on the engines' event loop, one at a time, in
-this order:
+A transport has two halves, which one file holds: a `Transport` on the engines' event loop, and a
+`rlcore.interfaces.BucketSender` on each rank of the trainer that its `orders` name. It is chosen
+once for a run. The methods of the engines' half run one at a time, in this order:
 
     open(engines, buckets)  once a transaction; every engine is paused and has its update open
-    meet(places)            if ranks other than rank 0 send: they have opened places for engines
-    send(bucket, flat)      for each bucket, always in the same order
-    send_called(bucket, flat)
-                            instead, after a failure, for each bucket that is left
-    complete()              returns when every engine holds all buckets; `end_update` comes next
+    orders()                the parts of the ranks
+    meet(answers)           if the orders say so: the ranks have opened a rendezvous for engines
+    send(index, packed)     for each bucket, always in the same order, as the ranks begin to send it
+    stop()                  after a failure: what the ranks still send
+    complete(result)        returns when every engine holds all buckets; `end_update` comes next
     give_up()               instead, after a failure: returns when no engine takes a bucket any more
-    close()                 drops the connections at the end of the run
+    close()                 at the end of the run
 
 After a failure the next `open` cleans up. No transport retries: it returns the engines that failed,
 and the publication excludes them and runs again with the others.
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from rlcore.deadlines import TRANSPORT_GRACE_S
 from rlcore.errors import RlcoreError
-from rlcore.interfaces import RankPlace
+from rlcore.interfaces import BucketSender, Orders, RankAddress
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
 
@@ -42,7 +43,7 @@ Failures = dict[Engine, str]  # the engines that failed, and why
 
 
 class Transport(ABC):
-    """Carries the buckets of one publication after the other to the engines.
+    """Has the engines take the buckets of one publication after the other.
 
     The methods return the failures of single engines. They raise PublicationFailed for a failure
     that is no engine's.
@@ -56,10 +57,7 @@ class Transport(ABC):
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._engines: list[Engine] = []  # in the current transaction
-        # the GPUs on which a rank of the trainer can make handles
-        self.trainer_gpus: Sequence[str] = ()
-        # where the trainer's ranks are, if others than rank 0 may send
-        self.trainer_ranks: Sequence[RankPlace] = ()
+        self.ranks: Sequence[RankAddress] = ()
         # whether the next transaction has all engines: another one has left, or is started again
         self.has_all_engines = False
 
@@ -68,54 +66,46 @@ class Transport(ABC):
         self._engines = list(engines)
         return {}
 
-    @abstractmethod
-    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
-        """Send one bucket. `flat`, uint8 [num_bytes], does not change until this returns.
+    def orders(self) -> Orders:
+        """Return the parts of the trainer's ranks: by default rank 0 alone sends."""
+        return Orders(self.name, {0: None})
+
+    async def meet(self, answers: Mapping[int, Any]) -> Failures:
+        """Have engines meet the ranks that serve them.
+
+        Args:
+            answers: what these ranks returned from `BucketSender.open`.
+        """
+        return {}
+
+    async def send(self, index: int, packed: Mapping[int, Any]) -> Failures:
+        """Have the engines take a bucket, which the ranks begin to send.
+
+        Args:
+            packed: what ranks returned from `BucketSender.pack`.
 
         Returns the engines that failed at this bucket or at one before it.
         """
-
-    async def send_called(self, bucket: Bucket, flat: Tensor) -> Failures:
-        """Send a bucket after a failure, to engines that were called for it before."""
         return {}
 
-    @property
-    def orders(self) -> Mapping[int, str]:
-        """What the ranks that serve engines of this transaction beside rank 0 are told, by rank."""
+    def stop(self) -> Any:
+        """Return what the ranks still send after a failure, JSON-able and not None."""
         return {}
 
-    async def meet(self, places: Mapping[int, str]) -> Failures:
-        """Bring engines to the ranks that serve them.
+    @abstractmethod
+    async def complete(self, result: Any) -> Failures:
+        """Return when every engine holds all buckets.
 
         Args:
-            places: what those ranks answered to `orders`.
+            result: what rank 0 returned from `BucketSender.finish`.
         """
-        return {}
-
-    @property
-    def stop_order(self) -> str:
-        """What those ranks are told when an engine has failed, and no bucket follows."""
-        return ""
-
-    @property
-    def by_handle(self) -> bool:
-        """Whether the engines of this transaction take handles of memory on their own GPUs."""
-        return False
-
-    async def send_handles(self, bucket: Bucket, handles: Mapping[str, str]) -> Failures:
-        """Send one bucket by its handles: of the memory on each engine's GPUs."""
-        raise NotImplementedError(f"{self.name} sends bytes")
-
-    async def complete(self) -> Failures:
-        """Return when every engine holds all buckets: at once where `send` waits for that."""
-        return {}
 
     async def give_up(self) -> Failures:
         """End a publication that failed: wait for what the engines that are left still take."""
         return {}
 
     async def close(self) -> None:
-        """Drop all connections."""
+        """End the transport."""
         self._engines = []
 
 
@@ -167,12 +157,24 @@ class CopyTransport(Transport):
 
     name = "copy"
 
-    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+    async def send(self, index: int, packed: Mapping[int, Any]) -> Failures:
         """Have every engine copy the bucket."""
         answers = await ask(
             self._engines,
             "receive_bucket",
-            lambda e: e.receive_bucket(bucket.index, flat),
+            lambda e: e.receive_bucket(index, packed[0]),
             self._timeout_s,
         )
         return answers.failed
+
+    async def complete(self, result: Any) -> Failures:
+        """Do nothing: `send` has waited for the engines."""
+        return {}
+
+
+class CopySender(BucketSender):
+    """Hands over the bucket itself."""
+
+    def pack(self, bucket: Bucket, flat: Tensor) -> Tensor:
+        """Return the bytes."""
+        return flat

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,41 +10,54 @@ import torch
 from rlcore.config import Config
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import ConfigError
-from rlcore.interfaces import RolloutEngine
-from rollout.weight_sync.base import CopyTransport, Transport
-from rollout.weight_sync.delta import DeltaTransport
-from rollout.weight_sync.folders import DiskTransport, WeightFolders
+from rlcore.interfaces import BucketSender, RolloutEngine
+from rollout.weight_sync.base import CopySender, CopyTransport, Transport
+from rollout.weight_sync.delta import DeltaSender, DeltaTransport
+from rollout.weight_sync.folders import DiskTransport, FolderSender, WeightFolders
+from rollout.weight_sync.groups.sender import GroupSender
 from rollout.weight_sync.links import DistributedTransport
-from rollout.weight_sync.serialized import TensorTransport
+from rollout.weight_sync.serialized import SerializedSender, TensorTransport
 
 
-def choose_transport(
-    config: Config, engines: Sequence[RolloutEngine], *, device: torch.device
-) -> Transport:
-    """Make the transport. Raises ConfigError if the engines do not all take it."""
-    limit = config.rollout.engine.update_timeout_s
-    probe = config.rollout.engine.health_timeout_s
-    name = choose_name(config.rollout.engine, [engine.transports for engine in engines])
-    if name == "copy":
-        return CopyTransport(timeout_s=limit)
-    if name == "distributed":
-        return DistributedTransport(
-            device=device,
+def choose_transport(config: Config, engines: Sequence[RolloutEngine]) -> Transport:
+    """Make the engines' half of the transport. Raises ConfigError if the engines do not take it."""
+    engine = config.rollout.engine
+    limit = engine.update_timeout_s
+    name = choose_name(engine, [engine.transports for engine in engines])
+    makers: dict[str, Callable[[], Transport]] = {
+        "copy": lambda: CopyTransport(timeout_s=limit),
+        "distributed": lambda: DistributedTransport(
             timeout_s=limit,
-            probe_s=probe,
-            senders=config.rollout.engine.senders,
-            rails=config.rollout.engine.rails,
+            probe_s=engine.health_timeout_s,
+            senders=engine.senders,
+            rails=engine.rails,
+        ),
+        "tensor": lambda: TensorTransport(timeout_s=limit),
+        "disk": lambda: DiskTransport(shared_folder(config), timeout_s=limit),
+        "delta": lambda: DeltaTransport(shared_folder(config), timeout_s=limit),
+    }
+    return makers[name]()
+
+
+def make_sender(name: str, config: Config, device: torch.device) -> BucketSender:
+    """Make the half of a transport that a rank of the trainer has, on `device`."""
+
+    def folders() -> WeightFolders:
+        tokenizer = config.model.tokenizer
+        return WeightFolders(
+            shared_folder(config),
+            model=Path(config.model.path),
+            tokenizer=None if tokenizer is None else Path(tokenizer),
         )
-    if name == "tensor":
-        return TensorTransport(timeout_s=limit)
-    tokenizer = config.model.tokenizer
-    folders = WeightFolders(
-        shared_folder(config),
-        model=Path(config.model.path),
-        tokenizer=None if tokenizer is None else Path(tokenizer),
-    )
-    by_folder = DeltaTransport if name == "delta" else DiskTransport
-    return by_folder(folders, timeout_s=limit)
+
+    makers: dict[str, Callable[[], BucketSender]] = {
+        "copy": CopySender,
+        "distributed": lambda: GroupSender(device, config.rollout.engine.update_timeout_s),
+        "tensor": SerializedSender,
+        "disk": lambda: FolderSender(folders()),
+        "delta": lambda: DeltaSender(folders()),
+    }
+    return makers[name]()
 
 
 def shared_folder(config: Config) -> Path:

@@ -10,46 +10,62 @@ machine and read the folder of its follower. Engines given by URL need a followe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlcore.weights import Bucket
 from rollout.asyncio_utils import within
-from rollout.weight_sync.base import Engine, Failures, ask
+from rollout.weight_sync.base import Engine, Failures, Transport, ask
 from rollout.weight_sync.delta_files import DeltaWriter, Snapshot
-from rollout.weight_sync.folders import FolderTransport, WeightFolders, number_of
+from rollout.weight_sync.folders import FolderSender, WeightFolders, keep_only, number_of
 from rollout.weight_sync.follower import POLL_S, Follower, Note, read_notes
 
 
-class DeltaTransport(FolderTransport[DeltaWriter]):
+class DeltaSender(FolderSender):
+    """Rank 0 writes changes, unless a whole publication is due."""
+
+    def __init__(self, folders: WeightFolders) -> None:
+        super().__init__(folders)
+        self._snapshot: Snapshot | None = None  # the weights that the next changes refer to
+        self._since_whole = 0  # bytes of changes since the last whole publication
+
+    def _begin(self, buckets: Sequence[Bucket]) -> DeltaWriter:
+        since = self._snapshot
+        self._snapshot = None  # `finish` sets it again, once the weights are published
+        whole = sum(bucket.num_bytes for bucket in buckets)
+        if since is not None and (since.buckets != tuple(buckets) or self._since_whole > whole):
+            since = None
+        return DeltaWriter(self._folders, buckets, since)
+
+    def finish(self) -> dict[str, Any]:
+        """Publish the folder. Returns its path, and whether it holds whole weights."""
+        folder, self._snapshot, manifest = self._take_writer().finish()
+        is_whole = manifest.base is None
+        self._since_whole = 0 if is_whole else self._since_whole + manifest.num_bytes
+        return {"folder": str(folder), "is_whole": is_whole}
+
+
+class DeltaTransport(Transport):
     """A `Transport` by files of changes, with a checksum of every changed tensor.
 
     An engine reads the folder of a follower on its machine: ours if it is `managed`, else the one
     that names its `url`.
+
+    Args:
+        root: of the shared folders.
     """
 
     name = "delta"
 
-    def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
-        super().__init__(folders, timeout_s=timeout_s)
-        self._snapshot: Snapshot | None = None  # the weights that the next changes refer to
-        self._since_whole = 0  # bytes of changes since the last whole publication
+    def __init__(self, root: Path, *, timeout_s: float) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self._root = root.absolute()
         self._follower: Follower | None = None
 
-    async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
-        """Begin a folder, of changes unless a whole publication is due."""
-        since = self._snapshot
-        self._snapshot = None  # `complete` sets it again, once the weights are published
-        whole = sum(bucket.num_bytes for bucket in buckets)
-        if since is not None and (since.buckets != tuple(buckets) or self._since_whole > whole):
-            since = None
-        await self._begin(lambda: DeltaWriter(self._folders, buckets, since))
-        return await super().open(engines, buckets)
-
-    async def complete(self) -> Failures:
-        """Publish the folder, and have every engine load its follower's folder."""
-        folder, self._snapshot, manifest = await asyncio.to_thread(self._take_writer().finish)
-        self._since_whole = 0 if manifest.base is None else self._since_whole + manifest.num_bytes
+    async def complete(self, result: Mapping[str, Any]) -> Failures:
+        """Have every engine load its follower's folder."""
+        folder = Path(result["folder"])
         number = number_of(folder)
         local = (
             await self._follow(number) if any(engine.managed for engine in self._engines) else None
@@ -61,12 +77,12 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
             )
 
         answers = await ask(self._engines, "load_folder", load, 2 * self._timeout_s)
-        if manifest.base is None:
-            await asyncio.to_thread(self._folders.keep_only, {folder})
+        if result["is_whole"]:
+            await asyncio.to_thread(keep_only, self._root, {folder})
         return answers.failed
 
     async def close(self) -> None:
-        """Remove what was not finished, and our own follower's folder."""
+        """Remove our own follower's folder."""
         await super().close()
         if self._follower is not None:
             await asyncio.to_thread(self._follower.close)
@@ -75,7 +91,7 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
     async def _follow(self, number: int) -> Path:
         """Bring our own follower to publication `number`. Returns its folder."""
         if self._follower is None:
-            self._follower = Follower(self._folders.root)
+            self._follower = Follower(self._root)
         return await asyncio.to_thread(self._follower.follow, number)
 
     async def _followed(self, engine: Engine, number: int) -> Path:
@@ -87,7 +103,7 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
 
         async def wait() -> Path:
             while True:
-                notes = await asyncio.to_thread(read_notes, self._folders.root)
+                notes = await asyncio.to_thread(read_notes, self._root)
                 mine[:] = [note for note in notes if engine.url in note.urls]
                 for note in mine:
                     if note.number == number:
@@ -98,7 +114,7 @@ class DeltaTransport(FolderTransport[DeltaWriter]):
             limit = f"within {self._timeout_s:g} s (rollout.engine.update_timeout_s)"
             if not mine:
                 return (
-                    f"engine {engine.name}: nobody who follows {self._folders.root} named"
+                    f"engine {engine.name}: nobody who follows {self._root} named"
                     f" {engine.url} {limit}: start it with `rlcore engine` and the same"
                     " rollout.engine.weights_dir, or set rollout.engine.transport to disk"
                 )

@@ -1,7 +1,8 @@
 """Publications as Hugging Face folders that trainer and engines share.
 
-`WeightFolders` numbers the folders, `FullWriter` fills one, `DiskTransport` has the engines load
-it. The delta transport (delta.py) shares `FolderTransport` and writes most publications smaller.
+`WeightFolders` numbers the folders, `FullWriter` fills one for rank 0's `FolderSender`, and
+`DiskTransport` has the engines load it. The delta transport (delta.py) writes most publications
+smaller.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from rlcore.errors import RunFailed
 from rlcore.hf_folder import ShardWriter, copy_companions, header, write_json
+from rlcore.interfaces import BucketSender
 from rlcore.runs.files import remove_tree
 from rlcore.weights import Bucket
-from rollout.weight_sync.base import Engine, Failures, Transport, ask
+from rollout.weight_sync.base import Failures, Transport, ask
 
 logger = logging.getLogger(__name__)
 
 _LOCK = ".lock"
 _NAME = re.compile(r"update_\d{6,}")
-W = TypeVar("W", bound="FolderWriter")
 
 
 class WeightFolders:
@@ -107,16 +108,6 @@ class WeightFolders:
             os.rename(aside, folder)
         return folder
 
-    def keep_only(self, needed: Collection[Path]) -> None:
-        """Remove all other published folders."""
-        for folder in published(self.root):
-            if folder in needed:
-                continue
-            try:
-                remove_tree(folder)
-            except OSError as error:  # an engine may read it: on NFS its files then stay
-                logger.warning("the old weights in %s could not be removed: %s", folder, error)
-
     def add_companions(self, aside: Path) -> None:
         """Add config.json and the tokenizer's files: they make it a Hugging Face folder."""
         with self.refusals():
@@ -139,6 +130,17 @@ def published(root: Path) -> list[Path]:
     """The published folders, oldest first."""
     folders = root.iterdir() if root.is_dir() else ()
     return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=number_of)
+
+
+def keep_only(root: Path, needed: Collection[Path]) -> None:
+    """Remove all other published folders."""
+    for folder in published(root):
+        if folder in needed:
+            continue
+        try:
+            remove_tree(folder)
+        except OSError as error:  # an engine may read it: on NFS its files then stay
+            logger.warning("the old weights in %s could not be removed: %s", folder, error)
 
 
 def number_of(folder: Path) -> int:
@@ -193,63 +195,47 @@ def check_sizes(folder: Path, shards: Sequence[Bucket]) -> None:
             )
 
 
-class FolderWriter(Protocol):
-    """Writes one publication, bucket after bucket."""
+class FolderSender(BucketSender):
+    """Rank 0 writes each publication to a new folder. One that was not finished leaves nothing.
 
-    def add(self, bucket: Bucket, flat: Tensor) -> None:
-        """Write a bucket. Raises OSError."""
-
-    def cancel(self) -> None:
-        """Remove what was written."""
-
-
-class FolderTransport(Transport, Generic[W]):
-    """A transport with one writer a publication, which runs in a thread.
-
-    `engine.load_folder(folder)` loads all weights of a Hugging Face folder; the version is not set
-    yet. A writer that was not finished leaves nothing behind.
+    Args:
+        folders: what to write to.
     """
 
-    def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
-        super().__init__(timeout_s=timeout_s)
+    def __init__(self, folders: WeightFolders) -> None:
         self._folders = folders
-        self._writer: W | None = None
+        self._writer: Any = None
         self._failure: OSError | None = None  # of the writer
 
-    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
+    def open(self, order: Any, buckets: Sequence[Bucket]) -> None:
+        """Begin a folder. Raises RunFailed where there is no room, or another trainer writes."""
+        self._drop()
+        self._failure = None
+        self._writer = self._begin(buckets)
+
+    def _begin(self, buckets: Sequence[Bucket]) -> Any:
+        return FullWriter(self._folders, buckets)
+
+    def send(self, bucket: Bucket, flat: Tensor, stopped: Callable[[], Any]) -> None:
         """Write the bucket.
 
-        What goes wrong is raised by `complete`: now the trainer's other ranks are in the middle of
-        sending, and they must be allowed to end first.
+        What goes wrong is raised by `finish`: now the trainer's other ranks are in the middle of
+        gathers, and they must be allowed to end first.
         """
-        if self._writer is None:
-            raise self._outside()
-        if self._failure is None:
-            try:
-                await asyncio.to_thread(self._writer.add, bucket, flat.cpu())
-            except OSError as error:
-                self._failure = error
-                await asyncio.to_thread(self._writer.cancel)
-        return {}
+        if self._writer is None or self._failure is not None or stopped() is not None:
+            return
+        try:
+            self._writer.add(bucket, flat.cpu())
+        except OSError as error:
+            self._failure = error
+            self._writer.cancel()
 
-    async def close(self) -> None:
-        """Remove a publication that was not finished, and let another trainer publish."""
-        await self._give_up()
-        self._folders.close()
+    def finish(self) -> Any:
+        """Publish the folder. Returns its path. Raises RunFailed where it could not be written."""
+        return str(self._take_writer().finish())
 
-    async def _give_up(self) -> None:
-        if self._writer is not None:
-            await asyncio.to_thread(self._writer.cancel)
-        self._writer = None
-
-    async def _begin(self, make: Callable[[], W]) -> None:
-        await self._give_up()
-        self._failure = None
-        self._writer = await asyncio.to_thread(make)
-
-    def _take_writer(self) -> W:
-        if self._writer is None:
-            raise self._outside()
+    def _take_writer(self) -> Any:
+        assert self._writer is not None, "open comes first"
         writer = self._writer
         self._writer = None
         if self._failure is not None:
@@ -257,33 +243,38 @@ class FolderTransport(Transport, Generic[W]):
                 raise self._failure
         return writer
 
-    def _outside(self) -> RunFailed:
-        return RunFailed(
-            f"weights for transport {self.name} came outside a publication; call open first"
-        )
+    def close(self) -> None:
+        """Remove a publication that was not finished, and let another trainer publish."""
+        self._drop()
+        self._folders.close()
+
+    def _drop(self) -> None:
+        if self._writer is not None:
+            self._writer.cancel()
+            self._writer = None
 
 
-class DiskTransport(FolderTransport[FullWriter]):
+class DiskTransport(Transport):
     """A `Transport` by one folder a publication, which every engine loads at the end.
 
-    The folder must have the same path for the trainer and all engines. A folder is removed when
-    each engine that is still served has loaded a newer one.
+    `engine.load_folder(folder)` loads all weights of a Hugging Face folder; the version is not set
+    yet. The folder must have the same path for the trainer and all engines. A folder is removed
+    when each engine that is still served has loaded a newer one.
+
+    Args:
+        root: of the folders.
     """
 
     name = "disk"
 
-    def __init__(self, folders: WeightFolders, *, timeout_s: float) -> None:
-        super().__init__(folders, timeout_s=timeout_s)
+    def __init__(self, root: Path, *, timeout_s: float) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self._root = root.absolute()
         self._loaded: dict[str, Path] = {}  # name of an engine -> the folder of its weights
 
-    async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
-        """Begin a folder."""
-        await self._begin(lambda: FullWriter(self._folders, buckets))
-        return await super().open(engines, buckets)
-
-    async def complete(self) -> Failures:
-        """Publish the folder, and have every engine load it."""
-        folder = await asyncio.to_thread(self._take_writer().finish)
+    async def complete(self, result: str) -> Failures:
+        """Have every engine load the folder."""
+        folder = Path(result)
         answers = await ask(
             self._engines, "load_folder", lambda e: e.load_folder(folder), self._timeout_s
         )
@@ -295,5 +286,5 @@ class DiskTransport(FolderTransport[FullWriter]):
                 self._loaded.pop(engine.name, None)
             else:
                 self._loaded[engine.name] = folder
-        await asyncio.to_thread(self._folders.keep_only, {folder, *self._loaded.values()})
+        await asyncio.to_thread(keep_only, self._root, {folder, *self._loaded.values()})
         return answers.failed

@@ -1,34 +1,30 @@
 """Engines in other processes take each bucket over process groups (process_group.py).
 
 Each engine has a group of its own with one rank of the trainer, which sends it every bucket, and
-with the ranks that help the sender (groups/assignment.py). All links send at once. A hung engine
-blocks only its sender, and only until rank 0 cancels the publication.
+with the ranks that help the sender (groups/assignment.py). All ranks send at once. A hung engine
+blocks only its sender, and only until the publication has failed.
 
 An engine that queues calls is called for a bucket when the one before it begins to leave, so that
-it goes on to the next bucket without a round trip to the trainer. A failure therefore shows at a
-later bucket, or in `complete`, and each engine that has not failed receives all buckets for which
-it was called.
+it goes on to the next bucket without a round trip. A failure therefore shows at a later bucket, or
+in `complete`, and each engine that has not failed receives all buckets for which it was called.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from rlcore.errors import EngineFailed
+from rlcore.interfaces import Orders
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, Transport, ask
-from rollout.weight_sync.digests import Digest, new_order
-from rollout.weight_sync.groups.assignment import SenderAssignment, Served
-from rollout.weight_sync.groups.link import EngineLink, Link, RemoteLink
-from rollout.weight_sync.process_group import choose_backend, gpu_identity
+from rollout.weight_sync.digests import new_order
+from rollout.weight_sync.groups.assignment import SenderAssignment
+from rollout.weight_sync.groups.link import EngineLink, Order
+from rollout.weight_sync.process_group import choose_backend
 
 NOT_LOADED = "not loaded: "  # of SGLang's ranks, in place of a digest, before the reason
 NOT_VERIFIED = (
@@ -67,157 +63,103 @@ class DistributedTransport(Transport):
     def __init__(
         self,
         *,
-        device: torch.device,
         timeout_s: float,
         probe_s: float,
         senders: int | None = None,
         rails: int | None = None,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
-        self._device = device
         self._probe_s = probe_s
         self._links: dict[Engine, EngineLink] = {}
-        self._assignment = SenderAssignment(senders, rails, on_gpu=device.type == "cuda")
+        self._assignment = SenderAssignment(senders, rails)
         # in the current transaction
-        self._sent: dict[str, Digest] = {}  # of what was sent, by kind
+        self._orders: dict[Engine, Order] = {}
+        self._digests: dict[str, str] = {}  # the order of the digest of each kind
         self._buckets: Sequence[Bucket] = ()
-        self._sending = -1  # the newest bucket that was begun
         self._failed: Failures = {}
 
     async def open(self, engines: Sequence[Engine], buckets: Sequence[Bucket]) -> Failures:
-        """Join a group with each engine, unless one from an earlier publication is still whole.
-
-        Engines that other ranks serve come to their groups in `meet`.
-        """
+        """Assign engines to ranks. Engines keep their groups unless they were started again."""
         for engine in [engine for engine, link in self._links.items() if not link.is_whole]:
-            self._links.pop(engine).close()
+            del self._links[engine]
         if self.has_all_engines:
             self._assignment.keep_only(engines)
         new = [engine for engine in engines if engine not in self._links]
         answers = await ask(new, "health", lambda e: e.health(), self._probe_s)
-        failed = answers.failed
+        self._failed = answers.failed
+        self._orders = {}
         # one that joined may be alone in this transaction
         known = len({*self._assignment.served, *engines})
-        for engine in [engine for engine in new if engine in answers.results]:
-            gpu = answers.results[engine]["gpu"]
-            try:
-                served = self._assignment.assign(engine, gpu, known, self.trainer_ranks)
-            except EngineFailed as error:  # recovery: without this engine, by the caller
-                failed[engine] = f"engine {engine.name} cannot be met: {error}"
+        for engine in engines:
+            if engine in self._failed:
                 continue
-            self._links[engine] = self._new_link(engine, gpu, served)
-        self._engines = [engine for engine in engines if engine not in failed]
+            try:
+                if engine not in self._links:
+                    self._links[engine] = self._new_link(engine, answers.results[engine], known)
+                self._orders[engine] = self._links[engine].order()
+            except EngineFailed as error:  # recovery: without this engine, by the caller
+                self._failed[engine] = f"engine {engine.name} cannot be met: {error}"
+        self._engines = [*self._orders]
         self._buckets = buckets
-        self._sending = -1
         kinds = {kind for engine in self._engines if (kind := self._kind(engine))}
-        self._sent = {kind: Digest(new_order(kind)) for kind in sorted(kinds)}
-        for link in self._links_now():
-            link.begin()
-        self._failed = failed | await self._on_links(lambda link: link.join())
+        self._digests = {kind: new_order(kind) for kind in sorted(kinds)}
         return self._failed
 
-    def _new_link(self, engine: Engine, gpu: str | None, served: Served) -> EngineLink:
+    def _new_link(self, engine: Engine, health: Mapping[str, Any], known: int) -> EngineLink:
         if not getattr(engine, "digests_weights", False):
             logger.warning(NOT_VERIFIED, engine.name)
-        if served.sender:
-            backend = choose_backend(self.trainer_ranks[served.sender].gpu, gpu)
-            return RemoteLink(engine, backend, served, self._device, self._timeout_s)
-        backend = choose_backend(gpu_identity(self._device), gpu)
-        return Link(engine, backend, self._device, self._timeout_s)
+        served = self._assignment.assign(engine, health["gpu"], known, self.ranks)
+        backend = choose_backend(self.ranks[served.sender].gpu, health["gpu"])
+        return EngineLink(engine, backend, served, self._timeout_s)
 
-    @property
-    def orders(self) -> dict[int, str]:
-        """What `RankSender.open` of each rank that serves engines of this transaction is told."""
-        remote: dict[int, list[dict[str, Any]]] = {}
-        for link in self._links_now():
-            if isinstance(link, RemoteLink) and link.order is not None:
-                for place, rank in enumerate(link.order.trainer):
-                    if rank:  # what rank 0 does is in its link
-                        own = replace(link.order, rank=place)
-                        remote.setdefault(rank, []).append(asdict(own))
-        return {rank: json.dumps(orders) for rank, orders in remote.items()}
+    def orders(self) -> Orders:
+        """Order ranks to send to engines or to help, and rank 0 to digest what it has."""
+        served: dict[int, list[dict[str, Any]]] = {0: []}
+        for order in self._orders.values():
+            for place, rank in enumerate(order.trainer):
+                served.setdefault(rank, []).append(asdict(replace(order, rank=place)))
+        known = [engine.name for engine in self._links]
+        orders = {
+            rank: {"engines": engines, "known": known, "digests": []}
+            for rank, engines in served.items()
+        }
+        orders[0]["digests"] = [*self._digests.values()]
+        return Orders(self.name, orders, meets=True)
 
-    async def meet(self, places: Mapping[int, str]) -> Failures:
-        """Have engines enter the groups that other ranks have opened for them.
+    async def meet(self, answers: Mapping[int, Any]) -> Failures:
+        """Have engines enter the groups that ranks have opened for them.
 
-        Who does not get there is served by rank 0 from then on.
+        An engine that does not get there is served by rank 0 from then on.
         """
-        remote = [link for link in self._links_now() if isinstance(link, RemoteLink)]
-        reasons = await asyncio.gather(*(link.meet(places) for link in remote))
-        failed = {link.engine: why for link, why in zip(remote, reasons) if why is not None}
+        failed = await self._on_links(lambda link: link.meet(answers))
         for engine in failed:
-            self._assignment.leave_to_rank0(engine)
-            self._links.pop(engine).close()
-        self._failed |= failed
+            if self._links.pop(engine).served.sender:
+                self._assignment.leave_to_rank0(engine)
         return failed
 
-    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
-        """Broadcast the bucket in all groups at once."""
-        self._sending = bucket.index
-        flat = self._on_host(flat)
-        called = [one.index for one in self._buckets[bucket.index : bucket.index + 2]]
-        sending = self._on_links(lambda link: link.send(called, self._order(link.engine), flat))
-        digesting = asyncio.to_thread(self._digest, flat) if self._sent else asyncio.sleep(0)
-        failed, _ = await asyncio.gather(sending, digesting)
-        self._failed |= failed
-        return failed
+    async def send(self, index: int, packed: Mapping[int, Any]) -> Failures:
+        """Call the engines for the bucket, and for the next one."""
+        called = [one.index for one in self._buckets[index : index + 2]]
+        return await self._on_links(lambda link: link.send(called, self._order(link.engine)))
 
-    def _digest(self, flat: Tensor) -> None:
-        for digest in self._sent.values():
-            digest.add(flat)
-            digest.wait()
+    def stop(self) -> dict[str, int]:
+        """Return up to which bucket each engine was called; see `Order.is_sent`."""
+        return {engine.name: self._links[engine].last for engine in self._left()}
 
-    def _on_host(self, flat: Tensor) -> Tensor:
-        """The bytes where all groups take them, copied once for all."""
-        gloo = all(link.backend == "gloo" for link in self._links_now())
-        return flat.cpu() if gloo else flat
-
-    async def send_called(self, bucket: Bucket, flat: Tensor) -> Failures:
-        """See `Transport.send_called`."""
-        waiting = [
-            link
-            for link in self._links_now()
-            if self._sending < bucket.index <= link.last and link.engine not in self._failed
-        ]
-        if not waiting:
-            return {}
-        flat = self._on_host(flat)
-        reasons = await asyncio.gather(*(link.send_called(flat) for link in waiting))
-        failed = {link.engine: why for link, why in zip(waiting, reasons) if why is not None}
-        self._failed |= failed
-        return failed
-
-    @property
-    def stop_order(self) -> str:
-        """See `Transport.stop_order`."""
-        return json.dumps(
-            {
-                engine.name: self._links[engine].last
-                for engine in self._engines
-                if engine in self._links and engine not in self._failed
-            }
-        )
-
-    async def complete(self) -> Failures:
+    async def complete(self, result: Mapping[str, str]) -> Failures:
         """Compare the digests of what the engines received with those of what was sent."""
-        failed = await self._on_links(lambda link: link.settle())
-        self._failed |= failed
+        failed = await self._on_links(lambda link: link.drain())
         if failed:
             return failed
-        failed = await self._compare()
-        self._failed |= failed
-        return failed
-
-    async def _compare(self) -> Failures:
         asked = [engine for engine in self._engines if self._kind(engine)]
         what = "received_digests"
         answers = await ask(asked, what, lambda e: e.received_digests(), self._timeout_s)
-        sent = {kind: digest.read() for kind, digest in self._sent.items()}
         failed = answers.failed
         for engine, received in answers.results.items():
-            why = difference(sent[str(self._kind(engine))], received, engine.group_ranks)
+            why = difference(result[str(self._order(engine))], received, engine.group_ranks)
             if why is not None:
                 failed[engine] = f"engine {engine.name}: {why}"
+        self._failed |= failed
         return failed
 
     async def give_up(self) -> Failures:
@@ -225,16 +167,11 @@ class DistributedTransport(Transport):
 
         Another one of them may fail there.
         """
-        self._engines = [
-            engine
-            for engine in self._engines
-            if engine in self._links and engine not in self._failed
-        ]
-        failed = await self._on_links(lambda link: link.settle())
-        for link in self._links_now():
-            if isinstance(link, RemoteLink):  # the other ranks leave these groups, too
-                link.close()
-        return failed
+        self._engines = self._left()
+        return await self._on_links(lambda link: link.drain())
+
+    def _left(self) -> list[Engine]:
+        return [engine for engine in self._engines if engine not in self._failed]
 
     def _kind(self, engine: Engine) -> str | None:
         """The kind of digest that the engine computes, if it does."""
@@ -244,21 +181,14 @@ class DistributedTransport(Transport):
 
     def _order(self, engine: Engine) -> str | None:
         kind = self._kind(engine)
-        return None if kind is None else self._sent[kind].order
-
-    async def close(self) -> None:
-        """Close all groups."""
-        await super().close()
-        for link in self._links.values():
-            link.close()
-        self._links = {}
-
-    def _links_now(self) -> list[EngineLink]:
-        return [self._links[engine] for engine in self._engines]
+        return None if kind is None else self._digests[kind]
 
     async def _on_links(self, step: Callable[[EngineLink], Any]) -> Failures:
-        reasons = await asyncio.gather(*map(step, self._links_now()))
-        return {engine: why for engine, why in zip(self._engines, reasons) if why is not None}
+        """Take a step on each link. Returns the engines that failed, which it notes."""
+        reasons = await asyncio.gather(*(step(self._links[engine]) for engine in self._engines))
+        failed = {engine: why for engine, why in zip(self._engines, reasons) if why is not None}
+        self._failed |= failed
+        return failed
 
 
 def difference(sent: str, received: Sequence[str], ranks: int) -> str | None:

@@ -7,7 +7,6 @@ deadline of its own.
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import math
 import os
@@ -61,15 +60,10 @@ class GroupAddress:
     name: str = "weights"  # SGLang makes no second group of a name, even after the trainer died
 
 
-def close_late(meeting: Future[WeightGroup] | asyncio.Future[WeightGroup]) -> None:
+def close_late(meeting: Future[WeightGroup]) -> None:
     """Close a group that came together after it was given up."""
     if meeting.exception() is None:
         meeting.result().close()
-
-
-def in_thread(work: Callable[[], T], device: torch.device) -> asyncio.Future[T]:
-    """Run `work` as `start_thread` does, and await its result on the event loop."""
-    return asyncio.wrap_future(start_thread(work, device))
 
 
 def start_thread(work: Callable[[], T], device: torch.device) -> Future[T]:
@@ -334,7 +328,7 @@ def _without_dumps() -> Iterator[None]:
 # --- devices and addresses ------------------------------------------------------------------------
 
 
-def meeting_place(
+def open_rendezvous(
     url: str, others: int, backend: Backend, timeout_s: float
 ) -> tuple[GroupAddress, dist.Store]:
     """Open a store where an engine at `url` can reach it, for a group of this rank and `others`.

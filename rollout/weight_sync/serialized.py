@@ -8,12 +8,11 @@ accepts only classes on a list; those used here are on it.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from rlcore.interfaces import BucketSender, Orders
 from rlcore.weights import Bucket
 from rollout.weight_sync.base import Engine, Failures, Transport, ask, gpus_of
 
@@ -29,6 +29,9 @@ from rollout.weight_sync.base import Engine, Failures, Transport, ask, gpus_of
 # of torch's `rebuild_cuda_tensor`
 DEVICE = 6
 COUNTER = 11
+# the orders
+BYTES = "bytes"
+HANDLE = "handle"
 
 
 class TensorTransport(Transport):
@@ -44,48 +47,77 @@ class TensorTransport(Transport):
 
     name = "tensor"
 
-    @property
-    def by_handle(self) -> bool:
-        """Whether a rank of the trainer is on each GPU of each engine."""
+    def orders(self) -> Orders:
+        """Have a rank on each GPU make handles, where engines take them, else rank 0 the bytes."""
+        owners = self._owners()
+        if not owners:
+            return Orders(self.name, {0: BYTES})
+        return Orders(self.name, dict.fromkeys(sorted(set(owners.values())), HANDLE), gathers=True)
+
+    def _owners(self) -> dict[str, int]:
+        """The first rank on each GPU of each engine; {} where one has none, or is not known.
+
+        Engines that share GPUs with the trainer are on rank 0's machine.
+        """
+        first: dict[str, int] = {}
+        for rank, address in enumerate(self.ranks):
+            if address.visible is not None and address.host == self.ranks[0].host:
+                first.setdefault(address.visible, rank)
         known = all(len(gpus_of(engine)) == engine.group_ranks for engine in self._engines)
         gpus = {gpu for engine in self._engines for gpu in gpus_of(engine)}
-        return known and bool(gpus) and gpus <= set(self.trainer_gpus)
+        if not known or not gpus <= first.keys():
+            return {}
+        return {gpu: first[gpu] for gpu in gpus}
 
-    async def send(self, bucket: Bucket, flat: Tensor) -> Failures:
-        """Send every engine the bytes, packed once for all."""
-        payload = await asyncio.to_thread(by_value, bucket, flat)
-        return await self._post(bucket, lambda engine: [payload] * engine.group_ranks)
+    async def send(self, index: int, packed: Mapping[int, str]) -> Failures:
+        """Send every tensor-parallel rank the handle of the memory on its own GPU, or the bytes."""
+        owners = self._owners()
 
-    async def send_handles(self, bucket: Bucket, handles: Mapping[str, str]) -> Failures:
-        """Send every tensor-parallel rank the handle of the memory on its own GPU."""
-        return await self._post(
-            bucket, lambda engine: [payload_of(handles[gpu]) for gpu in gpus_of(engine)]
-        )
+        def payloads(engine: Engine) -> list[str]:
+            if not owners:
+                return [packed[0]] * engine.group_ranks
+            return [payload_of(packed[owners[gpu]]) for gpu in gpus_of(engine)]
 
-    async def _post(self, bucket: Bucket, payloads: Callable[[Engine], list[str]]) -> Failures:
         answers = await ask(
             self._engines,
             "receive_serialized",
-            lambda e: e.receive_serialized(bucket.index, payloads(e)),
+            lambda e: e.receive_serialized(index, payloads(e)),
             self._timeout_s,
         )
+        # those that failed have ended, and read nothing
+        self._engines = [engine for engine in self._engines if engine not in answers.failed]
         return answers.failed
 
+    def stop(self) -> list[int]:
+        """Return the ranks whose last handles engines still read."""
+        return sorted(set(self._owners().values()))
 
-class SerializedHandles:
-    """Implements `rlcore.interfaces.BucketHandles`: CUDA IPC, and on the CPU the bytes themselves.
+    async def complete(self, result: Any) -> Failures:
+        """Do nothing: `send` has waited for the engines."""
+        return {}
+
+
+class SerializedSender(BucketSender):
+    """Packs a bucket: as a handle by CUDA IPC, or the bytes themselves.
 
     A handle is used once: torch counts its readers, and frees the memory when the count is zero. A
     reader's count ends after its own stream has, so what it reads is not overwritten before. (An
-    engine's answer says only that its copies are queued.)
+    engine's answer says only that its copies are queued.) The ranks do not wait for rank 0, and may
+    be a bucket ahead of it.
     """
 
-    def __init__(self, gpu: str) -> None:
-        self.gpu = gpu
+    def __init__(self) -> None:
+        self._by_handle = False
         self._on_cuda = False
 
-    def make(self, bucket: Bucket, flat: Tensor) -> str:
-        """See `BucketHandles.make`."""
+    def open(self, order: str, buckets: Sequence[Bucket]) -> None:
+        """Begin a publication; `order` is BYTES or HANDLE."""
+        self._by_handle = order == HANDLE
+
+    def pack(self, bucket: Bucket, flat: Tensor) -> str:
+        """Return the payload, or copy the bucket into memory of its own and return its handle."""
+        if not self._by_handle:
+            return by_value(bucket, flat)
         self._on_cuda = flat.is_cuda
         if not flat.is_cuda:
             return json.dumps({"payload": by_value(bucket, flat), "counter": None})
@@ -95,20 +127,23 @@ class SerializedHandles:
         payload, (name, offset) = by_handle(bucket, own)
         return json.dumps({"payload": payload, "counter": [encode(name), offset]})
 
-    def release(self, handle: str) -> None:
-        """See `BucketHandles.release`. No effect on a handle that was read."""
-        if (counter := json.loads(handle)["counter"]) is not None:
-            name, offset = counter
-            torch.UntypedStorage._release_ipc_counter_cuda(base64.b64decode(name), offset)
+    def discard(self, packed: Mapping[int, str], stopped: Sequence[int] | None) -> None:
+        """Free the memory of handles but of these ranks'. No effect on one that was read."""
+        for rank, handle in packed.items():
+            if rank in (stopped or ()):
+                continue
+            if (counter := json.loads(handle)["counter"]) is not None:
+                name, offset = counter
+                torch.UntypedStorage._release_ipc_counter_cuda(base64.b64decode(name), offset)
 
-    def collect(self) -> None:
-        """See `BucketHandles.collect`."""
+    def end(self, *, done: bool, stopped: Any) -> None:
+        """Give back the memory that readers have closed."""
         if self._on_cuda:
             torch.cuda.ipc_collect()
 
 
 def payload_of(handle: str) -> str:
-    """The payload in a handle of `SerializedHandles`."""
+    """The payload in a handle of `SerializedSender`."""
     return str(json.loads(handle)["payload"])
 
 

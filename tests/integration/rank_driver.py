@@ -35,7 +35,7 @@ PRELOADED = (
     "rlcore.launch.input_checks",
     "rollout.engines.embedded.engine",
     "rollout.engines.embedded.client",
-    "rollout.weight_sync.publication",
+    "rollout.fleet.publication",
 )
 POLL_S = 0.02
 

@@ -36,7 +36,7 @@ POINTS = {
     "score": ("backends.megatron.backend", "MegatronBackend.score"),
     "update": ("backends.megatron.backend", "MegatronBackend.update"),
     "version": ("rlcore.trainer.weight_publisher", "VersionJournal.next"),
-    "publish": ("rollout.weight_sync.publication", "WeightPublication.send"),
+    "publish": ("rlcore.trainer.sender_ranks", "SenderRanks.send"),
     "evaluation": ("rollout.service", "RolloutService.evaluate"),
     "metrics": ("rlcore.runs.metrics", "MetricsFile.append"),
     "samples": ("rlcore.runs.rollouts", "write_rollouts"),

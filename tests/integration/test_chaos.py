@@ -11,11 +11,11 @@ from workspace import LEARNING, Workspace
 
 from rlcore.errors import NoEngineLeft, RunFailed
 from rlcore.runs.directory import RunDirectory
+from rlcore.trainer.sender_ranks import PublicationCalls, SenderRanks
 from rollout.accounting.audit import audit
 from rollout.collection import attempts
 from rollout.engines.embedded.client import RemoteEngine
 from rollout.service import RolloutService
-from rollout.weight_sync.publication import WeightPublication
 
 STEPS = 11
 PLAN = {
@@ -135,9 +135,7 @@ def test_engines_that_end_between_the_rollouts_cost_no_step(
 ) -> None:
     """The current step is trained, logged and saved, though no engine takes its weights."""
     calls = []
-    owner, name = (
-        (RolloutService, "evaluate") if where == "evaluation" else (WeightPublication, "prepare")
-    )
+    owner, name = (RolloutService, "evaluate") if where == "evaluation" else (SenderRanks, "order")
     original = getattr(owner, name)
     fatal = 1 if where.endswith("first step") else 3
 
@@ -175,20 +173,20 @@ def test_engines_that_end_between_the_rollouts_cost_no_step(
 
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, error: Exception) -> None:
-    """`WeightPublication.name` raises `error` at its `call`-th call."""
-    original = getattr(WeightPublication, name)
+    """Rank 0's `call`-th call of `WeightPublication.name` raises `error`."""
+    original = PublicationCalls.__call__
     calls = []
 
-    def fail(*given: object, **named: object) -> object:
-        calls.append(name)
-        if len(calls) == call:
+    def fail(made: PublicationCalls, method: str, *given: object) -> object:
+        calls.extend([method] * (method == name))
+        if method == name and len(calls) == call:
             raise error
-        return original(*given, **named)
+        return original(made, method, *given)
 
-    monkeypatch.setattr(WeightPublication, name, fail)
+    monkeypatch.setattr(PublicationCalls, "__call__", fail)
 
 
-@pytest.mark.parametrize("name", [pytest.param("prepare", marks=pytest.mark.full), "finish"])
+@pytest.mark.parametrize("name", [pytest.param("open", marks=pytest.mark.full), "finish"])
 def test_weights_that_cannot_be_written_cost_no_step(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -205,14 +203,14 @@ def test_weights_that_cannot_be_written_cost_no_step(
 def test_a_run_that_is_done_does_not_need_its_engines_any_more(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fails_at(monkeypatch, "prepare", 3, NoEngineLeft("all engines burnt"))
+    fails_at(monkeypatch, "open", 3, NoEngineLeft("all engines burnt"))
     run = workspace.train("burnt at the end", *LEARNING, "training.steps=2")
     assert run.code == 0, run.err
     assert run.lines("WARNING no engine has the weights of step 2, the last: all engines burnt")
     assert (run.result["status"], run.result["steps"]) == ("completed", 2)
     assert run.checkpoint(2).is_dir()
     assert (run.folder / "hf" / "model.safetensors").is_file()
-    fails_at(monkeypatch, "prepare", 3, NoEngineLeft("all engines burnt"))
+    fails_at(monkeypatch, "open", 3, NoEngineLeft("all engines burnt"))
     run = workspace.train(
         "burnt before the last evaluation", *LEARNING, "training.steps=2", workspace.heldout
     )

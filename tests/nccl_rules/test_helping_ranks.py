@@ -4,8 +4,9 @@ A broadcast of NCCL runs on a stream of its own, behind what the caller's stream
 So a rank that is ahead of the one that sends may have the trainer's next broadcast in front of what
 it passes on, while the sender waits for that before it joins the trainer's. Gloo knows no streams.
 
-Real are the order of buckets (`prefetched`), the threads of a weight group, the ranks beside rank 0
-(`RankSender`) and rank 0's link. Streams and broadcasts are threads that wait for each other.
+Real are the order of buckets (`prefetched`), the threads of a weight group, the ranks
+(`GroupSender`) and the calls of the engine (`EngineLink`). Streams and broadcasts are threads that
+wait for each other.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 
 from backends.megatron.weights import prefetch
 from rollout.weight_sync.groups.assignment import Served
-from rollout.weight_sync.groups.link import Order, RemoteLink
-from rollout.weight_sync.groups.rank_sender import RankSender
+from rollout.weight_sync.groups.link import EngineLink, Order
+from rollout.weight_sync.groups.sender import GroupSender
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup
 
 BUCKETS = 8
@@ -79,14 +80,14 @@ class Meeting:
             self._changed.notify_all()
 
 
-class Ahead(RankSender):
+class Ahead(GroupSender):
     """A rank that helps, and does not wait for what it passes on."""
 
-    def send(self, bucket: Any, flat: torch.Tensor, given_up: Any) -> None:
+    def send(self, bucket: Any, flat: torch.Tensor, stopped: Any) -> None:
         if self._orders[0].rank:
-            self._start(self._orders, bucket, flat)
+            self._start(self._orders[0], bucket, flat)
         else:
-            super().send(bucket, flat, given_up)
+            super().send(bucket, flat, stopped)
 
 
 class Publication:
@@ -94,11 +95,11 @@ class Publication:
 
     Args:
         members: the ranks in that group, the one that sends first.
-        sender: of the ranks beside rank 0.
+        sender: of the ranks.
     """
 
     def __init__(
-        self, world: int, members: tuple[int, ...], sender: type[RankSender] = RankSender
+        self, world: int, members: tuple[int, ...], sender: type[GroupSender] = GroupSender
     ) -> None:
         self.members = members
         self.sender = sender
@@ -153,7 +154,7 @@ class Publication:
 
     def rank(self, rank: int) -> None:
         device: Any = SimpleNamespace(type="cuda", index=rank)
-        serve = self.rank_0() if rank == 0 else self.other_rank(rank)
+        serve = self.rank_0() if rank == 0 else self.sending_rank(rank)
 
         def make(index: int) -> int:
             if rank and index:
@@ -167,21 +168,25 @@ class Publication:
             serve(index)
 
     def rank_0(self) -> Callable[[int], None]:
-        link = RemoteLink(self, "gloo", Served(self.members[0], self.members[1:]), CPU, LIMIT_S)
-        if 0 in self.members:
-            link.group = Group(self, 0)
+        """What rank 0 does: it has the engine called, and sends as every rank."""
+        link = EngineLink(self, "gloo", Served(self.members[0], self.members[1:]), LIMIT_S)
         loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        send = self.sending_rank(0)
 
         def serve(index: int) -> None:
             indices = range(index, min(index + 2, BUCKETS))
-            assert loop.run_until_complete(link.send(indices, None, FLAT)) is None
+            call = asyncio.run_coroutine_threadsafe(link.send(indices, None), loop)
+            send(index)
             self.default[0].record_event().wait()  # rank 0 computes the bucket's digest
+            assert call.result() is None
             if index == BUCKETS - 1:
-                assert loop.run_until_complete(link.settle()) is None
+                drained = asyncio.run_coroutine_threadsafe(link.drain(), loop)
+                assert drained.result() is None
 
         return serve
 
-    def other_rank(self, rank: int) -> Callable[[int], None]:
+    def sending_rank(self, rank: int) -> Callable[[int], None]:
         if rank not in self.members:
             return lambda index: None
         place = self.members.index(rank)

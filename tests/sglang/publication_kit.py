@@ -22,7 +22,7 @@ from rollout.engines.embedded.model_weights import as_published
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.external import ExternalServer
-from rollout.weight_sync.publication import WeightPublication
+from tests.one_rank import OneRank
 from tests.static_participants import StaticParticipants
 
 BUCKET_BYTES = 20_000
@@ -62,9 +62,9 @@ def connect(
 
 def sink_over(
     config: Config, engines: Sequence[SGLangEngine], loop: LoopThread
-) -> tuple[WeightPublication, StaticParticipants]:
+) -> tuple[OneRank, StaticParticipants]:
     participants = StaticParticipants(engines)
-    return WeightPublication(config, participants, loop.loop), participants
+    return OneRank(config, participants, loop.loop), participants
 
 
 def folder_weights(folder: Path) -> Weights:
@@ -99,7 +99,7 @@ def flatten(bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> torch.Tensor
 
 
 def publish(
-    sink: WeightPublication,
+    sink: OneRank,
     weights: Weights,
     version: int,
     buckets: Sequence[Bucket] | None = None,

@@ -31,22 +31,25 @@ from backends.megatron.cpu.shim import importing_megatron, megatron_device
 with importing_megatron():
     from backends.megatron.parallel.state import ParallelState, destroy_parallel, init_parallel
     from backends.megatron.weights.export import WeightExporter
+
 from rlcore.config import Config
 from rlcore.config.sections.policy import ParallelConfig
 from rlcore.config.sections.rollout import EngineConfig
+from rlcore.interfaces import RankAddress
 from rlcore.runs.versions import VersionJournal
-from rlcore.trainer.handle_exchange import HandleExchange
 from rlcore.trainer.rank_sync import RankSync
 from rlcore.trainer.sender_ranks import SenderRanks
 from rlcore.trainer.weight_publisher import WeightPublisher
 from rollout.asyncio_utils import LoopThread
 from rollout.engines.factories import Keys
 from rollout.engines.sglang.engine import SGLangEngine
+from rollout.fleet.publication import WeightPublication
+from rollout.weight_sync.choose import make_sender
 from rollout.weight_sync.groups.assignment import SenderAssignment, Served
-from rollout.weight_sync.groups.rank_sender import RankSender
-from rollout.weight_sync.serialized import SerializedHandles
+from tests.one_rank import calls_of
 from tests.parity.rank_main import joined, load_chunks
 from tests.parity.rank_main import payload as payload_of
+from tests.static_participants import StaticParticipants
 
 BUCKET_BYTES = 20_000
 HANDLES = "handles"  # the transport `tensor`, with a handle from each rank
@@ -111,38 +114,35 @@ def publish_as_a_run(
     size = dist.get_world_size()
     store = dist.PrefixStore(kind, dist.distributed_c10d._get_default_store())
     sync = RankSync(store, rank, size, timeout_s=60.0)
-    sender = RankSender(torch.device("cpu"), 60.0)
     by_handle = kind == HANDLES
-    exchange = HandleExchange(sync, SerializedHandles(f"gpu-{rank}")) if by_handle else None
-    senders = None if by_handle else SenderRanks(sync, sender)
-    sink = journal = participants = engine = None
+    config = engine_config(payload, model, "tensor" if by_handle else "distributed")
+    calls = journal = participants = engine = None
     if rank == 0:
-        transport = "tensor" if by_handle else "distributed"
-        loop, engine = engine_of(payload, model, transport)
+        loop, engine = engine_of(payload, model, config.rollout.engine.transport)
         # its first rank is on the last GPU of the trainer
         engine.server.gpus = tuple(f"gpu-{k}" for k in reversed(range(size)))[: engine.group_ranks]
         served = Served(size - 1, tuple(range(size - 1)))
         SenderAssignment.assign = lambda *_: served  # type: ignore[method-assign]
-        sink, participants = sink_over(engine_config(payload, model, transport), [engine], loop)
+        participants = StaticParticipants([engine])
+        calls = calls_of(WeightPublication(config, participants), loop.loop)
         journal = VersionJournal(Path(payload["runs"]) / f"{kind}.jsonl", newest=version - 1)
+    ranks = SenderRanks(
+        sync,
+        make=lambda transport: make_sender(transport, config, torch.device("cpu")),
+        address=RankAddress("here", None, f"gpu-{rank}"),
+        calls=calls,
+    )
     backend = SimpleNamespace(
         buckets=lambda: exporter.buckets, export_buckets=exporter.export_buckets
     )
-    publisher = WeightPublisher(
-        backend,
-        sync,
-        sink=sink,
-        journal=journal,
-        timeout_s=60.0,
-        exchange=exchange,
-        senders=senders,
-    )
+    publisher = WeightPublisher(backend, sync, ranks, journal=journal, timeout_s=60.0)
     assert publisher.publish(1) == ""
-    assert bool(sender._groups) == (rank != 0 and not by_handle)
+    assert ranks._gathers == by_handle
+    if not by_handle:
+        assert [*ranks._sender._groups] == ["engine-0"]
+    ranks.close()
     if rank != 0:
         return {}
-    assert sink.handle_gpus == (list(engine.gpus) if by_handle else [])
-    sink.close()
     told = what_it_holds(model, engine, loop)
     return {"dropped": participants.dropped, "buckets": len(exporter.buckets), **told} | {
         "transport": kind

@@ -32,16 +32,16 @@ from rollout.weight_sync.choose import shared_folder
 from rollout.weight_sync.delta_files import Manifest
 from rollout.weight_sync.folders import published
 from rollout.weight_sync.follower import keep_following
-from rollout.weight_sync.publication import WeightPublication
+from tests.one_rank import OneRank
 
 # and the folder that the trainer shares with the engine
-Publication = tuple[SGLangEngine, WeightPublication, Path]
+Publication = tuple[SGLangEngine, OneRank, Path]
 
 
 @pytest.fixture
 def publication(served: Served, tmp_path: Path) -> Iterator[Callable[[str], Publication]]:
     """Make a client of the session's server, a publication that verifies, and the folder."""
-    made: list[tuple[SGLangEngine, WeightPublication]] = []
+    made: list[tuple[SGLangEngine, OneRank]] = []
 
     def make(transport: str) -> Publication:
         config = run_config(str(served.model), tmp_path, served.config, transport=transport)

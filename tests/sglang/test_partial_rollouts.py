@@ -28,14 +28,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlcore.data.generation import Completion, Generate, GenerateRequest
 from rollout.collection.attempts import PartialRollouts
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.weight_sync.publication import WeightPublication
+from tests.one_rank import OneRank
 
 LONG = list(range(1, 30)) * 3  # a prompt that is computed once for all its samples
 TOKENS = 300
 
 
 @pytest.fixture
-def sink(served: Served, engine: SGLangEngine, tmp_path: Path) -> Iterator[WeightPublication]:
+def sink(served: Served, engine: SGLangEngine, tmp_path: Path) -> Iterator[OneRank]:
     """Publishes by aborting. Afterwards the server has its own weights again."""
     config = run_config(str(served.model), tmp_path, served.config, on_update="abort")
     sink, _ = sink_over(config, [engine], served.loop)
@@ -81,7 +81,7 @@ def cut_after(generate: Generate, made: int) -> Generate:
 
 
 def test_responses_go_on_through_two_publications(
-    served: Served, engine: SGLangEngine, sink: WeightPublication
+    served: Served, engine: SGLangEngine, sink: OneRank
 ) -> None:
     """Every token has the log-prob that transformers gives it with the weights of its version."""
     oracles = {}
@@ -116,9 +116,7 @@ def test_responses_go_on_through_two_publications(
     assert partial.resumed_tokens > 0
 
 
-def test_stops_across_the_cut(
-    served: Served, engine: SGLangEngine, sink: WeightPublication
-) -> None:
+def test_stops_across_the_cut(served: Served, engine: SGLangEngine, sink: OneRank) -> None:
     """Greedy responses end at the same token with the same reason, wherever they were cut."""
     # whose greedy response repeats nothing for a while
     publish(sink, random_weights(served.model, 32), 5)
@@ -149,9 +147,7 @@ def test_stops_across_the_cut(
     assert partial.resumed_responses > 6
 
 
-def test_keep_sets_of_both_parts(
-    served: Served, engine: SGLangEngine, sink: WeightPublication
-) -> None:
+def test_keep_sets_of_both_parts(served: Served, engine: SGLangEngine, sink: OneRank) -> None:
     weights = random_weights(served.model, 6)
     publish(sink, weights, 6)
     asked = replace(request(LONG, tokens=16), n=2)

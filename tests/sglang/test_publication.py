@@ -29,7 +29,9 @@ from server_kit import Served
 from rlcore.data.generation import Completion
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import EngineFailed, PublicationFailed, RunFailed
+from rlcore.interfaces import RankAddress
 from rollout.engines.sglang.engine import SGLangEngine
+from rollout.weight_sync.groups.sender import GroupSender
 from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.serialized import by_value
 from tests.man_in_the_middle import ManInTheMiddle
@@ -238,9 +240,14 @@ def test_calls_that_come_in_another_order_than_the_buckets_wait_for_their_turn(
     async def update() -> None:
         await engine.pause("drain")
         await engine.begin_update(buckets)
-        transport = DistributedTransport(device=torch.device("cpu"), timeout_s=60.0, probe_s=10.0)
+        transport = DistributedTransport(timeout_s=60.0, probe_s=10.0)
+        transport.ranks = [RankAddress("here")]
         assert await transport.open([engine], buckets) == {}
-        group = transport._links[engine].group
+        sender = GroupSender(torch.device("cpu"), 60.0)
+        answers = {0: sender.open(transport.orders().ranks[0], buckets)}
+        assert await transport.meet(answers) == {}
+        sender._end_meetings()
+        group = sender._groups[engine.name]
         calls = []
         for bucket in reversed(buckets):
             calls.append(asyncio.ensure_future(engine.receive_bucket(bucket.index, None)))
@@ -251,7 +258,7 @@ def test_calls_that_come_in_another_order_than_the_buckets_wait_for_their_turn(
         await engine.end_update()
         await engine.set_version(30)
         await engine.resume()
-        await transport.close()
+        sender.close()
 
     served.call(update())
     assert Oracle(served.model, weights).errors(PROMPT, generate(served, engine)).max() < TOLERANCE

@@ -25,8 +25,8 @@ from rlcore.trainer.weight_publisher import WeightPublisher
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.fleet.engine_memory import FleetMemory
 from rollout.fleet.fleet import Fleet
-from rollout.weight_sync.publication import WeightPublication
 from tests.integration.workspace import LEARNING, Workspace
+from tests.one_rank import OneRank
 
 PROMPT = np.array([5, 6, 7, 8, 9], dtype=np.int32)
 
@@ -89,9 +89,9 @@ def shared(served: Served, tmp_path: Path) -> Iterator[Shared]:
     )
     fleet = Fleet([engine], engine_config)
     sync = RankSync(HashStore(), 0, 1, timeout_s=60)
-    sink = WeightPublication(config, fleet, served.loop.loop)
+    sink = OneRank(config, fleet, served.loop.loop)
     publisher = WeightPublisher(
-        backend, sync, sink=sink, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=60
+        backend, sync, sink.ranks, journal=VersionJournal(tmp_path / "versions.jsonl"), timeout_s=60
     )
     backend.offload()
     served.call(fleet.start())

@@ -107,7 +107,7 @@ def _evaluate(
         check_model(config, process.world_size)
     handles = sync.run_on_rank0(
         "reading the data",
-        lambda: open_handles(config, process, stack, service=service),
+        lambda: open_handles(config, stack, service=service),
         timeout_s=start_s,
     )
     backend = _policy_only(config, process, stack)

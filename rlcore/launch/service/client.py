@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -51,10 +50,7 @@ def begin_service(config: Config, stack: ExitStack) -> ServiceClient | None:
 
 
 class ServiceClient:
-    """Calls the service for rank 0, and recovers when it dies.
-
-    Rank 0's main thread and its publication thread use it, never both at once.
-    """
+    """Calls the service for rank 0's main thread, and recovers when it dies."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -64,8 +60,6 @@ class ServiceClient:
         # the process that has got `Begin`
         self._begun: ServiceProcess | None = None
         self._started = False
-        # notifications, awaited with the next call
-        self._unanswered: list[Future[Any]] = []
         # the newest arguments of methods in REPLAYED
         self._newest: dict[str, tuple[Any, ...]] = {}
 
@@ -91,7 +85,6 @@ class ServiceClient:
     def _open(self) -> OpenedService:
         """Open the service, in another process if this one is lost. Raises RunFailed after many."""
         assert self._begin is not None, "open comes first"
-        self._unanswered = []
         while True:
             if self._process.lost:
                 self._start_again()
@@ -197,26 +190,14 @@ class ServiceClient:
                 `cluster.heartbeat_timeout_s` more, after which it is lost.
         """
         heartbeat_s = self.config.cluster.heartbeat_timeout_s
-        answer_s = SERVICE_ANSWER_S + heartbeat_s
-        for notification in self._take_unanswered():
-            _result(notification, limit_s=answer_s, what=SERVICE, key=ANSWER_KEY)
         call = self._process.call(part, *arguments)
         return _result(call, limit_s=limit_s + heartbeat_s, what=f"{SERVICE}: {part}", key=key)
 
-    async def call_async(self, part: str, *arguments: Any) -> Any:
-        """As `call`, from the publication's loop, which has limits of its own."""
-        for notification in self._take_unanswered():
-            await asyncio.wrap_future(notification)
-        return await asyncio.wrap_future(self._process.call(part, *arguments))
-
-    def notify(self, *arguments: Any) -> None:
-        """Call the host's `notify` without waiting; the next call waits for it."""
-        self._unanswered.append(self._process.call("notify", *arguments))
-
-    def _take_unanswered(self) -> list[Future[Any]]:
-        notifications = self._unanswered
-        self._unanswered = []
-        return notifications
+    def begin_publication(self, method: str, *arguments: Any) -> Future[Any]:
+        """Begin a call of `WeightPublication`; "open" is for the replacement of a lost service."""
+        if method == "open" and self._process.lost:
+            self.reopen()
+        return self._process.call("publication", method, *arguments)
 
 
 def _result(call: Future[Any], *, limit_s: float, what: str, key: str) -> Any:

@@ -6,22 +6,20 @@ import asyncio
 import faulthandler
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
 from logging.handlers import MemoryHandler
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rlcore.config import Config
 from rlcore.config.secrets import hide_secrets
 from rlcore.data.batch import StepRollouts
-from rlcore.errors import EngineFailed, RunFailed
+from rlcore.errors import RunFailed
 from rlcore.interfaces import RolloutEngine
 from rlcore.launch.engines import build_engines, check_reachable
 from rlcore.launch.logs import log_folder, open_log
 from rlcore.launch.run_folder import record_timeline
 from rlcore.launch.service.frames import Begin, OpenedService
 from rlcore.timeline.recorder import RECORDER
-from rollout.weight_sync.base import gpus_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,34 +27,8 @@ if TYPE_CHECKING:
     from rollout.fleet.engine_memory import FleetMemory
     from rollout.service import RolloutService
 
-T = TypeVar("T")
 # By its number, which is the log of the service: `sys.stderr` leads to rank 0.
 STDERR = 2
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """What rank 0 must know of an engine to send it weights."""
-
-    name: str
-    managed: bool
-    transports: tuple[str, ...]
-    # of an engine that process groups reach
-    url: str = ""
-    group_ranks: int = 1
-    in_group: str | None = None
-    # of an engine that tells its GPUs
-    gpus: tuple[str, ...] = ()
-    # of an engine that digests what it receives
-    digests_weights: bool = False
-    # of an engine that takes calls of several buckets at once
-    queues_buckets: bool = False
-
-    @classmethod
-    def of(cls, engine: Any) -> EngineInfo:
-        """Read it from an engine of the service."""
-        known = [field.name for field in fields(cls) if hasattr(engine, field.name)]
-        return cls(**{**{name: getattr(engine, name) for name in known}, "gpus": gpus_of(engine)})
 
 
 def build_service(
@@ -144,31 +116,10 @@ class ServiceHost:
         """Call a method of `EngineMemory`."""
         return await asyncio.to_thread(self._method(self._memory, method), *arguments)
 
-    async def participants(self, method: str) -> list[EngineInfo]:
-        """Call `Participants.candidates` or `.stale`."""
-        asked: Callable[[], Coroutine[Any, Any, list[RolloutEngine]]] = self._method(
-            self.service.fleet, method
-        )
-        return [EngineInfo.of(engine) for engine in await self._in_loop(asked())]
-
-    async def notify(self, method: str, name: str, *arguments: Any) -> None:
-        """Call another method of `Participants`, which is about one engine."""
-
-        async def call() -> None:
-            try:
-                engine = self._engine(name)
-            # recovery: the engine has left meanwhile, and needs no such news
-            except EngineFailed:
-                return
-            result = self._method(self.service.fleet, method)(engine, *arguments)
-            if asyncio.iscoroutine(result):
-                await result
-
-        await self._in_loop(call())
-
-    async def engine(self, name: str, verb: str, *arguments: Any) -> Any:
-        """Call a method of an engine, for a publication."""
-        return await self._in_loop(self._method(self._engine(name), verb)(*arguments))
+    async def publication(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `WeightPublication`, on the service's own loop."""
+        work = self._method(self.service.publication, method)(*arguments)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.service.loop))
 
     async def close(self) -> None:
         """End the service, its engines and the timeline."""
@@ -184,19 +135,9 @@ class ServiceHost:
         assert self._service is not None, "open comes first"
         return self._service
 
-    def _engine(self, name: str) -> Any:
-        for engine in self.service.fleet.engines:
-            if engine.name == name:
-                return engine
-        raise EngineFailed(f"the run has no engine {str(name)[:80]!r} any more")
-
     @staticmethod
     def _method(of: Any, name: str) -> Callable[..., Any]:
         method = getattr(of, name, None)
         if not callable(method):
             raise RunFailed(f"the rollout service knows no call {name!r}")
         return method  # type: ignore[no-any-return]
-
-    async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the service's own loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.service.loop))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -19,11 +20,12 @@ from rlcore.config.engine_registry import EngineKind
 from rlcore.data.generation import Completion, GenerateRequest, Prefix, SamplingParams
 from rlcore.deadlines import TRANSPORT_GRACE_S
 from rlcore.errors import RlcoreError, RunFailed
-from rlcore.interfaces import RolloutEngine
-from rlcore.weights import TensorSpec, cut_buckets
+from rlcore.interfaces import BucketSender, RankAddress, RolloutEngine
+from rlcore.weights import Bucket, TensorSpec, cut_buckets
 from rollout.engines.checks import check_completion, check_versions
 from rollout.weight_sync.base import describe
-from rollout.weight_sync.choose import choose_transport
+from rollout.weight_sync.choose import choose_transport, make_sender
+from rollout.weight_sync.process_group import gpu_identity
 
 T = TypeVar("T")
 SPECS_A_BUCKET = 3  # so that every update has several buckets
@@ -75,6 +77,7 @@ class Session:
             max(1, sum(tensor.nbytes for tensor in weights.values()) // SPECS_A_BUCKET),
         )
         self._transport: Any = None
+        self._sender = BucketSender()
 
     def broken(self, got: object, expected: str, *, rule: Rule | None = None) -> ContractError:
         """The error of an engine that breaks the current rule."""
@@ -183,17 +186,33 @@ class Session:
         await self.call("begin_update", self.engine.begin_update(self.buckets))
         if self._transport is None:
             device = next(iter(self.weights.values())).device
-            self._transport = choose_transport(self.config, [self.engine], device=device)
+            self._transport = choose_transport(self.config, [self.engine])
+            self._transport.ranks = [RankAddress(socket.gethostname(), gpu_identity(device))]
+            self._sender = make_sender(self._transport.name, self.config, device)
         brought = self.buckets[:count]  # the engine is not called for more
         await self._took("opening the transport", self._transport.open([self.engine], brought))
+        orders = self._transport.orders()
+        answers = {0: await asyncio.to_thread(self._sender.open, orders.ranks[0], brought)}
+        if orders.meets:
+            await self._took("meeting the trainer", self._transport.meet(answers))
         for bucket in brought:
-            parts = [
-                self.weights[spec.name].reshape(-1).view(torch.uint8) for spec in bucket.tensors
-            ]
-            sent = self._transport.send(bucket, torch.cat(parts))
-            await self._took(f"receiving bucket {bucket.index}", sent)
+            await self._took(f"receiving bucket {bucket.index}", self._send(bucket))
         if count == len(self.buckets):
-            await self._took("completing the transport", self._transport.complete())
+            result = await asyncio.to_thread(self._sender.finish)
+            await self._took("completing the transport", self._transport.complete(result))
+
+    async def _send(self, bucket: Bucket) -> dict[Any, str]:
+        parts = [self.weights[spec.name].reshape(-1).view(torch.uint8) for spec in bucket.tensors]
+        flat = torch.cat(parts)
+        packed = {0: await asyncio.to_thread(self._sender.pack, bucket, flat)}
+        call = asyncio.ensure_future(self._transport.send(bucket.index, packed))
+
+        def stopped() -> Any:
+            return {} if call.done() and call.result() else None
+
+        await asyncio.to_thread(self._sender.send, bucket, flat, stopped)
+        failed: dict[Any, str] = await call
+        return failed
 
     async def _took(self, what: str, work: Awaitable[dict[Any, str]]) -> None:
         failed = await self.call(what, work)
@@ -202,6 +221,7 @@ class Session:
     async def close(self) -> None:
         """Leave nothing behind, whatever state the engine is in."""
         if self._transport is not None:
+            self._sender.close()
             await self._transport.close()
         await self.call("close", self.engine.close())
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from urllib.parse import urlsplit
 
-from rlcore.interfaces import RankPlace
+from rlcore.interfaces import RankAddress
 from rollout.weight_sync.base import Engine
 from rollout.weight_sync.process_group import choose_backend, is_loopback
 
@@ -36,22 +36,21 @@ class SenderAssignment:
             the engine has GPUs, and else one.
     """
 
-    def __init__(self, senders: int | None, rails: int | None, *, on_gpu: bool) -> None:
+    def __init__(self, senders: int | None, rails: int | None) -> None:
         self._senders = senders
         self._rails = rails
-        self._on_gpu = on_gpu
         self.served: dict[Engine, Served] = {}
         self._reach_rank0: set[Engine] = set()  # and no other rank
 
     def assign(
-        self, engine: Engine, gpu: str | None, engines: int, places: Sequence[RankPlace]
+        self, engine: Engine, gpu: str | None, engines: int, ranks: Sequence[RankAddress]
     ) -> Served:
         """Assign an engine to the ranks with the fewest engines, of those that reach it.
 
         Args:
             gpu: what identifies the engine's; None where it has none of its own.
             engines: that there are, this one and those that were assigned before included.
-            places: of all ranks; none where rank 0 alone can send.
+            ranks: the addresses of all ranks.
 
         Raises EngineFailed where the engine has no address any more.
         """
@@ -59,27 +58,25 @@ class SenderAssignment:
             self.served[engine] = Served(0)
         if engine in self.served:
             return self.served[engine]
-        count = self._senders or (engines if self._on_gpu else 1)
-        usable = [_on_one_host(share, places) for share in shares(len(places) or 1, count)]
+        count = self._senders or (1 if ranks[0].gpu is None else engines)
+        usable = [_on_one_host(share, ranks) for share in shares(len(ranks), count)]
         if is_loopback(urlsplit(engine.url).hostname or ""):
-            usable = [ranks for ranks in usable if _share_a_host(ranks[0], 0, places)]
+            usable = [share for share in usable if ranks[share[0]].host == ranks[0].host]
         # earlier engines may have been assigned to ranges that were cut otherwise
         assigned = [{served.sender, *served.helpers} for served in self.served.values()]
-        busy = [sum(not used.isdisjoint(ranks) for used in assigned) for ranks in usable]
+        busy = [sum(not used.isdisjoint(share) for used in assigned) for share in usable]
         chosen = busy.index(min(busy))
-        ranks = [] if busy[chosen] else self._rails_of(engine, gpu, usable[chosen], places)
-        self.served[engine] = _served(ranks or usable[chosen][:1])
+        members = [] if busy[chosen] else self._members(engine, gpu, usable[chosen], ranks)
+        self.served[engine] = _served(members or usable[chosen][:1])
         return self.served[engine]
 
-    def _rails_of(
-        self, engine: Engine, gpu: str | None, ranks: Sequence[int], places: Sequence[RankPlace]
+    def _members(
+        self, engine: Engine, gpu: str | None, share: Sequence[int], ranks: Sequence[RankAddress]
     ) -> Sequence[int]:
         """The ranks that can be in a group with this engine, the most that are wanted."""
         if self._rails is not None:
-            return ranks[: self._rails]
-        on_nccl = [
-            rank for rank in ranks if places and choose_backend(places[rank].gpu, gpu) == "nccl"
-        ]
+            return share[: self._rails]
+        on_nccl = [rank for rank in share if choose_backend(ranks[rank].gpu, gpu) == "nccl"]
         return on_nccl[: engine.group_ranks]
 
     def keep_only(self, engines: Collection[Engine]) -> None:
@@ -93,18 +90,14 @@ class SenderAssignment:
 
 
 def _served(ranks: Sequence[int]) -> Served:
-    """Let the first rank send, but not rank 0, who also calls engines, if there is another."""
+    """Let the first rank send, but not rank 0, which has other work, if there is another."""
     first, *others = sorted(ranks, key=lambda rank: rank == 0)
     return Served(first, tuple(others))
 
 
-def _on_one_host(ranks: range, places: Sequence[RankPlace]) -> list[int]:
+def _on_one_host(share: range, ranks: Sequence[RankAddress]) -> list[int]:
     """Those of the ranks that are on the machine of the first."""
-    return [rank for rank in ranks if _share_a_host(rank, ranks[0], places)]
-
-
-def _share_a_host(one: int, other: int, places: Sequence[RankPlace]) -> bool:
-    return one == other or places[one].host == places[other].host
+    return [rank for rank in share if ranks[rank].host == ranks[share[0]].host]
 
 
 def shares(world_size: int, count: int) -> list[range]:

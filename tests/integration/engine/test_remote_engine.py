@@ -21,7 +21,7 @@ from rlcore.config import Config
 from rlcore.data.sample import VersionSpan
 from rlcore.errors import DeadlineExceeded, ModelError, PublicationFailed, RunFailed, UserError
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.weight_sync.publication import WeightPublication
+from tests.one_rank import OneRank
 from tests.static_participants import StaticParticipants
 
 LIMITS = {
@@ -148,11 +148,12 @@ def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, confi
         config.model.path, config=config.rollout.engine, dtype="fp32", name="local"
     )
     run(loop, local.start())
-    beside = WeightPublication(config, StaticParticipants([local]), loop)
+    beside = OneRank(config, StaticParticipants([local]), loop)
     publish(beside, model, 3)
-    sink = WeightPublication(config, StaticParticipants(pair), loop)
+    sink = OneRank(config, StaticParticipants(pair), loop)
     publish(sink, model, 3)
-    first = [link.group for link in sink._transport._links.values()]
+    first = dict(sink.sender._groups)
+    assert len(first) == 2
     answers = [run(loop, engine.generate(requests())) for engine in (*pair, local)]
     for answer in answers[:2]:
         for a, b in zip((c for row in answer for c in row), (c for row in answers[2] for c in row)):
@@ -163,14 +164,14 @@ def test_weights_over_the_wire_and_the_same_responses_as_in_process(model, confi
             assert a.versions == (VersionSpan(3, 0, len(a.tokens)),)
     publish(sink, tiny_qwen3(seed=1), 4)
     # the same members: the groups are kept
-    assert [link.group for link in sink._transport._links.values()] == first
+    assert sink.sender._groups == first
     assert run(loop, pair[0].health())["version"] == 4
     sink.close()
     run(loop, local.close())
 
 
 def test_an_update_in_the_middle_of_a_generation(model, config, loop, pair):
-    sink = WeightPublication(config, StaticParticipants(pair[:1]), loop)
+    sink = OneRank(config, StaticParticipants(pair[:1]), loop)
     for _ in range(TRIES):
         publish(sink, model, 5)
         running = begun(loop, pair[0])
@@ -184,7 +185,7 @@ def test_an_update_in_the_middle_of_a_generation(model, config, loop, pair):
 
 
 def test_abort_over_the_wire(model, config, loop, pair):
-    sink = WeightPublication(config, StaticParticipants(pair[:1]), loop)
+    sink = OneRank(config, StaticParticipants(pair[:1]), loop)
     publish(sink, model, 7)
     for _ in range(TRIES):
         running = begun(loop, pair[0])
@@ -232,7 +233,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
     frozen = remote(config, "frozen", tmp_path, health_timeout_s=2.0, update_timeout_s=10.0)
     run(loop, start_all([doomed, frozen]))
     participants = StaticParticipants([doomed, frozen, pair[0]])
-    sink = WeightPublication(with_limit(config, 10.0), participants, loop)
+    sink = OneRank(with_limit(config, 10.0), participants, loop)
     publish(sink, model, 11)
 
     for _ in range(TRIES):
@@ -267,7 +268,7 @@ def test_engines_that_die_and_hang(model, config, loop, pair, tmp_path, monkeypa
         send_all(sink, buckets[1:], model)
     assert time.monotonic() - began < 60
     for bucket in buckets[1:]:  # the other one was called for the third already
-        sink.send_called(bucket, flatten(bucket, model))
+        sink.send_after_a_failure(bucket, flatten(bucket, model))
     sink.cancel()
     assert not alive(frozen.pid)
 

@@ -15,7 +15,9 @@ from engine_kit import flatten, layout, remote_engine, tiny_qwen3
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import EngineFailed, UserError
+from rlcore.interfaces import RankAddress
 from rlcore.tls import engine_client
+from rollout.weight_sync.groups.sender import GroupSender
 from rollout.weight_sync.links import DistributedTransport
 from tests.certificates import Authority
 from tests.listeners import addresses
@@ -25,8 +27,48 @@ LIMIT_S = 60.0  # on a busy machine, where nobody is waited for in vain
 HANGS_S = 10.0  # where somebody is
 
 
-def make_transport(limit_s=LIMIT_S):
-    return DistributedTransport(device=torch.device("cpu"), timeout_s=limit_s, probe_s=10.0)
+class Publication:
+    """Both halves of a publication over process groups, on one loop."""
+
+    def __init__(self, limit_s=LIMIT_S):
+        self.transport = DistributedTransport(timeout_s=limit_s, probe_s=10.0)
+        self.transport.ranks = [RankAddress("here")]
+        self.sender = GroupSender(torch.device("cpu"), limit_s)
+        self.stop = None
+
+    async def open(self, engines, buckets):
+        self.stop = None
+        if failed := await self.transport.open(engines, buckets):
+            return failed
+        order = self.transport.orders().ranks[0]
+        failed = await self.transport.meet({0: self.sender.open(order, buckets)})
+        if not failed:
+            await asyncio.to_thread(self.sender._end_meetings)
+        return failed
+
+    async def send(self, bucket, model):
+        """Send a bucket to the engines that are called for it, or were before a failure."""
+        call = None
+        if self.stop is None:
+            call = asyncio.ensure_future(self.transport.send(bucket.index, {}))
+
+        def stopped():
+            if self.stop is None and call.done() and call.result():
+                self.stop = self.transport.stop()
+            return self.stop
+
+        await asyncio.to_thread(self.sender.send, bucket, flatten(bucket, model), stopped)
+        failed = {} if call is None else await call
+        stopped()
+        return failed
+
+    async def complete(self):
+        return await self.transport.complete(self.sender.finish())
+
+    async def give_up(self):
+        failed = await self.transport.give_up()
+        self.sender.end(done=False, stopped=self.stop)
+        return failed
 
 
 @pytest.fixture
@@ -71,36 +113,35 @@ def with_engines(folder, tmp_path, use, *, count=3, tls=None, limit_s=LIMIT_S):
 @pytest.mark.full
 def test_who_hangs_is_named_and_the_others_have_the_bucket(folder, tmp_path):
     async def use(engines, buckets, model):
-        transport = make_transport(HANGS_S)
+        transport = Publication(HANGS_S)
         frozen = engines[1]
         assert await transport.open(engines, buckets) == {}
-        kept = {
-            engine: link.group for engine, link in transport._links.items() if engine is not frozen
-        }
-        assert await transport.send(buckets[0], flatten(buckets[0], model)) == {}
+        kept = dict(transport.sender._groups)
+        del kept[frozen.name]
+        assert await transport.send(buckets[0], model) == {}
         os.kill(frozen.pid, signal.SIGSTOP)
         began = time.monotonic()
         failed = {}
         left = iter(buckets[1:])
         while not failed:  # its socket takes a bucket or two
             bucket = next(left)
-            failed = await transport.send(bucket, flatten(bucket, model))
+            failed = await transport.send(bucket, model)
         assert list(failed) == [frozen]
         assert re.search(r"engine-1 did not answer receive_bucket within 10 s", failed[frozen])
         assert time.monotonic() - began < HANGS_S + 30.0
         for bucket in left:  # they were called for the next one already
-            assert await transport.send_called(bucket, flatten(bucket, model)) == {}
+            assert await transport.send(bucket, model) == {}
         assert await transport.give_up() == {}
         others = [engines[0], engines[2]]
         assert await transport.open(others, buckets) == {}
         # those that are well keep theirs
-        assert {engine: link.group for engine, link in transport._links.items()} == kept
+        assert transport.sender._groups == kept
         for bucket in buckets:
-            assert await transport.send(bucket, flatten(bucket, model)) == {}
+            assert await transport.send(bucket, model) == {}
         assert await transport.complete() == {}
         for engine in others:
             await engine.end_update()
-        await transport.close()
+        transport.sender.close()
 
     with_engines(folder, tmp_path, use, limit_s=HANGS_S)
 
@@ -113,17 +154,15 @@ def test_who_refuses_is_named_at_once(folder, tmp_path, monkeypatch):
         async def refuse(*_):
             raise EngineFailed("engine-1 has no memory")
 
-        transport = make_transport()
+        transport = Publication()
         monkeypatch.setattr(engines[0], "join_group", refuse)
         assert await transport.open(engines, buckets) == {engines[0]: "engine-1 has no memory"}
         assert await transport.open(engines[1:], buckets) == {}
         monkeypatch.setattr(engines[1], "receive_bucket", refuse)
         began = time.monotonic()
-        assert await transport.send(buckets[0], flatten(buckets[0], model)) == {
-            engines[1]: "engine-1 has no memory"
-        }
+        assert await transport.send(buckets[0], model) == {engines[1]: "engine-1 has no memory"}
         assert time.monotonic() - began < LIMIT_S / 2
-        await transport.close()
+        transport.sender.close()
 
     with_engines(folder, tmp_path, use)
 
@@ -131,21 +170,21 @@ def test_who_refuses_is_named_at_once(folder, tmp_path, monkeypatch):
 @pytest.mark.full
 def test_who_dies_is_named_and_who_was_started_again_is_joined_anew(folder, tmp_path):
     async def use(engines, buckets, model):
-        transport = make_transport()
+        transport = Publication()
         mortal = engines[2]
         assert await transport.open(engines, buckets) == {}
-        kept = [transport._links[engine].group for engine in engines[:2]]
+        kept = [transport.sender._groups.get(engine.name) for engine in engines[:2]]
         os.kill(mortal.pid, signal.SIGKILL)
-        assert list(await transport.send(buckets[0], flatten(buckets[0], model))) == [mortal]
+        assert list(await transport.send(buckets[0], model)) == [mortal]
         for _ in range(2):  # the second time nobody has seen it die
             await mortal.kill()
             await mortal.start()
             await mortal.pause("drain")
             await mortal.begin_update(buckets)
             assert await transport.open([mortal], buckets) == {}
-            assert await transport.send(buckets[0], flatten(buckets[0], model)) == {}
-        assert [transport._links[engine].group for engine in engines[:2]] == kept
-        await transport.close()
+            assert await transport.send(buckets[0], model) == {}
+        assert [transport.sender._groups[engine.name] for engine in engines[:2]] == kept
+        transport.sender.close()
 
     with_engines(folder, tmp_path, use)
 
@@ -164,10 +203,10 @@ def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(folder, tmp_path
             assert addresses(engine.pid) == {"127.0.0.1"}
             man.stand_before(engine, monkeypatch)
             await engine.begin_update(buckets)  # he learns their sizes
-        transport = make_transport()
+        transport = Publication()
         assert await transport.open(engines, buckets) == {}
         for bucket in buckets:
-            assert await transport.send(bucket, flatten(bucket, model)) == {}
+            assert await transport.send(bucket, model) == {}
         sent = [flatten(bucket, model).numpy().tobytes() for bucket in buckets]
         failed = await transport.complete()  # until then the last bucket may be on its way
         assert reader.seen == writer.seen == sent
@@ -176,7 +215,7 @@ def test_a_byte_that_is_changed_on_the_way_takes_the_engine_out(folder, tmp_path
             r"engine-1: its rank 0 did not receive the weights as they were sent, .*digest sent",
             failed[engines[1]],
         )
-        await transport.close()
+        transport.sender.close()
         stranger = Authority(tmp_path, "stranger").tls("127.0.0.1")
         engines[0]._tls = stranger  # its client, from now on
         await engines[0]._hang_up()

@@ -46,6 +46,8 @@ def main() -> None:
         elif part == "open":
             opened = {"greedy_baseline": begin.greedy_baseline, "again": begin.again}
             send(number, (True, opened))
+        elif part == "publication":
+            send(number, (True, given))
         elif part == "start":
             send(number, (True, None))
         elif part == "close":

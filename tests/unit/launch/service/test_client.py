@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from torch.distributed import HashStore
 
 from rlcore.config import Config
 from rlcore.deadlines import SERVICE_ANSWER_S
@@ -21,14 +19,7 @@ from rlcore.errors import ConfigError, DeadlineExceeded, RunFailed
 from rlcore.launch.service import client as client_module
 from rlcore.launch.service import process
 from rlcore.launch.service.client import ServiceClient
-from rlcore.launch.service.engine_handles import RemoteEngineHandle, RemoteParticipants
-from rlcore.launch.service.host import EngineInfo
 from rlcore.launch.service.process import ServiceLost
-from rlcore.runs.versions import VersionJournal
-from rlcore.trainer.rank_sync import RankSync
-from rlcore.trainer.weight_publisher import WeightPublisher
-from rollout.asyncio_utils import LoopThread
-from rollout.weight_sync.publication import WeightPublication
 
 # A process that answers nothing for so long hangs.
 BEATS_S = 20.0
@@ -61,7 +52,6 @@ def test_calls_are_answered_in_any_order(
     [found] = client.call("echo", array)
     assert np.array_equal(found, array)
     assert late.result(60) == "late"
-    assert asyncio.run(client.call_async("echo", 1)) == (1,)
     assert capsys.readouterr().out.splitlines()[0] == r"heard\x1b[2J"
 
 
@@ -170,65 +160,23 @@ def test_a_replacement_has_time_for_a_long_journal_and_a_large_buffer(
 
 
 def test_a_publication_to_engines_that_take_turns_says_that_the_service_is_lost(
-    client: ServiceClient, tmp_path: Path
+    client: ServiceClient,
 ) -> None:
     """Only a loss makes a launcher restart the ranks; an error of a rank does not."""
-    client.config = config = make_config(rollout={"engine": {"colocated": True}})
+    client.config = make_config(rollout={"engine": {"colocated": True}})
     with pytest.raises(ServiceLost):
         client.call("die")
-    thread = LoopThread("publication")
-    backend: Any = type("Backend", (), {"buckets": lambda self: ()})()
-    publisher = WeightPublisher(
-        backend,
-        RankSync(HashStore(), 0, 1, timeout_s=5),
-        sink=WeightPublication(config, RemoteParticipants(client), thread.loop),
-        journal=VersionJournal(tmp_path / "versions.jsonl"),
-        timeout_s=5,
-    )
     with pytest.raises(
         ServiceLost, match="the knowledge of what its engines keep on the trainer's GPUs"
     ):
-        publisher.publish(1)
-    thread.close()
+        client.begin_publication("open", ())
 
 
-# --- engines --------------------------------------------------------------------------------------
-
-
-def test_an_engine_that_is_no_candidate_any_more_is_in_no_group() -> None:
-    """So the group that rank 0 has with it is closed."""
-    answers = [["a", "b"], ["a"], ["a"]]
-
-    class Client:
-        async def call_async(self, part: str, method: str) -> list[EngineInfo]:
-            return [
-                EngineInfo(name, False, ("distributed",), f"http://{name}:1", 1, f"group-{name}")
-                for name in answers.pop(0)
-            ]
-
-    async def main() -> None:
-        participants = RemoteParticipants(Client())  # type: ignore[arg-type]
-        a, b = await participants.candidates()
-        await participants.stale()
-        assert (a.in_group, b.in_group) == ("group-a", "group-b")  # type: ignore[attr-defined]
-        await participants.candidates()
-        assert (a.in_group, b.in_group) == ("group-a", None)  # type: ignore[attr-defined]
-
-    asyncio.run(main())
-
-
-def test_an_engine_joins_a_group_at_its_address_with_its_rank() -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    class Handle(RemoteEngineHandle):
-        def __init__(self) -> None:
-            self.in_group = None
-
-        async def call(self, *given: Any) -> None:
-            asked.append(given)
-
-    handle = Handle()
-    address: Any = type("Address", (), {"name": "weights-1"})()
-    asyncio.run(handle.join_group(address, 3))
-    assert asked == [("join_group", address, 3)]
-    assert handle.in_group == "weights-1"
+def test_a_publication_opens_at_the_replacement_of_a_lost_service(client: ServiceClient) -> None:
+    before = client.pid
+    with pytest.raises(ServiceLost):
+        client.call("die")
+    with pytest.raises(ServiceLost):
+        client.begin_publication("send", 0, {}).result(60)
+    assert client.begin_publication("open", 1).result(60) == ("open", 1)
+    assert client.pid != before

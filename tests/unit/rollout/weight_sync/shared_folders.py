@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
+from rollout.weight_sync.base import Failures, Transport
+from rollout.weight_sync.delta import DeltaSender, DeltaTransport
+from rollout.weight_sync.folders import DiskTransport, FolderSender, WeightFolders
 
 Weights = dict[str, torch.Tensor]
 
@@ -84,14 +88,47 @@ class Reader:
         self.weights = {name: tensor.clone() for name, tensor in read(folder).items()}
 
 
-async def publish(transport, engines: Sequence[Reader], weights: Weights) -> dict[Reader, str]:
+class Publication:
+    """Both halves of a transport by folders."""
+
+    def __init__(self, transport: Transport, sender: FolderSender) -> None:
+        self.transport = transport
+        self.sender = sender
+
+    async def open(self, engines: Sequence[Reader], buckets: Sequence[Bucket]) -> Failures:
+        failed = await self.transport.open(engines, buckets)
+        self.sender.open(None, buckets)
+        return failed
+
+    async def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        await asyncio.to_thread(self.sender.send, bucket, flat, lambda: None)
+
+    async def complete(self) -> Failures:
+        return await self.transport.complete(await asyncio.to_thread(self.sender.finish))
+
+    async def close(self) -> None:
+        self.sender.close()
+        await self.transport.close()
+
+
+def by_disk(folders: WeightFolders) -> Publication:
+    return Publication(DiskTransport(folders.root, timeout_s=5), FolderSender(folders))
+
+
+def by_delta(folders: WeightFolders, timeout_s: float = 5) -> Publication:
+    return Publication(DeltaTransport(folders.root, timeout_s=timeout_s), DeltaSender(folders))
+
+
+async def publish(
+    transport: Publication, engines: Sequence[Reader], weights: Weights
+) -> dict[Reader, str]:
     """One publication; every bucket comes in the same memory, as an exporter's do."""
     buckets = layout(weights)
     buffer = torch.empty(max(bucket.num_bytes for bucket in buckets), dtype=torch.uint8)
     assert await transport.open(engines, buckets) == {}
     for bucket in buckets:
         flat = buffer[: bucket.num_bytes].copy_(flatten(bucket, weights))
-        assert await transport.send(bucket, flat) == {}
+        await transport.send(bucket, flat)
     buffer.zero_()
     return await transport.complete()
 

@@ -23,13 +23,14 @@ from torch.multiprocessing import reductions
 
 from rlcore.config.sections.rollout import EngineConfig
 from rlcore.errors import RunFailed
+from rlcore.interfaces import RankAddress
 from rlcore.stores import bound_store
 from rlcore.weights import Bucket, TensorSpec, cut_buckets
-from rollout.weight_sync import links
 from rollout.weight_sync import process_group as weight_group
 from rollout.weight_sync import serialized as tensor
 from rollout.weight_sync.choose import choose_name
-from rollout.weight_sync.groups import link
+from rollout.weight_sync.groups import sender as sender_module
+from rollout.weight_sync.groups.sender import GroupSender
 from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.process_group import (
     SHARED_GPU,
@@ -39,7 +40,14 @@ from rollout.weight_sync.process_group import (
     make_group,
     start_thread,
 )
-from rollout.weight_sync.serialized import COUNTER, DEVICE, SerializedHandles, TensorTransport
+from rollout.weight_sync.serialized import (
+    BYTES,
+    COUNTER,
+    DEVICE,
+    HANDLE,
+    SerializedSender,
+    TensorTransport,
+)
 
 SGLANG = ("distributed", "tensor", "disk", "delta")
 [BUCKET] = cut_buckets([TensorSpec("weight", (4,), "float32")], 1 << 20)
@@ -106,11 +114,16 @@ def test_both_sides_of_a_group_are_told_nccl(monkeypatch: pytest.MonkeyPatch) ->
         made.append(address)
         return SimpleNamespace(address=address, is_open=True, close=lambda: None)
 
-    monkeypatch.setattr(links, "gpu_identity", lambda device: "GPU-a")
-    monkeypatch.setattr(link, "WeightGroup", group)
+    monkeypatch.setattr(sender_module, "WeightGroup", group)
+    monkeypatch.setattr(weight_group.torch.cuda, "set_device", lambda device: None)
     engine = Engine("GPU-b")
-    transport = DistributedTransport(device=CUDA, timeout_s=5.0, probe_s=5.0)
+    transport = DistributedTransport(timeout_s=5.0, probe_s=5.0)
+    transport.ranks = [RankAddress("here", "GPU-a", "0")]
+    sender = GroupSender(CUDA, 5.0)
     assert asyncio.run(transport.open([engine], [BUCKET])) == {}
+    answers = {0: sender.open(transport.orders().ranks[0], [BUCKET])}
+    assert asyncio.run(transport.meet(answers)) == {}
+    sender._end_meetings()
     [(address, rank)] = engine.joined
     assert made == [address]
     assert (address.backend, address.world_size, rank) == ("nccl", 3, 1)
@@ -208,36 +221,29 @@ def test_colocated_engines_take_weights_from_memory_to_memory() -> None:
         # no rank is on the second GPU of the engine
         (["0"], "GPU-a", "value"),
         (["0", "1"], None, "value"),
-        ([], "GPU-a", "value"),
+        ([None], "GPU-a", "value"),
     ],
 )
 def test_handles_are_sent_where_a_rank_is_on_each_gpu_of_the_engine(
-    monkeypatch: pytest.MonkeyPatch, trainer: list[str], engine: str | None, by: str
+    trainer: list[str | None], engine: str | None, by: str
 ) -> None:
     """Each tensor-parallel rank gets the handle of its own GPU; bytes are packed once."""
-    packed: list[int] = []
-
-    def pack(bucket: Bucket, flat: torch.Tensor) -> str:
-        packed.append(bucket.index)
-        return "bytes"
-
-    monkeypatch.setattr(tensor, "by_value", pack)
     taker = Engine(engine)
     transport = TensorTransport(timeout_s=5.0)
-    transport.trainer_gpus = trainer
+    transport.ranks = [RankAddress("here", name, name) for name in trainer]
+    transport.ranks += [RankAddress("elsewhere", "2", "1")]
 
     async def publish() -> None:
         assert await transport.open([taker], [BUCKET]) == {}
-        if transport.by_handle:
-            handles = {gpu: json.dumps({"payload": f"handle of {gpu}"}) for gpu in "10"}
-            assert await transport.send_handles(BUCKET, handles) == {}
-        else:
-            assert await transport.send(BUCKET, torch.zeros(16, dtype=torch.uint8)) == {}
+        orders = transport.orders()
+        assert orders.gathers == (by == "handle")
+        assert orders.ranks == ({0: HANDLE, 1: HANDLE} if orders.gathers else {0: BYTES})
+        packed = {rank: json.dumps({"payload": f"handle of {rank}"}) for rank in orders.ranks}
+        assert await transport.send(0, packed if orders.gathers else {0: "bytes"}) == {}
 
     asyncio.run(publish())
     expected = {"handle": ["handle of 0", "handle of 1"], "value": ["bytes", "bytes"]}
     assert taker.taken == [expected[by]]
-    assert packed == ([] if by == "handle" else [0])
 
 
 def test_a_handle_is_of_memory_that_nobody_else_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,13 +280,16 @@ def test_a_handle_is_of_memory_that_nobody_else_writes(monkeypatch: pytest.Monke
         "_release_ipc_counter_cuda",
         lambda name, offset: released.append((name, offset)),
     )
-    maker = SerializedHandles("3")
+    sender = SerializedSender()
+    sender.open(HANDLE, [BUCKET])
     flat: Any = OnGPU()
-    made = maker.make(BUCKET, flat)
-    maker.collect()
+    made = sender.pack(BUCKET, flat)
+    sender.end(done=True, stopped=None)
     assert order == ["copied", "waited", "shared", "collected"]
     assert tensor.payload_of(made) == "a handle"
-    maker.release(made)
+    sender.discard({3: made}, [3])
+    assert released == [], "an engine still reads it"
+    sender.discard({3: made}, None)
     assert released == [(b"/counters", 7)]
 
 

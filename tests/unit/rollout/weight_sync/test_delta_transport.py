@@ -11,11 +11,20 @@ from pathlib import Path
 
 import pytest
 from deadlines_kit import once_it_says
-from shared_folders import Reader, layout, make_weights, model_folder, nudge, publish, read, same
+from shared_folders import (
+    Reader,
+    by_delta,
+    layout,
+    make_weights,
+    model_folder,
+    nudge,
+    publish,
+    read,
+    same,
+)
 
 from rlcore.errors import RunFailed
 from rollout.weight_sync import delta
-from rollout.weight_sync.delta import DeltaTransport
 from rollout.weight_sync.delta_files import CHANGES, Manifest
 from rollout.weight_sync.folders import WeightFolders, published
 from rollout.weight_sync.follower import NOTES, Follower, keep_following, make_home
@@ -38,7 +47,7 @@ def newest(folders: WeightFolders) -> Manifest:
 
 def publish_all(folders: WeightFolders, *versions, engine: Reader | None = None) -> None:
     async def run() -> None:
-        transport = DeltaTransport(folders, timeout_s=5)
+        transport = by_delta(folders)
         for weights in versions:
             assert await publish(transport, [engine or Reader()], weights) == {}
         await transport.close()
@@ -50,7 +59,7 @@ def test_engines_hold_every_version_though_only_changes_are_written(folders: Wei
     engine = Reader()
 
     async def run() -> None:
-        transport = DeltaTransport(folders, timeout_s=5)
+        transport = by_delta(folders)
         weights = make_weights()
         await publish(transport, [engine], weights)
         whole = newest(folders).num_bytes
@@ -77,7 +86,7 @@ def test_a_whole_one_follows_when_changes_are_larger_or_the_layout_is_another(
     engine = Reader()
 
     async def run() -> None:
-        transport = DeltaTransport(folders, timeout_s=5)
+        transport = by_delta(folders)
         # nearly every element changes: two such take more than the whole
         for seed in range(4):
             await publish(transport, [engine], make_weights(seed))
@@ -100,7 +109,7 @@ def test_after_a_publication_that_was_given_up_the_next_is_whole(folders: Weight
     second = nudge(make_weights(0), ["embed"])
 
     async def run() -> None:
-        transport = DeltaTransport(folders, timeout_s=5)
+        transport = by_delta(folders)
         await publish(transport, [engine], first)
         buckets = layout(second)
         await transport.open([engine], buckets)
@@ -228,7 +237,7 @@ def test_engines_elsewhere_read_the_folder_of_their_own_follower(folders: Weight
 
     async def run() -> None:
         following = asyncio.create_task(keep_following(folders.root, [engine.url]))
-        transport = DeltaTransport(folders, timeout_s=20)
+        transport = by_delta(folders, 20)
         await publish(transport, [engine], weights)
         assert same(engine.weights, weights)
         changed = nudge(weights, ["embed"])
@@ -246,9 +255,7 @@ def test_an_engine_without_a_follower_is_told_what_to_start(folders: WeightFolde
     engine = Reader(managed=False, url="http://10.0.0.2:30000")
 
     async def run() -> str:
-        [why] = (
-            await publish(DeltaTransport(folders, timeout_s=0.3), [engine], make_weights())
-        ).values()
+        [why] = (await publish(by_delta(folders, 0.3), [engine], make_weights())).values()
         return why
 
     assert (
@@ -271,9 +278,7 @@ def test_what_stopped_a_follower_reaches_the_trainer(
 
     async def run() -> str:
         following = asyncio.create_task(keep_following(folders.root, [engine.url]))
-        [why] = (
-            await publish(DeltaTransport(folders, timeout_s=2), [engine], make_weights())
-        ).values()
+        [why] = (await publish(by_delta(folders, 2), [engine], make_weights())).values()
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         return why
@@ -342,7 +347,7 @@ def test_followers_of_one_host_name_write_notes_of_their_own(folders: WeightFold
             asyncio.create_task(keep_following(folders.root, [f"http://10.0.0.{i}:1"]))
             for i in range(2)
         ]
-        transport = DeltaTransport(folders, timeout_s=20)
+        transport = by_delta(folders, 20)
         engines = [Reader(managed=False, url=f"http://10.0.0.{i}:1") for i in range(2)]
         assert await publish(transport, engines, make_weights()) == {}
         assert len(list((folders.root / NOTES).iterdir())) == 2

@@ -6,17 +6,17 @@ import asyncio
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from rlcore.interfaces import RankAddress
 from rlcore.weights import TensorSpec, cut_buckets
 from rollout.weight_sync import digests
 from rollout.weight_sync.digests import DIGITS, KINDS, PIECE, ROW, Digest, new_order
-from rollout.weight_sync.groups.link import Link
+from rollout.weight_sync.groups.sender import GroupSender
 from rollout.weight_sync.links import DistributedTransport, difference
 
 CPU = torch.device("cpu")
@@ -148,7 +148,7 @@ def test_a_rank_that_received_something_else_is_named() -> None:
 
 
 class Engine:
-    """Receives over a link that is none, and digests what is sent but for `changes`."""
+    """Digests what is sent but for `changes`."""
 
     name = "engine-0"
     url = "http://10.0.0.9:1"
@@ -167,32 +167,32 @@ class Engine:
         assert self.made is not None
         return [self.made.read()] * 2
 
-    def take(self, order: str | None, flat: Tensor) -> None:
+    async def receive_bucket(self, index: int, flat: None, order: str | None = None) -> None:
         if order is not None:
             self.made = self.made or Digest(order)
-            self.made.add(flat ^ 1 if self.changes else flat)
+            sent = some_bytes(16, index)
+            self.made.add(sent ^ 1 if self.changes else sent)
 
 
 def test_a_publication_ends_with_the_digests_of_all_engines(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def join(link: Link) -> None:
-        pass
-
-    async def send(link: Link, indices: Sequence[int], order: str | None, flat: Tensor) -> None:
-        link.engine.take(order, flat)
-
-    monkeypatch.setattr(Link, "join", join)
-    monkeypatch.setattr(Link, "send", send)
+    """Rank 0 digests what the ranks send, by the order that it shares with the engines."""
     right, wrong, silent = Engine(), Engine(changes=True), Engine(digests=False)
     buckets = cut_buckets([TensorSpec(f"w{i}", (4,), "float32") for i in range(3)], 16)
+    sender = GroupSender(CPU, 5.0)
 
     async def publish() -> dict[Engine, str]:
-        transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0)
+        transport = DistributedTransport(timeout_s=5.0, probe_s=5.0)
+        transport.ranks = [RankAddress("here")]
         assert await transport.open([right, wrong, silent], buckets) == {}
+        orders = transport.orders().ranks[0]
+        assert [order.partition(":")[0] for order in orders["digests"]] == ["xxh3"]
+        sender.open(orders | {"engines": []}, buckets)
         for bucket in buckets:
-            assert await transport.send(bucket, some_bytes(16, bucket.index)) == {}
-        return await transport.complete()
+            assert await transport.send(bucket.index, {}) == {}
+            sender.send(bucket, some_bytes(16, bucket.index), lambda: None)
+        return await transport.complete(sender.finish())
 
     failed = asyncio.run(publish())
     assert [*failed] == [wrong]

@@ -6,13 +6,27 @@ import asyncio
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
-from shared_folders import Reader, flatten, layout, make_weights, model_folder, publish, read, same
+from shared_folders import (
+    Publication,
+    Reader,
+    by_disk,
+    flatten,
+    layout,
+    make_weights,
+    model_folder,
+    publish,
+    read,
+    same,
+)
 
 from rlcore.errors import RunFailed
+from rollout.weight_sync.delta import DeltaSender, DeltaTransport
 from rollout.weight_sync.folders import (
     DiskTransport,
+    FolderSender,
     FullWriter,
     WeightFolders,
     check_sizes,
@@ -36,7 +50,7 @@ def test_every_engine_loads_what_was_published(folders: WeightFolders) -> None:
     engines = [Reader("a"), Reader("b")]
 
     async def run() -> None:
-        transport = DiskTransport(folders, timeout_s=5)
+        transport = by_disk(folders)
         for seed in range(3):
             weights = make_weights(seed)
             assert await publish(transport, engines, weights) == {}
@@ -50,12 +64,32 @@ def test_every_engine_loads_what_was_published(folders: WeightFolders) -> None:
     assert (published(folders.root)[0] / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("transport", "sender"), [(DiskTransport, FolderSender), (DeltaTransport, DeltaSender)]
+)
+def test_a_relative_folder_is_the_same_for_both_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: Any, sender: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = WeightFolders(Path("weights"), model=model_folder(tmp_path / "model"))
+    both = Publication(transport(Path("weights"), timeout_s=5), sender(folders))
+    engine = Reader("a")
+
+    async def run() -> None:
+        assert await publish(both, [engine], make_weights()) == {}
+        assert names(folders) == ["update_000001"]
+        await both.close()
+
+    asyncio.run(run())
+    assert same(engine.weights, make_weights())
+
+
 def test_what_an_engine_still_has_is_kept(folders: WeightFolders) -> None:
     first = Reader("a")
     second = Reader("b")
 
     async def run() -> None:
-        transport = DiskTransport(folders, timeout_s=5)
+        transport = by_disk(folders)
         await publish(transport, [first, second], make_weights(0))
         # it alone had missed something
         await publish(transport, [second], make_weights(0))
@@ -74,11 +108,11 @@ def test_what_an_engine_had_that_has_left_is_removed(folders: WeightFolders) -> 
     first = Reader("a")
 
     async def run() -> None:
-        transport = DiskTransport(folders, timeout_s=5)
+        transport = by_disk(folders)
         await publish(transport, [first, Reader("guest")], make_weights(0))
         await publish(transport, [first], make_weights(1))
         assert names(folders) == ["update_000001", "update_000002"], "the guest may be there still"
-        transport.has_all_engines = True
+        transport.transport.has_all_engines = True
         await publish(transport, [first], make_weights(2))
         assert names(folders) == ["update_000003"]
 
@@ -90,7 +124,7 @@ def test_nothing_is_seen_of_a_publication_that_is_given_up(folders: WeightFolder
     buckets = layout(weights)
 
     async def run() -> None:
-        transport = DiskTransport(folders, timeout_s=5)
+        transport = by_disk(folders)
         await transport.open([Reader()], buckets)
         await transport.send(buckets[0], flatten(buckets[0], weights))
         assert published(folders.root) == []
@@ -103,13 +137,13 @@ def test_nothing_is_seen_of_a_publication_that_is_given_up(folders: WeightFolder
 def test_an_earlier_runs_folders_are_counted_on_and_its_rest_removed(
     folders: WeightFolders,
 ) -> None:
-    asyncio.run(publish(DiskTransport(folders, timeout_s=5), [Reader()], make_weights(0)))
+    asyncio.run(publish(by_disk(folders), [Reader()], make_weights(0)))
     (folders.root / ".update_000002.partial").mkdir()  # killed while it wrote
     (folders.root / "notes.txt").touch()  # not ours
     folders.close()
     again = WeightFolders(folders.root, model=folders.root.parent / "model")
     engine = Reader()
-    asyncio.run(publish(DiskTransport(again, timeout_s=5), [engine], make_weights(1)))
+    asyncio.run(publish(by_disk(again), [engine], make_weights(1)))
     assert names(folders) == ["notes.txt", "update_000002"]
     assert same(engine.weights, make_weights(1))
 
@@ -123,7 +157,7 @@ def test_old_weights_that_cannot_be_removed_are_told_and_end_nothing(
         raise OSError(39, "Directory not empty", str(folder))
 
     async def run() -> None:
-        transport = DiskTransport(folders, timeout_s=5)
+        transport = by_disk(folders)
         await publish(transport, [Reader()], make_weights(0))
         monkeypatch.setattr("rollout.weight_sync.folders.remove_tree", refuse)
         assert await publish(transport, [Reader()], make_weights(1)) == {}
@@ -136,7 +170,7 @@ def test_old_weights_that_cannot_be_removed_are_told_and_end_nothing(
 def test_a_disk_that_refuses_is_told_at_the_end(folders: WeightFolders) -> None:
     message = r"could not be written to .*/weights \(rollout.engine.weights_dir\): .*File too large"
     with pytest.raises(RunFailed, match=message), no_large_files(200):
-        asyncio.run(publish(DiskTransport(folders, timeout_s=5), [Reader()], make_weights()))
+        asyncio.run(publish(by_disk(folders), [Reader()], make_weights()))
     assert names(folders) == []
 
 
@@ -148,7 +182,7 @@ def test_too_little_room_is_told_before_anything_is_written(
     with pytest.raises(
         RunFailed, match=rf"/weights .* has 900 bytes left, the weights need {size:,}"
     ):
-        asyncio.run(publish(DiskTransport(folders, timeout_s=5), [Reader()], make_weights()))
+        asyncio.run(publish(by_disk(folders), [Reader()], make_weights()))
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])

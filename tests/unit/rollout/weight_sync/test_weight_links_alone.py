@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from concurrent.futures import Future
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from links_kit import CPU, FLAT, Engine, order_for
 
 from rlcore.errors import EngineFailed
+from rlcore.interfaces import RankAddress
 from rlcore.stores import bound_store
 from rlcore.weights import Bucket
 from rollout.weight_sync import process_group
-from rollout.weight_sync.groups import link as links
-from rollout.weight_sync.groups.link import Link
+from rollout.weight_sync.groups import sender as sender_module
+from rollout.weight_sync.groups.sender import GroupSender
 from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.process_group import (
     GroupAddress,
     WeightGroup,
-    in_thread,
     own_address,
     start_thread,
 )
@@ -72,59 +73,6 @@ def test_engines_elsewhere_meet_us_at_the_address_that_faces_them() -> None:
     assert place.tolist() == [4, 5, 6]
 
 
-class Gone:
-    name = "engine-0"
-    group_ranks = 1
-    in_group = None
-
-    @property
-    def url(self) -> str:
-        raise EngineFailed("engine engine-0 does not run; start it first")
-
-
-class Nowhere(Gone):
-    url = "http://no-such-host.invalid:1"  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    ("engine", "why"), [(Gone(), "does not run"), (Nowhere(), "engine-0 cannot be met: ")]
-)
-def test_an_engine_that_cannot_be_met_is_out_and_not_the_run(engine: Gone, why: str) -> None:
-    told = asyncio.run(Link(engine, "gloo", torch.device("cpu"), 5.0).join())
-    assert told is not None
-    assert why in told
-
-
-def test_a_bucket_that_was_given_up_half_way_breaks_its_connection() -> None:
-    class Silent(Gone):
-        url = "http://127.0.0.1:1"  # type: ignore[assignment]
-
-        async def receive_bucket(self, index: int, flat: None) -> None:
-            await asyncio.Event().wait()
-
-    class Group:
-        closed = threading.Event()
-
-        def start_sending(self, flat: torch.Tensor) -> Future[bool]:
-            return start_thread(lambda: self.closed.wait(20), torch.device("cpu"))
-
-        def close(self) -> None:
-            self.closed.set()
-
-    async def give_up() -> None:
-        link = Link(Silent(), "gloo", torch.device("cpu"), 5.0)
-        link.group = Group()  # type: ignore[assignment]
-        sending = asyncio.ensure_future(link.send([0], None, torch.empty(0, dtype=torch.uint8)))
-        await asyncio.sleep(0.05)
-        sending.cancel()
-        await asyncio.wait({sending})
-        assert sending.cancelled()
-        assert not link.is_whole
-
-    asyncio.run(asyncio.wait_for(give_up(), 20))
-    assert Group.closed.is_set()
-
-
 def test_an_engine_that_dies_before_its_first_bucket_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -142,56 +90,28 @@ def test_an_engine_that_dies_before_its_first_bucket_holds_nobody_up(
             assert self.given_up.wait(60)
             self.aborted.set()
 
-    class Dies(Gone):
-        url = "http://127.0.0.1:1"  # type: ignore[assignment]
-        in_group: str | None = None  # type: ignore[assignment]
-
-        async def join_group(self, address: GroupAddress, rank: int) -> None:
-            self.in_group = address.name
-            # it may wait for a bucket while another engine holds up the one before
-            assert address.timeout_s > 2 * 15.0
-
-        async def receive_bucket(self, index: int, flat: None) -> None:
-            await asyncio.sleep(0.1)
-            raise EngineFailed("engine engine-0 died")
-
     made = NeverTogether()
     monkeypatch.setattr(process_group, "make_group", lambda *_: made)
-
-    async def publish() -> None:
-        link = Link(Dies(), "nccl", torch.device("cpu"), 15.0)
-        assert await link.join() is None
-        began = time.monotonic()
-        flat = torch.zeros(4, dtype=torch.uint8)
-        assert await link.send([0], None, flat) == "engine engine-0 died"
-        assert time.monotonic() - began < 12, "by far less than the limit"
-        assert not link.is_whole
-
-    asyncio.run(publish())
+    sender = GroupSender(CPU, 15.0)
+    order = replace(order_for("engine-0"), backend="nccl", url="http://127.0.0.1:1", trainer=(0,))
+    given = {"engines": [asdict(order)], "digests": [], "known": ["engine-0"]}
+    answer = sender.open(given, [])["engine-0"]
+    # it may wait for a bucket while another engine holds up the one before
+    assert answer["timeout_s"] > 2 * 15.0
+    began = time.monotonic()
+    died = began + 0.1
+    sender.send(Bucket(0, ()), FLAT, lambda: {} if time.monotonic() > died else None)
+    assert time.monotonic() - began < 12, "by far less than the limit"
+    assert sender._groups == {}
     assert not made.aborted.is_set()
     made.given_up.set()
     assert made.aborted.wait(60)
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (None, "engine engine-0 was not met by our side within 0.3 s"),
-        (EngineFailed("engine engine-0 is full"), "engine engine-0 is full"),
-    ],
-)
 def test_a_group_that_comes_together_after_it_was_given_up_is_closed(
-    monkeypatch: pytest.MonkeyPatch, error: EngineFailed | None, expected: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Our side of a meeting has a deadline, and is not waited for when the engine fails first."""
-
-    class Joins(Gone):
-        url = "http://127.0.0.1:1"  # type: ignore[assignment]
-
-        async def join_group(self, address: GroupAddress, rank: int) -> None:
-            if error is not None:
-                raise error
-
+    """Our side has a deadline, and is not waited for when the engine fails first."""
     go_on = threading.Event()
     late: list[str] = []
 
@@ -199,53 +119,45 @@ def test_a_group_that_comes_together_after_it_was_given_up_is_closed(
         assert go_on.wait(20)
         return SimpleNamespace(close=lambda: late.append("closed"))
 
-    monkeypatch.setattr(links, "WeightGroup", group)
-    monkeypatch.setattr(links, "GROUP_JOIN_S", 0.3)
-
-    async def meet() -> None:
-        told = await Link(Joins(), "gloo", torch.device("cpu"), 5.0).join()
-        assert told == expected
+    monkeypatch.setattr(sender_module, "WeightGroup", group)
+    monkeypatch.setattr(sender_module, "GROUP_JOIN_S", 0.3)
+    sender = GroupSender(CPU, 5.0)
+    order = replace(order_for("engine-0"), url="http://127.0.0.1:1", trainer=(0,))
+    given = {"engines": [asdict(order)], "digests": [], "known": ["engine-0"]}
+    for ends in (sender._end_meetings, sender._leave_meetings):
+        go_on.clear()
+        late.clear()
+        sender.open(given, [])
+        [meeting] = sender._meetings.values()
+        ends()
+        assert sender._groups == {}
         go_on.set()
+        meeting.result(20)
         while not late:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(meet(), 20))
+            time.sleep(0.01)
 
 
-def test_the_weights_go_to_the_engines_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Probed(Gone):
-        url = "http://127.0.0.1:1"  # type: ignore[assignment]
+def test_a_rank_that_finds_no_way_to_an_engine_says_why() -> None:
+    order = replace(order_for("engine-0"), url="http://no-such-host.invalid:1", trainer=(0,))
+    given = {"engines": [asdict(order)], "digests": [], "known": ["engine-0"]}
+    [why] = GroupSender(CPU, 5.0).open(given, []).values()
+    assert "Name or service not known" in why or "resolution" in why
 
-        def __init__(self, health: dict[str, str | None] | None) -> None:
-            self.found = health
 
+def test_the_weights_go_to_the_engines_that_answer() -> None:
+    class Silent(Engine):
         async def health(self) -> dict[str, str | None]:
-            if self.found is None:
-                raise EngineFailed("engine engine-0 does not answer")
-            return self.found
+            raise EngineFailed("engine silent does not answer")
 
-    async def done(link: Link, *_: object) -> None:
-        calls.append(link.engine)
-
-    calls: list[object] = []
-    monkeypatch.setattr(Link, "join", done)
-    monkeypatch.setattr(Link, "send", done)
-    good, bad = Probed({"gpu": None}), Probed(None)
-    made = DistributedTransport(device=torch.device("cpu"), timeout_s=5.0, probe_s=5.0)
-
-    async def publish() -> None:
-        assert await made.open([bad, good], [Bucket(0, ())]) == {
-            bad: "engine engine-0 does not answer"
-        }
-        assert await made.send(Bucket(0, ()), torch.zeros(4, dtype=torch.uint8)) == {}
-
-    asyncio.run(asyncio.wait_for(publish(), 20))
-    assert calls == [good, good], "joined, then sent to"
+    good, bad = Engine("good"), Silent("silent")
+    made = DistributedTransport(timeout_s=5.0, probe_s=5.0)
+    made.ranks = [RankAddress("here")]
+    failed = asyncio.run(made.open([bad, good], [Bucket(0, ())]))
+    assert failed == {bad: "engine silent does not answer"}
+    [order] = made.orders().ranks[0]["engines"]
+    assert order["engine"] == "good"
 
 
 def test_whatever_a_thread_meets_is_told_to_who_waits() -> None:
-    async def wait() -> None:
-        await asyncio.wait_for(in_thread(lambda: [][0], torch.device("cpu")), 60)
-
     with pytest.raises(IndexError):
-        asyncio.run(wait())
+        start_thread(lambda: [][0], CPU).result(60)

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from rlcore.interfaces import RankPlace
+from rlcore.interfaces import RankAddress
 from rollout.weight_sync.groups.assignment import SenderAssignment, Served, shares
 
 TWO_NODES = ["a"] * 2 + ["b"] * 2
@@ -46,11 +46,13 @@ def assigned(
     url: str = "http://10.0.0.9:30000",
 ) -> list[Served]:
     """The ranks of each engine."""
-    assignment = SenderAssignment(senders, rails, on_gpu=on_gpu)
-    places = [RankPlace(host, f"gpu-{rank}" if on_gpu else None) for rank, host in enumerate(hosts)]
+    assignment = SenderAssignment(senders, rails)
+    ranks = [
+        RankAddress(host, f"gpu-{rank}" if on_gpu else None) for rank, host in enumerate(hosts)
+    ]
     made = [Engine(url, gpus) for _ in range(engines)]
     for engine in made:
-        assignment.assign(engine, "gpu-of-an-engine" if on_gpu else None, engines, places)
+        assignment.assign(engine, "gpu-of-an-engine" if on_gpu else None, engines, ranks)
     return [assignment.served[engine] for engine in made]
 
 
@@ -63,7 +65,7 @@ def test_engines_are_assigned_evenly() -> None:
     assert senders(assigned(TWO_NODES, 5, senders=2)) == [0, 2, 0, 2, 0]
     assert senders(assigned(TWO_NODES, 5, on_gpu=True)) == [0, 1, 2, 3, 0]
     assert senders(assigned(TWO_NODES, 5)) == [0] * 5
-    assert senders(assigned([], 5, senders=4, on_gpu=True)) == [0] * 5  # one rank alone can send
+    assert senders(assigned(["a"], 5, senders=4, on_gpu=True)) == [0] * 5
 
 
 def test_an_engine_on_loopback_is_served_from_rank_0s_machine() -> None:
@@ -100,26 +102,26 @@ def test_a_second_engine_of_a_rank_has_no_helpers() -> None:
 @pytest.mark.parametrize("nodes", [1, 2, 3, 7])
 def test_engines_that_come_later_share_one_rank_with_another_at_most(nodes: int, gpus: int) -> None:
     """The ranks are cut into more ranges than for the engines before them."""
-    places = [RankPlace(f"node-{rank // 8}", f"gpu-{rank}") for rank in range(8 * nodes)]
-    for first in range(1, len(places)):
-        assignment = SenderAssignment(None, None, on_gpu=True)
+    ranks = [RankAddress(f"node-{rank // 8}", f"gpu-{rank}") for rank in range(8 * nodes)]
+    for first in range(1, len(ranks)):
+        assignment = SenderAssignment(None, None)
         for number in range(first + 3):
             engine = Engine(f"http://10.0.0.{number + 1}:30000", gpus)
-            assignment.assign(engine, "another", max(first, number + 1), places)
+            assignment.assign(engine, "another", max(first, number + 1), ranks)
         members = [{one.sender, *one.helpers} for one in assignment.served.values()]
         shared = [len(one & other) for one, other in combinations(members, 2)]
         assert max(shared) <= 1, (first, assignment.served.values())
 
 
 def test_a_rank_on_the_gpu_of_an_engine_does_not_help() -> None:
-    assignment = SenderAssignment(1, None, on_gpu=True)
-    places = [RankPlace("a", f"gpu-{rank}") for rank in range(4)]
+    assignment = SenderAssignment(1, None)
+    ranks = [RankAddress("a", f"gpu-{rank}") for rank in range(4)]
     engine = Engine("http://10.0.0.9:30000", 4)
-    assert assignment.assign(engine, "gpu-2", 1, places) == Served(1, (3, 0))
-    assert assignment.assign(engine, "another by now", 1, places) == Served(1, (3, 0)), "for good"
+    assert assignment.assign(engine, "gpu-2", 1, ranks) == Served(1, (3, 0))
+    assert assignment.assign(engine, "another by now", 1, ranks) == Served(1, (3, 0)), "for good"
     assignment.leave_to_rank0(engine)
-    assert assignment.assign(engine, "gpu-2", 1, places) == Served(0)
+    assert assignment.assign(engine, "gpu-2", 1, ranks) == Served(0)
     # it failed, so the next publication is without it, and it comes back
     assignment.keep_only([])
     assert assignment.served == {}
-    assert assignment.assign(engine, "gpu-2", 1, places) == Served(0)
+    assert assignment.assign(engine, "gpu-2", 1, ranks) == Served(0)

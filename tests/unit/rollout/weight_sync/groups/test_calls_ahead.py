@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from rlcore.errors import EngineFailed, RunFailed
 from rlcore.weights import Bucket
 from rollout.weight_sync.groups import link as links
 from rollout.weight_sync.groups.assignment import Served
-from rollout.weight_sync.groups.link import EngineLink, Link, RemoteLink
+from rollout.weight_sync.groups.link import EngineLink
 from rollout.weight_sync.links import DistributedTransport
 from rollout.weight_sync.process_group import GroupAddress, WeightGroup, WorkThread
 
@@ -59,21 +57,6 @@ class Engine:
         self.answers[index].set_result(None)
 
 
-class Group:
-    """Has sent a bucket when it is told so."""
-
-    def __init__(self) -> None:
-        self.sent: list[Future[None]] = []
-        self.closed = False
-
-    def start_sending(self, flat: torch.Tensor) -> Future[None]:
-        self.sent.append(Future())
-        return self.sent[-1]
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def run(use: Callable[[], Any]) -> None:
     async def alone() -> None:
         before = asyncio.all_tasks()
@@ -90,64 +73,47 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def start(link: EngineLink, index: int) -> asyncio.Task[str | None]:
     indices = [one.index for one in BUCKETS[index : index + 2]]
-    return asyncio.ensure_future(link.send(indices, None, FLAT))
+    return asyncio.ensure_future(link.send(indices, None))
 
 
-def own_link(engine: Engine, timeout_s: float = 5.0) -> tuple[Link, Group]:
-    link = Link(engine, "gloo", CPU, timeout_s)
-    group = Group()
-    link.group = group  # type: ignore[assignment]
-    return link, group
-
-
-def remote_link(engine: Any, timeout_s: float) -> RemoteLink:
-    """The link of rank 1 with an engine."""
-    return RemoteLink(engine, "gloo", Served(1), torch.device("cpu"), timeout_s)
+def link_to(engine: Any, timeout_s: float = 5.0) -> EngineLink:
+    return EngineLink(engine, "gloo", Served(1), timeout_s)
 
 
 def test_the_next_call_is_posted_while_the_bytes_leave() -> None:
     async def use() -> None:
         engine = Engine()
-        link, group = own_link(engine)
-        first = start(link, 0)
+        link = link_to(engine)
+        assert await start(link, 0) is None
         await until(lambda: [*engine.answers] == [0, 1])
         assert link.last == 1
-        await asyncio.sleep(0.01)
-        assert not first.done(), "its memory is still read"
-        group.sent[0].set_result(None)
-        assert await first is None
         second = start(link, 1)
         await until(lambda: 2 in engine.answers)
-        group.sent[1].set_result(None)
         await asyncio.sleep(0.01)
         assert not second.done(), "the engine has three calls"
         engine.took(0)
         assert await second is None
         third = start(link, 2)
         await until(lambda: 3 in engine.answers)
-        group.sent[2].set_result(None)
         engine.took(1)
         assert await third is None
-        last = start(link, 3)
-        await until(lambda: len(group.sent) == 4)
-        group.sent[3].set_result(None)
-        assert await last is None
-        settled = asyncio.ensure_future(link.settle())
+        assert await start(link, 3) is None
+        drained = asyncio.ensure_future(link.drain())
         engine.took(2)
         await asyncio.sleep(0.01)
-        assert not settled.done()
+        assert not drained.done()
         engine.took(3)
-        assert await settled is None
+        assert await drained is None
 
     run(use)
 
 
-def test_each_publication_calls_anew() -> None:
+def test_each_publication_calls_again() -> None:
     async def use() -> None:
         engine = Engine()
-        link = remote_link(engine, 5.0)
+        link = link_to(engine)
         for _ in range(2):
-            link.begin()
+            link.order()
             assert link.last == -1
             engine.answers.clear()
             assert await start(link, 2) is None
@@ -156,7 +122,7 @@ def test_each_publication_calls_anew() -> None:
             assert link.last == 3
             engine.took(2)
             engine.took(3)
-            assert await link.settle() is None
+            assert await link.drain() is None
 
     run(use)
 
@@ -164,7 +130,7 @@ def test_each_publication_calls_anew() -> None:
 def test_an_engine_that_queues_no_calls_has_one() -> None:
     async def use() -> None:
         engine = Engine(queues=False)
-        link = remote_link(engine, 5.0)
+        link = link_to(engine)
         first = start(link, 0)
         await asyncio.sleep(0.01)
         assert not first.done()
@@ -179,36 +145,14 @@ def test_an_engine_that_queues_no_calls_has_one() -> None:
 def test_an_engine_that_fails_while_the_next_call_is_posted_leaves_nothing() -> None:
     async def use() -> None:
         engine = Engine()
-        link, group = own_link(engine)
-        first = start(link, 0)
+        link = link_to(engine)
+        await start(link, 0)
         await until(lambda: 1 in engine.answers)
-        group.sent[0].set_result(None)
-        await first
         second = start(link, 1)
         await until(lambda: 2 in engine.answers)
         engine.fails(0)
         assert await second == "engine-0 has no memory"
         assert engine.cancelled == [1, 2]
-        assert group.closed
-        assert link.group is None
-
-    run(use)
-
-
-@pytest.mark.parametrize("knows", [True, False])
-def test_its_own_reason_comes_before_ours(knows: bool) -> None:
-    async def use() -> None:
-        engine = Engine()
-        link, group = own_link(engine)
-        sending = start(link, 0)
-        await until(lambda: 0 in engine.answers)
-        group.sent[0].set_exception(RunFailed("connection reset by peer"))
-        await asyncio.sleep(0.01)
-        assert not sending.done()
-        engine.fails(0) if knows else engine.took(0)
-        why = "engine-0 has no memory" if knows else "connection reset by peer"
-        assert await sending == why
-        assert group.closed
 
     run(use)
 
@@ -219,87 +163,54 @@ def test_the_time_of_a_call_begins_when_it_is_waited_for(monkeypatch: pytest.Mon
 
     async def use() -> None:
         engine = Engine()
-        link = remote_link(engine, 0.3)
+        link = link_to(engine, 0.3)
         await start(link, 2)
-        second = start(link, 3)
+        await until(lambda: 3 in engine.answers)
         await asyncio.sleep(0.2)
         engine.took(2)
-        assert await second is None
+        assert await start(link, 3) is None
         await asyncio.sleep(0.4)
         began = LOOP_TIME.monotonic()
         late = r"engine engine-0 did not answer receive_bucket within 0.3 s"
-        assert late in str(await link.settle())
+        assert late in str(await link.drain())
         assert 0.2 < LOOP_TIME.monotonic() - began < 5
         assert engine.cancelled == [3]
 
     run(use)
 
 
-def test_an_engine_that_hangs_is_late_though_our_bytes_hang_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(links, "ENGINE_GRACE_S", 0.0)
-
-    async def use() -> None:
-        engine = Engine()
-        link, group = own_link(engine, 0.2)
-        assert "did not answer receive_bucket within 0.2 s" in str(await start(link, 0))
-        assert group.closed
-
-    run(use)
-
-
-def transport_of(links: Sequence[EngineLink]) -> DistributedTransport:
-    transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0)
-    transport._links = {link.engine: link for link in links}
-    transport._engines = [*transport._links]
+def transport_of(*engines: Engine) -> DistributedTransport:
+    transport = DistributedTransport(timeout_s=5.0, probe_s=5.0)
+    transport._links = {engine: link_to(engine) for engine in engines}
+    transport._engines = [*engines]
     transport._buckets = BUCKETS
     return transport
 
 
 def test_who_has_not_failed_is_brought_to_the_end_of_what_it_was_called_for() -> None:
     async def use() -> None:
-        bad, good, own, stock = (
-            Engine(n, queues=n != "stock") for n in ("bad", "good", "own", "stock")
+        bad, good, stock = (
+            Engine(name, queues=name != "stock") for name in ("bad", "good", "stock")
         )
-        link, group = own_link(own)
-        others = [remote_link(one, 5.0) for one in (bad, good, stock)]
-        transport = transport_of([*others, link])
-        assert json.loads(transport.stop_order) == dict.fromkeys(
-            ("bad", "good", "own", "stock"), -1
-        )
-        sending = asyncio.ensure_future(transport.send(BUCKETS[0], FLAT))
-        await until(lambda: len(group.sent) == 1 and 0 in stock.answers)
-        group.sent[0].set_result(None)
+        transport = transport_of(bad, good, stock)
+        assert transport.stop() == dict.fromkeys(("bad", "good", "stock"), -1)
+        sending = asyncio.ensure_future(transport.send(0, {}))
+        await until(lambda: 0 in stock.answers)
         stock.took(0)
         assert await sending == {}
-        sending = asyncio.ensure_future(transport.send(BUCKETS[1], FLAT))
+        sending = asyncio.ensure_future(transport.send(1, {}))
         await until(lambda: 2 in good.answers and 1 in stock.answers)
-        for one in (good, own):
-            one.took(0)
+        good.took(0)
         stock.took(1)
-        group.sent[1].set_result(None)
         bad.fails(0)
         assert await sending == {bad: "bad has no memory"}
-        assert json.loads(transport.stop_order) == {"good": 2, "own": 2, "stock": 1}
-        assert await transport.send_called(BUCKETS[1], FLAT) == {}
-        assert len(group.sent) == 2, "it was sent already"
-        called = asyncio.ensure_future(transport.send_called(BUCKETS[2], FLAT))
-        await until(lambda: len(group.sent) == 3)
-        await asyncio.sleep(0.01)
-        assert not called.done(), "its memory is still read"
-        group.sent[2].set_result(None)
-        own.took(1)
-        good.took(1)
-        assert await called == {}
-        assert await transport.send_called(BUCKETS[3], FLAT) == {}
-        assert len(group.sent) == 3
-        assert 3 not in good.answers
+        assert transport.stop() == {"good": 2, "stock": 1}
         over = asyncio.ensure_future(transport.give_up())
+        good.took(1)
         await asyncio.sleep(0.01)
         assert not over.done()
+        assert 3 not in good.answers
         good.took(2)
-        own.took(2)
         assert await over == {}
 
     run(use)
@@ -307,26 +218,17 @@ def test_who_has_not_failed_is_brought_to_the_end_of_what_it_was_called_for() ->
 
 def test_who_fails_at_what_it_was_called_for_is_told() -> None:
     async def use() -> None:
-        bad, own = Engine("bad"), Engine("own")
-        link, group = own_link(own)
-        transport = transport_of([remote_link(bad, 5.0), link])
-        sending = asyncio.ensure_future(transport.send(BUCKETS[0], FLAT))
-        await until(lambda: len(group.sent) == 1)
-        group.sent[0].set_result(None)
-        assert await sending == {}
+        bad, good = Engine("bad"), Engine("good")
+        transport = transport_of(bad, good)
+        assert await transport.send(0, {}) == {}
+        await until(lambda: 1 in good.answers)
         bad.fails(0)
-        own.took(0)
-        sending = asyncio.ensure_future(transport.send(BUCKETS[1], FLAT))
-        await until(lambda: len(group.sent) == 2)
-        group.sent[1].set_result(None)
-        assert await sending == {bad: "bad has no memory"}
-        called = asyncio.ensure_future(transport.send_called(BUCKETS[2], FLAT))
-        await until(lambda: len(group.sent) == 3)
-        own.fails(1)
-        assert await called == {own: "own has no memory"}
-        assert group.closed
-        assert json.loads(transport.stop_order) == {}
-        assert await transport.give_up() == {}
+        good.took(0)
+        assert await transport.send(1, {}) == {bad: "bad has no memory"}
+        await until(lambda: 2 in good.answers)
+        good.fails(1)
+        assert await transport.give_up() == {good: "good has no memory"}
+        assert transport.stop() == {}
 
     run(use)
 
@@ -334,11 +236,12 @@ def test_who_fails_at_what_it_was_called_for_is_told() -> None:
 def test_a_failure_of_the_last_bucket_is_told_at_the_end() -> None:
     async def use() -> None:
         engine = Engine()
-        transport = transport_of([remote_link(engine, 5.0)])
-        assert await transport.send(BUCKETS[3], FLAT) == {}
+        transport = transport_of(engine)
+        assert await transport.send(3, {}) == {}
+        await until(lambda: 3 in engine.answers)
         engine.fails(3)
-        assert await transport.complete() == {engine: "engine-0 has no memory"}
-        assert json.loads(transport.stop_order) == {}
+        assert await transport.complete({}) == {engine: "engine-0 has no memory"}
+        assert transport.stop() == {}
         assert await transport.give_up() == {}
 
     run(use)

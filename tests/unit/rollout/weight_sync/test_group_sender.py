@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import threading
 import time
 from dataclasses import asdict, replace
@@ -12,27 +10,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from links_kit import ADDRESS, CPU, FLAT, Engine, Group, group, order_for
+from links_kit import ADDRESS, CPU, FLAT, Group, group, order_for
 
-from rollout.weight_sync import links
-from rollout.weight_sync.groups import rank_sender
-from rollout.weight_sync.groups.assignment import Served
-from rollout.weight_sync.groups.link import RemoteLink
-from rollout.weight_sync.groups.rank_sender import RankSender
-from rollout.weight_sync.links import DistributedTransport
-from rollout.weight_sync.process_group import GroupAddress
+from rollout.weight_sync.digests import Digest, new_order
+from rollout.weight_sync.groups import sender as sender_module
+from rollout.weight_sync.groups.link import Order
+from rollout.weight_sync.groups.sender import GroupSender
+from rollout.weight_sync.process_group import GroupAddress, WorkThread
 
 
-def sender_to(rank: int = 0, **groups: Any) -> RankSender:
+def sender_to(rank: int = 0, **groups: Any) -> GroupSender:
     """A rank with these groups, in each of which it is `rank`."""
-    sender = RankSender(CPU, 60.0)
+    sender = GroupSender(CPU, 60.0)
     sender._groups = groups
     sender._orders = [order_for(engine, rank) for engine in groups]
     return sender
 
 
-def stopped(**last: int) -> str:
-    return json.dumps(last)
+def orders(*given: Order, digests: tuple[str, ...] = ()) -> dict[str, Any]:
+    known = [order.engine for order in given]
+    return {"engines": [asdict(order) for order in given], "digests": digests, "known": known}
 
 
 FOURTH: Any = SimpleNamespace(index=4)
@@ -41,7 +38,7 @@ FOURTH: Any = SimpleNamespace(index=4)
 def test_nothing_is_sent_once_rank_0_has_given_up() -> None:
     sent: list[str] = []
     sender = sender_to(a=group(lambda: sent.append("a")))
-    sender.send(FOURTH, FLAT, lambda: stopped(a=3))
+    sender.send(FOURTH, FLAT, lambda: {"a": 3})
     assert sent == []
     sender.send(FOURTH, FLAT, lambda: None)
     assert sent == ["a"]
@@ -55,22 +52,8 @@ def test_an_engine_gets_the_bucket_for_which_it_was_called_though_rank_0_has_giv
         called=group(lambda: sent.append("called")),
         waits=group(lambda: sent.append("waits")),
     )
-    sender.send(FOURTH, FLAT, lambda: stopped(called=4, waits=3))
+    sender.send(FOURTH, FLAT, lambda: {"called": 4, "waits": 3})
     assert sent == ["called"]
-
-
-def test_rank_0_leaves_the_groups_that_it_helps_in_when_it_gives_up() -> None:
-    """All other ranks do, and the engine enters a new one."""
-    engines = [Engine(f"engine-{i}") for i in range(2)]
-    transport = DistributedTransport(device=CPU, timeout_s=5.0, probe_s=5.0)
-    groups = [Group(GroupAddress(**ADDRESS), rank) for rank in (1, 0)]  # type: ignore[arg-type]
-    helped = RemoteLink(engines[0], "gloo", Served(1, (0,)), CPU, 5.0)
-    own = links.Link(engines[1], "gloo", CPU, 5.0)
-    helped.group, own.group = groups  # type: ignore[assignment]
-    transport._links = {engines[0]: helped, engines[1]: own}
-    transport._engines = engines
-    assert asyncio.run(transport.give_up()) == {}
-    assert [group.is_open for group in groups] == [False, True]
 
 
 def test_a_rank_waits_for_a_slow_bucket_while_rank_0_does() -> None:
@@ -84,7 +67,7 @@ def test_who_fails_while_its_rank_sends_is_left_and_the_others_get_the_bucket() 
     sent: list[str] = []
     hung = threading.Event()
     sender = sender_to(a=group(lambda: hung.wait(30), hung.set), b=group(lambda: sent.append("b")))
-    answers = chain([None], repeat(stopped(b=4)))
+    answers = chain([None], repeat({"b": 4}))
     sender.send(FOURTH, FLAT, lambda: next(answers))
     assert sent == ["b"]
     assert hung.is_set()
@@ -94,7 +77,7 @@ def test_who_fails_while_its_rank_sends_is_left_and_the_others_get_the_bucket() 
 def test_a_send_that_waits_ends_when_rank_0_gives_up() -> None:
     released = threading.Event()
     sender = sender_to(a=group(lambda: released.wait(30), released.set))
-    answers = iter([None, None, stopped(a=3)])
+    answers = iter([None, None, {"a": 3}])
     sender.send(FOURTH, FLAT, lambda: next(answers))
     assert released.is_set()
     assert sender._groups == {}
@@ -127,13 +110,13 @@ def test_a_rank_that_helps_is_no_bucket_ahead_of_the_sender() -> None:
     looks: list[int] = []
     waits = threading.Event()
 
-    def given_up() -> None:
+    def stopped() -> None:
         looks.append(1)
         if len(looks) == 3:
             waits.set()
 
     helper = sender_to(1, a=group(lambda: arrived.wait(30)))
-    thread = threading.Thread(target=lambda: helper.send(FOURTH, FLAT, given_up))
+    thread = threading.Thread(target=lambda: helper.send(FOURTH, FLAT, stopped))
     thread.start()
     assert waits.wait(30)
     arrived.set()
@@ -151,8 +134,7 @@ def test_a_group_that_fails_while_its_rank_helps_is_left(caplog: pytest.LogCaptu
     assert caplog.messages == [
         "engine a is not served any more: bucket 4 was not sent: connection reset by peer"
     ]
-    told = helper.open(json.dumps([asdict(order_for("a", 1))]))
-    assert json.loads(told) == {"a": "it has no group"}
+    assert helper.open(orders(order_for("a", 1)), []) == {"a": "it has no group"}
 
 
 def test_a_second_engine_that_hangs_is_left_at_its_limit_once_rank_0_has_given_up() -> None:
@@ -162,36 +144,80 @@ def test_a_second_engine_that_hangs_is_left_at_its_limit_once_rank_0_has_given_u
     sender._timeout_s = 0.1
     began = time.monotonic()
 
-    def given_up() -> str | None:
-        return stopped(a=4) if time.monotonic() - began > 0.2 else None
+    def stopped() -> dict[str, int] | None:
+        return {"a": 4} if time.monotonic() - began > 0.2 else None
 
-    sender.send(FOURTH, FLAT, given_up)
+    sender.send(FOURTH, FLAT, stopped)
     assert released.is_set()
     assert sender._groups == {}
 
 
 def test_a_rank_enters_the_group_of_the_one_that_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_sender, "WeightGroup", Group)
+    monkeypatch.setattr(sender_module, "WeightGroup", Group)
     monkeypatch.setattr(Group, "made", [])
-    helper = RankSender(CPU, 60.0)
-    orders = [order_for("engine-0", 1), order_for("engine-1", 0)]
-    helper.open(json.dumps([asdict(orders[0])]))
-    helper.enter({1: "nothing of the kind"})
-    helper.enter({1: json.dumps({"engine-0": "no route to host"})})
-    helper.enter({1: json.dumps({"engine-0": None})})
+    helper = GroupSender(CPU, 60.0)
+    helping, sending = order_for("engine-0", 1), order_for("engine-1", 0)
+    helper.open(orders(helping), [])
+    helper.enter({1: {"engine-0": "no route to host"}})
+    helper.enter({1: {"engine-0": None}})
     assert helper._meetings == {}
-    place = {1: json.dumps({"engine-0": ADDRESS})}
-    helper.enter(place)
+    answers = {1: {"engine-0": ADDRESS}}
+    helper.enter(answers)
     helper._end_meetings()
     [made] = Group.made
     assert (made.address, made.rank) == (GroupAddress(**ADDRESS), 1)  # type: ignore[arg-type]
-    helper.enter(place)  # the sender has opened another one
+    helper.enter(answers)  # the sender has opened another one
     assert helper._groups == {}
     assert not made.is_open, "the old group was closed first"
     helper._end_meetings()
     assert len(Group.made) == 2
-    helper._orders = orders[1:]  # of which it is the sender
-    helper.enter({1: json.dumps({"engine-1": ADDRESS})})
+    helper._orders = [sending]
+    helper.enter({1: {"engine-1": ADDRESS}})
     assert helper._meetings == {}
-    again = replace(orders[0], group=ADDRESS["name"])
-    assert json.loads(helper.open(json.dumps([asdict(again)]))) == {"engine-0": None}
+    again = replace(helping, group=ADDRESS["name"])
+    assert helper.open(orders(again), []) == {"engine-0": None}
+
+
+def test_the_group_of_an_engine_that_has_left_is_closed() -> None:
+    closed: list[str] = []
+    sender = sender_to(gone=group(lambda: None, lambda: closed.append("gone")))
+    sender.open(orders(order_for("engine-0", 1)), [])
+    assert closed == ["gone"]
+
+
+def test_what_was_sent_is_digested_once_with_the_keys_of_the_order() -> None:
+    """Not after a failure; and whether this rank serves engines or not."""
+    kinds = [new_order("xxh3"), new_order("linear")]
+    sender = GroupSender(CPU, 5.0)
+    sender.open(orders(digests=tuple(kinds)), [])
+    expected = [Digest(order) for order in kinds]
+    for digest in expected:
+        digest.add(FLAT)
+    sender.send(FOURTH, FLAT, lambda: None)
+    sender.send(FOURTH, FLAT, dict)
+    assert sender.finish() == {digest.order: digest.read() for digest in expected}
+
+
+def test_after_a_failure_the_groups_stay_whose_engines_received_all_that_was_sent() -> None:
+    """NCCL completes a small broadcast that no engine receives: the next would be off by one."""
+    closed: list[str] = []
+
+    def counted(name: str) -> Any:
+        return group(lambda: None, lambda: closed.append(name))
+
+    names = ("failed", "whole", "uncalled", "helped")
+    sender = sender_to(**{name: counted(name) for name in names}, absent=counted("absent"))
+    sender._orders = [
+        replace(order_for(name), trainer=(1, 2) if name == "helped" else (1,)) for name in names
+    ]
+    sender.send(FOURTH, FLAT, lambda: None)
+    meeting = WorkThread(CPU).start(lambda: group(lambda: None, lambda: closed.append("late")))
+    sender._meetings = {"late": meeting}
+    sender.end(done=False, stopped={"whole": 4, "uncalled": 3, "helped": 4})
+    assert set(sender._groups) == {"whole", "absent"}
+    meeting.result(20)
+    assert sorted(closed) == ["failed", "helped", "late", "uncalled"]
+    sender.end(done=True, stopped=None)
+    sender.close()
+    assert sorted(closed)[0] == "absent"
+    assert sender._groups == {}

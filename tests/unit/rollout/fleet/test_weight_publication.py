@@ -1,6 +1,4 @@
-"""The trainer's side of a publication, over engines in this process. Other processes:
-tests/integration/engine.
-"""
+"""A publication by one rank to engines in this process; others are in tests/integration/engine."""
 
 from __future__ import annotations
 
@@ -13,10 +11,10 @@ from engine_kit import flatten, layout, request, tiny_qwen3
 
 from rlcore.config import Config
 from rlcore.data.sample import VersionSpan
-from rlcore.errors import PublicationFailed, RunFailed
+from rlcore.errors import DeadlineExceeded, PublicationFailed, RunFailed
 from rollout.asyncio_utils import within
 from rollout.engines.embedded.engine import EmbeddedEngine
-from rollout.weight_sync.publication import WeightPublication
+from tests.one_rank import OneRank, calls_of
 from tests.static_participants import StaticParticipants
 
 
@@ -73,7 +71,7 @@ def publish_once(publication, model, version):
 
 def test_every_engine_gets_the_weights_and_the_version(model, folder, loop, engines):
     participants = StaticParticipants(engines)
-    publication = WeightPublication(make_config(folder), participants, loop)
+    publication = OneRank(make_config(folder), participants, loop)
     publish_once(publication, model, 7)
     for engine in engines:
         held = engine._started()[1].tensors
@@ -94,7 +92,7 @@ def test_an_engine_that_fails_a_step_is_dropped_and_the_others_go_on(
 
     monkeypatch.setattr(engines[1], step, fail)
     participants = StaticParticipants(engines)
-    publication = WeightPublication(make_config(folder), participants, loop)
+    publication = OneRank(make_config(folder), participants, loop)
     publish_once(publication, model, 1)
     assert [engine.name for engine in participants.engines] == ["engine-0", "engine-2"]
     assert participants.dropped == {"engine-1": "RuntimeError: no such luck"}
@@ -116,7 +114,7 @@ def test_an_engine_that_misses_a_bucket_means_a_second_run_with_the_others(
 
     monkeypatch.setattr(engines[2], "receive_bucket", fail)
     participants = StaticParticipants(engines)
-    publication = WeightPublication(make_config(folder), participants, loop)
+    publication = OneRank(make_config(folder), participants, loop)
     with pytest.raises(PublicationFailed, match=r"bucket 1 .* out of memory"):
         publish_once(publication, model, 1)
     publication.cancel()
@@ -130,25 +128,17 @@ def test_an_engine_may_fail_at_what_it_still_takes_when_the_others_have_failed(
 ):
     """The transport waits for what engines were called for, also in a transaction that failed."""
     participants = StaticParticipants(engines)
-    publication = WeightPublication(make_config(folder), participants, loop)
+    publication = OneRank(make_config(folder), participants, loop)
     publication.prepare(layout(model))
 
     async def give_up():
         return {engines[1]: "engine-1 hangs", engines[2]: "engine-2 is out already"}
 
-    monkeypatch.setattr(publication._transport, "give_up", give_up)
-    publication._engines.remove(engines[2])
+    monkeypatch.setattr(publication.publication._transport, "give_up", give_up)
+    publication.publication._engines.remove(engines[2])
     publication.cancel()
     assert participants.dropped == {"engine-1": "engine-1 hangs"}
-    assert publication._engines == [engines[0]]
-
-    async def send_called(bucket, flat):
-        return {engines[0]: "engine-0 died"}
-
-    monkeypatch.setattr(publication._transport, "send_called", send_called)
-    publication.send_called(layout(model)[0], None)
-    assert participants.dropped["engine-0"] == "engine-0 died"
-    assert publication._engines == []
+    assert publication.publication._engines == [engines[0]]
 
 
 def test_an_engine_that_fails_costs_the_others_no_connection(
@@ -163,11 +153,11 @@ def test_an_engine_that_fails_costs_the_others_no_connection(
     async def fail(*_):
         raise RuntimeError("out of memory")
 
-    publication = WeightPublication(make_config(folder), Late(engines), loop)
+    publication = OneRank(make_config(folder), Late(engines), loop)
     publish_once(publication, model, 1)
     closed = []
     monkeypatch.setattr(
-        publication._transport, "close", lambda: closed.append(True) or asyncio.sleep(0)
+        publication.publication._transport, "close", lambda: closed.append(True) or asyncio.sleep(0)
     )
     monkeypatch.setattr(engines[2], "receive_bucket", fail)
     publication.prepare(layout(model), only_stale=True)
@@ -201,7 +191,7 @@ def test_participants_are_told_before_a_pause_and_after_a_whole_version(
     monkeypatch.setattr(
         engines[2], "pause", lambda mode: said.append(("pause", "engine-2")) or pause(mode)
     )
-    publication = WeightPublication(make_config(folder), Noted(engines), loop)
+    publication = OneRank(make_config(folder), Noted(engines), loop)
     publish_once(publication, model, 3)
     names = [engine.name for engine in engines]
     assert said == [
@@ -209,16 +199,16 @@ def test_participants_are_told_before_a_pause_and_after_a_whole_version(
         ("pause", "engine-2"),
         *(("published", name, 3, 3) for name in names),
     ]
-    assert publication._transport.has_all_engines
+    assert publication.publication._transport.has_all_engines
     said.clear()
     publication.prepare(layout(model), only_stale=True)
-    assert not publication._transport.has_all_engines
+    assert not publication.publication._transport.has_all_engines
     publication.cancel()
     assert said == [("draining", "engine-2"), ("pause", "engine-2"), ("missed", "engine-2")]
 
 
 def test_no_engine_left_ends_the_run_with_every_reason(model, folder, loop, engines):
-    publication = WeightPublication(make_config(folder), StaticParticipants(engines[:2]), loop)
+    publication = OneRank(make_config(folder), StaticParticipants(engines[:2]), loop)
     with pytest.raises(
         RunFailed, match=r"no engine is left.*engine-0: .*missing model.*engine-1: "
     ) as caught:
@@ -238,22 +228,19 @@ def test_an_engine_that_hangs_is_dropped_at_its_deadline(model, folder, loop, en
     monkeypatch.setattr("rollout.weight_sync.base.TRANSPORT_GRACE_S", 0.1)
     monkeypatch.setattr("rollout.weight_sync.base.within", within_its_own)
     participants = StaticParticipants(engines)
-    publication = WeightPublication(make_config(folder, update_timeout_s=0.5), participants, loop)
+    publication = OneRank(make_config(folder, update_timeout_s=0.5), participants, loop)
     publish_once(publication, model, 1)
     assert participants.dropped == {
         "engine-0": "engine engine-0 did not answer begin_update within 0.5 s"
     }
 
 
-def test_closing_does_not_wait_for_a_loop_that_is_stuck(
-    model, folder, loop, engines, monkeypatch, caplog
-):
-    monkeypatch.setattr("rollout.weight_sync.publication.CLOSE_ENGINES_S", 0.2)
-    publication = WeightPublication(make_config(folder), StaticParticipants(engines), loop)
-    publish_once(publication, model, 1)
+def test_a_loop_that_is_stuck_is_named(model, folder, loop, engines):
+    publication = OneRank(make_config(folder), StaticParticipants(engines), loop)
     freed = threading.Event()
     loop.call_soon_threadsafe(freed.wait, 20)
-    publication.close()
+    calls = calls_of(publication.publication, loop, 0.2)
+    with pytest.raises(DeadlineExceeded, match=r"event loop did nothing for 0\.2 s"):
+        calls("stop")
     assert not freed.is_set()
     freed.set()
-    assert "the engines' event loop did nothing for 0.2 s" in caplog.text

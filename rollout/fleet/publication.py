@@ -1,0 +1,209 @@
+"""A publication of weights, beside the engines, on their event loop.
+
+Rank 0 of the trainer calls it (rlcore/trainer/sender_ranks.py). One transport has the engines take
+the bytes (rollout/weight_sync/base.py), which the ranks send; this module is the order of the steps
+around them, and what a failure means:
+
+    open        pause, begin: the others go on without an engine that fails here
+    send        the buckets: after a failure PublicationFailed is raised, and the caller runs the
+                whole transaction again with the engines that are left
+    finish      verify, end, set the version, resume
+
+A failed engine takes no traffic until it has received a complete publication, and is never resumed
+on part of one. The others stay paused meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from rlcore.config import Config
+from rlcore.config.derived import longest_request_s
+from rlcore.deadlines import ABORT_S
+from rlcore.errors import PublicationFailed
+from rlcore.interfaces import Orders, RankAddress, RolloutEngine
+from rlcore.timeline.recorder import RECORDER, now
+from rlcore.weights import Bucket
+from rollout.fleet.fleet import Fleet
+from rollout.weight_sync.base import Failures, Transport, ask
+from rollout.weight_sync.choose import choose_transport
+
+STAGES = ("publication", "stages")  # of the timeline
+
+logger = logging.getLogger(__name__)
+
+
+class WeightPublication:
+    """Publishes weights to the engines of a fleet. Use it from the fleet's event loop."""
+
+    def __init__(self, config: Config, fleet: Fleet) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._mode = config.rollout.on_update
+        self._limit = config.rollout.engine.update_timeout_s
+        self._probe = config.rollout.engine.health_timeout_s
+        # requests in flight may have to end before an engine is paused; the fleet watches them
+        drains = self._mode == "drain"
+        self._pause_limit = longest_request_s(config) + ABORT_S if drains else self._limit
+        self._transport: Transport | None = None
+        # in the current transaction
+        self._buckets: Sequence[Bucket] = ()
+        self._engines: list[RolloutEngine] = []
+        # of the timeline: the number of the transaction, its begin, the begin of its stage
+        self._transactions = 0
+        self._opened_at = 0.0
+        self._stage_at = 0.0
+
+    async def open(
+        self, buckets: Sequence[Bucket], ranks: Sequence[RankAddress], only_stale: bool
+    ) -> Orders:
+        """Pause the engines, agree with them on the layout, open the update.
+
+        Args:
+            ranks: of the trainer.
+            only_stale: publish only to the engines that wait for weights; the others go on serving.
+
+        Returns the parts of the ranks. Raises PublicationFailed when no engine can be reached,
+        RunFailed when none is left.
+        """
+        fleet = self._fleet
+        self._buckets = buckets
+        self._transactions += 1
+        self._opened_at = self._stage_at = now()
+        self._engines = list(await fleet.stale() if only_stale else await fleet.candidates())
+        if not self._engines:
+            raise PublicationFailed("no engine waits for weights")
+        for engine in self._engines:
+            fleet.draining(engine)
+        await self._step("health", lambda e: e.health(), self._probe)
+        await self._step("pause", lambda e: e.pause(self._mode), self._pause_limit)
+        await self._step("begin_update", lambda e: e.begin_update(buckets), self._limit)
+        if self._transport is None:
+            self._transport = choose_transport(self._config, self._engines)
+        self._transport.ranks = ranks
+        self._transport.has_all_engines = not only_stale
+        await self._all_or_again(
+            self._transport.open(self._engines, buckets), "the way of the weights was not opened"
+        )
+        self._record_stage(f"transport {self._transport.name}: open")
+        return self._transport.orders()
+
+    async def meet(self, answers: Mapping[int, Any]) -> None:
+        """Have the engines meet the ranks.
+
+        Args:
+            answers: what these returned from `BucketSender.open`.
+        """
+        await self._all_or_again(
+            self._chosen.meet(answers), "the trainer's ranks were not met by all engines"
+        )
+
+    async def send(self, index: int, packed: Mapping[int, Any]) -> None:
+        """Have the engines take a bucket, which the ranks begin to send.
+
+        Raises PublicationFailed when an engine did not take it, or one before.
+
+        Args:
+            packed: what ranks returned from `BucketSender.pack`.
+        """
+        await self._all_or_again(
+            self._chosen.send(index, packed),
+            f"the weights up to bucket {index} were not taken by all engines",
+        )
+        self._record_stage(f"bucket {index}", bytes=self._buckets[index].num_bytes)
+
+    async def stop(self) -> Any:
+        """Return what the ranks still send after a failure."""
+        return {} if self._transport is None else self._transport.stop()
+
+    async def finish(self, version: int, result: Any) -> None:
+        """Verify and close the update, and resume the engines on `version`.
+
+        Raises PublicationFailed or RunFailed when no engine is left.
+
+        Args:
+            result: what rank 0 returned from `BucketSender.finish`.
+        """
+        await self._all_or_again(
+            self._chosen.complete(result), "the weights were not taken by all engines"
+        )
+        self._record_stage("complete")
+        await self._step("end_update", lambda e: e.end_update(), self._limit)
+        await self._step("set_version", lambda e: e.set_version(version), self._limit)
+        await self._step("resume", lambda e: e.resume(), self._limit)
+        for engine in self._engines:
+            self._fleet.published(engine, version)
+        self._record_engines(self._engines, f"version {version}")
+        args = {"publication": self._transactions, "engines": len(self._engines)}
+        RECORDER.add(STAGES, f"version {version}", self._opened_at, now(), **args)
+
+    async def cancel(self) -> None:
+        """Give the transaction up. The engines stay paused, and refuse to generate until a whole
+        update has come.
+
+        Raises RunFailed when an engine failed at what it still took, and none is left for good.
+        """
+        failed = {} if self._transport is None else await self._transport.give_up()
+        try:
+            await self._out(
+                {engine: why for engine, why in failed.items() if engine in self._engines}
+            )
+        except PublicationFailed as error:  # recovery: the caller has given up already
+            logger.warning("%s", error)
+        for engine in self._engines:
+            self._fleet.missed(engine)
+        self._record_engines(self._engines, "given up")
+
+    async def close(self) -> None:
+        """End the transport at the end of a run."""
+        if self._transport is not None:
+            await self._transport.close()
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    @property
+    def _chosen(self) -> Transport:
+        assert self._transport is not None, "open comes first"
+        return self._transport
+
+    def _record_stage(self, stage: str, **args: Any) -> None:
+        """Record a stage of the transaction, which ends now."""
+        ended = now()
+        RECORDER.add(STAGES, stage, self._stage_at, ended, **args)
+        self._stage_at = ended
+
+    def _record_engines(self, engines: Sequence[RolloutEngine], outcome: str) -> None:
+        """Record for how long the transaction has held these engines."""
+        for engine in engines:
+            track = (f"engine {engine.name}", "weights")
+            args = {"publication": self._transactions}
+            RECORDER.add(track, outcome, self._opened_at, now(), **args)
+
+    async def _step(self, what: str, call: Callable[[Any], Awaitable[Any]], seconds: float) -> None:
+        """Run one step on every engine. Engines that fail are out."""
+        self._stage_at = now()  # the trainer gathers between the stages
+        answers = await ask(self._engines, what, call, seconds)
+        self._record_stage(what, slowest=answers.slowest)
+        await self._out(answers.failed)
+
+    async def _all_or_again(self, work: Awaitable[Failures], what: str) -> None:
+        """Await a step of the transport. Raises PublicationFailed if any engine failed."""
+        self._stage_at = now()
+        failed = await work
+        if failed:
+            await self._out(failed)
+            raise PublicationFailed(f"{what}: {'; '.join(failed.values())}")
+
+    async def _out(self, failed: Failures) -> None:
+        for engine, why in failed.items():
+            logger.warning("engine %s is out: %s", engine.name, why)
+            self._engines.remove(engine)
+        self._record_engines([*failed], "out")
+        await asyncio.gather(*(self._fleet.out(engine, why) for engine, why in failed.items()))
+        if not self._engines:
+            raise PublicationFailed(
+                f"no engine takes the new weights: {'; '.join(failed.values())}"
+            )

@@ -1,0 +1,46 @@
+"""What becomes of an engine by the answers of the ranks that serve it. No engine runs."""
+
+from __future__ import annotations
+
+import asyncio
+
+from links_kit import ADDRESS, Engine
+
+from rollout.weight_sync.groups.assignment import Served
+from rollout.weight_sync.groups.link import EngineLink
+from rollout.weight_sync.process_group import GroupAddress
+
+NO_GROUP = "it has no group"
+
+
+def test_an_engine_whose_rank_does_not_reach_it_is_out() -> None:
+    engine = Engine()
+    link = EngineLink(engine, "gloo", Served(3), 60.0)
+    why = asyncio.run(link.meet({3: {"engine-0": "no route to host"}}))
+    assert why == "engine engine-0 cannot be met by rank 3: no route to host"
+    assert engine.joined == []
+
+
+def test_the_engine_enters_the_group_of_its_rank_behind_it() -> None:
+    engine = Engine()
+    link = EngineLink(engine, "gloo", Served(3), 60.0)
+    assert not link.is_whole
+    assert asyncio.run(link.meet({3: {"engine-0": ADDRESS}})) is None
+    assert engine.joined == [(GroupAddress(**ADDRESS), 1)]  # type: ignore[arg-type]
+    assert link.is_whole
+    assert asyncio.run(link.meet({3: {"engine-0": None}})) is None, "the last one is whole"
+    assert len(engine.joined) == 1
+
+
+def test_the_engine_comes_behind_the_ranks_that_help() -> None:
+    engine = Engine()
+    link = EngineLink(engine, "gloo", Served(3, (4, 0)), 60.0)
+    new = {3: {"engine-0": ADDRESS}, 4: {"engine-0": NO_GROUP}, 0: {"engine-0": NO_GROUP}}
+    assert asyncio.run(link.meet(new)) is None
+    assert engine.joined == [(GroupAddress(**ADDRESS), 3)]  # type: ignore[arg-type]
+    whole = {rank: {"engine-0": None} for rank in (3, 4, 0)}
+    assert asyncio.run(link.meet(whole)) is None
+    for rank in (4, 0):
+        left = asyncio.run(link.meet(whole | {rank: {"engine-0": NO_GROUP}}))
+        assert left == f"engine engine-0 is in a group that rank {rank} has left"
+    assert len(engine.joined) == 1
